@@ -1,0 +1,28 @@
+"""How Stagemesh dials a service."""
+
+import grpc
+
+MAX_MESSAGE_BYTES = 8 << 20
+
+KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
+    # A silent link is noticed within three seconds; a killed peer at once.
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *KEEPALIVE_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+def open_channel(endpoint: str) -> grpc.aio.Channel:
+    """A channel to "host:port". The caller closes it."""
+    return grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)

@@ -1,0 +1,127 @@
+"""The contract between a stage's runtime and whatever computes."""
+
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeAlias
+
+from stagemesh.connectors.base import Packet
+from stagemesh.connectors.tensors import Tensors
+
+
+class ChatMessage(NamedTuple):
+    """One turn of a conversation; `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+Prompt: TypeAlias = str | Sequence[ChatMessage] | Sequence[int]
+"""Text (put through the chat template as a user message), a conversation, or token ids."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are picked; None takes the stage's default."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where another replica left off."""
+
+    steps: int
+    token_ids: tuple[int, ...]
+    tensors: Tensors
+    outputs: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One request's share of work for an engine."""
+
+    request_id: str
+    seed: int
+    prompt: Prompt | None = None
+    tensors: Tensors = field(default_factory=dict[str, "object"])  # type: ignore[arg-type]
+    """The client's tensors."""
+    sampling: SamplingOptions = SamplingOptions()
+    options: Mapping[str, float] = field(default_factory=dict[str, float])
+    inlets: Mapping[str, AsyncIterable[Packet]] = field(default_factory=dict[str, AsyncIterable[Packet]])
+    """What comes over each incoming edge, transformed already, by edge name."""
+    max_steps: int | None = None
+    resume_from: ResumePoint | None = None
+
+
+@dataclass(frozen=True)
+class Emission:
+    """Tensors made by a step, for outgoing edges and the client alike."""
+
+    packet: Packet
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Steps done so far."""
+
+    steps: int
+    total_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Work done; the last event of a task."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+
+
+EngineEvent: TypeAlias = Emission | Progress | Usage
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What an engine has to do; `work_s` is its own estimate of the seconds left, 0 where idle."""
+
+    running: int
+    queued: int
+    work_s: float = 0.0
+
+
+class Engine(Protocol):
+    """Computes for many tasks at once, batching continuously, and never blocks the event loop."""
+
+    async def start(self, report: Callable[[str], None]) -> None:
+        """Loads the model; `report` takes a line for people at each phase. Called once, before anything else."""
+
+    def submit(self, task: Task) -> AsyncIterator[EngineEvent]:
+        """Runs a task: an async generator that ends with Usage. Closing it, or cancelling whoever iterates, aborts the
+        task within one step and frees what it held. Not iterating on holds this task up and no other.
+
+        Raises InvalidRequestError for a task that cannot run, UnavailableError when the engine has died.
+        """
+
+    def load(self) -> EngineLoad:
+        """The load at this moment."""
+
+    async def wait_failed(self) -> str:
+        """Returns only if the engine dies, with the cause; the process is then ended and started anew."""
+
+    async def close(self) -> None:
+        """Aborts all tasks and frees everything. Closing twice is harmless."""
+
+
+class Transform(Protocol):
+    """Turns what an edge carries into what its consumer takes; one instance a flow, without side effects."""
+
+    def push(self, packet: Packet) -> Sequence[Packet]:
+        """The packets that are complete with this one."""
+
+    def finish(self) -> Sequence[Packet]:
+        """The packets that were held back, at the flow's end."""

@@ -1,0 +1,29 @@
+"""What a function stage is written as."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from stagemesh.connectors.base import Packet
+
+State = TypeVar("State")
+
+
+@dataclass(frozen=True)
+class Call(Generic[State]):
+    """One request's part of a batch."""
+
+    state: State
+    packet: Packet | None
+    """What came over the edges; None once, after the last, to flush."""
+
+
+class Function(Protocol[State]):
+    """A callable on batches of packets with state per request. Runs in one thread, off the event loop."""
+
+    def open(self, *, seed: int, options: Mapping[str, float]) -> State:
+        """The state of a new request; dropped at its end."""
+
+    def __call__(self, batch: Sequence[Call[State]]) -> Sequence[Sequence[Packet]]:
+        """For each call the packets that it makes, none or more, in order. Raises InvalidRequestError for the batch;
+        the engine then retries its calls one by one, so that only the guilty request fails."""

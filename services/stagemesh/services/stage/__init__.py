@@ -1,0 +1,1 @@
+"""The stage service: a servicer that translates and a runtime that decides."""
