@@ -73,6 +73,7 @@ class EngineCard:
     factory: str
     signature: Callable[[str | None], Signature]
     needs_model: bool
+    needs_function: bool = False
     stage_options: frozenset[str] | None = None
     """The names that a stage's `options` may hold; None leaves them to the factory."""
 

@@ -9,5 +9,8 @@ def _signature(function: str | None) -> Signature:
 
 
 CARD = EngineCard(
-    factory="stagemesh.services.engines.function.engine:FunctionEngine", signature=_signature, needs_model=False
+    factory="stagemesh.services.engines.function.engine:FunctionEngine",
+    signature=_signature,
+    needs_model=False,
+    needs_function=True,
 )

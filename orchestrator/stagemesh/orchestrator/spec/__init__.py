@@ -1,0 +1,29 @@
+"""Pipeline files: from YAML to a validated graph, with every mistake named by file and line."""
+
+from stagemesh.orchestrator.spec.explain import explain
+from stagemesh.orchestrator.spec.load import load_pipeline
+from stagemesh.orchestrator.spec.model import (
+    WIRE_VERSION,
+    Edge,
+    ExplainedValue,
+    Limits,
+    Pipeline,
+    PipelineOutput,
+    Stage,
+)
+from stagemesh.orchestrator.spec.sources import shipped_pipelines
+from stagemesh.orchestrator.spec.stages import Catalog
+
+__all__ = [
+    "WIRE_VERSION",
+    "Catalog",
+    "Edge",
+    "ExplainedValue",
+    "Limits",
+    "Pipeline",
+    "PipelineOutput",
+    "Stage",
+    "explain",
+    "load_pipeline",
+    "shipped_pipelines",
+]

@@ -1,0 +1,46 @@
+"""Directed graphs of names: order, cycles, ancestors."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Arc(NamedTuple):
+    """An arrow from a producer to a consumer."""
+
+    producer: str
+    consumer: str
+
+
+def topological_order(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
+    """The nodes with producers before consumers, otherwise in the given order; nodes on or behind a cycle are left out."""
+    waits_for = {node: {arc.producer for arc in arcs if arc.consumer == node} for node in nodes}
+    order: list[str] = []
+    while ready := next((node for node, producers in waits_for.items() if producers <= set(order)), None):
+        order.append(ready)
+        del waits_for[ready]
+    return tuple(order)
+
+
+def find_cycle(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
+    """The nodes of one cycle, the first repeated at the end; empty where there is none."""
+    stuck = set(nodes) - set(topological_order(nodes, arcs))
+    producers = {arc.consumer: arc.producer for arc in arcs if {arc.producer, arc.consumer} <= stuck}
+    if not producers:
+        return ()
+    # Every stuck node has a stuck producer, so that walking upstream comes back to a node seen before.
+    walk = [next(node for node in nodes if node in producers)]
+    while (producer := producers[walk[-1]]) not in walk:
+        walk.append(producer)
+    return (producer, *reversed(walk[walk.index(producer) :]))
+
+
+def ancestors(targets: Iterable[str], arcs: Collection[Arc]) -> frozenset[str]:
+    """The targets and everything upstream of them."""
+    upstream: Mapping[str, set[str]] = {arc.consumer: set() for arc in arcs}
+    for arc in arcs:
+        upstream[arc.consumer].add(arc.producer)
+    found, fresh = set[str](), set(targets)
+    while fresh:
+        found |= fresh
+        fresh = {producer for node in fresh for producer in upstream.get(node, ())} - found
+    return frozenset(found)

@@ -1,0 +1,79 @@
+"""From a pipeline file to a validated graph."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from stagemesh.connectors.errors import InvalidPipelineError
+from stagemesh.orchestrator.spec.document import read_document
+from stagemesh.orchestrator.spec.edges import EdgeResolver
+from stagemesh.orchestrator.spec.explain import explain_shape
+from stagemesh.orchestrator.spec.graph import topological_order
+from stagemesh.orchestrator.spec.model import WIRE_VERSION, Limits, Pipeline, Stage
+from stagemesh.orchestrator.spec.origins import Origins
+from stagemesh.orchestrator.spec.outputs import OutputResolver
+from stagemesh.orchestrator.spec.overrides import apply_overrides
+from stagemesh.orchestrator.spec.shape_problems import check_shape
+from stagemesh.orchestrator.spec.sources import Source, find_source
+from stagemesh.orchestrator.spec.stages import Catalog, StageResolver
+from stagemesh.services.serving import settings
+
+
+def load_pipeline(
+    name_or_path: str,
+    *,
+    variables: Mapping[str, str] | None = None,
+    overrides: Mapping[str, str] | None = None,
+    check_models: bool = True,
+    catalog: Catalog | None = None,
+) -> Pipeline:
+    """Reads a pipeline by shipped name or path and checks all of it.
+
+    `variables` stand in for the environment; `overrides` are values set from outside ("edges.*.connector": "grpc").
+    Raises NotFoundError (UNKNOWN_PIPELINE), or InvalidPipelineError with a line "file:line: what; remedy" for each
+    problem.
+    """
+    source = find_source(name_or_path)
+    document = read_document(
+        _read(source), file=str(source.path), variables=settings.variables() if variables is None else variables
+    )
+    apply_overrides(document, overrides or {})
+    shape = check_shape(document)
+    catalog = catalog or Catalog()
+    problems = document.problems
+    stages = StageResolver(catalog, problems, check_models, _fetch_hint(source)).resolve(shape)
+    edges = EdgeResolver(catalog, problems).resolve(shape, stages)
+    outputs = OutputResolver(problems)
+    resolved_outputs = outputs.resolve(shape, stages)
+    outputs.check_all_used(shape, edges)
+    problems.raise_any()
+    order = topological_order(list(stages), {edge.arc for edge in edges})
+    return Pipeline(
+        name=shape.pipeline,
+        generation=_generation(stages),
+        stages={name: stages[name] for name in order},
+        edges=edges,
+        outputs=resolved_outputs,
+        limits=Limits(shape.limits.max_in_flight),
+        source=source.path,
+        explanation=explain_shape(shape, Origins(document.origin_by_path)),
+    )
+
+
+def _read(source: Source) -> str:
+    try:
+        return source.path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InvalidPipelineError(f"{source.path}:1: cannot be read: {exc}; give a text file in UTF-8") from exc
+
+
+def _fetch_hint(source: Source) -> str:
+    if source.shipped:
+        return f"run `stagemesh models fetch {source.path.stem}`"
+    return "run `stagemesh models fetch`, or give the path of a folder or file"
+
+
+def _generation(stages: Mapping[str, Stage]) -> str:
+    facts = {stage.name: [stage.engine, stage.model_name, stage.function, stage.options] for stage in stages.values()}
+    text = json.dumps([WIRE_VERSION, facts], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

@@ -1,0 +1,83 @@
+"""The shapes that a pipeline file may have; what the values mean together is checked afterwards."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, StringConstraints, Tag
+
+from stagemesh.connectors.base import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
+
+Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$", max_length=63)]
+OutputName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]*$", max_length=63)]
+Count: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
+Positive: TypeAlias = Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
+
+
+class _Shape(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StageShape(_Shape):
+    """stages.NAME"""
+
+    engine: str
+    model: str | None = None
+    function: str | None = None
+    replicas: Positive = 1
+    options: dict[str, JsonValue] = {}
+
+
+class FramesShape(_Shape):
+    """edges.N.chunk where it is a mapping"""
+
+    frames: Positive
+    initial_frames: Count = 0
+    left_context_frames: Count = 0
+
+
+def _chunk_form(value: object) -> str:
+    return "(frames)" if isinstance(value, dict | FramesShape) else "(word)"
+
+
+ChunkShape: TypeAlias = Annotated[
+    Annotated[Literal["step", "whole"], Tag("(word)")] | Annotated[FramesShape, Tag("(frames)")],
+    Discriminator(_chunk_form),
+]
+
+
+class EdgeShape(_Shape):
+    """edges.N"""
+
+    producer: str = Field(alias="from")
+    consumer: str = Field(alias="to")
+    transform: str | None = None
+    connector: Literal["auto", "shm", "grpc", "nixl"] = "auto"
+    chunk: ChunkShape = "step"
+    name: Name | None = None
+
+    @property
+    def edge_name(self) -> str:
+        """The name given, or "from->to"."""
+        return self.name or f"{self.producer}->{self.consumer}"
+
+    @property
+    def policy(self) -> ChunkPolicy:
+        """The chunk policy in the data plane's terms."""
+        if isinstance(self.chunk, FramesShape):
+            return FramesPolicy(self.chunk.frames, self.chunk.initial_frames, self.chunk.left_context_frames)
+        return WholePolicy() if self.chunk == "whole" else StepPolicy()
+
+
+class LimitsShape(_Shape):
+    """limits"""
+
+    max_in_flight: Positive = 64
+
+
+class PipelineShape(_Shape):
+    """The whole file."""
+
+    pipeline: Name
+    stages: Annotated[dict[Name, StageShape], Field(min_length=1)]
+    edges: list[EdgeShape] = []
+    outputs: Annotated[dict[OutputName, str], Field(min_length=1)]
+    limits: LimitsShape = LimitsShape()

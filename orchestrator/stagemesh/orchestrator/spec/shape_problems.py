@@ -1,0 +1,65 @@
+"""Turns what pydantic finds into problems with a line and a remedy."""
+
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ValidationError
+
+from stagemesh.orchestrator.spec.document import Document
+from stagemesh.orchestrator.spec.origins import KeyPath, dotted
+from stagemesh.orchestrator.spec.problems import suggest
+from stagemesh.orchestrator.spec.schema import EdgeShape, FramesShape, LimitsShape, PipelineShape, StageShape
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+
+def check_shape(document: Document) -> PipelineShape:
+    """The document as a typed value; raises InvalidPipelineError with every problem found so far."""
+    try:
+        shape = PipelineShape.model_validate(document.values)
+    except ValidationError as exc:
+        for error in exc.errors(include_url=False):
+            path = tuple(part for part in error["loc"] if part not in ("(frames)", "(word)"))
+            if not document.problems.has(path):
+                document.problems.add(path, _describe(error, path))
+        document.problems.raise_any()
+        raise AssertionError("every validation error is a problem") from exc
+    document.problems.raise_any()
+    return shape
+
+
+def _describe(error: "ErrorDetails", path: KeyPath) -> str:
+    parent = path[:-1]
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {dotted(path)!r}; {suggest(str(path[-1]), _known_keys(parent))}"
+    if error["type"] == "missing":
+        return f"{dotted(parent) or 'the file'} has no {str(path[-1])!r}; add it"
+    if path and path[-1] == "[key]":
+        return f"{dotted(parent)!r} is no valid name; use small letters, digits and '-', a letter first"
+    if error["type"] == "string_pattern_mismatch":
+        return f"{dotted(path)} is {error['input']!r}; use small letters, digits and '-', a letter first"
+    if error["type"] == "too_short":
+        return f"{dotted(path)} is empty; name at least one"
+    return f"{dotted(path)} is {error['input']!r}; {_lower_first(error['msg'])}"
+
+
+def _known_keys(path: KeyPath) -> set[str]:
+    return {field.alias or name for name, field in _shape_at(path).model_fields.items()}
+
+
+def _shape_at(path: KeyPath) -> type[BaseModel]:
+    match path:
+        case ("stages", _):
+            return StageShape
+        case ("edges", _):
+            return EdgeShape
+        case ("edges", _, "chunk"):
+            return FramesShape
+        case ("limits",):
+            return LimitsShape
+        case _:
+            return PipelineShape
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
