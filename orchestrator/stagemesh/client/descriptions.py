@@ -1,0 +1,109 @@
+"""A pipeline, its stages and its replicas as a server describes them."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
+
+
+class ReplicaState(Enum):
+    """Where a replica stands in its life; the value is the word that people see."""
+
+    UNKNOWN = "unknown"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True)
+class ReplicaInfo:
+    """A replica; `running` counts the steps that it works on for this server."""
+
+    name: str
+    endpoint: str
+    state: ReplicaState
+    detail: str
+    running: int
+
+
+@dataclass(frozen=True)
+class StageInfo:
+    """A stage."""
+
+    name: str
+    engine: str
+    model: str
+    replicas: tuple[ReplicaInfo, ...]
+
+
+@dataclass(frozen=True)
+class EdgeInfo:
+    """An edge, with the connector that the pipeline file asks for."""
+
+    name: str
+    from_stage: str
+    to_stage: str
+    connector: str
+
+
+@dataclass(frozen=True)
+class OutputInfo:
+    """An output; `kind` is text, audio, image or tensor, and only audio has a rate over 0."""
+
+    name: str
+    stage: str
+    kind: str
+    sample_rate_hz: int
+
+
+@dataclass(frozen=True)
+class PipelineInfo:
+    """A pipeline as it is now."""
+
+    name: str
+    generation: str
+    stages: tuple[StageInfo, ...]
+    edges: tuple[EdgeInfo, ...]
+    outputs: tuple[OutputInfo, ...]
+    in_flight: int
+    max_in_flight: int
+
+
+def decode_pipeline(message: orchestrator_pb2.DescribePipelineResponse) -> PipelineInfo:
+    """The pipeline in `message`."""
+    return PipelineInfo(
+        name=message.pipeline,
+        generation=message.generation,
+        stages=tuple(_stage(stage) for stage in message.stages),
+        edges=tuple(
+            EdgeInfo(edge.name, edge.from_stage, edge.to_stage, _connector_word(edge.connector))
+            for edge in message.edges
+        ),
+        outputs=tuple(OutputInfo(out.name, out.stage, out.kind, out.sample_rate_hz) for out in message.outputs),
+        in_flight=message.in_flight,
+        max_in_flight=message.max_in_flight,
+    )
+
+
+def decode_replica_state(value: stage_pb2.ReplicaState.ValueType) -> ReplicaState:
+    """The state of this number on the wire; UNKNOWN for one that a newer server added."""
+    known = dict(zip(stage_pb2.ReplicaState.values(), stage_pb2.ReplicaState.keys(), strict=True))
+    word = known.get(value, "").removeprefix("REPLICA_STATE_").lower()
+    return ReplicaState(word) if word in {state.value for state in ReplicaState} else ReplicaState.UNKNOWN
+
+
+def _stage(message: orchestrator_pb2.StageDescription) -> StageInfo:
+    replicas = tuple(
+        ReplicaInfo(
+            replica.name, replica.endpoint, decode_replica_state(replica.state), replica.detail, replica.running
+        )
+        for replica in message.replicas
+    )
+    return StageInfo(message.name, message.engine, message.model, replicas)
+
+
+def _connector_word(value: chunk_pb2.Connector.ValueType) -> str:
+    known = chunk_pb2.Connector.Name(value) if value in chunk_pb2.Connector.values() else "CONNECTOR_UNKNOWN"
+    return known.removeprefix("CONNECTOR_").lower()

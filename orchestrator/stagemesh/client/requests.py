@@ -1,0 +1,102 @@
+"""From a caller's arguments to a GenerateRequest, checked before anything is sent."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, TypedDict
+from uuid import uuid4
+
+from stagemesh.connectors.channels import MAX_MESSAGE_BYTES
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.connectors.tensors import Tensors, inline_tensor
+from stagemesh.v1 import orchestrator_pb2, request_pb2
+
+Conversation: TypeAlias = Sequence[tuple[str, str]]
+"""Turns as (role, content), oldest first; roles are system, user and assistant."""
+
+
+class GenerateArguments(TypedDict, total=False):
+    """What `generate` takes beside the prompt; what is left out is left to the server."""
+
+    messages: Conversation
+    """Instead of a prompt: a conversation."""
+    token_ids: Sequence[int]
+    """Instead of a prompt: the model's own tokens."""
+    tensors: Tensors
+    """Inputs by name, for pipelines that take them."""
+    outputs: Sequence[str]
+    """The outputs wanted; all when left out."""
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    repetition_penalty: float | None
+    stop: Sequence[str]
+    seed: int | None
+    """0 to 2**32 - 1; drawn by the server when left out, and reported in `Admitted`."""
+    options: Mapping[str, float]
+    """Options that the pipeline's function stages declare."""
+    request_id: str | None
+    """Drawn when left out."""
+    pipeline: str
+    """Needed only where a server has several."""
+    priority: int
+
+
+def build_request(prompt: str | None, arguments: GenerateArguments) -> orchestrator_pb2.GenerateRequest:
+    """The message for these arguments, always with a request_id, so that it can be sent again safely.
+
+    Raises InvalidRequestError for a value that the wire cannot carry, or more bytes than it takes.
+    """
+    try:
+        request = orchestrator_pb2.GenerateRequest(
+            request_id=arguments.get("request_id") or uuid4().hex,
+            pipeline=arguments.get("pipeline", ""),
+            input=_input(prompt, arguments),
+            parameters=_parameters(arguments),
+            outputs=arguments.get("outputs", ()),
+            priority=arguments.get("priority", 0),
+        )
+    except (ValueError, TypeError) as exc:
+        raise InvalidRequestError(f"an argument of generate cannot be sent: {exc}") from exc
+    _check_size(request)
+    return request
+
+
+def _input(prompt: str | None, arguments: GenerateArguments) -> request_pb2.Input:
+    given = [name for name in ("messages", "token_ids") if name in arguments] + ["prompt"] * (prompt is not None)
+    if len(given) > 1:
+        raise InvalidRequestError(f"{' and '.join(given)} are given; a request takes one of them")
+    if not given and not arguments.get("tensors"):
+        raise InvalidRequestError("nothing to work on; give a prompt, messages, token_ids or tensors")
+    message = request_pb2.Input(
+        tensors=[inline_tensor(name, tensor) for name, tensor in arguments.get("tensors", {}).items()]
+    )
+    if prompt is not None:
+        message.text = prompt
+    if "messages" in arguments:
+        turns = [request_pb2.Message(role=role, content=content) for role, content in arguments["messages"]]
+        message.conversation.CopyFrom(request_pb2.Conversation(messages=turns))
+    if "token_ids" in arguments:
+        message.token_ids.CopyFrom(request_pb2.TokenIds(ids=arguments["token_ids"]))
+    return message
+
+
+def _parameters(arguments: GenerateArguments) -> request_pb2.Parameters:
+    sampling = request_pb2.Sampling(
+        max_tokens=arguments.get("max_tokens"),
+        temperature=arguments.get("temperature"),
+        top_p=arguments.get("top_p"),
+        top_k=arguments.get("top_k"),
+        repetition_penalty=arguments.get("repetition_penalty"),
+        stop=arguments.get("stop", ()),
+    )
+    return request_pb2.Parameters(seed=arguments.get("seed"), sampling=sampling, options=arguments.get("options", {}))
+
+
+def _check_size(request: orchestrator_pb2.GenerateRequest) -> None:
+    size_bytes = request.ByteSize()
+    if size_bytes > MAX_MESSAGE_BYTES:
+        raise InvalidRequestError(
+            f"the request is {size_bytes} bytes long; a message may have {MAX_MESSAGE_BYTES}; shorten the input",
+            reason="MESSAGE_TOO_LARGE",
+            metadata={"size_bytes": str(size_bytes), "limit_bytes": str(MAX_MESSAGE_BYTES)},
+        )

@@ -1,0 +1,140 @@
+"""A finished request as one value."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from stagemesh.client.events import (
+    Admitted,
+    AudioChunk,
+    Event,
+    Finished,
+    Image,
+    TensorOutput,
+    Text,
+    Tokens,
+)
+from stagemesh.client.wav import WavWriter
+from stagemesh.connectors.errors import InternalError, NotFoundError
+
+
+@dataclass(frozen=True, eq=False)
+class Audio:
+    """Sound: float32 in [-1, 1], [samples] or [samples, channels]."""
+
+    samples: npt.NDArray[np.float32]
+    sample_rate_hz: int
+
+    @property
+    def duration_s(self) -> float:
+        """How long it sounds."""
+        return len(self.samples) / self.sample_rate_hz
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """All that a request gave, by output, and when its first pieces came, in seconds since the call."""
+
+    request_id: str
+    seed: int
+    texts: Mapping[str, str]
+    tokens: Mapping[str, tuple[int, ...]]
+    audios: Mapping[str, Audio]
+    images: Mapping[str, Image]
+    tensors: Mapping[str, tuple[TensorOutput, ...]]
+    finished: Finished
+    first_text_s: float | None
+    first_audio_s: float | None
+    total_s: float
+
+    @property
+    def text(self) -> str:
+        """The text of a pipeline that has one text output; empty without one."""
+        return "".join(self.texts.values())
+
+    @property
+    def audio(self) -> npt.NDArray[np.float32]:
+        """The samples of the first audio output; none without one."""
+        return self._first_audio().samples if self.audios else np.empty(0, np.float32)
+
+    @property
+    def sample_rate_hz(self) -> int:
+        """The first audio output's rate; 0 without one."""
+        return self._first_audio().sample_rate_hz if self.audios else 0
+
+    def save_wav(self, path: Path | str) -> None:
+        """Writes the first audio output as 16-bit PCM; raises NotFoundError without one."""
+        if not self.audios:
+            raise NotFoundError("the request gave no audio to save; ask for an audio output", reason="NO_AUDIO")
+        with WavWriter(path) as writer:
+            writer.write(self.audio, sample_rate_hz=self.sample_rate_hz)
+
+    def _first_audio(self) -> Audio:
+        return next(iter(self.audios.values()))
+
+
+class ResultBuilder:
+    """Gathers a request's events into a Result. The clock starts when it is made."""
+
+    def __init__(self) -> None:
+        self._begun_s = time.monotonic()
+        self._admitted: Admitted | None = None
+        self._finished: Finished | None = None
+        self._texts: dict[str, list[str]] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self._audios: dict[str, list[AudioChunk]] = {}
+        self._images: dict[str, Image] = {}
+        self._tensors: dict[str, list[TensorOutput]] = {}
+        self._first_text_s: float | None = None
+        self._first_audio_s: float | None = None
+
+    def add(self, event: Event) -> None:
+        """Takes the next event."""
+        match event:
+            case Admitted():
+                self._admitted = event
+            case Text():
+                self._first_text_s = self._first_text_s or self._now_s()
+                self._texts.setdefault(event.output, []).append(event.delta)
+            case AudioChunk():
+                self._first_audio_s = self._first_audio_s or self._now_s()
+                self._audios.setdefault(event.output, []).append(event)
+            case Tokens():
+                self._tokens.setdefault(event.output, []).extend(event.ids)
+            case Image():
+                self._images[event.output] = event
+            case TensorOutput():
+                self._tensors.setdefault(event.output, []).append(event)
+            case Finished():
+                self._finished = event
+            case _:
+                pass
+
+    def build(self) -> Result:
+        """The result; raises InternalError when the stream ended without its first or last event."""
+        if self._admitted is None or self._finished is None:
+            raise InternalError("the server ended the stream without saying that the request is finished; report it")
+        return Result(
+            request_id=self._admitted.request_id,
+            seed=self._admitted.seed,
+            texts={output: "".join(deltas) for output, deltas in self._texts.items()},
+            tokens={output: tuple(ids) for output, ids in self._tokens.items()},
+            audios={output: _join(chunks) for output, chunks in self._audios.items()},
+            images=self._images,
+            tensors={output: tuple(tensors) for output, tensors in self._tensors.items()},
+            finished=self._finished,
+            first_text_s=self._first_text_s,
+            first_audio_s=self._first_audio_s,
+            total_s=self._now_s(),
+        )
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._begun_s
+
+
+def _join(chunks: list[AudioChunk]) -> Audio:
+    return Audio(np.concatenate([chunk.samples for chunk in chunks]), chunks[0].sample_rate_hz)

@@ -1,0 +1,64 @@
+"""Audio files: 16-bit PCM, written as the samples come."""
+
+import wave
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from stagemesh.connectors.errors import InvalidRequestError
+
+
+class WavWriter:
+    """Writes float32 samples in [-1, 1] to a WAV file; beyond that range they are clipped.
+
+    The file is made with the first samples, in a folder that is made where it is missing; without samples there is none.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = Path(path)
+        self._file: wave.Wave_write | None = None
+
+    def write(self, samples: npt.NDArray[np.float32], *, sample_rate_hz: int) -> None:
+        """Appends [samples] or [samples, channels]; raises InvalidRequestError where rate or channels change."""
+        channels = 1 if samples.ndim == 1 else samples.shape[1]
+        if self._file is None:
+            self._file = _create(self._path, channels=channels, sample_rate_hz=sample_rate_hz)
+        if (self._file.getnchannels(), self._file.getframerate()) != (channels, sample_rate_hz):
+            raise InvalidRequestError(
+                f"{self._path} holds {self._file.getnchannels()} channels at {self._file.getframerate()} Hz; "
+                f"{channels} at {sample_rate_hz} Hz do not fit behind them"
+            )
+        self._file.writeframes(_pcm16(samples))
+
+    def close(self) -> None:
+        """Completes the file. Closing twice is harmless."""
+        if self._file is not None:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _create(path: Path, *, channels: int, sample_rate_hz: int) -> wave.Wave_write:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = wave.open(str(path), "wb")  # noqa: SIM115 - the writer owns it
+    except OSError as exc:
+        raise InvalidRequestError(f"cannot write {path}: {exc.strerror}; name another file") from exc
+    file.setnchannels(channels)
+    file.setsampwidth(2)
+    file.setframerate(sample_rate_hz)
+    return file
+
+
+def _pcm16(samples: npt.NDArray[np.float32]) -> bytes:
+    scaled: npt.NDArray[np.float32] = np.rint(np.clip(samples, -1.0, 1.0) * np.float32(32767))
+    return scaled.astype(np.dtype("<i2")).tobytes()
