@@ -1,0 +1,77 @@
+"""The append-only record of one run, which any number of callers follow from its start."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from copy import copy
+from typing import Generic, TypeVar
+
+from stagemesh.connectors.errors import StagemeshError
+
+T = TypeVar("T")
+
+
+class Journal(Generic[T]):
+    """What one run has to tell, kept so that a later caller hears it all.
+
+    `on_abandoned` is called when the last reader leaves before the end; whoever sets it cancels the run.
+    """
+
+    def __init__(self, *, on_abandoned: Callable[[], None] | None = None) -> None:
+        self.on_abandoned = on_abandoned
+        self._items: list[T] = []
+        self._closed = False
+        self._error: StagemeshError | None = None
+        self._readers = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def readers(self) -> int:
+        """How many follow now."""
+        return self._readers
+
+    @property
+    def closed(self) -> bool:
+        """Whether the run has ended."""
+        return self._closed
+
+    def append(self, item: T) -> None:
+        """Adds an item for every reader, those to come included."""
+        assert not self._closed, "the journal is closed"
+        self._items.append(item)
+        self._wake()
+
+    def close(self, error: StagemeshError | None = None) -> None:
+        """Ends every reader after what was appended, with `error` where there is one. Closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed, self._error = True, error
+        self._wake()
+
+    async def follow(self) -> AsyncIterator[T]:
+        """The items from the first one, waiting for those to come; raises the run's error at the end.
+
+        Iterate within `contextlib.aclosing`, so that leaving is noticed at once.
+        """
+        self._readers += 1
+        try:
+            position = 0
+            while position < len(self._items) or not self._closed:
+                if position == len(self._items):
+                    await self._changed.wait()
+                    continue
+                yield self._items[position]
+                position += 1
+            if self._error is not None:
+                # A copy for each reader: raising one object in several tasks would mix their tracebacks.
+                raise copy(self._error)
+        finally:
+            self._leave()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _leave(self) -> None:
+        self._readers -= 1
+        if not self._readers and not self._closed and self.on_abandoned is not None:
+            self.on_abandoned()

@@ -1,0 +1,86 @@
+"""The gRPC server that every service is: health, reflection, limits, and a clear error where it cannot listen."""
+
+import errno
+import logging
+import socket
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from stagemesh.connectors.channels import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
+from stagemesh.connectors.errors import NotReadyError
+from stagemesh.services.serving.health import SERVICE_NAME, Health
+
+_log = logging.getLogger(__name__)
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    *KEEPALIVE_OPTIONS,
+    # Peers ping as often as we do ourselves; the default takes that for an attack and hangs up.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Two services on one port would each get some of the calls.
+    ("grpc.so_reuseport", 0),
+)
+
+
+class Server:
+    """A grpc.aio server on one port, with grpc.health.v1 and reflection.
+
+    Made within a running event loop; servicers are registered on `grpc` before `start`.
+    """
+
+    def __init__(self, listen: str) -> None:
+        self._listen = listen
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._health = Health()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._services = [SERVICE_NAME, reflection.SERVICE_NAME]
+
+    @property
+    def grpc(self) -> grpc.aio.Server:
+        """Where servicers are registered."""
+        return self._server
+
+    def set_health(self, service: str, *, serving: bool) -> None:
+        """Sets a facet of the server's health; "" is the whole."""
+        self._health.set(service, serving=serving)
+
+    def reflect(self, service: str) -> None:
+        """Lists a service, by its full name, to those who ask what is served here. Before `start`."""
+        self._services.append(service)
+
+    async def start(self) -> int:
+        """Serves, and returns the bound port; raises NotReadyError (PORT_IN_USE, CANNOT_LISTEN)."""
+        reflection.enable_server_reflection(self._services, self._server)
+        try:
+            port = self._server.add_insecure_port(self._listen)
+        except RuntimeError as exc:
+            raise _cannot_listen(self._listen) from exc
+        await self._server.start()
+        _log.info("listening on %s:%d", self._listen.rpartition(":")[0], port)
+        return port
+
+    async def stop(self, *, grace_s: float) -> None:
+        """Turns NOT_SERVING, refuses new calls, and gives those that run `grace_s` to end. Stopping twice is harmless."""
+        self._health.end()
+        await self._server.stop(grace_s)
+
+
+def _cannot_listen(listen: str) -> NotReadyError:
+    host, _, port = listen.rpartition(":")
+    metadata = {"listen": listen}
+    try:
+        # gRPC says only that binding failed; a socket of our own says why.
+        with socket.create_server((host.strip("[]"), int(port))):
+            cause = "the port has become free since: try again"
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            message = f"port {port} of {host} is in use; end the program that holds it, or serve on another port"
+            return NotReadyError(message, reason="PORT_IN_USE", metadata=metadata)
+        cause = exc.strerror or str(exc)
+    except (ValueError, OverflowError):
+        cause = "an address is written host:port, for example 127.0.0.1:50051"
+    return NotReadyError(f"cannot listen on {listen!r}: {cause}", reason="CANNOT_LISTEN", metadata=metadata)
