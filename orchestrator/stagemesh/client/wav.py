@@ -3,7 +3,7 @@
 import wave
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,15 @@ class WavWriter:
 
     def __init__(self, path: Path | str) -> None:
         self._path = Path(path)
+        self._raw: BinaryIO | None = None
         self._file: wave.Wave_write | None = None
 
     def write(self, samples: npt.NDArray[np.float32], *, sample_rate_hz: int) -> None:
         """Appends [samples] or [samples, channels]; raises InvalidRequestError where rate or channels change."""
         channels = 1 if samples.ndim == 1 else samples.shape[1]
         if self._file is None:
-            self._file = _create(self._path, channels=channels, sample_rate_hz=sample_rate_hz)
+            self._raw = _create(self._path)
+            self._file = _begin(self._raw, channels=channels, sample_rate_hz=sample_rate_hz)
         if (self._file.getnchannels(), self._file.getframerate()) != (channels, sample_rate_hz):
             raise InvalidRequestError(
                 f"{self._path} holds {self._file.getnchannels()} channels at {self._file.getframerate()} Hz; "
@@ -37,6 +39,8 @@ class WavWriter:
         """Completes the file. Closing twice is harmless."""
         if self._file is not None:
             self._file.close()
+        if self._raw is not None:
+            self._raw.close()
 
     def __enter__(self) -> Self:
         return self
@@ -47,12 +51,16 @@ class WavWriter:
         self.close()
 
 
-def _create(path: Path, *, channels: int, sample_rate_hz: int) -> wave.Wave_write:
+def _create(path: Path) -> BinaryIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = wave.open(str(path), "wb")  # noqa: SIM115 - the writer owns it
+        return path.open("wb")
     except OSError as exc:
         raise InvalidRequestError(f"cannot write {path}: {exc.strerror}; name another file") from exc
+
+
+def _begin(raw: BinaryIO, *, channels: int, sample_rate_hz: int) -> wave.Wave_write:
+    file = wave.open(raw, "wb")  # noqa: SIM115 - the writer owns it
     file.setnchannels(channels)
     file.setsampwidth(2)
     file.setframerate(sample_rate_hz)

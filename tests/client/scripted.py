@@ -1,0 +1,112 @@
+"""An orchestrator that plays scripts: a real gRPC service without pipelines behind it."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from enum import Enum, auto
+from typing import TypeAlias
+
+import numpy as np
+
+from stagemesh.connectors.errors import NotFoundError, StagemeshError
+from stagemesh.connectors.tensors import inline_tensor
+from stagemesh.services.serving.answering import RpcContext, answering, streaming
+from stagemesh.v1.orchestrator_pb2 import (
+    CancelRequestRequest,
+    CancelRequestResponse,
+    DescribePipelineRequest,
+    DescribePipelineResponse,
+    GenerateRequest,
+    GenerateResponse,
+    RequestAdmitted,
+    RequestFinished,
+    RequestProgress,
+)
+from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceServicer
+from stagemesh.v1.request_pb2 import Audio, Output, Timings, Usage
+from stagemesh.v1.stage_pb2 import StepFinished, StepProgress
+
+
+class Pause(Enum):
+    """What a script may hold beside responses and errors."""
+
+    FOREVER = auto()
+
+
+Script: TypeAlias = Sequence[GenerateResponse | StagemeshError | Pause]
+
+
+class ScriptedOrchestrator(OrchestratorServiceServicer):
+    """Plays one script a call, the last one again and again."""
+
+    def __init__(self) -> None:
+        self.endpoint = ""
+        self.scripts: deque[Script] = deque()
+        self.requests: list[GenerateRequest] = []
+        self.deadlines_s: list[float | None] = []
+        self.hung_up = asyncio.Event()
+        self.description = DescribePipelineResponse()
+
+    @streaming
+    async def Generate(  # type: ignore[override]  # noqa: N802
+        self, request: GenerateRequest, context: RpcContext
+    ) -> AsyncIterator[GenerateResponse]:
+        async with answering(context):
+            self.requests.append(request)
+            self.deadlines_s.append(context.time_remaining())
+            for item in self.scripts.popleft() if len(self.scripts) > 1 else self.scripts[0]:
+                if isinstance(item, StagemeshError):
+                    raise item
+                if isinstance(item, Pause):
+                    await self._pause()
+                else:
+                    yield item
+
+    async def CancelRequest(  # type: ignore[override]  # noqa: N802
+        self, request: CancelRequestRequest, context: RpcContext
+    ) -> CancelRequestResponse:
+        async with answering(context):
+            if all(known.request_id != request.request_id for known in self.requests):
+                raise NotFoundError(f"no request {request.request_id!r} runs", reason="UNKNOWN_REQUEST")
+        return CancelRequestResponse()
+
+    async def DescribePipeline(  # type: ignore[override]  # noqa: N802
+        self, _request: DescribePipelineRequest, _context: RpcContext
+    ) -> DescribePipelineResponse:
+        return self.description
+
+    async def _pause(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.hung_up.set()
+
+
+def admitted(request_id: str = "r", *, seed: int = 7) -> GenerateResponse:
+    """A request's first event."""
+    return GenerateResponse(
+        admitted=RequestAdmitted(request_id=request_id, seed=seed, replicas={"thinker": "thinker-0"})
+    )
+
+
+def progress(stage: str, *, steps: int) -> GenerateResponse:
+    """A stage's progress."""
+    return GenerateResponse(progress=RequestProgress(stage=stage, progress=StepProgress(steps=steps)))
+
+
+def text(delta: str, *, output: str = "text") -> GenerateResponse:
+    """A piece of text."""
+    return GenerateResponse(output=Output(name=output, text=delta))
+
+
+def audio(samples: Sequence[float], *, sample_rate_hz: int = 24000) -> GenerateResponse:
+    """A piece of sound."""
+    tensor = inline_tensor("samples", np.array(samples, np.float32))
+    return GenerateResponse(output=Output(name="audio", audio=Audio(samples=tensor, sample_rate_hz=sample_rate_hz)))
+
+
+def finished() -> GenerateResponse:
+    """A request's last event."""
+    stage = StepFinished(usage=Usage(prompt_tokens=5, output_tokens=2, steps=2), timings=Timings(finished_s=0.5))
+    stage.edges.add(edge="thinker->vocoder", connector="shm", chunks=3, size_bytes=300)
+    return GenerateResponse(finished=RequestFinished(stages={"thinker": stage}, timings=Timings(finished_s=0.6)))

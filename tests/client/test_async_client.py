@@ -1,0 +1,219 @@
+import asyncio
+
+import numpy as np
+import pytest
+from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, text
+
+from stagemesh.client import (
+    Admitted,
+    AsyncClient,
+    AudioChunk,
+    Finished,
+    Progress,
+    ReplicaState,
+    RetryPolicy,
+    Text,
+)
+from stagemesh.connectors.errors import (
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    UnavailableError,
+)
+from stagemesh.services.serving.server import Server
+from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
+
+QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1)
+
+
+async def test_events_arrive_typed_and_in_order(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), progress("thinker", steps=1), text("Hi"), audio([0.5]), finished()])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        events = [event async for event in client.generate("hello")]
+    assert [type(event) for event in events] == [Admitted, Progress, Text, AudioChunk, Finished]
+    assert events[2] == Text(output="text", delta="Hi")
+
+
+async def test_result_joins_text_and_audio(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi "), audio([0.5]), text("you"), audio([-0.5, 1]), finished()])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        result = await client.generate("hello").result()
+    assert (result.text, result.sample_rate_hz, result.seed) == ("Hi you", 24000, 7)
+    np.testing.assert_array_equal(result.audio, np.array([0.5, -0.5, 1], np.float32))
+
+
+async def test_result_knows_usage_and_edges(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi"), finished()])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        result = await client.generate("hello").result()
+    assert result.finished.stages["thinker"].usage.output_tokens == 2
+    assert [(edge.connector, edge.size_bytes) for edge in result.finished.edges] == [("shm", 300)]
+    assert result.first_text_s is not None
+    assert result.first_audio_s is None
+
+
+async def test_arguments_reach_the_server(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([finished()])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        call = client.generate("hello", max_tokens=9, seed=0, options={"speed": 1.5}, outputs=["text"])
+        _ = [event async for event in call]
+    request = orchestrator.requests[0]
+    assert (request.input.text, list(request.outputs), request.request_id) == ("hello", ["text"], call.request_id)
+    assert (request.parameters.sampling.max_tokens, request.parameters.options["speed"]) == (9, 1.5)
+    assert request.parameters.HasField("seed")
+    assert not request.parameters.sampling.HasField("temperature")
+
+
+async def test_a_conversation_reaches_the_server(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([finished()])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        _ = [event async for event in client.generate(messages=[("system", "Be brief."), ("user", "Hi")])]
+    turns = orchestrator.requests[0].input.conversation.messages
+    assert [(turn.role, turn.content) for turn in turns] == [("system", "Be brief."), ("user", "Hi")]
+
+
+async def test_timeout_travels_as_deadline(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([finished()])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        _ = [event async for event in client.generate("hello", timeout_s=20)]
+    assert orchestrator.deadlines_s[0] == pytest.approx(20, abs=2)
+
+
+async def test_leaving_the_loop_cancels_the_request(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), Pause.FOREVER])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        async for _event in client.generate("hello"):
+            break
+        await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
+
+
+async def test_a_cancelled_task_cancels_the_request(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), Pause.FOREVER])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.generate("hello").result(), 0.3)
+        await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
+
+
+async def test_unavailable_is_retried_with_the_same_request_id(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.extend([[UnavailableError("starting")], [admitted(), text("Hi"), finished()]])
+    async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
+        assert (await client.generate("hello").result()).text == "Hi"
+    assert len({request.request_id for request in orchestrator.requests}) == 1
+
+
+async def test_retries_are_bounded(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([UnavailableError("gone")])
+    async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
+        with pytest.raises(UnavailableError, match="gone"):
+            await client.generate("hello").result()
+    assert len(orchestrator.requests) == 3
+
+
+async def test_nothing_is_retried_once_admitted(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), UnavailableError("thinker-0 died", metadata={"stage": "thinker"})])
+    async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
+        with pytest.raises(UnavailableError) as caught:
+            await client.generate("hello").result()
+    assert caught.value.metadata["stage"] == "thinker"
+    assert len(orchestrator.requests) == 1
+
+
+async def test_an_overloaded_server_is_asked_again_when_it_says_so(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.extend([[OverloadedError("full", retry_after_s=0.05)], [admitted(), finished()]])
+    async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
+        await client.generate("hello").result()
+    assert len(orchestrator.requests) == 2
+
+
+async def test_an_overload_without_a_time_is_final(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([OverloadedError("too many bytes")])
+    async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
+        with pytest.raises(OverloadedError, match="too many bytes"):
+            await client.generate("hello").result()
+    assert len(orchestrator.requests) == 1
+
+
+async def test_a_deadline_in_the_past_sends_nothing(orchestrator: ScriptedOrchestrator) -> None:
+    async with AsyncClient(orchestrator.endpoint) as client:
+        with pytest.raises(DeadlineError, match="timeout_s"):
+            await client.generate("hello", timeout_s=0).result()
+    assert orchestrator.requests == []
+
+
+async def test_the_deadline_ends_a_silent_request(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), Pause.FOREVER])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        with pytest.raises(DeadlineError):
+            await client.generate("hello", timeout_s=0.3).result()
+
+
+async def test_a_stream_without_its_end_is_an_error(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi")])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        with pytest.raises(InternalError, match="finished"):
+            await client.generate("hello").result()
+
+
+async def test_a_server_out_of_reach_is_named() -> None:
+    async with AsyncClient("127.0.0.1:1", retry_policy=RetryPolicy(attempts=1)) as client:
+        with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+            await client.generate("hello").result()
+
+
+async def test_a_server_that_comes_late_is_reached(orchestrator: ScriptedOrchestrator) -> None:
+    port_finder = Server("127.0.0.1:0")
+    port = await port_finder.start()
+    await port_finder.stop(grace_s=0)
+    orchestrator.scripts.append([admitted(), finished()])
+    late = Server(f"127.0.0.1:{port}")
+    add_OrchestratorServiceServicer_to_server(orchestrator, late.grpc)
+    async with AsyncClient(f"127.0.0.1:{port}") as client, asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(client.generate("hello").result())
+        await asyncio.wait([waiting], timeout=0.2)
+        await late.start()
+    await late.stop(grace_s=0)
+    assert waiting.result().request_id == "r"
+
+
+async def test_a_prompt_over_the_message_limit_is_refused_with_sizes(orchestrator: ScriptedOrchestrator) -> None:
+    async with AsyncClient(orchestrator.endpoint) as client:
+        with pytest.raises(InvalidRequestError, match="9000") as caught:
+            client.generate("x" * 9_000_000)
+    assert caught.value.metadata["limit_bytes"] == str(8 << 20)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "arguments", "message"),
+    [(None, {}, "nothing to work on"), ("a", {"token_ids": [1]}, "one of them"), ("a", {"seed": -1}, "cannot be sent")],
+)
+async def test_arguments_that_make_no_request_are_refused(
+    prompt: str | None, arguments: dict[str, object], message: str
+) -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(InvalidRequestError, match=message):
+            client.generate(prompt, **arguments)  # type: ignore[arg-type]
+
+
+async def test_cancel_of_an_unknown_request_says_so(orchestrator: ScriptedOrchestrator) -> None:
+    async with AsyncClient(orchestrator.endpoint) as client:
+        with pytest.raises(NotFoundError) as caught:
+            await client.cancel("nobody")
+    assert caught.value.reason == "UNKNOWN_REQUEST"
+
+
+async def test_describe_shows_replicas(orchestrator: ScriptedOrchestrator) -> None:
+    stage = orchestrator.description.stages.add(name="thinker", engine="vllm")
+    stage.replicas.add(name="thinker-0", endpoint="h:1", state="REPLICA_STATE_LOADING", detail="weights", running=2)
+    async with AsyncClient(orchestrator.endpoint) as client:
+        replica = (await client.describe()).stages[0].replicas[0]
+    assert (replica.name, replica.state, replica.running) == ("thinker-0", ReplicaState.LOADING, 2)
+
+
+async def test_many_requests_share_a_client(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi"), finished()])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        results = await asyncio.gather(*(client.generate("hello").result() for _ in range(8)))
+    assert [result.text for result in results] == ["Hi"] * 8

@@ -1,0 +1,48 @@
+import pytest
+
+from stagemesh.client.retries import Attempts, RetryPolicy
+from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnavailableError
+
+POLICY = RetryPolicy(attempts=4, first_pause_s=0.1, max_pause_s=0.3)
+
+
+def _pauses(attempts: Attempts, error: UnavailableError) -> list[float | None]:
+    pauses: list[float | None] = []
+    while None not in pauses:
+        attempts.begin()
+        pauses.append(attempts.pause_s(error))
+    return pauses
+
+
+def test_pauses_double_up_to_a_limit() -> None:
+    pauses = _pauses(Attempts(POLICY, timeout_s=None), UnavailableError("gone"))
+    assert pauses == [pytest.approx(0.1), pytest.approx(0.2), pytest.approx(0.3), None]
+
+
+def test_the_servers_own_time_goes_first() -> None:
+    attempts = Attempts(POLICY, timeout_s=None)
+    attempts.begin()
+    assert attempts.pause_s(NotReadyError("loading", retry_after_s=0.25)) == 0.25
+
+
+def test_a_pause_beyond_the_limit_is_not_waited_for() -> None:
+    attempts = Attempts(POLICY, timeout_s=None)
+    attempts.begin()
+    assert attempts.pause_s(UnavailableError("gone", retry_after_s=60)) is None
+
+
+def test_a_pause_beyond_the_deadline_is_not_waited_for() -> None:
+    attempts = Attempts(POLICY, timeout_s=0.05)
+    attempts.begin()
+    assert attempts.pause_s(UnavailableError("gone")) is None
+
+
+def test_a_wrong_request_is_never_sent_again() -> None:
+    attempts = Attempts(POLICY, timeout_s=None)
+    attempts.begin()
+    assert attempts.pause_s(InvalidRequestError("empty")) is None
+
+
+def test_an_impossible_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="attempts >= 1"):
+        RetryPolicy(attempts=0)

@@ -1,0 +1,60 @@
+import asyncio
+
+import pytest
+from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, text
+
+from stagemesh.client import Client, Result, RetryPolicy, Text
+from stagemesh.connectors.errors import NotFoundError, UnavailableError
+
+QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1)
+
+
+def _result(endpoint: str) -> Result:
+    with Client(endpoint, retry_policy=QUICK) as client:
+        return client.generate("hello").result()
+
+
+def _first_text(endpoint: str) -> str | None:
+    with Client(endpoint) as client:
+        for event in client.generate("hello"):
+            if isinstance(event, Text):
+                return event.delta
+    return None
+
+
+async def test_result_joins_text_and_audio(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi "), audio([0.5]), text("you"), finished()])
+    result = await asyncio.to_thread(_result, orchestrator.endpoint)
+    assert (result.text, result.audio.tolist(), result.sample_rate_hz) == ("Hi you", [0.5], 24000)
+
+
+async def test_leaving_the_loop_cancels_the_request(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi"), Pause.FOREVER])
+    assert await asyncio.to_thread(_first_text, orchestrator.endpoint) == "Hi"
+    await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
+
+
+async def test_unavailable_is_retried_with_the_same_request_id(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.extend([[UnavailableError("starting")], [admitted(), text("Hi"), finished()]])
+    assert (await asyncio.to_thread(_result, orchestrator.endpoint)).text == "Hi"
+    assert len({request.request_id for request in orchestrator.requests}) == 1
+
+
+async def test_nothing_is_retried_once_admitted(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), UnavailableError("thinker-0 died")])
+    with pytest.raises(UnavailableError, match="thinker-0 died"):
+        await asyncio.to_thread(_result, orchestrator.endpoint)
+    assert len(orchestrator.requests) == 1
+
+
+async def test_describe_and_cancel_work_without_asyncio(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.description.pipeline = "speech"
+    with Client(orchestrator.endpoint) as client:
+        assert (await asyncio.to_thread(client.describe)).name == "speech"
+        with pytest.raises(NotFoundError):
+            await asyncio.to_thread(client.cancel, "nobody")
+
+
+def test_a_server_out_of_reach_is_named() -> None:
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+        _result("127.0.0.1:1")
