@@ -22,6 +22,17 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *KEEPALIVE_OPTIONS,
+    # Take our own clients' keepalive pings for what they are, not for an attack.
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A port in use is an error, not a second server beside the first.
+    ("grpc.so_reuseport", 0),
+)
+
 
 def open_channel(endpoint: str) -> grpc.aio.Channel:
     """A channel to "host:port". The caller closes it."""

@@ -3,7 +3,6 @@
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 from stagemesh.connectors.errors import DeadlineError, StagemeshError, UnavailableError, make_error
 
@@ -33,16 +32,16 @@ def to_grpc_code(error: StagemeshError) -> grpc.StatusCode:
 
 def from_rpc_error(error: grpc.RpcError, *, peer: str) -> StagemeshError:
     """The error that a failed call to `peer` stands for; `peer` goes into errors that gRPC itself made."""
-    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
-    status = rpc_status.from_call(_AsCall(error))
-    code, message = error.code().value[0], error.details() or ""
-    if status is not None:
-        return _from_status(status)
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
+    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError), "gRPC raises calls"
+    for key, value in error.trailing_metadata() or ():
+        if key == _STATUS_DETAILS_KEY and isinstance(value, bytes):
+            return _from_status(status_pb2.Status.FromString(value))
+    code, message = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE:
         return UnavailableError(f"{peer} cannot be reached ({message})", metadata={"peer": peer})
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"no answer from {peer} before the deadline", metadata={"peer": peer})
-    return make_error(code, f"{peer}: {message}", metadata={"peer": peer})
+    return make_error(code.value[0], f"{peer}: {message}", metadata={"peer": peer})
 
 
 def _from_status(status: status_pb2.Status) -> StagemeshError:
@@ -63,19 +62,3 @@ def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) ->
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed
-
-
-class _AsCall:
-    """What `rpc_status.from_call` reads, from a sync call or an AioRpcError."""
-
-    def __init__(self, error: "grpc.Call | grpc.aio.AioRpcError") -> None:
-        self._error = error
-
-    def code(self) -> grpc.StatusCode:
-        return self._error.code()
-
-    def details(self) -> str:
-        return self._error.details() or ""
-
-    def trailing_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        return tuple((key, value) for key, value in self._error.trailing_metadata() or ())

@@ -53,7 +53,9 @@ class TensorSpec:
         """Reads `dtype[dim, dim, …]`; raises ValueError for anything else."""
         match = _SPEC.fullmatch(text.strip())
         if match is None or match["dtype"] not in DTYPES:
-            raise ValueError(f"{text!r} is no tensor type; write one like float32[frames, 601]; dtypes: {', '.join(DTYPES)}")
+            raise ValueError(
+                f"{text!r} is no tensor type; write one like float32[frames, 601]; dtypes: {', '.join(DTYPES)}"
+            )
         dims = [dim.strip() for dim in match["shape"].split(",") if dim.strip()]
         return cls(match["dtype"], tuple(int(dim) if dim.isdigit() else dim for dim in dims))
 
@@ -65,7 +67,9 @@ class TensorSpec:
         return (
             self.dtype == other.dtype
             and len(self.shape) == len(other.shape)
-            and all(isinstance(mine, str) or mine == theirs for mine, theirs in zip(self.shape, other.shape, strict=True))
+            and all(
+                isinstance(mine, str) or mine == theirs for mine, theirs in zip(self.shape, other.shape, strict=True)
+            )
         )
 
     def check(self, name: str, tensor: Array) -> None:
