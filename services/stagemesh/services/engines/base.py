@@ -106,12 +106,15 @@ class Engine(Protocol):
 
         Raises InvalidRequestError for a task that cannot run, UnavailableError when the engine has died.
         """
+        ...
 
     def load(self) -> EngineLoad:
         """The load at this moment."""
+        ...
 
     async def wait_failed(self) -> str:
         """Returns only if the engine dies, with the cause; the process is then ended and started anew."""
+        ...
 
     async def close(self) -> None:
         """Aborts all tasks and frees everything. Closing twice is harmless."""
@@ -122,6 +125,8 @@ class Transform(Protocol):
 
     def push(self, packet: Packet) -> Sequence[Packet]:
         """The packets that are complete with this one."""
+        ...
 
     def finish(self) -> Sequence[Packet]:
         """The packets that were held back, at the flow's end."""
+        ...

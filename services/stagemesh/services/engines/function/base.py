@@ -23,7 +23,12 @@ class Function(Protocol[State]):
 
     def open(self, *, seed: int, options: Mapping[str, float]) -> State:
         """The state of a new request; dropped at its end."""
+        ...
 
     def __call__(self, batch: Sequence[Call[State]]) -> Sequence[Sequence[Packet]]:
-        """For each call the packets that it makes, none or more, in order. Raises InvalidRequestError for the batch;
-        the engine then retries its calls one by one, so that only the guilty request fails."""
+        """For each call the packets that it makes, none or more, in order.
+
+        Raises InvalidRequestError for the batch before it has changed any state; the engine then retries its calls
+        one by one, so that only the guilty request fails.
+        """
+        ...

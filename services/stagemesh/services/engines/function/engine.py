@@ -1,0 +1,109 @@
+"""The function engine: one callable, one thread, all requests batched as their packets come."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import JsonValue
+
+from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnsupportedError
+from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage
+from stagemesh.services.engines.function.base import Call, Function
+from stagemesh.services.engines.function.batching import Batcher
+from stagemesh.services.engines.function.joining import packets_of
+from stagemesh.services.engines.options import request_options
+from stagemesh.services.serving.config import StageConfig
+from stagemesh.services.serving.plugins import FunctionCard, import_factory, load_function_card
+
+_DEFAULT_MAX_BATCH = 32
+
+Result = TypeVar("Result")
+
+
+class FunctionEngine:
+    """See `stagemesh.services.engines.base.Engine`. The option `max_batch` is the engine's; the rest the function's."""
+
+    def __init__(self, config: StageConfig, *, card: FunctionCard | None = None) -> None:
+        if config.function is None:
+            raise InvalidRequestError(f"stage {config.stage}: the function engine needs `function`")
+        self._stage = config.stage
+        self._name = config.function
+        self._card = card or load_function_card(config.function)
+        self._model = Path(config.model) if config.model is not None else None
+        self._max_batch, self._options = _split_options(config)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=config.function)
+        self._function: Function[object] | None = None
+        self._batcher: Batcher | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._held = 0
+
+    async def start(self, report: Callable[[str], None]) -> None:
+        report(f"loading {self._name}")
+        self._function = function = await self._in_thread(self._load)
+        self._batcher = Batcher(function, name=self._name, thread=self._thread, max_batch=self._max_batch)
+        self._serving = asyncio.create_task(self._batcher.run(), name=f"function {self._name}")
+
+    def _load(self) -> Function[object]:
+        try:
+            function: Function[object] = import_factory(self._card.factory)(self._model, self._options)
+        except ImportError as exc:
+            raise NotReadyError(
+                f"function {self._name} needs the module {exc.name}; install the extra of Stagemesh that brings it",
+                reason="MISSING_MODULE",
+            ) from exc
+        return function
+
+    async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
+        if self._batcher is None or self._function is None:
+            raise NotReadyError(f"stage {self._stage} is still loading {self._name}")
+        if task.max_steps is not None or task.resume_from is not None:
+            raise UnsupportedError(f"stage {self._stage}: a function stage can neither pause nor resume")
+        options = request_options(task.options, self._card.signature.options, stage=self._stage)
+        self._held += 1
+        try:
+            state = await self._in_thread(partial(self._function.open, seed=task.seed, options=options))
+            steps = 0
+            async with aclosing(packets_of(task, accepts=self._card.signature.accepts)) as packets:
+                async for packet in packets:
+                    for made in await self._batcher.call(Call(state, packet)):
+                        yield Emission(made)
+                    steps += 1
+                    yield Progress(steps)
+            for made in await self._batcher.call(Call[object](state, None)):
+                yield Emission(made)
+            yield Usage(steps=steps)
+        finally:
+            self._held -= 1
+
+    def load(self) -> EngineLoad:
+        waiting, work_s = (self._batcher.waiting, self._batcher.work_s) if self._batcher else (0, 0.0)
+        return EngineLoad(running=self._held, queued=waiting, work_s=work_s)
+
+    async def wait_failed(self) -> str:
+        assert self._serving is not None, "start comes first"
+        await asyncio.wait([self._serving])
+        return f"the batcher of function {self._name} ended"
+
+    async def close(self) -> None:
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait([self._serving])
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _split_options(config: StageConfig) -> tuple[int, Mapping[str, JsonValue]]:
+    options = dict(config.options)
+    max_batch = options.pop("max_batch", _DEFAULT_MAX_BATCH)
+    if not isinstance(max_batch, int) or max_batch < 1:
+        raise InvalidRequestError(
+            f"stage {config.stage}: option max_batch is {max_batch!r}; it must be a whole number from 1",
+            reason="INVALID_OPTION",
+        )
+    return max_batch, options

@@ -1,0 +1,89 @@
+"""Functions that the tests of the function engine run."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stagemesh.connectors.base import Packet
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.connectors.tensors import Array, TensorSpec
+from stagemesh.services.engines.function.base import Call
+from stagemesh.services.serving.plugins import Emitted, FunctionCard, OptionSpec, Signature
+
+NUMBERS = TensorSpec("float32", ("count",))
+GATE = threading.Event()
+"""Held by a test that wants calls to queue up."""
+
+ENTERED = threading.Event()
+"""Set when a call has begun."""
+
+
+@dataclass
+class Total:
+    """What a request has seen."""
+
+    seed: int
+    factor: float
+    seen: list[float] = field(default_factory=list[float])
+
+
+class Summing:
+    """Emits each number times `factor`, and at the end the seed and the sum; refuses negative numbers."""
+
+    def __init__(self, model: object, options: Mapping[str, object]) -> None:
+        self.options = options
+
+    def open(self, *, seed: int, options: Mapping[str, float]) -> Total:
+        return Total(seed, options["factor"])
+
+    def __call__(self, batch: Sequence[Call[Total]]) -> Sequence[Sequence[Packet]]:
+        ENTERED.set()
+        GATE.wait(5)
+        for call in batch:
+            if call.packet is not None:
+                _refuse(call.packet.tensors["x"])
+        return [[self._one(call, len(batch))] for call in batch]
+
+    def _one(self, call: Call[Total], batch: int) -> Packet:
+        state = call.state
+        if call.packet is None:
+            return Packet({"y": np.array([state.seed, sum(state.seen)], np.float32)}, {"batch": batch})
+        numbers = [float(number) * state.factor for number in call.packet.tensors["x"]]
+        state.seen.extend(numbers)
+        return Packet({"y": np.array(numbers, np.float32)}, {"batch": batch})
+
+
+def _refuse(numbers: Array) -> None:
+    if numbers[0] == -1:
+        raise InvalidRequestError("numbers must not be negative")
+    if numbers[0] == -2:
+        raise ZeroDivisionError("a defect of the function")
+
+
+class Echo:
+    """Emits the prompt's text."""
+
+    def __init__(self, model: object, options: Mapping[str, object]) -> None:
+        pass
+
+    def open(self, *, seed: int, options: Mapping[str, float]) -> None:
+        return None
+
+    def __call__(self, batch: Sequence[Call[None]]) -> Sequence[Sequence[Packet]]:
+        return [[] if call.packet is None else [call.packet] for call in batch]
+
+
+SUMMING = FunctionCard(
+    Signature(
+        accepts={"x": NUMBERS},
+        emits={"y": Emitted(NUMBERS)},
+        options={"factor": OptionSpec(default=1.0, minimum=0.0, maximum=10.0)},
+    ),
+    factory="tests.engines.functions:Summing",
+)
+ECHO = FunctionCard(
+    Signature(emits={"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}),
+    factory="tests.engines.functions:Echo",
+)

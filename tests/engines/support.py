@@ -1,0 +1,63 @@
+"""What the engines' tests share."""
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+
+import numpy as np
+from pydantic import JsonValue
+
+from stagemesh.connectors.base import Packet
+from stagemesh.services.engines.base import Emission, EngineEvent, Task
+from stagemesh.services.serving.config import StageConfig
+
+
+def stage_config(
+    engine: str,
+    *,
+    function: str | None = None,
+    model: str | None = None,
+    options: Mapping[str, JsonValue] | None = None,
+) -> StageConfig:
+    """A stage named "tested"."""
+    return StageConfig(
+        pipeline="p",
+        generation="1",
+        stage="tested",
+        replica="tested-0",
+        engine=engine,
+        listen="127.0.0.1:0",
+        function=function,
+        model=model,
+        options=options or {},
+    )
+
+
+async def stream(*values: Iterable[float]) -> AsyncIterator[Packet]:
+    """Packets with the float32 tensor "x"."""
+    for value in values:
+        yield Packet({"x": np.array(value, np.float32)})
+
+
+async def text_stream(*texts: str) -> AsyncIterator[Packet]:
+    """Packets with the tensor "text"."""
+    for text in texts:
+        yield Packet({"text": np.frombuffer(text.encode(), np.uint8)})
+
+
+def numbers_task(request_id: str, *values: Iterable[float], seed: int = 0, **options: float) -> Task:
+    """A task fed with numbers over the edge "in"."""
+    return Task(request_id, seed, inlets={"in": stream(*values)}, options=options)
+
+
+async def collect(events: AsyncIterator[EngineEvent]) -> list[EngineEvent]:
+    """All events of a task."""
+    return [event async for event in events]
+
+
+def packets(events: Iterable[EngineEvent]) -> list[Packet]:
+    """What was emitted."""
+    return [event.packet for event in events if isinstance(event, Emission)]
+
+
+def text_of(events: Iterable[EngineEvent]) -> str:
+    """The text that was emitted."""
+    return b"".join(packet.tensors["text"].tobytes() for packet in packets(events)).decode()
