@@ -10,6 +10,8 @@ import numpy as np
 from stagemesh.connectors.base import ConnectorName, EdgeKey, Inlet, Outlet, Packet, StepPolicy
 from stagemesh.connectors.channels import SERVER_OPTIONS
 from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.status import to_grpc_code, to_trailing_metadata
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 
@@ -24,8 +26,11 @@ class Host(stage_pb2_grpc.StageServiceServicer):
         self.endpoint = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
 
     async def PutChunk(self, request_iterator: Any, context: Any) -> AsyncIterator[stage_pb2.PutChunkResponse]:
-        async for response in self.plane.serve_put(request_iterator):
-            yield response
+        try:
+            async for response in self.plane.serve_put(request_iterator):
+                yield response
+        except StagemeshError as exc:
+            await context.abort(to_grpc_code(exc), exc.message, to_trailing_metadata(exc))
 
     async def GetChunk(self, request: Any, context: Any) -> AsyncIterator[stage_pb2.GetChunkResponse]:
         key = EdgeKey(request.key.request_id, request.key.edge, request.key.attempt)

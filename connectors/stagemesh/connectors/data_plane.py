@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 
 from stagemesh.connectors import wire
@@ -23,6 +23,9 @@ from stagemesh.v1 import stage_pb2
 
 RETAINED_SHARE = 4
 """Chunks that have arrived are kept up to this part of the arena."""
+
+REMEMBERED_FLOWS = 4096
+"""Flows that were read to their end are remembered, for producers that missed the last word."""
 
 
 class DataPlane:
@@ -47,6 +50,7 @@ class DataPlane:
         self._arrived: deque[tuple[OutFlow, Sent, int]] = deque()
         self._retained_bytes = 0
         self._inflows: dict[EdgeKey, InFlow] = {}
+        self._completed: OrderedDict[EdgeKey, None] = OrderedDict()
         self._sessions: set[PutSession] = set()
         self._leases: dict[tuple[str, str], LeaseBook] = {}
 
@@ -156,6 +160,10 @@ class DataPlane:
         same = (flow.attempt for flow in self._inflows if flow[:2] == key[:2])
         return max(same, default=0)
 
+    def is_complete(self, key: EdgeKey) -> bool:
+        """See `FlowRegistry`."""
+        return key in self._completed
+
     async def close(self) -> None:
         """Ends all flows and frees the arena. Closing twice is harmless."""
         for link in self._links.values():
@@ -169,6 +177,10 @@ class DataPlane:
 
     def _forget(self, flow: InFlow) -> None:
         del self._inflows[flow.key]
+        if flow.complete:
+            self._completed[flow.key] = None
+            if len(self._completed) > REMEMBERED_FLOWS:
+                self._completed.popitem(last=False)
 
     def _dial(self, consumer: str, endpoint: str) -> Link:
         hello = stage_pb2.Hello(

@@ -92,6 +92,11 @@ class InFlow:
     # -- the session's side
 
     @property
+    def complete(self) -> bool:
+        """Whether all of it was read."""
+        return self._delivered_all
+
+    @property
     def credit_bytes(self) -> int:
         """What the producer may still send."""
         return max(0, self._limit_bytes - self._received_bytes)

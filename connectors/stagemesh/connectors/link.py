@@ -5,6 +5,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import TypeAlias
 
 import grpc
 
@@ -23,6 +24,8 @@ GIVE_UP_S = 3.0
 _RETRY_S = 0.1
 _MESSAGE_BYTES = 1 << 20
 _QUANTUM_BYTES = 256 << 10
+
+PutCall: TypeAlias = "grpc.aio.StreamStreamCall[stage_pb2.PutChunkRequest, stage_pb2.PutChunkResponse]"
 
 _log = logging.getLogger(__name__)
 
@@ -120,9 +123,6 @@ class Link:
                 cause: StagemeshError = UnavailableError(f"replica {self._consumer} ended the stream")
             except grpc.aio.AioRpcError as exc:
                 cause = from_rpc_error(exc, peer=f"replica {self._consumer} at {self._endpoint}")
-            except asyncio.InvalidStateError as exc:
-                # grpc.aio raises it for a write on a call that has just ended.
-                cause = UnavailableError(f"replica {self._consumer} ended the stream ({exc})")
             except StagemeshError as exc:
                 cause = exc
             except Exception as exc:
@@ -132,10 +132,8 @@ class Link:
             self._lost(cause)
             await asyncio.sleep(_RETRY_S)
 
-    async def _serve(
-        self, call: "grpc.aio.StreamStreamCall[stage_pb2.PutChunkRequest, stage_pb2.PutChunkResponse]"
-    ) -> None:
-        await call.write(stage_pb2.PutChunkRequest(hello=self._hello))
+    async def _serve(self, call: PutCall) -> None:
+        await self._put(call, stage_pb2.PutChunkRequest(hello=self._hello))
         first = await call.read()
         if not isinstance(first, stage_pb2.PutChunkResponse):
             await call.code()
@@ -145,14 +143,13 @@ class Link:
         writer = asyncio.create_task(self._write(call))
         try:
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            # A failed write leaves a status of its own making on the call, so the writer speaks first.
+            await (writer if writer.done() else reader)
         finally:
             reader.cancel()
             writer.cancel()
             call.cancel()
-            results = await asyncio.gather(reader, writer, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+            await asyncio.gather(reader, writer, return_exceptions=True)
 
     def _welcomed(self, welcome: stage_pb2.Welcome) -> None:
         if self._incarnation and self._incarnation != welcome.incarnation:
@@ -165,26 +162,25 @@ class Link:
         self._to_open = deque(self._flows.values())
         _log.info("connected to %s at %s", self._consumer, self._endpoint)
 
-    async def _read(
-        self, call: "grpc.aio.StreamStreamCall[stage_pb2.PutChunkRequest, stage_pb2.PutChunkResponse]"
-    ) -> None:
+    async def _read(self, call: PutCall) -> None:
         while isinstance(response := await call.read(), stage_pb2.PutChunkResponse):
             for reply in response.replies:
                 self._take_reply(reply)
-        # EOF: the status says why.
-        code = await call.code()
-        if code is not grpc.StatusCode.OK:
-            raise UnavailableError(f"replica {self._consumer} ended the stream: {await call.details()}")
 
-    async def _write(
-        self, call: "grpc.aio.StreamStreamCall[stage_pb2.PutChunkRequest, stage_pb2.PutChunkResponse]"
-    ) -> None:
+    async def _write(self, call: PutCall) -> None:
+        """Sends what is ready until the call ends."""
         while True:
             items = self._next_items()
-            if items:
-                await call.write(stage_pb2.PutChunkRequest(items=items))
-            else:
+            if not items:
                 await self._changed.wait()
+                continue
+            await self._put(call, stage_pb2.PutChunkRequest(items=items))
+
+    async def _put(self, call: PutCall, request: stage_pb2.PutChunkRequest) -> None:
+        try:
+            await call.write(request)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as exc:
+            raise UnavailableError(f"the connection to {self._consumer} at {self._endpoint} broke") from exc
 
     def _next_items(self) -> list[stage_pb2.PutItem]:
         """One message's worth, a quantum from each flow in turn, so that none waits behind a large chunk."""

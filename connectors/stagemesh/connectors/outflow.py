@@ -168,7 +168,8 @@ class OutFlow:
         self._close()
 
     def committed(self) -> None:
-        """The consumer needs nothing of this flow again."""
+        """The consumer has all of this flow and needs nothing of it again."""
+        self._acked = self._next_seq
         self._close()
 
     def evict(self, sent: Sent) -> bool:

@@ -30,8 +30,13 @@ class FlowRegistry(Protocol):
     def find(self, key: EdgeKey) -> InFlow | None:
         """The flow of that key."""
 
+    def is_complete(self, key: EdgeKey) -> bool:
+        """Whether the flow was read to its end."""
+        ...
+
     def attempt_of(self, key: EdgeKey) -> int:
         """The highest attempt expected for the key's request and edge, 0 for none."""
+        ...
 
 
 class LeaseBook:
@@ -163,6 +168,9 @@ class PutSession:
 
     def _open(self, message: stage_pb2.OpenEdge) -> None:
         key = wire.key_from_wire(message.key)
+        if self._registry.is_complete(key):
+            self.reply(stage_pb2.PutReply(commit=stage_pb2.EdgeCommit(key=message.key)))
+            return
         flow = self._registry.find(key)
         if flow is None or flow.producer != self.producer:
             if key.attempt < self._registry.attempt_of(key):

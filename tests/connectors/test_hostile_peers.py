@@ -1,0 +1,206 @@
+"""What a broken or hostile producer sends: refused by name, and no other flow is harmed (D7)."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from stagemesh.connectors.base import EdgeKey
+from stagemesh.connectors.channels import open_channel
+from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.status import from_rpc_error
+from stagemesh.connectors.wire import FlowDigest, inline_chunk, key_to_wire
+from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc, tensor_pb2
+from tests.connectors.hosts import Host, packet
+
+KEY = EdgeKey("r", "a->b", 1)
+WIRE_KEY = key_to_wire(KEY)
+
+
+class Peer:
+    """A producer whose every message is written by hand."""
+
+    def __init__(self, host: Host, call: "grpc.aio.StreamStreamCall[object, object]") -> None:
+        self.host, self.call = host, call
+
+    async def put(self, *items: stage_pb2.PutItem) -> None:
+        await self.call.write(stage_pb2.PutChunkRequest(items=items))
+
+    async def put_data(self, data: chunk_pb2.ChunkData, *, seq: int = 0) -> None:
+        await self.put(stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, seq=seq, data=data)))
+
+    async def answer(self, kind: str) -> stage_pb2.PutReply:
+        """The next reply of a kind."""
+        while True:
+            response = await self.call.read()
+            assert isinstance(response, stage_pb2.PutChunkResponse), await self.call.details()
+            for reply in response.replies:
+                if reply.WhichOneof("reply") == kind:
+                    return reply
+
+    async def reason(self) -> str:
+        """Why the next refused flow was refused."""
+        return (await self.answer("rejected")).rejected.error.reason
+
+
+@asynccontextmanager
+async def peer(
+    *, generation: str = "g", pipeline: str = "p", arena: stage_pb2.ArenaAdvertisement | None = None
+) -> AsyncIterator[Peer]:
+    host = Host("b-0", window_bytes=1 << 20, arena_bytes=2 << 20)
+    await host.server.start()
+    try:
+        async with open_channel(host.endpoint) as channel:
+            call = stage_pb2_grpc.StageServiceStub(channel).PutChunk()
+            hello = stage_pb2.Hello(
+                replica="a-0", incarnation="i", pipeline=pipeline, generation=generation, arena=arena
+            )
+            await call.write(stage_pb2.PutChunkRequest(hello=hello))
+            yield Peer(host, call)
+            call.cancel()
+    finally:
+        await host.close()
+
+
+@asynccontextmanager
+async def open_peer() -> AsyncIterator[Peer]:
+    async with peer() as one:
+        inlet = one.host.plane.open_inlet(KEY, producer="a-0")
+        await one.put(stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=WIRE_KEY)))
+        assert (await one.answer("opened")).opened.connector == chunk_pb2.CONNECTOR_GRPC
+        yield one
+        await inlet.aclose()
+
+
+def _tensor(**fields: object) -> chunk_pb2.ChunkData:
+    tensor = tensor_pb2.Tensor(**{"name": "x", "dtype": tensor_pb2.DATA_TYPE_UINT8, "shape": [4], **fields})  # type: ignore[arg-type]
+    return chunk_pb2.ChunkData(tensors=[tensor], size_bytes=4)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(_tensor(inline=b"12345"), id="length against shape"),
+        pytest.param(_tensor(inline=b"1234", shape=[5]), id="shape against length"),
+        pytest.param(_tensor(inline=b"1234", shape=[-4]), id="negative dimension"),
+        pytest.param(_tensor(inline=b"1234", shape=[2**40, 2**40]), id="huge dimensions"),
+        pytest.param(_tensor(inline=b"1234", shape=[1] * 40), id="too many dimensions"),
+        pytest.param(_tensor(inline=b"1234", dtype=99), id="unknown dtype"),
+        pytest.param(_tensor(inline=b"1234", dtype=0), id="no dtype"),
+        pytest.param(_tensor(), id="no location"),
+        pytest.param(_tensor(shm=tensor_pb2.ShmRegion(offset=0, size_bytes=4)), id="shm that was not agreed on"),
+        pytest.param(_tensor(nixl=tensor_pb2.NixlRegion(size_bytes=4)), id="nixl that was not agreed on"),
+        pytest.param(
+            _tensor(streamed=tensor_pb2.StreamedRegion(transfer_id=7, size_bytes=4)), id="pieces that never came"
+        ),
+        pytest.param(chunk_pb2.ChunkData(size_bytes=9), id="size against tensors"),
+        pytest.param(
+            chunk_pb2.ChunkData(tensors=[_tensor(inline=b"1234").tensors[0]] * 2, size_bytes=8), id="same name twice"
+        ),
+        pytest.param(chunk_pb2.ChunkData(tensors=[tensor_pb2.Tensor()] * 5000), id="thousands of tensors"),
+        pytest.param(chunk_pb2.ChunkData(metadata={"x": chunk_pb2.MetadataValue()}), id="unset metadata"),
+        pytest.param(chunk_pb2.ChunkData(metadata={"x": chunk_pb2.MetadataValue(text="x" * 2000)}), id="long metadata"),
+    ],
+)
+async def test_malformed_chunk_is_refused(data: chunk_pb2.ChunkData) -> None:
+    async with open_peer() as one:
+        await one.put_data(data)
+        assert await one.reason() == "INVALID_CHUNK"
+
+
+async def test_gap_is_refused() -> None:
+    async with open_peer() as one:
+        await one.put_data(_tensor(inline=b"1234"), seq=1)
+        assert await one.reason() == "SEQUENCE_GAP"
+
+
+async def test_duplicate_is_dropped_silently() -> None:
+    async with open_peer() as one:
+        for seq in (0, 0, 1):
+            await one.put_data(_tensor(inline=b"1234"), seq=seq)
+        while (await one.answer("ack")).ack.next_seq < 2:
+            pass
+        inlet = one.host.plane.find(KEY)
+        assert inlet is not None
+        assert inlet.next_seq == 2
+
+
+async def test_bytes_beyond_the_credit_are_refused() -> None:
+    async with open_peer() as one:
+        piece = chunk_pb2.ChunkPiece(transfer_id=1, total_bytes=2 << 20, payload=b"x", key=WIRE_KEY)
+        await one.put(stage_pb2.PutItem(piece=piece))
+        assert await one.reason() == "CREDIT_EXCEEDED"
+
+
+async def test_demand_beyond_the_limit_is_refused() -> None:
+    async with open_peer() as one:
+        await one.put(stage_pb2.PutItem(demand=stage_pb2.CreditDemand(key=WIRE_KEY, size_bytes=1 << 60)))
+        assert await one.reason() == "CHUNK_TOO_LARGE"
+
+
+async def test_piece_out_of_order_is_refused() -> None:
+    async with open_peer() as one:
+        piece = chunk_pb2.ChunkPiece(transfer_id=1, total_bytes=100, offset=50, payload=b"x", key=WIRE_KEY)
+        await one.put(stage_pb2.PutItem(piece=piece))
+        assert await one.reason() == "INVALID_CHUNK"
+
+
+async def test_end_that_tells_of_other_chunks_is_refused() -> None:
+    async with open_peer() as one:
+        await one.put(stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, end=chunk_pb2.ChunkEnd(count=3))))
+        assert await one.reason() == "DIGEST_MISMATCH"
+
+
+async def test_chunk_of_an_unknown_request_is_refused() -> None:
+    async with open_peer() as one:
+        chunk = chunk_pb2.Chunk(
+            key=chunk_pb2.EdgeKey(request_id="?", edge="a->b", attempt=1), data=_tensor(inline=b"1234")
+        )
+        await one.put(stage_pb2.PutItem(chunk=chunk))
+        assert await one.reason() == "UNKNOWN_FLOW"
+
+
+async def test_refused_flow_harms_no_other() -> None:
+    async with open_peer() as one:
+        other = EdgeKey("other", "a->b", 1)
+        inlet = one.host.plane.open_inlet(other, producer="a-0")
+        await one.put(stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=key_to_wire(other))))
+        await one.put_data(_tensor(inline=b"12345"))
+        assert await one.reason() == "INVALID_CHUNK"
+        digest = FlowDigest()
+        digest.add(packet(0))
+        await one.put(
+            stage_pb2.PutItem(chunk=inline_chunk(other, 0, packet(0))),
+            stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=key_to_wire(other), seq=1, end=digest.end())),
+        )
+        assert [got.metadata["seq"] async for got in inlet] == [0]
+
+
+async def test_reader_of_a_refused_flow_gets_the_cause() -> None:
+    async with open_peer() as one:
+        inlet = one.host.plane.find(KEY)
+        assert inlet is not None
+        await one.put_data(_tensor(inline=b"12345"))
+        with pytest.raises(StagemeshError, match="needs 4 bytes but came with 5") as caught:
+            await anext(inlet)
+        assert caught.value.metadata["edge"] == "a->b"
+
+
+@pytest.mark.parametrize(("field", "reason"), [("generation", "other generation"), ("pipeline", "other pipeline")])
+async def test_producer_of_another_deployment_is_refused(field: str, reason: str) -> None:
+    async with peer(**{field: reason}) as one:  # type: ignore[arg-type]
+        with pytest.raises(grpc.aio.AioRpcError, match=reason) as caught:
+            await one.call.read()
+        assert from_rpc_error(caught.value, peer="b-0").reason == f"WRONG_{field.upper()}"
+
+
+async def test_claim_of_the_same_host_is_found_out() -> None:
+    lie = stage_pb2.ArenaAdvertisement(process_id=1, file_descriptor=0, size_bytes=1 << 20, token=b"x" * 16)
+    async with peer(arena=lie) as one:
+        welcome = await one.call.read()
+        assert isinstance(welcome, stage_pb2.PutChunkResponse)
+        assert list(welcome.welcome.connectors) == [chunk_pb2.CONNECTOR_GRPC]
+        one.host.plane.open_inlet(KEY, producer="a-0")
+        await one.put(stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=WIRE_KEY, connector=chunk_pb2.CONNECTOR_SHM)))
+        assert await one.reason() == "CONNECTOR_UNAVAILABLE"

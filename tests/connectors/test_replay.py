@@ -1,0 +1,47 @@
+"""GetChunk: what an edge still holds."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from stagemesh.connectors.base import ConnectorName, EdgeKey
+from stagemesh.connectors.channels import open_channel
+from stagemesh.connectors.wire import key_to_wire
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+from tests.connectors.hosts import Host, open_flow, packet, two_hosts
+
+
+async def _get(host: Host, key: EdgeKey, first_seq: int) -> tuple[list[int], int]:
+    """The seqs of the chunks that come, and the bytes that came in pieces."""
+    seqs, streamed = [], 0
+    async with open_channel(host.endpoint) as channel:
+        request = stage_pb2.GetChunkRequest(key=key_to_wire(key), first_seq=first_seq)
+        async for response in stage_pb2_grpc.StageServiceStub(channel).GetChunk(request):
+            if response.HasField("chunk"):
+                seqs.append(response.chunk.seq)
+            streamed += len(response.piece.payload)
+    return seqs, streamed
+
+
+async def test_kept_chunks_are_read_again_to_the_end() -> None:
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_flow(a, b, connector=ConnectorName.GRPC)
+        for seq in range(3):
+            await outlet.send(packet(seq, 300_000))
+        follower = asyncio.create_task(_get(a, EdgeKey("r", "a->b", 1), 1))
+        await outlet.finish()
+        assert await follower == ([1, 2, 3], 2 * 1_200_008)
+        assert len([got async for got in inlet]) == 3
+        await inlet.aclose()
+
+
+async def test_chunk_that_was_dropped_is_gone() -> None:
+    async with two_hosts(arena_bytes=1 << 20, window_bytes=1 << 20) as (a, b):
+        outlet, inlet = open_flow(a, b, connector=ConnectorName.GRPC)
+        for seq in range(5):
+            await outlet.send(packet(seq, 50_000))
+            assert (await anext(aiter(inlet))).metadata["seq"] == seq
+        await outlet.finish()
+        with pytest.raises(grpc.aio.AioRpcError, match="no longer kept"):
+            await _get(a, EdgeKey("r", "a->b", 1), 0)
