@@ -96,6 +96,7 @@ class Outlet(Protocol):
     @property
     def usage(self) -> FlowUsage:
         """What was sent."""
+        ...
 
 
 class Inlet(Protocol):
@@ -103,6 +104,7 @@ class Inlet(Protocol):
 
     def __aiter__(self) -> AsyncIterator[Packet]:
         """The packets, each once and in order, up to End. Raises what Abort or a lost producer brought."""
+        ...
 
     async def aclose(self) -> None:
         """Refuses the rest and lets go of everything. Closing twice is harmless."""

@@ -27,12 +27,14 @@ class Carrier(Protocol):
 
     def lend(self, region: Region) -> int:
         """Holds a region until the consumer returns the lease whose id this is."""
+        ...
 
     def reclaim(self, lease_id: int) -> None:
         """Ends a lease that the consumer cannot hold."""
 
     def next_transfer_id(self) -> int:
         """An id for a series of pieces."""
+        ...
 
     def retain(self, flow: "OutFlow", sent: "Sent") -> None:
         """A chunk has arrived and is kept only for those who may ask for it again."""
@@ -308,9 +310,7 @@ def _check_packet(packet: Packet) -> None:
         raise InvalidChunkError(f"{len(packet.tensors)} tensors in a chunk; at most {wire.MAX_TENSORS} are sent")
     for tensor in packet.tensors.values():
         dtype_name(tensor)
-    for name, value in packet.metadata.items():
-        if not isinstance(value, bool | int | float | str):
-            raise InvalidChunkError(f"metadata {name!r} is a {type(value).__name__}; use bool, int, float or str")
+    wire.check_metadata(packet.metadata)
 
 
 def _in_arena(packet: Packet, region: Region) -> Packet:

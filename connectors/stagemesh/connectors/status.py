@@ -2,7 +2,7 @@
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from stagemesh.connectors.errors import DeadlineError, StagemeshError, UnavailableError, make_error
 
@@ -48,10 +48,8 @@ def _from_status(status: status_pb2.Status) -> StagemeshError:
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     retry_after_s: float | None = None
     for detail in status.details:
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            detail.Unpack(info)
-        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            detail.Unpack(retry)
+        detail.Unpack(info)
+        if detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     return make_error(
         status.code, status.message, reason=info.reason, metadata=dict(info.metadata), retry_after_s=retry_after_s

@@ -71,6 +71,13 @@ def metadata_from_wire(message: Mapping[str, chunk_pb2.MetadataValue]) -> dict[s
     return values
 
 
+def check_metadata(metadata: Mapping[str, object]) -> None:
+    """Raises InvalidChunkError for what the wire has no form for."""
+    for name, value in metadata.items():
+        if not isinstance(value, bool | int | float | str):
+            raise InvalidChunkError(f"metadata {name!r} is a {type(value).__name__}; use bool, int, float or str")
+
+
 def inline_chunk(key: EdgeKey, seq: int, packet: Packet) -> chunk_pb2.Chunk:
     """A chunk whose tensors are inline."""
     return _chunk(key, seq, packet, [inline_tensor(name, tensor) for name, tensor in packet.tensors.items()])
