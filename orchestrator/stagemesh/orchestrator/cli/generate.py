@@ -1,0 +1,122 @@
+"""`stagemesh generate`."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stagemesh.orchestrator.cli.failures import AsJson
+from stagemesh.orchestrator.cli.options import DEFAULT_SERVER, Server, read_pairs
+
+if TYPE_CHECKING:
+    from stagemesh.client import AsyncClient, GenerateArguments, Result
+    from stagemesh.orchestrator.cli.sinks import Sinks
+
+Prompt = Annotated[str, typer.Argument(help="What to work on; - reads it from stdin.")]
+Audio = Annotated[Path | None, typer.Option(help="Write audio to this WAV file as it comes.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="At most so many new tokens.")]
+Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
+TopP = Annotated[float | None, typer.Option(help="Over 0, up to 1.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Makes a repeat repeat; drawn when left out.")]
+
+
+def generate(
+    prompt: Prompt,
+    server: Server = DEFAULT_SERVER,
+    output: Annotated[Path | None, typer.Option(help="Write audio, images and tensors into this folder.")] = None,
+    audio: Audio = None,
+    outputs: Annotated[str | None, typer.Option(help="The outputs wanted, with commas; all when left out.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of a function stage.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds that the request may take.")] = None,
+    request_id: Annotated[str | None, typer.Option(help="Names the request everywhere; drawn when left out.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Sends a prompt to a running pipeline; text goes to stdout, audio to files, timings to stderr."""
+    from stagemesh.orchestrator.cli.sinks import Sinks
+
+    arguments: GenerateArguments = {
+        "outputs": [name.strip() for name in outputs.split(",")] if outputs else [],
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "options": read_pairs(option, option="--option", convert=float),
+        "request_id": request_id,
+    }
+    text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
+    with Sinks(folder=output, audio=audio, quiet=as_json) as sinks:
+        result = asyncio.run(_request(server, text, arguments=arguments, timeout_s=timeout, sinks=sinks))
+    show_result(result, sinks, as_json=as_json)
+
+
+async def _request(
+    server: str, prompt: str, *, arguments: "GenerateArguments", timeout_s: float | None, sinks: "Sinks"
+) -> "Result":
+    from stagemesh.client import AsyncClient
+
+    async with AsyncClient(server) as client:
+        return await stream(client, prompt, arguments=arguments, timeout_s=timeout_s, sinks=sinks)
+
+
+async def stream(
+    client: "AsyncClient",
+    prompt: str,
+    *,
+    arguments: "GenerateArguments",
+    timeout_s: float | None,
+    sinks: "Sinks",
+) -> "Result":
+    """Runs a request to its end, with everything put into `sinks` as it comes."""
+    from stagemesh.client.results import ResultBuilder
+
+    builder = ResultBuilder()
+    async for event in client.generate(prompt, timeout_s=timeout_s, **arguments):
+        builder.add(event)
+        sinks.take(event)
+    return builder.build()
+
+
+def show_result(result: "Result", sinks: "Sinks", *, as_json: bool) -> None:
+    """Says how it went: as JSON to stdout, or as tables to stderr."""
+    from rich.console import Console
+
+    from stagemesh.orchestrator.cli.tables import summary
+
+    if as_json:
+        typer.echo(json.dumps(_document(result, sinks), ensure_ascii=False))
+        return
+    console = Console(stderr=True, highlight=False)
+    console.print(summary(result))
+    for paths in sinks.files.values():
+        for path in paths:
+            console.print(f"wrote {path}", markup=False, soft_wrap=True)
+    if result.audios and not sinks.files:
+        console.print("the audio was not kept; --audio FILE writes it to a WAV file", style="yellow")
+
+
+def _document(result: "Result", sinks: "Sinks") -> dict[str, object]:
+    from dataclasses import asdict
+
+    from stagemesh.orchestrator.cli.tables import audio_s, real_time_factor
+
+    return {
+        "request_id": result.request_id,
+        "seed": result.seed,
+        "texts": dict(result.texts),
+        "files": {output: [str(path) for path in paths] for output, paths in sinks.files.items()},
+        "first_text_s": result.first_text_s,
+        "first_audio_s": result.first_audio_s,
+        "audio_s": audio_s(result),
+        "total_s": result.total_s,
+        "real_time_factor": real_time_factor(result),
+        "stages": {name: asdict(report) for name, report in result.finished.stages.items()},
+        "edges": [asdict(edge) for edge in result.finished.edges],
+    }

@@ -1,0 +1,31 @@
+"""The `stagemesh` command."""
+
+import typer
+
+from stagemesh.orchestrator.cli import demo, generate, models, pipeline, stages, up, version
+from stagemesh.orchestrator.cli.failures import FailureGroup
+
+app = typer.Typer(
+    name="stagemesh",
+    cls=FailureGroup,
+    help="Serves generative models that are pipelines of stages, each stage its own gRPC service.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("up")(up.up)
+app.command("generate")(generate.generate)
+app.add_typer(pipeline.app, name="pipeline")
+app.command("stages")(stages.stages)
+app.add_typer(models.app, name="models")
+app.command("demo")(demo.demo)
+app.command("version")(version.version)
+
+
+def main() -> None:
+    """The entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Pieces of output that several commands share."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from stagemesh.client import Finished, Result
+
+_STYLES = {
+    "ready": "green",
+    "starting": "cyan",
+    "loading": "cyan",
+    "draining": "yellow",
+    "restarting": "yellow",
+    "failed": "red",
+    "unreachable": "red",
+    "stopped": "dim",
+}
+
+
+def styled_state(state: str, detail: str = "") -> Text:
+    """A state in its colour, with what there is to say about it."""
+    return Text.assemble((state, _STYLES.get(state, "")), (f"  {detail}" if detail else "", "dim"))
+
+
+def summary(result: Result) -> RenderableType:
+    """How long a request took, and what crossed its edges."""
+    times = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for label, value in _times(result):
+        times.add_row(label, value)
+    return Group(times, edges_table(result.finished))
+
+
+def edges_table(finished: Finished) -> Table:
+    """What crossed each edge and how."""
+    table = Table("edge", "connector", "chunks", "bytes")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for edge in finished.edges:
+        table.add_row(edge.edge, edge.connector, str(edge.chunks), f"{edge.size_bytes:,}")
+    return table
+
+
+def audio_s(result: Result) -> float:
+    """How long the result's audio sounds."""
+    return sum(audio.duration_s for audio in result.audios.values())
+
+
+def real_time_factor(result: Result) -> float | None:
+    """Seconds of work for a second of audio; None without audio."""
+    sounding_s = audio_s(result)
+    return result.total_s / sounding_s if sounding_s else None
+
+
+def _times(result: Result) -> list[tuple[str, str]]:
+    rows: list[tuple[str, float | None, str]] = [
+        ("time to first text", result.first_text_s, " s"),
+        ("time to first audio", result.first_audio_s, " s"),
+        ("audio", audio_s(result) or None, " s"),
+        ("total", result.total_s, " s"),
+        ("real-time factor", real_time_factor(result), ""),
+    ]
+    return [(label, f"{value:.2f}{unit}") for label, value, unit in rows if value is not None]

@@ -1,0 +1,55 @@
+"""`stagemesh up`."""
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stagemesh.orchestrator.cli.failures import AsJson
+from stagemesh.orchestrator.cli.options import DEFAULT_PORT, PipelineName, Replicas, Settings, read_overrides
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from stagemesh.orchestrator.cli.displays import Display
+    from stagemesh.orchestrator.spec import Pipeline
+
+
+def up(
+    pipeline: PipelineName,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Where to serve; 0 takes any that is free.")
+    ] = DEFAULT_PORT,
+    settings: Settings = None,
+    replicas: Replicas = None,
+    as_json: AsJson = False,
+) -> None:
+    """Runs a pipeline on this machine until Ctrl-C: the orchestrator and every stage, restarted when they die."""
+    from stagemesh.orchestrator.cli.displays import make_display
+    from stagemesh.orchestrator.spec import load_pipeline
+
+    overrides = read_overrides(settings, replicas)
+    loaded = load_pipeline(pipeline, overrides=overrides)
+    display = make_display(as_json=as_json)
+    try:
+        asyncio.run(_serve(loaded, listen=f"127.0.0.1:{port}", overrides=overrides, display=display))
+    finally:
+        display.close()
+
+
+async def _serve(pipeline: "Pipeline", *, listen: str, overrides: "Mapping[str, str]", display: "Display") -> None:
+    from stagemesh.orchestrator.cli.displays import RestartCounter
+    from stagemesh.orchestrator.cli.running import done_before, stop_on_signals
+    from stagemesh.orchestrator.launcher import Launcher
+
+    stopping = stop_on_signals()
+    counter = RestartCounter(display)
+    launcher = Launcher(pipeline, listen=listen, overrides=overrides, listener=counter)
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    async with launcher.running():
+        if await done_before(stopping, launcher.wait_ready):
+            display.ready(launcher.endpoint)
+            await stopping.wait()
+    restarts = f", {counter.restarts} restarts" if counter.restarts else ""
+    display.close(f"stopped {pipeline.name} after {loop.time() - began_s:.0f} s{restarts}")

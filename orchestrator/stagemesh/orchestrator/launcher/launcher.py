@@ -1,0 +1,101 @@
+"""Runs a whole pipeline on this machine: the orchestrator and every stage replica as child processes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+from stagemesh.connectors.errors import StagemeshError
+from stagemesh.orchestrator.launcher.backoff import RestartPolicy
+from stagemesh.orchestrator.launcher.plan import plan_processes
+from stagemesh.orchestrator.launcher.ports import PortPicker, check_listen
+from stagemesh.orchestrator.launcher.run_folder import RunFolder
+from stagemesh.orchestrator.launcher.states import ProcessState, ProcessStatus
+from stagemesh.orchestrator.launcher.supervisor import ProcessSpec, Supervisor
+from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.services.serving import settings
+
+Listener = Callable[[ProcessStatus], None]
+
+
+class Launcher:
+    """The processes of one pipeline. Use `async with launcher.running():`, once, from the program's main thread.
+
+    `listen` is where clients reach the orchestrator; port 0 takes any that is free. `overrides` are those that the
+    pipeline was loaded with. `listener` hears of every change of a process.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        listen: str,
+        overrides: Mapping[str, str] | None = None,
+        listener: Listener | None = None,
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        self._pipeline = pipeline
+        self._overrides = dict(overrides or {})
+        self._listener = listener
+        self._policy = policy or RestartPolicy()
+        self._ports = PortPicker()
+        self.endpoint = self._with_port(listen)
+        self.processes: dict[str, ProcessStatus] = {}
+        self._ready = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Starts everything, and stops everything at the end of the body, however that ends.
+
+        Raises NotReadyError when a port is in use or a process never comes up, also out of the running body.
+        """
+        check_listen(self.endpoint)
+        folder = RunFolder.create(settings.runs_dir())
+        try:
+            specs = plan_processes(
+                self._pipeline, folder=folder, listen=self.endpoint, overrides=self._overrides, ports=self._ports
+            )
+            self._expect(specs)
+            async with _kept_running(specs, policy=self._policy, report=self._take):
+                yield
+        except BaseExceptionGroup as group:
+            raise _first_cause(group) from group
+        finally:
+            folder.close()
+
+    async def wait_ready(self) -> None:
+        """Returns once every process has been ready. What keeps one from it ends the body of `running`."""
+        await self._ready.wait()
+
+    def _with_port(self, listen: str) -> str:
+        host, _, port = listen.rpartition(":")
+        return f"{host}:{self._ports.pick()}" if port == "0" else listen
+
+    def _expect(self, specs: tuple[ProcessSpec, ...]) -> None:
+        for spec in specs:
+            self._take(ProcessStatus(spec.name, spec.stage, spec.endpoint, ProcessState.STARTING))
+
+    def _take(self, status: ProcessStatus) -> None:
+        self.processes[status.name] = status
+        if all(process.state is ProcessState.READY for process in self.processes.values()):
+            self._ready.set()
+        if self._listener is not None:
+            self._listener(status)
+
+
+@asynccontextmanager
+async def _kept_running(
+    specs: tuple[ProcessSpec, ...], *, policy: RestartPolicy, report: Listener
+) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(Supervisor(spec, policy=policy, report=report).run()) for spec in specs]
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    ours = group.subgroup(StagemeshError) or group
+    cause: BaseException = ours
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return cause

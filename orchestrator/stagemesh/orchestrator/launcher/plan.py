@@ -1,0 +1,78 @@
+"""Which processes a pipeline needs on this machine, each with its config file."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from stagemesh.orchestrator.config import OrchestratorConfig, dump_orchestrator_config
+
+from stagemesh.orchestrator.launcher.ports import HOST, PortPicker
+from stagemesh.orchestrator.launcher.probes import HealthProbe, StageProbe
+from stagemesh.orchestrator.launcher.run_folder import RunFolder
+from stagemesh.orchestrator.launcher.states import ORCHESTRATOR
+from stagemesh.orchestrator.launcher.supervisor import ProcessSpec
+from stagemesh.orchestrator.replica import ReplicaAddress
+from stagemesh.orchestrator.spec import Pipeline, Stage
+from stagemesh.services.serving.config import StageConfig, dump_stage_config
+
+
+def plan_processes(
+    pipeline: Pipeline, *, folder: RunFolder, listen: str, overrides: Mapping[str, str], ports: PortPicker
+) -> tuple[ProcessSpec, ...]:
+    """The orchestrator and each stage's replicas; their configs are written into `folder`."""
+    addresses = {
+        stage.name: [ReplicaAddress(f"{stage.name}-{i}", f"{HOST}:{ports.pick()}") for i in range(stage.replicas)]
+        for stage in pipeline.stages.values()
+    }
+    replicas = [
+        _plan_replica(pipeline, stage, address=address, folder=folder)
+        for stage in pipeline.stages.values()
+        for address in addresses[stage.name]
+    ]
+    config = OrchestratorConfig(
+        pipeline=str(pipeline.source),
+        overrides=overrides,
+        replicas=addresses,
+        listen=listen,
+        parent_pid=os.getpid(),
+    )
+    path = folder.write_config(ORCHESTRATOR, dump_orchestrator_config(config))
+    orchestrator = ProcessSpec(
+        name=ORCHESTRATOR,
+        stage="",
+        endpoint=listen,
+        command=_command("stagemesh.orchestrator", path),
+        log=folder.log_path(ORCHESTRATOR),
+        make_probe=HealthProbe,
+    )
+    return (orchestrator, *replicas)
+
+
+def _plan_replica(pipeline: Pipeline, stage: Stage, *, address: ReplicaAddress, folder: RunFolder) -> ProcessSpec:
+    config = StageConfig(
+        pipeline=pipeline.name,
+        generation=pipeline.generation,
+        stage=stage.name,
+        replica=address.name,
+        engine=stage.engine,
+        function=stage.function,
+        model=None if stage.model is None else str(stage.model),
+        options=stage.options,
+        listen=address.endpoint,
+        parent_pid=os.getpid(),
+    )
+    path = folder.write_config(address.name, dump_stage_config(config))
+    return ProcessSpec(
+        name=address.name,
+        stage=stage.name,
+        endpoint=address.endpoint,
+        command=_command("stagemesh.services.stage", path),
+        log=folder.log_path(address.name),
+        make_probe=StageProbe,
+    )
+
+
+def _command(module: str, config: Path) -> tuple[str, ...]:
+    # Unbuffered, so that the log has the last words of a process that is killed.
+    return (sys.executable, "-u", "-m", module, "--config", str(config))

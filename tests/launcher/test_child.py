@@ -1,0 +1,56 @@
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from stagemesh.orchestrator.launcher.child import Child
+
+from tests.launcher.processes import SLEEPER, STUBBORN
+
+SPAWNER = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True); "
+
+
+async def _start(program: str, *, log: Path) -> tuple[Child, str]:
+    child = await Child.start((sys.executable, "-c", program), log=log)
+    while not log.read_text().endswith("\n"):
+        await asyncio.sleep(0.01)
+    return child, log.read_text().split()[0]
+
+
+async def _ended(process_id: int) -> bool:
+    """Whether a process ends within seconds; a zombie whose parent is gone counts as ended."""
+    for _ in range(500):
+        try:
+            state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def test_sigterm_ends_a_well_behaved_process(tmp_path: Path) -> None:
+    child, _ = await _start(SLEEPER, log=tmp_path / "log")
+    await child.stop()
+    assert await child.wait() == 0
+
+
+async def test_a_stubborn_process_is_killed(tmp_path: Path) -> None:
+    child, _ = await _start(STUBBORN, log=tmp_path / "log")
+    await child.stop(terminate_s=0.1)
+    assert await child.wait() == -9
+
+
+@pytest.mark.parametrize("ending", ["raise SystemExit(3)", "import time; time.sleep(60)"])
+async def test_offspring_never_outlives_the_process(tmp_path: Path, ending: str) -> None:
+    child, offspring = await _start(SPAWNER + ending, log=tmp_path / "log")
+    await child.stop() if "sleep" in ending else await child.wait()
+    assert await _ended(int(offspring))
+
+
+async def test_a_child_leads_a_group_of_its_own(tmp_path: Path) -> None:
+    child, _ = await _start(SLEEPER, log=tmp_path / "log")
+    assert os.getpgid(child.process_id) == child.process_id
+    await child.stop()
