@@ -44,18 +44,21 @@ def _refuse(document: Document, origin: Origin, text: str) -> None:
 def _places(container: object, names: list[str], path: KeyPath) -> Iterator[tuple[object, KeyPath]]:
     """The containers of what `names` mean, each with the whole path."""
     name, *rest = names
-    if isinstance(container, dict):
-        mapping = cast("dict[str, object]", container)
-        if not rest and name != "*":
-            yield mapping, (*path, name)
-            return
-        if rest and name in _OPTIONAL_MAPPINGS:
-            mapping.setdefault(name, {})
-    for key in _matching(cast("object", container), name):
+    mapping = _as_mapping(container)
+    if mapping is not None and not rest and name != "*":
+        yield container, (*path, name)
+        return
+    if mapping is not None and rest and name in _OPTIONAL_MAPPINGS:
+        mapping.setdefault(name, {})
+    for key in _matching(container, name):
         if rest:
-            yield from _places(_get(cast("object", container), key), rest, (*path, key))
+            yield from _places(_get(container, key), rest, (*path, key))
         else:
-            yield cast("object", container), (*path, key)
+            yield container, (*path, key)
+
+
+def _as_mapping(container: object) -> dict[str, object] | None:
+    return cast("dict[str, object]", container) if isinstance(container, dict) else None
 
 
 def _matching(container: object, name: str) -> list[str | int]:

@@ -1,0 +1,29 @@
+"""`python -m stagemesh.orchestrator --config FILE`: one orchestrator process."""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.orchestrator.config import load_orchestrator_config
+from stagemesh.orchestrator.service import serve
+from stagemesh.services.serving.lifecycle import run_service
+
+_EXIT_USAGE = 2
+
+
+def main() -> int:
+    """Serves what the config file says until SIGTERM or SIGINT; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m stagemesh.orchestrator", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="an OrchestratorConfig as JSON")
+    try:
+        config = load_orchestrator_config(parser.parse_args().config)
+    except InvalidRequestError as exc:
+        sys.stderr.write(f"{exc.message}\n")
+        return _EXIT_USAGE
+    return run_service(partial(serve, config), parent_pid=config.parent_pid)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

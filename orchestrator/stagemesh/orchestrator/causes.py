@@ -1,0 +1,57 @@
+"""Finds the root among the failures of a request's stages.
+
+When one stage breaks, its neighbours soon fail too: the consumer hears an Abort or loses its producer, the
+producer is refused. The client is to hear of the one that broke.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from stagemesh.connectors.errors import Code, StagemeshError
+from stagemesh.orchestrator.stages import REPLICA_LOST
+
+
+class Standing(IntEnum):
+    """How surely an error is the root; lower is surer. Up to OWN nothing surer can come."""
+
+    LOST = 0
+    """The replica itself went away."""
+    OWN = 1
+    """The stage says what it did not manage."""
+    ECHO = 2
+    """The stage passes on what another one reported."""
+    NEIGHBOUR = 3
+    """The stage lost a peer."""
+    CANCELLED = 4
+    """The stage was told to stop."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one stage's step ended."""
+
+    stage: str
+    error: StagemeshError
+
+    @property
+    def standing(self) -> Standing:
+        """How surely this is the root."""
+        error = self.error
+        if error.reason == REPLICA_LOST:
+            return Standing.LOST
+        if error.code in (Code.CANCELLED, Code.ABORTED):
+            return Standing.CANCELLED
+        if error.code is Code.UNAVAILABLE and "edge" in error.metadata:
+            return Standing.NEIGHBOUR
+        return Standing.OWN if error.metadata.get("stage", self.stage) == self.stage else Standing.ECHO
+
+    @property
+    def conclusive(self) -> bool:
+        """Whether nothing surer can come."""
+        return self.standing <= Standing.OWN
+
+
+def root_cause(failures: Sequence[Failure]) -> Failure:
+    """The surest of the failures, the first of equals."""
+    return min(failures, key=lambda failure: failure.standing)

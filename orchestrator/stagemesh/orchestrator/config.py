@@ -1,0 +1,64 @@
+"""What an orchestrator process is told at its start: one JSON file, written by a launcher or mounted by a cluster."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from stagemesh.connectors.errors import InvalidRequestError
+
+
+@dataclass(frozen=True)
+class ReplicaAddress:
+    """A replica's name in the pipeline, and where it serves ("host:port")."""
+
+    name: str
+    endpoint: str
+
+
+@dataclass(frozen=True)
+class OrchestratorConfig:
+    """One orchestrator of one pipeline."""
+
+    # A key that nobody reads is a mistake.
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    pipeline: str
+    """The pipeline file's path, or the name of a shipped one."""
+    replicas: Mapping[str, tuple[ReplicaAddress, ...]]
+    """By stage."""
+    listen: str
+    """Where to serve, "host:port"."""
+    overrides: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Values that replace those of the pipeline file, as given to the launcher."""
+    max_request_s: float = 3600.0
+    """The longest that a request may take, whatever its client allows."""
+    parent_pid: int | None = None
+    """End when this process does."""
+
+    def __post_init__(self) -> None:
+        if self.max_request_s <= 0:
+            raise ValueError(f"max_request_s is {self.max_request_s}; it must be over 0")
+        names = [address.name for addresses in self.replicas.values() for address in addresses]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"replicas holds {', '.join(twice)} more than once; names must be unique")
+
+
+_CONFIG = TypeAdapter(OrchestratorConfig)
+
+
+def load_orchestrator_config(path: Path) -> OrchestratorConfig:
+    """Reads a config file; raises InvalidRequestError (INVALID_CONFIG) that names the field."""
+    try:
+        return _CONFIG.validate_json(path.read_bytes())
+    except ValidationError as exc:
+        raise InvalidRequestError(f"{path}: {exc}", reason="INVALID_CONFIG") from exc
+    except OSError as exc:
+        raise InvalidRequestError(f"{path} cannot be read: {exc.strerror}", reason="INVALID_CONFIG") from exc
+
+
+def dump_orchestrator_config(config: OrchestratorConfig) -> bytes:
+    """The file's content for `config`."""
+    return _CONFIG.dump_json(config)

@@ -1,0 +1,109 @@
+"""The orchestrator without gRPC: admits, plans and runs requests over one pipeline's replicas."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
+
+from stagemesh.connectors.errors import InternalError, NotFoundError, NotReadyError, StagemeshError
+from stagemesh.orchestrator.admission import Admission
+from stagemesh.orchestrator.fleet import Fleet
+from stagemesh.orchestrator.planner import Planner
+from stagemesh.orchestrator.record import RequestRecord
+from stagemesh.orchestrator.request_run import RequestRun
+from stagemesh.orchestrator.requests import KnownRequest, RequestTable, fingerprint
+from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.orchestrator.validation import ValidRequest, validate
+from stagemesh.v1 import orchestrator_pb2
+
+_log = logging.getLogger(__name__)
+
+
+class Orchestrator:
+    """Runs requests, within `async with orchestrator.running():`."""
+
+    def __init__(self, pipeline: Pipeline, fleet: Fleet, *, max_request_s: float) -> None:
+        self.pipeline = pipeline
+        self.fleet = fleet
+        self.admission = Admission(pipeline.limits.max_in_flight)
+        self._planner = Planner(pipeline, fleet.replicas)
+        self._requests = RequestTable()
+        self._max_request_s = max_request_s
+        self._group: asyncio.TaskGroup | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Takes requests; at the end stops those that run and waits until every stage has let go."""
+        async with AsyncExitStack() as stack:
+            stack.callback(self._requests.clear)
+            self._group = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.callback(self._stop_all)
+            yield
+
+    async def generate(
+        self, request: orchestrator_pb2.GenerateRequest, *, time_left_s: float | None
+    ) -> AsyncGenerator[orchestrator_pb2.GenerateResponse]:
+        """A request's events from its start. One of the same id and content is attached to, not run again.
+
+        Iterate within `aclosing`: a request whose last reader leaves is stopped.
+        """
+        valid = validate(request, self.pipeline)
+        content = fingerprint(request)
+        known = self._requests.find_same(valid.request_id, content)
+        if known is None:
+            known = self._start(valid, content, time_left_s=time_left_s)
+        async with aclosing(known.record.follow(next_seqs=request.next_seqs)) as events:
+            async for event in events:
+                yield event
+
+    async def cancel(self, request_id: str) -> None:
+        """Stops a request and returns once every stage has let go; raises NotFoundError (UNKNOWN_REQUEST)."""
+        known = self._requests.find(request_id)
+        if known is None:
+            raise NotFoundError(
+                f"no request {request_id!r} here; it may have ended a while ago",
+                reason="UNKNOWN_REQUEST",
+                metadata={"request_id": request_id},
+            )
+        known.run.stop("the request was cancelled by CancelRequest")
+        await known.ended.wait()
+
+    def _start(self, request: ValidRequest, content: bytes, *, time_left_s: float | None) -> KnownRequest:
+        """Admits, plans and starts a request; on an error nothing is held."""
+        if self._group is None:
+            raise NotReadyError("the orchestrator is stopping; call another one", reason="STOPPING")
+        with ExitStack() as stack:
+            stack.callback(self.admission.admit())
+            plan = self._planner.plan(request.outputs)
+            stack.callback(plan.release)
+            held = stack.pop_all()
+        record = RequestRecord()
+        record.add_admitted(request_id=request.request_id, seed=request.seed, replicas=plan.replicas)
+        timeout_s = min(self._max_request_s, time_left_s if time_left_s is not None else self._max_request_s)
+        run = RequestRun(request, plan, record, timeout_s=timeout_s)
+        record.journal.on_abandoned = lambda: run.stop("the client went away")
+        known = KnownRequest(content, run, record, asyncio.Event())
+        self._requests.add(request.request_id, known)
+        self._group.create_task(self._run(request.request_id, known, held), name=request.request_id)
+        return known
+
+    async def _run(self, request_id: str, known: KnownRequest, held: ExitStack) -> None:
+        error: StagemeshError | None
+        try:
+            error = await known.run.run()
+        except Exception:  # noqa: BLE001
+            _log.exception("request %s failed in a way that nobody foresaw", request_id)
+            error = InternalError("the orchestrator failed; its log has the details")
+        # Before the client hears of the end: its next request is to find the place free.
+        held.close()
+        self._requests.end(request_id)
+        known.ended.set()
+        if error is None:
+            known.record.finish()
+        else:
+            known.record.close(error)
+
+    def _stop_all(self) -> None:
+        self._group = None
+        for known in self._requests.running:
+            known.run.stop("the orchestrator stops")

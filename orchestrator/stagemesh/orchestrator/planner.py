@@ -1,0 +1,112 @@
+"""Picks a replica for each stage of a request and says what each is to do."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from stagemesh.connectors.errors import UnavailableError
+from stagemesh.orchestrator.replica import Replica, ReplicaState
+from stagemesh.orchestrator.spec import Edge, Pipeline, Stage
+from stagemesh.orchestrator.wire import connector_to_wire, policy_to_wire
+from stagemesh.v1 import stage_pb2
+
+_RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One stage's part in a request."""
+
+    stage: Stage
+    replica: Replica
+    inputs: tuple[stage_pb2.InputBinding, ...]
+    outputs: tuple[stage_pb2.OutputBinding, ...]
+    output_names: Mapping[str, str]
+    """The pipeline's outputs that the stage makes, by the tensor that it calls them."""
+    consumers: tuple[str, ...]
+    """The stages that it feeds: they are started before it."""
+
+    @property
+    def takes_input(self) -> bool:
+        """Whether the client's input goes here."""
+        return not self.inputs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs where for one request, producers before consumers. It counts as load until it is released."""
+
+    steps: tuple[PlannedStep, ...]
+
+    @property
+    def replicas(self) -> Mapping[str, str]:
+        """The chosen replica's name for each stage."""
+        return {step.stage.name: step.replica.name for step in self.steps}
+
+    def release(self) -> None:
+        """Takes the request off its replicas' load. Once."""
+        for step in self.steps:
+            step.replica.running -= 1
+
+
+class Planner:
+    """Plans requests over the replicas as they are now."""
+
+    def __init__(self, pipeline: Pipeline, replicas: Mapping[str, Sequence[Replica]]) -> None:
+        self._pipeline = pipeline
+        self._replicas = replicas
+
+    def plan(self, outputs: Collection[str]) -> Plan:
+        """The stages that the outputs need, each on its least busy ready replica.
+
+        Raises UnavailableError (STAGE_NOT_READY) naming the stage and its replicas' states.
+        """
+        stages = self._pipeline.stages_for(outputs)
+        chosen = {stage.name: self._pick(stage.name) for stage in stages}
+        for replica in chosen.values():
+            replica.running += 1
+        return Plan(tuple(self._step(stage, chosen, outputs) for stage in stages))
+
+    def _pick(self, stage: str) -> Replica:
+        replicas = self._replicas.get(stage, ())
+        ready = [replica for replica in replicas if replica.state is ReplicaState.READY]
+        if not ready:
+            states = ", ".join(_describe(replica) for replica in replicas) or "it has no replicas"
+            raise UnavailableError(
+                f"no replica of stage {stage!r} is ready: {states}; try again when `stagemesh stages` shows it ready",
+                reason="STAGE_NOT_READY",
+                metadata={"stage": stage},
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        return min(ready, key=lambda replica: replica.running)
+
+    def _step(self, stage: Stage, chosen: Mapping[str, Replica], outputs: Collection[str]) -> PlannedStep:
+        incoming = self._pipeline.incoming(stage.name)
+        outgoing = [edge for edge in self._pipeline.outgoing(stage.name) if edge.consumer in chosen]
+        made = [self._pipeline.outputs[name] for name in outputs]
+        return PlannedStep(
+            stage=stage,
+            replica=chosen[stage.name],
+            inputs=tuple(_input_binding(edge, chosen[edge.producer]) for edge in incoming),
+            outputs=tuple(_output_binding(edge, chosen[edge.consumer]) for edge in outgoing),
+            output_names={output.tensor: output.name for output in made if output.stage == stage.name},
+            consumers=tuple(dict.fromkeys(edge.consumer for edge in outgoing)),
+        )
+
+
+def _describe(replica: Replica) -> str:
+    detail = f" ({replica.detail})" if replica.detail else ""
+    return f"{replica.name} {replica.state.value.lower()}{detail}"
+
+
+def _input_binding(edge: Edge, producer: Replica) -> stage_pb2.InputBinding:
+    return stage_pb2.InputBinding(edge=edge.name, producer=producer.name, transform=edge.transform)
+
+
+def _output_binding(edge: Edge, consumer: Replica) -> stage_pb2.OutputBinding:
+    return stage_pb2.OutputBinding(
+        edge=edge.name,
+        consumer=consumer.name,
+        endpoint=consumer.endpoint,
+        connector=connector_to_wire(edge.connector),
+        policy=policy_to_wire(edge.policy),
+    )

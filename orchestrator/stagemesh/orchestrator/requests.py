@@ -1,0 +1,85 @@
+"""The requests that run, and those that ended a moment ago and can still be attached to."""
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from stagemesh.connectors.errors import ExistsError
+from stagemesh.orchestrator.record import RequestRecord
+from stagemesh.orchestrator.request_run import RequestRun
+from stagemesh.v1 import orchestrator_pb2
+
+KEEP_S = 30.0
+KEEP_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class KnownRequest:
+    """A request by its id."""
+
+    fingerprint: bytes
+    run: RequestRun
+    record: RequestRecord
+    ended: asyncio.Event
+    """Set once every stage has let go of it."""
+
+
+class RequestTable:
+    """Requests by id. Ended ones go after `keep_s`, or sooner where they hold more than `keep_bytes`, oldest first."""
+
+    def __init__(self, *, keep_s: float = KEEP_S, keep_bytes: int = KEEP_BYTES) -> None:
+        self._keep_s = keep_s
+        self._keep_bytes = keep_bytes
+        self._running: dict[str, KnownRequest] = {}
+        self._ended = OrderedDict[str, KnownRequest]()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def find(self, request_id: str) -> KnownRequest | None:
+        """The request of this id, running or kept."""
+        return self._running.get(request_id) or self._ended.get(request_id)
+
+    def find_same(self, request_id: str, fingerprint: bytes) -> KnownRequest | None:
+        """The request of this id; raises ExistsError (REQUEST_EXISTS) when its content is another."""
+        known = self.find(request_id)
+        if known is not None and known.fingerprint != fingerprint:
+            raise ExistsError(
+                f"request {request_id!r} exists with other content; use another request_id",
+                reason="REQUEST_EXISTS",
+                metadata={"request_id": request_id},
+            )
+        return known
+
+    @property
+    def running(self) -> tuple[KnownRequest, ...]:
+        """Those that have not ended."""
+        return tuple(self._running.values())
+
+    def add(self, request_id: str, known: KnownRequest) -> None:
+        """A request begins to run."""
+        assert self.find(request_id) is None, "request ids are unique"
+        self._running[request_id] = known
+
+    def end(self, request_id: str) -> None:
+        """A request has ended; it is kept for a while."""
+        self._ended[request_id] = self._running.pop(request_id)
+        self._timers[request_id] = asyncio.get_running_loop().call_later(self._keep_s, self._drop, request_id)
+        while sum(known.record.size_bytes for known in self._ended.values()) > self._keep_bytes:
+            self._drop(next(iter(self._ended)))
+
+    def clear(self) -> None:
+        """Forgets what ended."""
+        for request_id in list(self._ended):
+            self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        del self._ended[request_id]
+        self._timers.pop(request_id).cancel()
+
+
+def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
+    """What two calls with one request_id must agree in: all but where the caller goes on reading."""
+    content = orchestrator_pb2.GenerateRequest()
+    content.CopyFrom(request)
+    content.next_seqs.clear()
+    return hashlib.blake2b(content.SerializeToString(deterministic=True), digest_size=16).digest()

@@ -1,0 +1,63 @@
+"""Puts an orchestrator together and serves it."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.orchestrator.config import OrchestratorConfig
+from stagemesh.orchestrator.fleet import Fleet
+from stagemesh.orchestrator.orchestrator import Orchestrator
+from stagemesh.orchestrator.servicer import OrchestratorServicer
+from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.services.serving.server import Server
+from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+
+SERVICE_NAME = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
+LIVENESS = "liveness"
+_GRACE_S = 2.0
+
+
+async def serve(config: OrchestratorConfig, stopping: asyncio.Event) -> None:
+    """Serves until `stopping` is set."""
+    pipeline = load_pipeline(config.pipeline, overrides=config.overrides, check_models=False)
+    async with serving(config, pipeline):
+        await stopping.wait()
+
+
+@asynccontextmanager
+async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenerator[int]:
+    """Serves `pipeline` within the block, which is given the port; then stops in order.
+
+    The facets "" and the service's name are SERVING while every stage has a ready replica, "liveness" from the start.
+    """
+    _check_stages(config, pipeline)
+    server = Server(config.listen)
+    fleet = Fleet(pipeline, config.replicas)
+    orchestrator = Orchestrator(pipeline, fleet, max_request_s=config.max_request_s)
+    orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(OrchestratorServicer(orchestrator), server.grpc)
+    server.reflect(SERVICE_NAME)
+
+    def show_readiness() -> None:
+        for facet in ("", SERVICE_NAME):
+            server.set_health(facet, serving=fleet.ready)
+
+    show_readiness()
+    server.set_health(LIVENESS, serving=True)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(fleet.watched(on_change=show_readiness))
+        # Requests still end in order while the server gives its calls their grace.
+        stack.push_async_callback(server.stop, grace_s=_GRACE_S)
+        await stack.enter_async_context(orchestrator.running())
+        yield await server.start()
+
+
+def _check_stages(config: OrchestratorConfig, pipeline: Pipeline) -> None:
+    without = [stage for stage in pipeline.stages if not config.replicas.get(stage)]
+    unknown = [stage for stage in config.replicas if stage not in pipeline.stages]
+    if without or unknown:
+        raise InvalidRequestError(
+            f"the config's replicas do not match pipeline {pipeline.name!r}: "
+            f"stages without a replica: {', '.join(without) or 'none'}; no such stage: {', '.join(unknown) or 'none'}",
+            reason="INVALID_CONFIG",
+        )

@@ -1,0 +1,82 @@
+"""How the orchestrator talks to one replica of a stage."""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+import grpc
+
+from stagemesh.connectors.errors import StagemeshError, UnavailableError
+from stagemesh.connectors.status import from_rpc_error
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+
+# What gRPC itself reports where the peer or the way to it broke; a service's own errors carry a reason.
+_BROKEN = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
+)
+
+REPLICA_LOST = "REPLICA_LOST"
+
+
+class StageClient(Protocol):
+    """A replica as a request sees it. Errors are those of `stagemesh.connectors.errors`."""
+
+    def execute(
+        self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float
+    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
+        """Runs a step; closing the iterator hangs up, which cancels the step. UnavailableError (REPLICA_LOST) when
+        the replica goes away."""
+        ...
+
+    async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
+        """Stops a request's steps and returns once the engine has let go."""
+
+
+class GrpcStageClient:
+    """A replica behind a channel, which the caller owns."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, stage: str, replica: str, endpoint: str) -> None:
+        self._stub = stage_pb2_grpc.StageServiceStub(channel)
+        self._where = {"stage": stage, "replica": replica}
+        self._peer = f"stage {stage!r} (replica {replica} at {endpoint})"
+
+    async def execute(
+        self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float
+    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
+        """See StageClient."""
+        accepted = False
+        call = self._stub.ExecuteStep(request, timeout=timeout_s)
+        try:
+            async for response in call:
+                accepted = True
+                yield response
+        except grpc.aio.AioRpcError as exc:
+            raise self._translate(exc, running=accepted) from exc
+        finally:
+            call.cancel()
+
+    async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
+        """See StageClient."""
+        try:
+            await self._stub.CancelStep(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as exc:
+            raise self._translate(exc, running=False) from exc
+
+    async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
+        """What the replica says that it is."""
+        try:
+            return await self._stub.Describe(stage_pb2.DescribeRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as exc:
+            raise self._translate(exc, running=False) from exc
+
+    def _translate(self, exc: grpc.aio.AioRpcError, *, running: bool) -> StagemeshError:
+        error = from_rpc_error(exc, peer=self._peer).located(**self._where)
+        # Only errors that gRPC made itself name the peer.
+        if "peer" not in error.metadata or exc.code() not in _BROKEN:
+            return error
+        what = "went away while the request ran" if running else "cannot be reached"
+        return UnavailableError(
+            f"{self._peer} {what} ({exc.details()}); it is restarted where it is supervised: try again",
+            reason=REPLICA_LOST,
+            metadata=self._where,
+            retry_after_s=1.0,
+        )

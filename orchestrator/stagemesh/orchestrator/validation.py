@@ -1,0 +1,113 @@
+"""Checks a client's request against the pipeline before anything is held for it."""
+
+import re
+import secrets
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+from stagemesh.connectors.errors import InvalidChunkError, InvalidRequestError, NotFoundError
+from stagemesh.connectors.tensors import read_inline
+from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.v1 import orchestrator_pb2, request_pb2
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True)
+class ValidRequest:
+    """A request that the pipeline can run, with its id and seed drawn where the client gave none."""
+
+    request_id: str
+    input: request_pb2.Input
+    parameters: request_pb2.Parameters
+    outputs: tuple[str, ...]
+
+    @property
+    def seed(self) -> int:
+        """The seed in force."""
+        return self.parameters.seed
+
+
+def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> ValidRequest:
+    """The request as the pipeline will run it; raises InvalidRequestError or NotFoundError with the remedy."""
+    check_pipeline(request.pipeline, pipeline)
+    _check_request_id(request.request_id)
+    outputs = _check_outputs(request.outputs, pipeline)
+    _check_outputs(request.next_seqs, pipeline)
+    _check_input(request.input)
+    _check_options(request.parameters.options, pipeline)
+    parameters = request_pb2.Parameters()
+    parameters.CopyFrom(request.parameters)
+    if not parameters.HasField("seed"):
+        parameters.seed = secrets.randbits(32)
+    return ValidRequest(
+        request_id=request.request_id or uuid.uuid4().hex, input=request.input, parameters=parameters, outputs=outputs
+    )
+
+
+def check_pipeline(name: str, pipeline: Pipeline) -> None:
+    """Raises NotFoundError (UNKNOWN_PIPELINE) unless `name` is empty or that of the pipeline served."""
+    if name not in ("", pipeline.name):
+        raise NotFoundError(
+            f"pipeline {name!r} is not served here; this orchestrator serves {pipeline.name!r}",
+            reason="UNKNOWN_PIPELINE",
+            metadata={"pipeline": name},
+        )
+
+
+def _check_request_id(request_id: str) -> None:
+    if request_id and _REQUEST_ID.fullmatch(request_id) is None:
+        raise InvalidRequestError(
+            f"request_id is {request_id[:140]!r}; use 1 to 128 letters, digits, '.', '_', ':' and '-', or leave it empty",
+            reason="INVALID_REQUEST_ID",
+        )
+
+
+def _check_outputs(names: Iterable[str], pipeline: Pipeline) -> tuple[str, ...]:
+    unknown = [name for name in names if name not in pipeline.outputs]
+    if unknown:
+        raise InvalidRequestError(
+            f"unknown output {unknown[0]!r}; pipeline {pipeline.name!r} has {', '.join(sorted(pipeline.outputs))}",
+            reason="UNKNOWN_OUTPUT",
+            metadata={"output": unknown[0]},
+        )
+    return tuple(dict.fromkeys(names)) or tuple(pipeline.outputs)
+
+
+def _check_input(given: request_pb2.Input) -> None:
+    if not _has_prompt(given) and not (given.WhichOneof("prompt") is None and given.tensors):
+        raise InvalidRequestError("the prompt is empty; give some text", reason="EMPTY_PROMPT")
+    for message in given.conversation.messages:
+        if message.role not in _ROLES:
+            raise InvalidRequestError(
+                f"a message's role is {message.role!r}; use one of {', '.join(_ROLES)}", reason="INVALID_PROMPT"
+            )
+    for tensor in given.tensors:
+        if tensor.WhichOneof("location") not in ("inline", None):
+            raise InvalidChunkError(f"tensor {tensor.name!r} is not inline; a request's tensors must be")
+        read_inline(tensor)
+
+
+def _has_prompt(given: request_pb2.Input) -> bool:
+    texts = chain([given.text], (message.content for message in given.conversation.messages))
+    return bool(given.token_ids.ids) or any(text.strip() for text in texts)
+
+
+def _check_options(options: Mapping[str, float], pipeline: Pipeline) -> None:
+    known = {name: spec for stage in pipeline.stages.values() for name, spec in stage.signature.options.items()}
+    for name, value in options.items():
+        if name not in known:
+            raise InvalidRequestError(
+                f"unknown option {name!r}; pipeline {pipeline.name!r} has {', '.join(sorted(known)) or 'none'}",
+                reason="UNKNOWN_OPTION",
+                metadata={"option": name},
+            )
+        if not known[name].minimum <= value <= known[name].maximum:
+            raise InvalidRequestError(
+                f"option {name!r} is {value}; it must be from {known[name].minimum} to {known[name].maximum}",
+                reason="INVALID_OPTION",
+                metadata={"option": name},
+            )
