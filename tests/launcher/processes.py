@@ -1,8 +1,9 @@
 """Small real processes for a supervisor to keep, and a probe that reads their state from a file."""
 
 import asyncio
+import os
+import select
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from stagemesh.orchestrator.launcher.backoff import RestartPolicy
@@ -11,8 +12,12 @@ from stagemesh.orchestrator.launcher.states import ProcessState, ProcessStatus
 from stagemesh.orchestrator.launcher.supervisor import ProcessSpec, Supervisor
 
 QUICK = RestartPolicy(first_pause_s=0.01, max_pause_s=0.02, quick_failures=3)
-SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(0)); print('here', flush=True); time.sleep(60)"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"
+SLEEPER = (
+    "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(0)); print('here', flush=True); time.sleep(60)"
+)
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"
+)
 
 
 class LogProbe:
@@ -35,14 +40,13 @@ class Watched:
     def __init__(self, folder: Path, program: str) -> None:
         self.log = folder / "p.log"
         self.statuses: asyncio.Queue[ProcessStatus] = asyncio.Queue()
-        make_probe: Callable[[str], LogProbe] = lambda _endpoint: LogProbe(self.log)  # noqa: E731
         spec = ProcessSpec(
             name="p-0",
             stage="p",
             endpoint="",
             command=(sys.executable, "-c", program),
             log=self.log,
-            make_probe=make_probe,
+            make_probe=lambda _endpoint: LogProbe(self.log),
         )
         self.supervisor = Supervisor(spec, policy=QUICK, report=self.statuses.put_nowait)
 
@@ -51,3 +55,15 @@ class Watched:
         while (status := await self.statuses.get()).state is not state:
             pass
         return status
+
+
+def ended(process_id: int, *, within_s: float = 5.0) -> bool:
+    """Waits for the end of a process that is no child of ours, by the kernel's word for it."""
+    try:
+        handle = os.pidfd_open(process_id)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], within_s)[0])
+    finally:
+        os.close(handle)

@@ -1,34 +1,27 @@
 import asyncio
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from stagemesh.orchestrator.launcher.child import Child
+from tests.launcher.processes import SLEEPER, STUBBORN, ended
 
-from tests.launcher.processes import SLEEPER, STUBBORN
+from stagemesh.orchestrator.launcher.child import Child
 
 SPAWNER = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True); "
 
 
 async def _start(program: str, *, log: Path) -> tuple[Child, str]:
+    """A child that has written its first line, and the line."""
     child = await Child.start((sys.executable, "-c", program), log=log)
-    while not log.read_text().endswith("\n"):
-        await asyncio.sleep(0.01)
-    return child, log.read_text().split()[0]
+    return child, await asyncio.to_thread(_first_line, log)
 
 
-async def _ended(process_id: int) -> bool:
-    """Whether a process ends within seconds; a zombie whose parent is gone counts as ended."""
-    for _ in range(500):
-        try:
-            state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z":
-            return True
-        await asyncio.sleep(0.01)
-    return False
+def _first_line(log: Path) -> str:
+    while not (text := log.read_text()).endswith("\n"):
+        time.sleep(0.01)
+    return text.splitlines()[0]
 
 
 async def test_sigterm_ends_a_well_behaved_process(tmp_path: Path) -> None:
@@ -47,7 +40,7 @@ async def test_a_stubborn_process_is_killed(tmp_path: Path) -> None:
 async def test_offspring_never_outlives_the_process(tmp_path: Path, ending: str) -> None:
     child, offspring = await _start(SPAWNER + ending, log=tmp_path / "log")
     await child.stop() if "sleep" in ending else await child.wait()
-    assert await _ended(int(offspring))
+    assert await asyncio.to_thread(ended, int(offspring))
 
 
 async def test_a_child_leads_a_group_of_its_own(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class AsyncGeneration:
         return self._request.request_id
 
     # An async generator made for each loop: breaking out drops it, and its end cancels the call.
-    async def __aiter__(self) -> AsyncGenerator[Event, None]:
+    async def __aiter__(self) -> AsyncGenerator[Event]:
         attempts = Attempts(self._client.retry_policy, timeout_s=self._timeout_s)
         while True:
             begun = False

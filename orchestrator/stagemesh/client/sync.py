@@ -38,7 +38,7 @@ class Generation:
         return self._request.request_id
 
     # A generator made for each loop: breaking out drops it, and its end cancels the call.
-    def __iter__(self) -> Generator[Event, None, None]:
+    def __iter__(self) -> Generator[Event]:
         attempts = Attempts(self._client.retry_policy, timeout_s=self._timeout_s)
         while True:
             begun = False

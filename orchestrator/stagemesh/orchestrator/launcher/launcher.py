@@ -1,8 +1,9 @@
 """Runs a whole pipeline on this machine: the orchestrator and every stage replica as child processes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from typing import cast
 
 from stagemesh.connectors.errors import StagemeshError
 from stagemesh.orchestrator.launcher.backoff import RestartPolicy
@@ -43,7 +44,7 @@ class Launcher:
         self._ready = asyncio.Event()
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncGenerator[None]:
         """Starts everything, and stops everything at the end of the body, however that ends.
 
         Raises NotReadyError when a port is in use or a process never comes up, also out of the running body.
@@ -85,7 +86,7 @@ class Launcher:
 @asynccontextmanager
 async def _kept_running(
     specs: tuple[ProcessSpec, ...], *, policy: RestartPolicy, report: Listener
-) -> AsyncIterator[None]:
+) -> AsyncGenerator[None]:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(Supervisor(spec, policy=policy, report=report).run()) for spec in specs]
         yield
@@ -94,8 +95,14 @@ async def _kept_running(
 
 
 def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    ours = group.subgroup(StagemeshError) or group
-    cause: BaseException = ours
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
-    return cause
+    """The error to show: one of ours, where there is one."""
+    errors = list(_leaves(group))
+    return next((error for error in errors if isinstance(error, StagemeshError)), errors[0])
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(cast("BaseExceptionGroup[BaseException]", error))
+        else:
+            yield error

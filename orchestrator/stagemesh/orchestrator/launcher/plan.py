@@ -5,14 +5,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from stagemesh.orchestrator.config import OrchestratorConfig, dump_orchestrator_config
-
+from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress, dump_orchestrator_config
 from stagemesh.orchestrator.launcher.ports import HOST, PortPicker
 from stagemesh.orchestrator.launcher.probes import HealthProbe, StageProbe
 from stagemesh.orchestrator.launcher.run_folder import RunFolder
 from stagemesh.orchestrator.launcher.states import ORCHESTRATOR
 from stagemesh.orchestrator.launcher.supervisor import ProcessSpec
-from stagemesh.orchestrator.replica import ReplicaAddress
 from stagemesh.orchestrator.spec import Pipeline, Stage
 from stagemesh.services.serving.config import StageConfig, dump_stage_config
 
@@ -21,10 +19,7 @@ def plan_processes(
     pipeline: Pipeline, *, folder: RunFolder, listen: str, overrides: Mapping[str, str], ports: PortPicker
 ) -> tuple[ProcessSpec, ...]:
     """The orchestrator and each stage's replicas; their configs are written into `folder`."""
-    addresses = {
-        stage.name: [ReplicaAddress(f"{stage.name}-{i}", f"{HOST}:{ports.pick()}") for i in range(stage.replicas)]
-        for stage in pipeline.stages.values()
-    }
+    addresses = {stage.name: _addresses(stage, ports) for stage in pipeline.stages.values()}
     replicas = [
         _plan_replica(pipeline, stage, address=address, folder=folder)
         for stage in pipeline.stages.values()
@@ -47,6 +42,10 @@ def plan_processes(
         make_probe=HealthProbe,
     )
     return (orchestrator, *replicas)
+
+
+def _addresses(stage: Stage, ports: PortPicker) -> tuple[ReplicaAddress, ...]:
+    return tuple(ReplicaAddress(f"{stage.name}-{i}", f"{HOST}:{ports.pick()}") for i in range(stage.replicas))
 
 
 def _plan_replica(pipeline: Pipeline, stage: Stage, *, address: ReplicaAddress, folder: RunFolder) -> ProcessSpec:

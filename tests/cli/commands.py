@@ -1,0 +1,35 @@
+"""Runs `stagemesh`, in this process or as one of its own."""
+
+import asyncio
+import sys
+from dataclasses import dataclass
+
+from typer.testing import CliRunner
+
+from stagemesh.orchestrator.cli.main import app
+
+COMMAND = (sys.executable, "-m", "stagemesh.orchestrator.cli.main")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How it ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+def invoke(*arguments: str) -> Ran:
+    """Runs it here, for commands that need no event loop."""
+    result = CliRunner().invoke(app, list(arguments))
+    return Ran(result.exit_code, result.stdout, result.stderr)
+
+
+async def stagemesh(*arguments: str, stdin: str = "") -> Ran:
+    """Runs it as a process, to its end."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+    stdout, stderr = await process.communicate(stdin.encode())
+    assert process.returncode is not None
+    return Ran(process.returncode, stdout.decode(), stderr.decode())

@@ -1,0 +1,4 @@
+from tests.client.conftest import orchestrator
+from tests.launcher.conftest import tiny
+
+__all__ = ["orchestrator", "tiny"]

@@ -1,0 +1,76 @@
+import json
+import wave
+from pathlib import Path
+
+from tests.cli.commands import stagemesh
+from tests.client.scripted import ScriptedOrchestrator, admitted, audio, finished, text
+
+from stagemesh.connectors.errors import OverloadedError, UnavailableError
+
+
+async def test_text_goes_to_stdout_and_the_rest_to_stderr(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi "), text("you"), audio([0.0] * 240), finished()])
+    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
+    assert (ran.exit_code, ran.stdout) == (0, "Hi you\n")
+    assert all(part in ran.stderr for part in ("time to first text", "real-time factor", "thinker->vocoder", "shm"))
+
+
+async def test_audio_is_written_to_the_file(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+    orchestrator.scripts.append([admitted(), audio([0.0] * 10), audio([0.5] * 5), finished()])
+    ran = await stagemesh(
+        "generate", "hello", "--server", orchestrator.endpoint, "--audio", str(tmp_path / "out" / "a.wav")
+    )
+    assert ran.exit_code == 0
+    with wave.open(str(tmp_path / "out" / "a.wav")) as file:
+        assert (file.getnframes(), file.getframerate()) == (15, 24000)
+
+
+async def test_a_folder_takes_every_output(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+    orchestrator.scripts.append([admitted(), audio([0.0]), finished()])
+    await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--output", str(tmp_path))
+    assert (tmp_path / "audio.wav").exists()
+
+
+async def test_options_reach_the_server(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), finished()])
+    arguments = ["--outputs", "text,audio", "--max-tokens", "9", "--seed", "0", "--option", "speed=1.5"]
+    await stagemesh("generate", "-", "--server", orchestrator.endpoint, *arguments, stdin="from stdin")
+    request = orchestrator.requests[0]
+    assert (request.input.text, list(request.outputs)) == ("from stdin", ["text", "audio"])
+    assert (request.parameters.sampling.max_tokens, request.parameters.options["speed"]) == (9, 1.5)
+
+
+async def test_the_result_can_be_had_as_json(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi"), finished()])
+    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--json")
+    document = json.loads(ran.stdout)
+    assert (document["texts"], document["edges"][0]["connector"]) == ({"text": "Hi"}, "shm")
+
+
+async def test_an_error_is_one_line_with_its_remedy(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([OverloadedError("64 requests are in flight", retry_after_s=60)])
+    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
+    assert ran.exit_code == 1
+    assert ran.stderr.splitlines() == ["error: 64 requests are in flight", "  try again in 60.0 s"]
+
+
+async def test_a_failure_after_some_text_ends_the_line(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi"), UnavailableError("stage thinker is gone")])
+    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint)
+    assert (ran.exit_code, ran.stdout) == (1, "Hi\n")
+    assert "thinker" in ran.stderr
+
+
+async def test_a_server_that_is_not_there_is_named_with_a_remedy() -> None:
+    ran = await stagemesh("generate", "hello", "--server", "127.0.0.1:1")
+    assert ran.exit_code == 1
+    assert "127.0.0.1:1" in ran.stderr
+    assert "stagemesh up" in ran.stderr
+
+
+async def test_stages_shows_the_replicas(orchestrator: ScriptedOrchestrator) -> None:
+    stage = orchestrator.description.stages.add(name="thinker", engine="vllm")
+    stage.replicas.add(name="thinker-0", endpoint="127.0.0.1:20001", state="REPLICA_STATE_READY", running=2)
+    ran = await stagemesh("stages", "--server", orchestrator.endpoint, "--json")
+    replica = json.loads(ran.stdout)["stages"][0]["replicas"][0]
+    assert (replica["name"], replica["state"], replica["running"]) == ("thinker-0", "ready", 2)

@@ -1,0 +1,103 @@
+import asyncio
+import json
+import signal
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.cli.commands import COMMAND, stagemesh
+from tests.launcher.processes import ended
+
+
+class Up:
+    """A running `stagemesh up --json`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.endpoint = ""
+        self.children: dict[str, int] = {}
+
+    async def until_ready(self) -> None:
+        """Reads events up to the ready one."""
+        while not self.endpoint:
+            event = json.loads(await self.next_line())
+            if event["event"] == "ready":
+                self.endpoint = event["endpoint"]
+            elif event["process_id"] is not None:
+                self.children[event["name"]] = event["process_id"]
+
+    async def next_line(self) -> bytes:
+        """The next line of stdout."""
+        assert self.process.stdout is not None
+        return await self.process.stdout.readline()
+
+
+@asynccontextmanager
+async def _up(pipeline: Path) -> AsyncGenerator[Up]:
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, "up", str(pipeline), "--port", "0", "--json", stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        up = Up(process)
+        await up.until_ready()
+        yield up
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}  # noqa: S108 - looked at, not written
+
+
+async def _gone(process_id: int) -> bool:
+    """Whether a process that is no child of ours ends within seconds."""
+    return await asyncio.to_thread(ended, process_id)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_stops_everything_cleanly(tiny: Path, number: signal.Signals) -> None:
+    before = _shared_memory()
+    async with _up(tiny) as up:
+        up.process.send_signal(number)
+        assert await up.process.wait() == 0
+        assert [await _gone(child) for child in up.children.values()] == [True] * 3
+    assert _shared_memory() <= before
+
+
+async def test_killing_up_takes_every_child_with_it(tiny: Path) -> None:
+    before = _shared_memory()
+    async with _up(tiny) as up:
+        up.process.kill()
+        assert [await _gone(child) for child in up.children.values()] == [True] * 3
+    assert _shared_memory() <= before
+
+
+async def test_a_prompt_is_answered_by_what_up_runs(tiny: Path) -> None:
+    async with _up(tiny) as up:
+        ran = await stagemesh("generate", "hello", "--server", up.endpoint, "--seed", "1")
+    assert (ran.exit_code, ran.stdout.startswith("Step 0 is ")) == (0, True)
+    assert "first->second" in ran.stderr
+
+
+async def test_a_second_up_on_the_port_says_so(tiny: Path) -> None:
+    async with _up(tiny) as up:
+        port = up.endpoint.rpartition(":")[2]
+        ran = await stagemesh("up", str(tiny), "--port", port)
+    assert ran.exit_code == 1
+    assert port in ran.stderr
+    assert "--port" in ran.stderr
+
+
+async def test_the_demo_runs_asks_and_stops(tiny: Path) -> None:
+    ran = await stagemesh("demo", str(tiny), "--prompt", "hello", "--seed", "1")
+    assert (ran.exit_code, ran.stdout.startswith("Step 0 is ")) == (0, True)
+    assert "first->second" in ran.stderr
+
+
+async def test_a_demo_without_its_audio_fails(tiny: Path) -> None:
+    ran = await stagemesh("demo", str(tiny), "--prompt", "hello", "--audio", str(tiny.parent / "a.wav"))
+    assert ran.exit_code == 1
+    assert "no audio" in ran.stderr

@@ -1,0 +1,23 @@
+from pathlib import Path
+
+import pytest
+
+TINY = """\
+pipeline: tiny
+stages:
+  first: {engine: fake, function: source, options: {steps: 2}}
+  second: {engine: fake, function: relay}
+edges:
+  - {from: first, to: second}
+outputs: {text: second}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pipeline file without models, and a home of its own."""
+    monkeypatch.setenv("STAGEMESH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "200")
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY)
+    return path

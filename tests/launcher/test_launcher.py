@@ -1,0 +1,132 @@
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stagemesh.client import AsyncClient
+from stagemesh.connectors.errors import NotReadyError
+from stagemesh.orchestrator.launcher import ORCHESTRATOR, Launcher, ProcessState, ProcessStatus, RestartPolicy
+from stagemesh.orchestrator.spec import load_pipeline
+
+LISTEN = "127.0.0.1:0"
+
+
+class Events:
+    """What a launcher tells, to be waited for."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[ProcessStatus] = asyncio.Queue()
+
+    def __call__(self, status: ProcessStatus) -> None:
+        self._queue.put_nowait(status)
+
+    async def until(self, wanted: Callable[[ProcessStatus], bool]) -> ProcessStatus:
+        """The next status that is wanted."""
+        while not wanted(status := await self._queue.get()):
+            pass
+        return status
+
+
+def _launcher(pipeline: Path, *, events: Events | None = None, listen: str = LISTEN) -> Launcher:
+    return Launcher(load_pipeline(str(pipeline)), listen=listen, listener=events)
+
+
+def _process_ids(launcher: Launcher) -> list[int]:
+    return [status.process_id for status in launcher.processes.values() if status.process_id is not None]
+
+
+def _left_over(pipeline: Path, pattern: str) -> int:
+    return len(list(pipeline.parent.glob(f"home/runs/*/{pattern}")))
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def _fail_once_ready(launcher: Launcher, process_ids: list[int]) -> None:
+    async with launcher.running():
+        await launcher.wait_ready()
+        process_ids += _process_ids(launcher)
+        raise ZeroDivisionError
+
+
+async def test_a_pipeline_comes_up_and_answers(tiny: Path) -> None:
+    launcher = _launcher(tiny)
+    async with launcher.running(), AsyncClient(launcher.endpoint) as client:
+        await launcher.wait_ready()
+        result = await client.generate("hello", seed=1).result()
+    assert result.text.startswith("Step 0 is ")
+    assert [edge.edge for edge in result.finished.edges] == ["first->second"]
+
+
+async def test_a_killed_stage_is_started_again_and_serves(tiny: Path) -> None:
+    events = Events()
+    launcher = _launcher(tiny, events=events)
+    async with launcher.running(), AsyncClient(launcher.endpoint) as client:
+        await launcher.wait_ready()
+        endpoint, victim = launcher.processes["second-0"].endpoint, launcher.processes["second-0"].process_id
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        await events.until(lambda status: status.state is ProcessState.RESTARTING)
+        await events.until(lambda status: (status.name, status.state) == ("second-0", ProcessState.READY))
+        assert launcher.processes["second-0"].endpoint == endpoint
+        assert (await client.generate("hello", timeout_s=20).result()).text
+
+
+async def test_stopping_leaves_no_process_and_no_config(tiny: Path) -> None:
+    launcher = _launcher(tiny)
+    async with launcher.running():
+        await launcher.wait_ready()
+        process_ids = _process_ids(launcher)
+    assert len(process_ids) == 3
+    assert not any(_is_alive(process_id) for process_id in process_ids)
+    assert _left_over(tiny, "*.json") == 0
+    assert _left_over(tiny, "*.log") == 3
+
+
+async def test_an_error_in_the_body_stops_everything_too(tiny: Path) -> None:
+    launcher = _launcher(tiny)
+    process_ids: list[int] = []
+    with pytest.raises(ZeroDivisionError):
+        await _fail_once_ready(launcher, process_ids)
+    assert len(process_ids) == 3
+    assert not any(_is_alive(process_id) for process_id in process_ids)
+
+
+async def test_a_port_in_use_is_named_before_anything_starts(tiny: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        launcher = _launcher(tiny, listen=f"127.0.0.1:{port}")
+        with pytest.raises(NotReadyError, match=f"{port}.*--port") as caught:
+            async with launcher.running():
+                pass
+    assert caught.value.reason == "PORT_IN_USE"
+    assert _left_over(tiny, "*") == 0
+
+
+async def test_a_stage_that_cannot_start_ends_it_with_the_cause(tiny: Path) -> None:
+    tiny.write_text(tiny.read_text().replace("steps: 2", "steps: many"))
+    policy = RestartPolicy(first_pause_s=0.01, max_pause_s=0.02, quick_failures=2)
+    launcher = Launcher(load_pipeline(str(tiny)), listen=LISTEN, policy=policy)
+    with pytest.raises(NotReadyError, match=r"(?s)first-0 .*ended 2 times.*steps"):
+        async with launcher.running():
+            await launcher.wait_ready()
+    assert not any(_is_alive(process_id) for process_id in _process_ids(launcher))
+
+
+async def test_replicas_each_get_a_process_and_a_port(tiny: Path) -> None:
+    overrides = {"stages.second.replicas": "2"}
+    launcher = Launcher(load_pipeline(str(tiny), overrides=overrides), listen=LISTEN, overrides=overrides)
+    async with launcher.running():
+        await launcher.wait_ready()
+        endpoints = {status.endpoint for status in launcher.processes.values()}
+    assert set(launcher.processes) == {ORCHESTRATOR, "first-0", "second-0", "second-1"}
+    assert len(endpoints) == 4
