@@ -1,0 +1,83 @@
+"""A task's prompt and sampling in vLLM's terms."""
+
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers import TokenizerLike
+
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.services.engines.base import ChatMessage, Prompt, Task
+
+DEFAULT_MAX_TOKENS = 256
+
+
+def prompt_tokens(prompt: Prompt | None, tokenizer: TokenizerLike, *, vocabulary: int) -> list[int]:
+    """The token ids of a prompt, put through the model's chat template where it has one.
+
+    Raises InvalidRequestError for one that is empty, or holds ids that the model does not have.
+    """
+    if prompt is not None and not isinstance(prompt, str) and all(isinstance(part, int) for part in prompt):
+        ids = [int(part) for part in prompt]  # type: ignore[call-overload]
+        beyond = next((token for token in ids if not 0 <= token < vocabulary), None)
+        if beyond is not None:
+            raise InvalidRequestError(
+                f"token id {beyond} is outside the model's vocabulary of {vocabulary}", reason="UNKNOWN_TOKEN"
+            )
+    else:
+        ids = _encode(prompt, tokenizer)
+    if not ids:
+        raise InvalidRequestError("the prompt is empty; send text, messages or token ids", reason="EMPTY_PROMPT")
+    return ids
+
+
+def _encode(prompt: Prompt | None, tokenizer: TokenizerLike) -> list[int]:
+    if not prompt:
+        return []
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if isinstance(prompt, str):
+        if not has_template:
+            return tokenizer.encode(prompt)
+        messages = [ChatMessage("user", prompt)]
+    else:
+        messages = [part for part in prompt if isinstance(part, ChatMessage)]
+    if not has_template:
+        raise InvalidRequestError(
+            "this model has no chat template; send the prompt as text or token ids", reason="NO_CHAT_TEMPLATE"
+        )
+    text = tokenizer.apply_chat_template(
+        [message._asdict() for message in messages], add_generation_prompt=True, tokenize=False
+    )
+    assert isinstance(text, str), "a template that does not tokenize gives text"
+    # The template writes the special tokens itself.
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def sampling_params(task: Task, *, prompt_length: int, max_model_len: int) -> SamplingParams:
+    """How vLLM is to sample for a task.
+
+    Raises InvalidRequestError for values that vLLM refuses, and for a prompt that leaves too little room.
+    """
+    sampling = task.sampling
+    room = max_model_len - prompt_length
+    if room < (sampling.max_tokens or 1):
+        raise InvalidRequestError(
+            f"the prompt has {prompt_length} tokens and {sampling.max_tokens or 1} are to follow, but the model takes "
+            f"{max_model_len} in all; shorten the prompt or lower max_tokens",
+            reason="PROMPT_TOO_LONG",
+        )
+    given = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop": list(sampling.stop) or None,
+    }
+    try:
+        return SamplingParams(
+            max_tokens=min(room, DEFAULT_MAX_TOKENS) if sampling.max_tokens is None else sampling.max_tokens,
+            seed=task.seed,
+            output_kind=RequestOutputKind.DELTA,
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )
+    except (ValueError, VLLMValidationError) as exc:
+        raise InvalidRequestError(f"sampling: {exc}", reason="INVALID_SAMPLING") from exc
