@@ -71,7 +71,7 @@ class Orchestrator:
     def _start(self, request: ValidRequest, content: bytes, *, time_left_s: float | None) -> KnownRequest:
         """Admits, plans and starts a request; on an error nothing is held."""
         if self._group is None:
-            raise NotReadyError("the orchestrator is stopping; call another one", reason="STOPPING")
+            raise NotReadyError("the orchestrator is starting or stopping; try again", reason="NOT_RUNNING")
         with ExitStack() as stack:
             stack.callback(self.admission.admit())
             plan = self._planner.plan(request.outputs)

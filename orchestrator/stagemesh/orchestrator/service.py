@@ -44,12 +44,14 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
 
     show_readiness()
     server.set_health(LIVENESS, serving=True)
+    # The port first: nothing else is worth starting without it.
+    port = await server.start()
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(fleet.watched(on_change=show_readiness))
-        # Requests still end in order while the server gives its calls their grace.
+        # Last of all, so that clients hear how their requests ended.
         stack.push_async_callback(server.stop, grace_s=_GRACE_S)
+        await stack.enter_async_context(fleet.watched(on_change=show_readiness))
         await stack.enter_async_context(orchestrator.running())
-        yield await server.start()
+        yield port
 
 
 def _check_stages(config: OrchestratorConfig, pipeline: Pipeline) -> None:

@@ -1,0 +1,151 @@
+"""A whole orchestrator over scripted stages, all real gRPC in this process."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from stagemesh.connectors.channels import open_channel
+from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.status import from_rpc_error
+from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
+from stagemesh.orchestrator.service import serving
+from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.services.serving.server import Server
+from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc, request_pb2, stage_pb2_grpc
+from tests.orchestrator.scripted_stage import Script, ScriptedStage, say_hello
+from tests.serving.health_calls import Request as HealthRequest
+from tests.serving.health_calls import Response as HealthResponse
+from tests.serving.health_calls import watch
+
+CHAIN = """
+pipeline: chain
+stages:
+  a: {engine: fake, function: source}
+  b: {engine: fake, function: relay}
+  c: {engine: fake, function: relay}
+edges: [{from: a, to: b}, {from: b, to: c}]
+outputs: {first: a, last: c}
+"""
+
+DIAMOND = """
+pipeline: diamond
+stages:
+  join: {engine: fake, function: relay}
+  left: {engine: fake, function: relay}
+  right: {engine: fake, function: relay}
+  top: {engine: fake, function: source}
+edges:
+  - {from: top, to: left}
+  - {from: top, to: right, connector: grpc}
+  - {from: left, to: join, chunk: whole}
+  - {from: right, to: join, chunk: {frames: 5, initial_frames: 2}}
+outputs: {start: top, side: left, end: join}
+"""
+
+
+@dataclass
+class Mesh:
+    """A running orchestrator, its client stub, and the stages' first replicas by stage."""
+
+    pipeline: Pipeline
+    stub: "orchestrator_pb2_grpc.OrchestratorServiceAsyncStub"
+    channel: grpc.aio.Channel
+    stop: Callable[[], Awaitable[None]]
+    """Stops the orchestrator."""
+    stages: dict[str, ScriptedStage] = field(default_factory=dict[str, ScriptedStage])
+    servers: dict[str, Server] = field(default_factory=dict[str, Server])
+
+    async def generate(
+        self, **fields: "str | list[str] | request_pb2.Parameters"
+    ) -> list[orchestrator_pb2.GenerateResponse]:
+        """All events of a request."""
+        call = self.stub.Generate(ask(**fields), timeout=20)
+        return [event async for event in call]
+
+    async def failure(self, **fields: "str | list[str] | request_pb2.Parameters") -> StagemeshError:
+        """The error that a request ends with."""
+        try:
+            await self.generate(**fields)
+        except grpc.aio.AioRpcError as exc:
+            return from_rpc_error(exc, peer="the orchestrator")
+        raise AssertionError("the request succeeded")
+
+    async def cancel(self, request_id: str) -> None:
+        """CancelRequest."""
+        await self.stub.CancelRequest(orchestrator_pb2.CancelRequestRequest(request_id=request_id), timeout=10)
+
+    async def describe(self) -> orchestrator_pb2.DescribePipelineResponse:
+        """DescribePipeline."""
+        return await self.stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest(), timeout=10)
+
+    async def until_idle(self) -> None:
+        """Returns once no stage runs anything."""
+        async with asyncio.timeout(5):
+            for stage in self.stages.values():
+                while stage.running:
+                    await stage.idle.wait()
+
+
+def ask(**fields: "str | list[str] | request_pb2.Parameters") -> orchestrator_pb2.GenerateRequest:
+    """A request with a prompt."""
+    request = orchestrator_pb2.GenerateRequest(**fields)  # type: ignore[arg-type]
+    request.input.text = "hello"
+    return request
+
+
+def texts(events: list[orchestrator_pb2.GenerateResponse], name: str) -> str:
+    """What an output says in all."""
+    return "".join(event.output.text for event in events if event.output.name == name)
+
+
+@asynccontextmanager
+async def mesh(
+    folder: Path,
+    text: str = CHAIN,
+    *,
+    scripts: Mapping[str, Script] | None = None,
+    ready: bool = True,
+    max_request_s: float = 60.0,
+) -> AsyncGenerator[Mesh]:
+    """Serves `text` over scripted stages."""
+    path = folder / "pipeline.yaml"
+    path.write_text(text)
+    pipeline = load_pipeline(str(path))
+    async with AsyncExitStack() as stack:
+        stages: dict[str, ScriptedStage] = {}
+        servers: dict[str, Server] = {}
+        addresses: dict[str, tuple[ReplicaAddress, ...]] = {}
+        for name in pipeline.stages:
+            stages[name] = ScriptedStage(name, script=(scripts or {}).get(name, say_hello))
+            stages[name].description.pipeline = pipeline.name
+            stages[name].description.generation = pipeline.generation
+            servers[name], endpoint = await _serve(stages[name])
+            stack.push_async_callback(servers[name].stop, grace_s=0)
+            addresses[name] = (ReplicaAddress(f"{name}-0", endpoint),)
+        config = OrchestratorConfig(str(path), addresses, "127.0.0.1:0", max_request_s=max_request_s)
+        service = await stack.enter_async_context(AsyncExitStack())
+        port = await service.enter_async_context(serving(config, pipeline))
+        channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{port}"))
+        if ready:
+            await until_health(channel, serving=True)
+        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
+        yield Mesh(pipeline, stub, channel, service.aclose, stages, servers)
+
+
+async def until_health(channel: grpc.aio.Channel, *, serving: bool) -> None:
+    """Returns once the orchestrator as a whole serves, or no longer does."""
+    wanted = HealthResponse.SERVING if serving else HealthResponse.NOT_SERVING
+    async for answer in watch(channel)(HealthRequest(), timeout=10):
+        if answer.status == wanted:
+            return
+
+
+async def _serve(stage: ScriptedStage) -> tuple[Server, str]:
+    server = Server("127.0.0.1:0")
+    stage_pb2_grpc.add_StageServiceServicer_to_server(stage, server.grpc)
+    server.set_health("", serving=True)
+    return server, f"127.0.0.1:{await server.start()}"

@@ -1,0 +1,106 @@
+"""A StageService that plays a script for each step and remembers what it was asked."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from stagemesh.services.serving.answering import answering, streaming
+from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
+
+if TYPE_CHECKING:
+    import grpc
+
+Response: TypeAlias = stage_pb2.ExecuteStepResponse
+Context: TypeAlias = "grpc.aio.ServicerContext[stage_pb2.ExecuteStepRequest, Response]"
+Script: TypeAlias = Callable[["ScriptedStage", stage_pb2.ExecuteStepRequest], AsyncIterator[Response]]
+
+ACCEPTED = Response(accepted=stage_pb2.StepAccepted())
+FINISHED = Response(finished=stage_pb2.StepFinished(usage=request_pb2.Usage(output_tokens=2, steps=3)))
+
+
+def said(tensor: str, text: str) -> Response:
+    """An output of the stage's own tensor."""
+    return Response(output=request_pb2.Output(name=tensor, text=text))
+
+
+async def say_hello(stage: "ScriptedStage", request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    """Streams two pieces of each tensor asked for, named for the stage."""
+    yield ACCEPTED
+    yield Response(progress=stage_pb2.StepProgress(steps=1))
+    for tensor in request.streamed:
+        yield said(tensor, f"{stage.name} ")
+        yield said(tensor, "done")
+    yield FINISHED
+
+
+async def hang(stage: "ScriptedStage", request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    """Accepts, says something, and then never ends by itself."""
+    yield ACCEPTED
+    for tensor in request.streamed:
+        yield said(tensor, f"{stage.name} ")
+    await asyncio.Event().wait()
+
+
+class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
+    """One replica."""
+
+    def __init__(self, name: str, *, script: Script = say_hello) -> None:
+        self.name = name
+        self.script = script
+        self.description = stage_pb2.DescribeResponse(stage=name, state=stage_pb2.REPLICA_STATE_READY, wire_version=1)
+        self.requests: list[stage_pb2.ExecuteStepRequest] = []
+        self.cancels: list[stage_pb2.CancelStepRequest] = []
+        self.running = 0
+        self.time_left_s = 0.0
+        self.idle = asyncio.Event()
+        self.started = asyncio.Event()
+
+    @streaming
+    async def ExecuteStep(  # noqa: N802
+        self, request: stage_pb2.ExecuteStepRequest, context: Context
+    ) -> AsyncIterator[Response]:
+        self.requests.append(request)
+        self.time_left_s = context.time_remaining() or 0.0
+        self.running += 1
+        self.idle.clear()
+        try:
+            async with answering(context, stage=self.name):
+                async for response in self.script(self, request):
+                    yield response
+                    self.started.set()
+        finally:
+            self.running -= 1
+            if not self.running:
+                self.idle.set()
+
+    async def CancelStep(  # noqa: N802
+        self, request: stage_pb2.CancelStepRequest, context: object
+    ) -> stage_pb2.CancelStepResponse:
+        del context
+        self.cancels.append(request)
+        return stage_pb2.CancelStepResponse(stopped=self.running)
+
+    async def WatchLoad(  # noqa: N802
+        self, request: stage_pb2.WatchLoadRequest, context: object
+    ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
+        del request, context
+        yield stage_pb2.WatchLoadResponse()
+
+    async def PutChunk(  # noqa: N802
+        self, request_iterator: AsyncIterator[stage_pb2.PutChunkRequest], context: object
+    ) -> AsyncIterator[stage_pb2.PutChunkResponse]:
+        del context
+        async for _ in request_iterator:
+            yield stage_pb2.PutChunkResponse()
+
+    async def GetChunk(  # noqa: N802
+        self, request: stage_pb2.GetChunkRequest, context: object
+    ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
+        del request, context
+        yield stage_pb2.GetChunkResponse()
+
+    async def Describe(  # noqa: N802
+        self, request: stage_pb2.DescribeRequest, context: object
+    ) -> stage_pb2.DescribeResponse:
+        del request, context
+        return self.description

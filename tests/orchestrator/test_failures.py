@@ -1,0 +1,139 @@
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from stagemesh.connectors.errors import (
+    CancelledRequestError,
+    DeadlineError,
+    InternalError,
+    StagemeshError,
+    UnavailableError,
+)
+from stagemesh.v1 import stage_pb2
+from tests.orchestrator.mesh import ask, mesh, until_health
+from tests.orchestrator.scripted_stage import ACCEPTED, Response, Script, ScriptedStage, hang
+
+
+def _failing(error: StagemeshError) -> Script:
+    async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        del stage, request
+        yield ACCEPTED
+        raise error
+
+    return script
+
+
+async def test_the_stage_that_failed_is_named_and_all_others_stop(tmp_path: Path) -> None:
+    scripts = {"a": hang, "b": _failing(InternalError("out of luck")), "c": hang}
+    async with mesh(tmp_path, scripts=scripts) as chain:
+        error = await chain.failure(request_id="r1")
+        await chain.until_idle()
+        assert [len(stage.cancels) for stage in chain.stages.values()] == [1, 0, 1]
+    assert (error.message, error.metadata["stage"]) == ("out of luck", "b")
+
+
+async def test_a_stage_that_echoes_an_abort_is_not_blamed(tmp_path: Path) -> None:
+    echo = _failing(UnavailableError("lost the producer", metadata={"edge": "b->c"}))
+    scripts = {"a": hang, "b": _slow_failure, "c": echo}
+    async with mesh(tmp_path, scripts=scripts) as chain:
+        error = await chain.failure()
+    assert (error.message, error.metadata["stage"]) == ("the real cause", "b")
+
+
+async def _slow_failure(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    del stage, request
+    yield ACCEPTED
+    await asyncio.sleep(0.1)  # the echo is to arrive first
+    raise InternalError("the real cause")
+
+
+async def test_a_replica_that_goes_away_is_named_soon(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain:
+        call = chain.stub.Generate(ask())
+        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
+        began_s = time.monotonic()
+        await chain.servers["b"].grpc.stop(0)
+        with pytest.raises(
+            grpc.aio.AioRpcError, match=r"stage 'b' \(replica b-0 at .*\) went away while the request ran"
+        ):
+            async for _ in call:
+                pass
+        assert time.monotonic() - began_s < 3
+        await chain.until_idle()
+
+
+async def test_a_request_for_a_lost_stage_names_its_replicas_state(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        await chain.servers["b"].stop(grace_s=0)
+        await until_health(chain.channel, serving=False)
+        error = await chain.failure()
+    assert isinstance(error, UnavailableError)
+    assert "no replica of stage 'b' is ready: b-0 unreachable" in error.message
+    assert error.retry_after_s == 1.0
+
+
+async def test_a_client_that_hangs_up_leaves_nothing_running(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain:
+        call = chain.stub.Generate(ask())
+        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
+        call.cancel()
+        async with asyncio.timeout(1):
+            await chain.until_idle()
+
+
+async def test_cancel_returns_when_every_stage_has_let_go(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain, asyncio.TaskGroup() as group:
+        failure = group.create_task(chain.failure(request_id="r1"))
+        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
+        await chain.cancel("r1")
+        assert [len(stage.cancels) for stage in chain.stages.values()] == [1, 1, 1]
+        assert isinstance(await failure, CancelledRequestError)
+        await chain.until_idle()
+
+
+async def test_cancelling_an_unknown_request_says_so(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        with pytest.raises(grpc.aio.AioRpcError, match="no request 'nobody' here"):
+            await chain.cancel("nobody")
+
+
+async def test_a_request_over_its_time_names_the_stages_at_work(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"b": hang}, max_request_s=0.3) as chain:
+        error = await chain.failure()
+        await chain.until_idle()
+    assert isinstance(error, DeadlineError)
+
+
+async def test_a_stage_that_stops_without_an_end_is_an_error(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"c": _accept_only}) as chain:
+        error = await chain.failure()
+    assert "stage 'c' ended its stream before it finished" in error.message
+
+
+async def _accept_only(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    del stage, request
+    yield ACCEPTED
+
+
+async def test_a_stage_that_says_cancelled_unasked_ends_the_request(tmp_path: Path) -> None:
+    scripts = {"a": hang, "b": _failing(CancelledRequestError("someone called CancelStep")), "c": hang}
+    async with mesh(tmp_path, scripts=scripts) as chain:
+        error = await chain.failure()
+        await chain.until_idle()
+    assert isinstance(error, CancelledRequestError)
+    assert error.metadata["stage"] == "b"
+
+
+async def test_stopping_the_orchestrator_ends_its_requests(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain:
+        call = chain.stub.Generate(ask())
+        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
+        await chain.stop()
+        with pytest.raises(grpc.aio.AioRpcError, match="the orchestrator stops"):
+            async for _ in call:
+                pass
+        await chain.until_idle()

@@ -1,0 +1,93 @@
+from pathlib import Path
+
+from stagemesh.v1 import chunk_pb2, request_pb2
+from tests.orchestrator.mesh import DIAMOND, ask, mesh, texts
+
+
+async def test_outputs_of_all_stages_come_in_one_stream(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        events = await chain.generate()
+    assert texts(events, "first") == "a done"
+    assert texts(events, "last") == "c done"
+
+
+async def test_admission_comes_first_and_the_end_last(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        events = await chain.generate(request_id="r1")
+    assert events[0].admitted.request_id == "r1"
+    assert events[0].admitted.replicas == {"a": "a-0", "b": "b-0", "c": "c-0"}
+    assert set(events[-1].finished.stages) == {"a", "b", "c"}
+    assert events[-1].finished.timings.finished_s >= events[-1].finished.timings.first_output_s
+
+
+async def test_outputs_are_numbered_from_zero_by_name(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        events = await chain.generate()
+    seqs = [event.output.seq for event in events if event.output.name == "last"]
+    assert seqs == [0, 1]
+
+
+async def test_progress_names_its_stage(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        events = await chain.generate()
+    assert {event.progress.stage for event in events if event.HasField("progress")} == {"a", "b", "c"}
+
+
+async def test_stages_that_no_output_needs_do_not_run(tmp_path: Path) -> None:
+    async with mesh(tmp_path, DIAMOND) as diamond:
+        events = await diamond.generate(outputs=["side"])
+        assert texts(events, "side") == "left done"
+        assert [bool(diamond.stages[name].requests) for name in ("top", "left", "right", "join")] == [
+            True,
+            True,
+            False,
+            False,
+        ]
+        assert [binding.consumer for binding in diamond.stages["top"].requests[0].outputs] == ["left-0"]
+
+
+async def test_a_diamond_is_bound_at_all_its_edges(tmp_path: Path) -> None:
+    async with mesh(tmp_path, DIAMOND) as diamond:
+        await diamond.generate(outputs=["end"])
+        top, join = (diamond.stages[name].requests[0] for name in ("top", "join"))
+    assert [binding.connector for binding in top.outputs] == [chunk_pb2.CONNECTOR_AUTO, chunk_pb2.CONNECTOR_GRPC]
+    assert [(binding.edge, binding.producer) for binding in join.inputs] == [
+        ("left->join", "left-0"),
+        ("right->join", "right-0"),
+    ]
+
+
+async def test_chunk_policies_reach_the_producers(tmp_path: Path) -> None:
+    async with mesh(tmp_path, DIAMOND) as diamond:
+        await diamond.generate()
+        left, right = (diamond.stages[name].requests[0].outputs[0].policy for name in ("left", "right"))
+    assert left.WhichOneof("cut") == "whole"
+    assert (right.frames.frames, right.frames.initial_frames) == (5, 2)
+
+
+async def test_the_prompt_goes_to_the_first_stages_only(tmp_path: Path) -> None:
+    async with mesh(tmp_path, DIAMOND) as diamond:
+        await diamond.generate()
+        with_input = {name for name, stage in diamond.stages.items() if stage.requests[0].HasField("input")}
+    assert with_input == {"top"}
+
+
+async def test_a_seed_is_drawn_reported_and_given_to_every_stage(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        events = await chain.generate()
+        seeds = {stage.requests[0].parameters.seed for stage in chain.stages.values()}
+    assert seeds == {events[0].admitted.seed}
+
+
+async def test_a_given_seed_is_kept(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        events = await chain.generate(parameters=request_pb2.Parameters(seed=0))
+    assert events[0].admitted.seed == 0
+
+
+async def test_every_stage_is_given_the_clients_deadline(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        call = chain.stub.Generate(ask(), timeout=7)
+        async for _ in call:
+            pass
+        assert [round(stage.time_left_s) for stage in chain.stages.values()] == [7, 7, 7]
