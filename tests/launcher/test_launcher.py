@@ -39,6 +39,10 @@ def _process_ids(launcher: Launcher) -> list[int]:
     return [status.process_id for status in launcher.processes.values() if status.process_id is not None]
 
 
+def _edit(pipeline: Path, text: str, *, to: str) -> None:
+    pipeline.write_text(pipeline.read_text().replace(text, to))
+
+
 def _left_over(pipeline: Path, pattern: str) -> int:
     return len(list(pipeline.parent.glob(f"home/runs/*/{pattern}")))
 
@@ -113,7 +117,7 @@ async def test_a_port_in_use_is_named_before_anything_starts(tiny: Path) -> None
 
 
 async def test_a_stage_that_cannot_start_ends_it_with_the_cause(tiny: Path) -> None:
-    tiny.write_text(tiny.read_text().replace("steps: 2", "steps: many"))
+    _edit(tiny, "steps: 2", to="steps: many")
     policy = RestartPolicy(first_pause_s=0.01, max_pause_s=0.02, quick_failures=2)
     launcher = Launcher(load_pipeline(str(tiny)), listen=LISTEN, policy=policy)
     with pytest.raises(NotReadyError, match=r"(?s)first-0 .*ended 2 times.*steps"):

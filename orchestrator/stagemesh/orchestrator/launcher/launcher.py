@@ -55,7 +55,9 @@ class Launcher:
             specs = plan_processes(
                 self._pipeline, folder=folder, listen=self.endpoint, overrides=self._overrides, ports=self._ports
             )
-            self._expect(specs)
+            self.processes = {
+                spec.name: ProcessStatus(spec.name, spec.stage, spec.endpoint, ProcessState.STARTING) for spec in specs
+            }
             async with _kept_running(specs, policy=self._policy, report=self._take):
                 yield
         except BaseExceptionGroup as group:
@@ -70,10 +72,6 @@ class Launcher:
     def _with_port(self, listen: str) -> str:
         host, _, port = listen.rpartition(":")
         return f"{host}:{self._ports.pick()}" if port == "0" else listen
-
-    def _expect(self, specs: tuple[ProcessSpec, ...]) -> None:
-        for spec in specs:
-            self._take(ProcessStatus(spec.name, spec.stage, spec.endpoint, ProcessState.STARTING))
 
     def _take(self, status: ProcessStatus) -> None:
         self.processes[status.name] = status
