@@ -56,9 +56,7 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self.started = asyncio.Event()
 
     @streaming
-    async def ExecuteStep(  # noqa: N802
-        self, request: stage_pb2.ExecuteStepRequest, context: Context
-    ) -> AsyncIterator[Response]:
+    async def ExecuteStep(self, request: stage_pb2.ExecuteStepRequest, context: Context) -> AsyncIterator[Response]:
         self.requests.append(request)
         self.time_left_s = context.time_remaining() or 0.0
         self.running += 1
@@ -73,34 +71,30 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
             if not self.running:
                 self.idle.set()
 
-    async def CancelStep(  # noqa: N802
-        self, request: stage_pb2.CancelStepRequest, context: object
-    ) -> stage_pb2.CancelStepResponse:
+    async def CancelStep(self, request: stage_pb2.CancelStepRequest, context: object) -> stage_pb2.CancelStepResponse:
         del context
         self.cancels.append(request)
         return stage_pb2.CancelStepResponse(stopped=self.running)
 
-    async def WatchLoad(  # noqa: N802
+    async def WatchLoad(
         self, request: stage_pb2.WatchLoadRequest, context: object
     ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
         del request, context
         yield stage_pb2.WatchLoadResponse()
 
-    async def PutChunk(  # noqa: N802
+    async def PutChunk(
         self, request_iterator: AsyncIterator[stage_pb2.PutChunkRequest], context: object
     ) -> AsyncIterator[stage_pb2.PutChunkResponse]:
         del context
         async for _ in request_iterator:
             yield stage_pb2.PutChunkResponse()
 
-    async def GetChunk(  # noqa: N802
+    async def GetChunk(
         self, request: stage_pb2.GetChunkRequest, context: object
     ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
         del request, context
         yield stage_pb2.GetChunkResponse()
 
-    async def Describe(  # noqa: N802
-        self, request: stage_pb2.DescribeRequest, context: object
-    ) -> stage_pb2.DescribeResponse:
+    async def Describe(self, request: stage_pb2.DescribeRequest, context: object) -> stage_pb2.DescribeResponse:
         del request, context
         return self.description

@@ -25,7 +25,7 @@ class Admission:
         return self._in_flight
 
     def admit(self) -> Callable[[], None]:
-        """Takes a place and returns what gives it back, once; raises OverloadedError (ADMISSION_LIMIT) where none is free."""
+        """Takes a place and returns what gives it back, once; raises OverloadedError (ADMISSION_LIMIT)."""
         if self._in_flight >= self.max_in_flight:
             raise OverloadedError(
                 f"{self._in_flight} requests run already, as many as the pipeline's limits.max_in_flight allows; "

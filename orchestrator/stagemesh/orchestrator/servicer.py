@@ -34,6 +34,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def Generate(  # noqa: N802
         self, request: orchestrator_pb2.GenerateRequest, context: _GenerateContext
     ) -> AsyncIterator[orchestrator_pb2.GenerateResponse]:
+        """See the proto."""
         where = {"request_id": request.request_id} if request.request_id else {}
         async with answering(context, **where):
             events = self._orchestrator.generate(request, time_left_s=time_left_s(context))
@@ -44,6 +45,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def CancelRequest(  # noqa: N802
         self, request: orchestrator_pb2.CancelRequestRequest, context: _CancelContext
     ) -> orchestrator_pb2.CancelRequestResponse:
+        """See the proto."""
         async with answering(context, request_id=request.request_id):
             await self._orchestrator.cancel(request.request_id)
         return orchestrator_pb2.CancelRequestResponse()
@@ -51,6 +53,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def DescribePipeline(  # noqa: N802
         self, request: orchestrator_pb2.DescribePipelineRequest, context: _DescribeContext
     ) -> orchestrator_pb2.DescribePipelineResponse:
+        """See the proto."""
         async with answering(context):
             check_pipeline(request.pipeline, self._orchestrator.pipeline)
         return describe_pipeline(self._orchestrator)

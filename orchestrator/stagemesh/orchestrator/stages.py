@@ -24,7 +24,8 @@ class StageClient(Protocol):
         self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
         """Runs a step; closing the iterator hangs up, which cancels the step. UnavailableError (REPLICA_LOST) when
-        the replica goes away."""
+        the replica goes away.
+        """
         ...
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:

@@ -12,7 +12,7 @@ class Arc(NamedTuple):
 
 
 def topological_order(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
-    """The nodes with producers before consumers, otherwise in the given order; nodes on or behind a cycle are left out."""
+    """The nodes, producers before consumers, else in the given order; without those on or behind a cycle."""
     waits_for = {node: {arc.producer for arc in arcs if arc.consumer == node} for node in nodes}
     order: list[str] = []
     while ready := next((node for node, producers in waits_for.items() if producers <= set(order)), None):

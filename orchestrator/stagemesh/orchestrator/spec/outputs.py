@@ -30,8 +30,10 @@ class OutputResolver:
         return outputs
 
     def check_all_used(self, shape: PipelineShape, edges: tuple[Edge, ...]) -> None:
-        """Notes stages that serve no output."""
+        """Notes stages that serve no output, unless a dangling output or edge may be meant for them."""
         targets = [target.partition(".")[0] for target in shape.outputs.values()]
+        if len(edges) < len(shape.edges) or not shape.stages.keys() >= set(targets):
+            return
         used = ancestors(targets, {edge.arc for edge in edges})
         for name in shape.stages:
             if name not in used:
@@ -47,7 +49,7 @@ class OutputResolver:
         if not chosen:
             self.problems.add(
                 ("outputs", name),
-                f"stage {stage.name!r} emits {', '.join(emits) or 'nothing'}; write {stage.name}.TENSOR for one of these",
+                f"stage {stage.name!r} emits {', '.join(emits) or 'nothing'}; write {stage.name}.TENSOR for one",
             )
         elif chosen not in emits:
             self.problems.add(("outputs", name), f"stage {stage.name!r} emits no {chosen!r}; {suggest(chosen, emits)}")

@@ -28,7 +28,7 @@ class Problems:
         return path in self._paths
 
     def raise_any(self) -> None:
-        """Raises one InvalidPipelineError with a line for each problem, in the file's order; returns if there is none."""
+        """Raises one InvalidPipelineError with a line for each problem, in the file's order, if there is any."""
         if self._found:
             raise InvalidPipelineError("\n".join(text for _, text in sorted(self._found, key=lambda entry: entry[0])))
 

@@ -17,7 +17,7 @@ class _Shape(BaseModel):
 
 
 class StageShape(_Shape):
-    """stages.NAME"""
+    """A value of `stages`."""
 
     engine: str
     model: str | None = None
@@ -27,7 +27,7 @@ class StageShape(_Shape):
 
 
 class FramesShape(_Shape):
-    """edges.N.chunk where it is a mapping"""
+    """An edge's `chunk` where it is a mapping."""
 
     frames: Positive
     initial_frames: Count = 0
@@ -45,7 +45,7 @@ ChunkShape: TypeAlias = Annotated[
 
 
 class EdgeShape(_Shape):
-    """edges.N"""
+    """An item of `edges`."""
 
     producer: str = Field(alias="from")
     consumer: str = Field(alias="to")
@@ -68,7 +68,7 @@ class EdgeShape(_Shape):
 
 
 class LimitsShape(_Shape):
-    """limits"""
+    """The value of `limits`."""
 
     max_in_flight: Positive = 64
 

@@ -1,0 +1,50 @@
+"""Cards of engines and transforms for checking pipeline files, with nothing behind them."""
+
+from typing import TypeVar
+
+from stagemesh.connectors.errors import NotFoundError
+from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.orchestrator.spec import Catalog
+from stagemesh.services.serving.plugins import Emitted, EngineCard, Signature, TransformCard
+
+_TEXT = TensorSpec.parse("uint8[bytes]")
+_FRAMES = TensorSpec.parse("float32[frames, 8]")
+_SIGNATURES = {
+    "talk": Signature(emits={"text": Emitted(_TEXT, kind="text"), "token_ids": Emitted(TensorSpec.parse("int64[n]"))}),
+    "read": Signature(accepts={"text": _TEXT}, emits={"frames": Emitted(_FRAMES)}),
+    "sing": Signature(
+        accepts={"frames": _FRAMES}, emits={"audio": Emitted(TensorSpec.parse("float32[samples]"), kind="audio")}
+    ),
+    "wide": Signature(accepts={"frames": TensorSpec.parse("float32[frames, 16]")}, emits={"text": Emitted(_TEXT)}),
+    "mix": Signature(accepts={"text": _TEXT, "frames": _FRAMES}, emits={"text": Emitted(_TEXT)}),
+}
+_ENGINES = {
+    "plain": EngineCard(
+        factory="",
+        signature=lambda name: _find(_SIGNATURES, name or "", "function"),
+        needs_model=False,
+        needs_function=True,
+        stage_options=frozenset({"max_len", "device"}),
+    ),
+    "heavy": EngineCard(factory="", signature=lambda _: _SIGNATURES["talk"], needs_model=True),
+}
+_TRANSFORMS = {
+    "text.upper": TransformCard(takes={"text": _TEXT}, gives={"text": _TEXT}, factory=""),
+    "frames.wider": TransformCard(
+        takes={"frames": _FRAMES}, gives={"frames": TensorSpec.parse("float32[frames, 16]")}, factory=""
+    ),
+}
+
+_T = TypeVar("_T")
+
+
+def _find(known: dict[str, _T], name: str, what: str) -> _T:
+    if name not in known:
+        raise NotFoundError(f"unknown {what} {name!r}; known: {', '.join(sorted(known))}")
+    return known[name]
+
+
+CATALOG = Catalog(
+    engine=lambda name: _find(_ENGINES, name, "engine"),
+    transform=lambda name: _find(_TRANSFORMS, name, "transform"),
+)

@@ -1,0 +1,91 @@
+"""`python -m stagemesh.orchestrator` as a process."""
+
+import asyncio
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from stagemesh.connectors.channels import open_channel
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.orchestrator.config import (
+    OrchestratorConfig,
+    ReplicaAddress,
+    dump_orchestrator_config,
+    load_orchestrator_config,
+)
+from tests.orchestrator.mesh import CHAIN
+from tests.serving.health_calls import Request, Response, watch
+
+
+def _config(folder: Path, *, port: int, stages: str = "abc") -> Path:
+    pipeline, config = folder / "chain.yaml", folder / "orchestrator.json"
+    pipeline.write_text(CHAIN)
+    replicas = {stage: (ReplicaAddress(f"{stage}-0", "127.0.0.1:1"),) for stage in stages}
+    config.write_bytes(dump_orchestrator_config(OrchestratorConfig(str(pipeline), replicas, f"127.0.0.1:{port}")))
+    return config
+
+
+async def _start(config: Path) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "stagemesh.orchestrator", "--config", str(config), stderr=asyncio.subprocess.PIPE
+    )
+
+
+async def _output(process: asyncio.subprocess.Process) -> str:
+    async with asyncio.timeout(20):
+        _, said = await process.communicate()
+    return said.decode()
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+async def test_it_is_alive_without_stages_and_ends_at_sigterm(tmp_path: Path, port: int) -> None:
+    process = await _start(_config(tmp_path, port=port))
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        async for answer in watch(channel)(Request(service="liveness"), wait_for_ready=True, timeout=20):
+            if answer.status == Response.SERVING:
+                break
+    process.send_signal(signal.SIGTERM)
+    await _output(process)
+    assert process.returncode == 0
+
+
+async def test_a_port_in_use_ends_it_with_its_own_status(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        process = await _start(_config(tmp_path, port=port))
+        said = await _output(process)
+    assert process.returncode == 3
+    assert f"port {port} of 127.0.0.1 is in use" in said
+
+
+async def test_a_config_without_all_stages_ends_it_with_the_cause(tmp_path: Path, port: int) -> None:
+    process = await _start(_config(tmp_path, port=port, stages="az"))
+    said = await _output(process)
+    assert process.returncode == 1
+    assert "stages without a replica: b, c; no such stage: z" in said
+
+
+def test_a_config_survives_its_file(tmp_path: Path) -> None:
+    config = load_orchestrator_config(_config(tmp_path, port=7))
+    assert config.replicas["b"] == (ReplicaAddress("b-0", "127.0.0.1:1"),)
+
+
+def test_an_unknown_key_in_a_config_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"pipeline": "x", "replicas": {}, "listen": "h:1", "lisen": "h:2"}')
+    with pytest.raises(InvalidRequestError, match="lisen"):
+        load_orchestrator_config(path)
+
+
+def test_replica_names_are_unique() -> None:
+    twice = (ReplicaAddress("a-0", "h:1"), ReplicaAddress("a-0", "h:2"))
+    with pytest.raises(ValueError, match="a-0 more than once"):
+        OrchestratorConfig("x", {"a": twice}, "h:3")

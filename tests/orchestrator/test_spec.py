@@ -1,0 +1,110 @@
+from pathlib import Path
+
+import pytest
+
+from stagemesh.connectors.base import ConnectorName, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.orchestrator.spec import Pipeline, explain, load_pipeline, shipped_pipelines
+from tests.orchestrator.catalog import CATALOG
+from tests.orchestrator.test_spec_errors import GOOD
+
+
+def _load(
+    folder: Path, text: str = GOOD, *, variables: dict[str, str] | None = None, overrides: dict[str, str] | None = None
+) -> Pipeline:
+    path = folder / "song.yaml"
+    path.write_text(text)
+    return load_pipeline(str(path), catalog=CATALOG, variables=variables or {}, overrides=overrides)
+
+
+def test_stages_come_producers_first(tmp_path: Path) -> None:
+    shuffled = GOOD.replace("stages:\n", "stages:\n  early: {engine: plain, function: sing}\n")
+    shuffled = shuffled.replace("outputs: {", "  - {from: reader, to: early}\noutputs: {early: early, ")
+    assert list(_load(tmp_path, shuffled).stages) == ["thinker", "reader", "early", "singer"]
+
+
+def test_an_output_knows_its_tensor_and_kind(tmp_path: Path) -> None:
+    output = _load(tmp_path).outputs["audio"]
+    assert (output.stage, output.tensor, output.kind) == ("singer", "audio", "audio")
+
+
+def test_a_chunk_policy_is_a_word_or_frames(tmp_path: Path) -> None:
+    text = GOOD.replace("to: singer}", "to: singer, chunk: {frames: 9, initial_frames: 3}}")
+    first, second = _load(tmp_path, text).edges
+    assert (first.policy, second.policy) == (StepPolicy(), FramesPolicy(9, 3))
+
+
+def test_a_transform_may_change_the_type(tmp_path: Path) -> None:
+    text = GOOD.replace("function: sing", "function: wide").replace(
+        "to: singer}", "to: singer, transform: frames.wider}"
+    )
+    text = text.replace("audio: singer", "audio: singer.text")
+    assert _load(tmp_path, text).edges[1].transform == "frames.wider"
+
+
+def test_two_edges_may_feed_one_stage(tmp_path: Path) -> None:
+    text = GOOD.replace("function: sing", "function: mix").replace(
+        "outputs: {text: thinker, audio: singer}",
+        "  - {from: thinker, to: singer}\noutputs: {text: singer}",
+    )
+    assert len(_load(tmp_path, text).incoming("singer")) == 2
+
+
+def test_a_variable_keeps_its_type_and_place_in_braces(tmp_path: Path) -> None:
+    text = GOOD.replace("function: read", "function: ${F:-read}, replicas: ${N:-3}")
+    assert _load(tmp_path, text).stages["reader"].replicas == 3
+    assert _load(tmp_path, text, variables={"N": "5"}).stages["reader"].replicas == 5
+
+
+def test_a_variable_cannot_change_the_files_structure(tmp_path: Path) -> None:
+    text = GOOD.replace("function: read", "function: read, model: ${M}")
+    model = "x, replicas: 9} # "
+    path = tmp_path / "song.yaml"
+    path.write_text(text)
+    pipeline = load_pipeline(str(path), catalog=CATALOG, variables={"M": model}, check_models=False)
+    assert (pipeline.stages["reader"].model_name, pipeline.stages["reader"].replicas) == (model, 1)
+
+
+def test_a_doubled_dollar_stands_for_itself(tmp_path: Path) -> None:
+    text = GOOD.replace("function: read", "function: read, options: {device: '$${X}'}")
+    assert _load(tmp_path, text).stages["reader"].options == {"device": "${X}"}
+
+
+def test_overrides_reach_all_edges_and_new_options(tmp_path: Path) -> None:
+    overrides = {"edges.*.connector": "grpc", "edges.*.chunk": "whole", "stages.reader.options.max_len": "7"}
+    pipeline = _load(tmp_path, overrides=overrides)
+    assert {(edge.connector, edge.policy) for edge in pipeline.edges} == {(ConnectorName.GRPC, WholePolicy())}
+    assert pipeline.stages["reader"].options == {"max_len": 7}
+
+
+def test_an_override_may_name_an_edge(tmp_path: Path) -> None:
+    pipeline = _load(tmp_path, overrides={"edges.reader->singer.connector": "shm"})
+    assert [edge.connector for edge in pipeline.edges] == [ConnectorName.AUTO, ConnectorName.SHM]
+
+
+def test_the_generation_changes_with_the_stages_alone(tmp_path: Path) -> None:
+    first = _load(tmp_path).generation
+    assert _load(tmp_path, overrides={"edges.*.connector": "grpc", "stages.reader.replicas": "2"}).generation == first
+    assert _load(tmp_path, overrides={"stages.reader.options.max_len": "7"}).generation != first
+
+
+def test_a_value_is_explained_by_its_origin(tmp_path: Path) -> None:
+    text = GOOD.replace("function: read", "function: read, replicas: ${N:-2}, options: {device: '${D}'}")
+    rows = explain(_load(tmp_path, text, variables={"D": "cpu"}, overrides={"edges.0.connector": "shm"}))
+    origins = {row.key: (row.value, row.origin.replace(str(tmp_path), ".")) for row in rows}
+    assert origins["stages.reader.engine"] == ("plain", "./song.yaml:4")
+    assert origins["stages.reader.replicas"] == ("2", "./song.yaml:4")
+    assert origins["stages.reader.options.device"] == ("cpu", "variable D")
+    assert origins["edges.0.connector"] == ("shm", "override")
+    assert origins["limits.max_in_flight"] == ("64", "default")
+
+
+def test_models_need_not_exist_where_only_the_shape_matters(tmp_path: Path) -> None:
+    path = tmp_path / "song.yaml"
+    path.write_text(GOOD.replace("engine: plain, function: talk", "engine: heavy, model: smol"))
+    pipeline = load_pipeline(str(path), catalog=CATALOG, check_models=False)
+    assert pipeline.stages["thinker"].model is None
+
+
+@pytest.mark.parametrize("name", shipped_pipelines())
+def test_shipped_pipelines_hold_together(name: str) -> None:
+    assert load_pipeline(name, variables={}, check_models=False).name == name
