@@ -1,0 +1,35 @@
+"""hibari: English text to speech in two stages, an acoustic network and a signal-processing vocoder, at 24 kHz.
+
+Frames are 12.5 ms. `spectrum` holds the network's five parts for each of 601 frequency bins: the harmonic branch's
+log magnitude and phase, the noise branch's log magnitude, and the residual's log magnitude and phase.
+"""
+
+from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.services.serving.plugins import Emitted, FunctionCard, OptionSpec, Signature
+
+SAMPLE_RATE_HZ = 24_000
+PARTS = 5
+BINS = 601
+
+_FRAMES = {
+    "spectrum": TensorSpec("float32", ("frames", PARTS, BINS)),
+    "f0": TensorSpec("float32", ("frames",)),
+    "boundary": TensorSpec("uint8", ("frames",)),
+}
+
+ACOUSTIC = FunctionCard(
+    signature=Signature(
+        accepts={"text": TensorSpec("uint8", ("bytes",))},
+        emits={name: Emitted(spec) for name, spec in _FRAMES.items()},
+        options={"speed": OptionSpec(default=1.0, minimum=0.5, maximum=2.0)},
+    ),
+    factory="stagemesh.services.models.hibari.acoustic:AcousticModel",
+)
+
+VOCODER = FunctionCard(
+    signature=Signature(
+        accepts=_FRAMES,
+        emits={"audio": Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)},
+    ),
+    factory="stagemesh.services.models.hibari.vocoder:Vocoder",
+)

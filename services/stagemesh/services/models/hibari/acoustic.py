@@ -1,0 +1,52 @@
+"""The acoustic stage: a sentence in, frames out."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from hibari import Hibari
+
+from stagemesh.connectors.base import Packet
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.services.engines.function.base import Call
+
+MODEL_FILE = "hibari.onnx"
+_MIN_IDS = 3
+"""Fewer ids than this are the two pads and nothing between."""
+
+
+class AcousticModel:
+    """A `Function`. Its state is the request's speed; each packet's text is taken as one sentence."""
+
+    def __init__(self, model: Path | None, options: Mapping[str, object]) -> None:
+        if options:
+            raise InvalidRequestError(
+                f"hibari.acoustic takes no options, not {', '.join(options)}", reason="UNKNOWN_OPTION"
+            )
+        path = model / MODEL_FILE if model is not None and model.is_dir() else model
+        self._hibari = Hibari(model=None if path is None else str(path), threads=1)
+        # The lexicon takes half a second; load it here and not under the first request.
+        self._hibari.phonemize("Hello.")
+
+    def open(self, *, seed: int, options: Mapping[str, float]) -> float:  # noqa: ARG002
+        """See `Function`."""
+        return options.get("speed", 1.0)
+
+    def __call__(self, batch: Sequence[Call[float]]) -> Sequence[Sequence[Packet]]:
+        """See `Function`."""
+        return [[] if call.packet is None else self._speak(call.packet, speed=call.state) for call in batch]
+
+    def _speak(self, packet: Packet, *, speed: float) -> list[Packet]:
+        text = packet.tensors["text"].tobytes().decode(errors="replace")
+        return [frames for phonemes in self._hibari.phonemize(text) if (frames := self._frames(phonemes, speed=speed))]
+
+    def _frames(self, phonemes: str, *, speed: float) -> Packet | None:
+        ids = self._hibari.ids(phonemes)
+        if len(ids) < _MIN_IDS:
+            return None
+        inputs = {"ids": np.asarray([ids], np.int64), "speed": np.asarray([speed], np.float32)}
+        *parts, f0 = (output[0] for output in self._hibari.sess.run(None, inputs))
+        spectrum = np.ascontiguousarray(np.stack(parts).transpose(2, 0, 1))
+        boundary = np.zeros(len(spectrum), np.uint8)
+        boundary[-1] = 1
+        return Packet({"spectrum": spectrum, "f0": f0.astype(np.float32), "boundary": boundary})

@@ -1,0 +1,60 @@
+"""The vocoder's source: a band-limited pulse train that follows the pitch, made as the pitch comes."""
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from hibari import dsp
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+_HOP = dsp.HOP
+_VOICED_HZ = 40.0
+_HIGHEST_HZ = 11_000.0
+_NEAR_POLE = 2e-3
+
+
+class PulseTrain:
+    """All harmonics below 11 kHz at unit amplitude, silent where the pitch is below 40 Hz; one frame behind its input."""
+
+    def __init__(self) -> None:
+        self._f0: Floats = np.empty(0, np.float32)
+        """Frames not yet turned into samples, with the one before them in front."""
+        self._cycles_hz = 0.0
+        """The sum of the pitch over all samples so far: the phase, times the sample rate."""
+
+    def push(self, f0: Floats, *, last: bool) -> Floats:
+        """The samples that are known with these frames' pitch in Hz, [frames * hop]."""
+        before = f0[:1] if not len(self._f0) else self._f0[:0]
+        known = np.concatenate([before, self._f0, f0])
+        if last:
+            known = np.concatenate([known, known[-1:]])
+        count = max(0, len(known) - 2)
+        self._f0 = known[count:] if not last else known[:0]
+        return self._pulses(_interpolate(known)) if count else np.empty(0, np.float32)
+
+    def _pulses(self, pitch_hz: Floats) -> Floats:
+        """sum over h of cos(h t) = sin((H + 1/2) t) / (2 sin(t / 2)) - 1/2, for the H harmonics below the limit."""
+        voiced = pitch_hz > _VOICED_HZ
+        pitch_hz = np.maximum(pitch_hz, np.float32(_VOICED_HZ))
+        # A running sum adds one sample after the other, so that carrying it on changes no bit.
+        cycles = np.cumsum(np.concatenate([[self._cycles_hz], pitch_hz]), dtype=np.float64)[1:]
+        self._cycles_hz = float(cycles[-1])
+        phase = (np.modf(cycles / dsp.SR)[0] * (2 * np.pi)).astype(np.float32)
+        order = np.floor(np.float32(_HIGHEST_HZ) / pitch_hz) + np.float32(0.5)
+        denominator = 2 * np.sin(phase * np.float32(0.5))
+        near_pole = np.abs(denominator) <= _NEAR_POLE
+        pulses = np.sin(order * phase) / np.where(near_pole, np.float32(1), denominator)
+        pulses = np.where(near_pole, order, pulses) - np.float32(0.5)
+        return np.where(voiced, pulses, np.float32(0)).astype(np.float32)
+
+
+def _interpolate(f0: Floats) -> Floats:
+    """The pitch at each sample of the inner frames, linear between frame centres."""
+    offset = ((np.arange(_HOP) + 0.5) / _HOP - 0.5).astype(np.float32)
+    half = _HOP // 2
+    rising, falling = offset[half:], offset[:half]
+    frames = np.empty((len(f0) - 2, _HOP), np.float32)
+    frames[:, :half] = f0[1:-1, None] * (1 + falling) - f0[:-2, None] * falling
+    frames[:, half:] = f0[1:-1, None] * (1 - rising) + f0[2:, None] * rising
+    return frames.reshape(-1)

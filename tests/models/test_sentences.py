@@ -1,0 +1,36 @@
+"""Sentences come out the same however the text comes in."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagemesh.connectors.base import Packet
+from stagemesh.services.models.sentences import Sentences
+
+TEXTS = st.text(alphabet=st.sampled_from(list("ab CD.!?… \n\t\"”)',;é語Dr")), max_size=60)
+
+
+def _sentences(pieces: list[bytes]) -> list[str]:
+    transform = Sentences()
+    packets = [out for piece in pieces for out in transform.push(Packet({"text": np.frombuffer(piece, np.uint8)}))]
+    return [packet.tensors["text"].tobytes().decode() for packet in [*packets, *transform.finish()]]
+
+
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 80)))
+@settings(max_examples=500, deadline=None)
+def test_pieces_do_not_change_the_sentences(text: str, cuts: list[int]) -> None:
+    data = text.encode()
+    places = sorted({min(cut, len(data)) for cut in cuts})
+    pieces = [data[start:end] for start, end in zip([0, *places], [*places, len(data)], strict=True)]
+    assert _sentences(pieces) == _sentences([data])
+
+
+@given(text=TEXTS)
+def test_nothing_but_white_space_is_lost(text: str) -> None:
+    assert "".join("".join(_sentences([text.encode()])).split()) == "".join(text.split())
+
+
+def test_sentence_is_let_go_when_the_next_begins() -> None:
+    transform = Sentences()
+    piece = Packet({"text": np.frombuffer(b"Dr. Smith came. He sa", np.uint8)})
+    assert [out.tensors["text"].tobytes() for out in transform.push(piece)] == [b"Dr. Smith came."]

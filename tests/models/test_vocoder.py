@@ -1,0 +1,88 @@
+"""The streaming vocoder against itself, cut differently, and against hibari's own."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hibari import dsp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagemesh.connectors.base import Packet
+from stagemesh.connectors.tensors import Array
+from stagemesh.services.engines.function.base import Call
+from stagemesh.services.models.hibari.acoustic import AcousticModel
+from stagemesh.services.models.hibari.vocoder import VocoderStream
+
+SENTENCES = (b"Yes.", b"The quick brown fox jumps over the lazy dog, twice.")
+SEED = 5
+
+
+def _speak(sentence: bytes, **options: float) -> Packet:
+    model = AcousticModel(None, {})
+    call = Call(model.open(seed=0, options=options), Packet({"text": np.frombuffer(sentence, np.uint8)}))
+    ((frames,),) = model([call])
+    return frames
+
+
+@pytest.fixture(scope="module")
+def spoken() -> dict[str, Array]:
+    packets = [_speak(sentence) for sentence in SENTENCES]
+    return {name: np.concatenate([packet.tensors[name] for packet in packets]) for name in packets[0].tensors}
+
+
+def _sound(frames: dict[str, Array], cuts: list[int]) -> npt.NDArray[np.float32]:
+    stream, total = VocoderStream(SEED), len(frames["f0"])
+    places = [0, *sorted({min(cut, total) for cut in cuts}), total]
+    packets = [
+        out.tensors["audio"]
+        for start, end in zip(places, places[1:], strict=False)
+        for out in stream.push(Packet({name: tensor[start:end] for name, tensor in frames.items()}))
+    ]
+    return np.concatenate(packets).astype(np.float32)
+
+
+@given(cuts=st.lists(st.integers(0, 500), max_size=60))
+@settings(max_examples=40, deadline=None)
+def test_cuts_do_not_change_a_bit(spoken: dict[str, Array], cuts: list[int]) -> None:
+    np.testing.assert_array_equal(_sound(spoken, cuts), _sound(spoken, []))
+
+
+@pytest.mark.parametrize("frames", range(1, 8))
+def test_shortest_sentences_sound_whole(spoken: dict[str, Array], frames: int) -> None:
+    short = {name: tensor[:frames].copy() for name, tensor in spoken.items()}
+    short["boundary"][-1] = 1
+    sound = _sound(short, [])
+    assert len(sound) == frames * dsp.HOP
+    np.testing.assert_array_equal(_sound(short, list(range(frames))), sound)
+
+
+class _FrameMajorNoise:
+    """A generator whose noise comes in the order in which a stream needs it."""
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(SEED)
+
+    def standard_normal(self, shape: tuple[int, int], dtype: type) -> Array:
+        bins, doubled = shape
+        noise = self._rng.standard_normal((doubled // 2, 2 * bins), dtype=dtype).view(np.complex64)
+        return np.ascontiguousarray(noise.T).view(np.float32)
+
+
+def test_sound_is_that_of_the_whole_sentence(spoken: dict[str, Array]) -> None:
+    rng, wholes = _FrameMajorNoise(), []
+    for sentence in SENTENCES:
+        tensors = _speak(sentence).tensors
+        parts = [np.ascontiguousarray(tensors["spectrum"][:, part].T) for part in range(5)]
+        wholes.append(dsp.synth(*parts, tensors["f0"], rng))
+    np.testing.assert_allclose(_sound(spoken, [40, 80, 200]), np.concatenate(wholes), atol=1e-4)
+
+
+def test_first_sound_comes_after_a_few_frames(spoken: dict[str, Array]) -> None:
+    stream = VocoderStream(SEED)
+    packets = list(stream.push(Packet({name: tensor[:8] for name, tensor in spoken.items()})))
+    assert sum(len(packet.tensors["audio"]) for packet in packets) >= 3 * dsp.HOP
+
+
+def test_speed_shortens_the_frames() -> None:
+    slow, fast = (len(_speak(SENTENCES[1], speed=speed).tensors["f0"]) for speed in (0.8, 1.6))
+    assert slow > 1.5 * fast

@@ -1,0 +1,41 @@
+"""Pipelines of fake stages, written where a test wants them."""
+
+from pathlib import Path
+
+RELAYS = """\
+pipeline: relays
+stages:
+  source: {{engine: fake, function: source, options: {{steps: {steps}, step_s: {step_s}, size_bytes: {size_bytes}}}}}
+  relay: {{engine: fake, function: relay}}
+  frames: {{engine: fake, function: frames{fail}}}
+edges:
+  - {{from: source, to: relay, connector: {connector}}}
+  - {{from: relay, to: frames, connector: {connector}}}
+outputs: {{text: source, frames: frames}}
+limits: {{max_in_flight: {max_in_flight}}}
+"""
+
+
+def relays(
+    folder: Path,
+    *,
+    steps: int = 10,
+    step_s: float = 0.0,
+    size_bytes: int = 20_000,
+    connector: str = "auto",
+    max_in_flight: int = 16,
+    fail: str = "",
+) -> Path:
+    """source → relay → frames; `fail` is put into the last stage's definition."""
+    path = folder / "relays.yaml"
+    path.write_text(
+        RELAYS.format(
+            steps=steps,
+            step_s=step_s,
+            size_bytes=size_bytes,
+            connector=connector,
+            max_in_flight=max_in_flight,
+            fail=fail,
+        )
+    )
+    return path

@@ -1,0 +1,168 @@
+"""A pipeline of fake stages as real processes: results, cancels, kills, restarts, limits."""
+
+import os
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from stagemesh.client import AsyncClient, Result, Text
+from stagemesh.connectors.errors import (
+    CancelledRequestError,
+    DeadlineError,
+    ExistsError,
+    InternalError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
+from tests.deployment import Deployment, deployed, eventually
+from tests.system.pipelines import relays
+
+SLOW = {"steps": 500, "step_s": 0.02}
+
+
+def _frames(result: Result) -> bytes:
+    return b"".join(output.tensor[:, 0].astype("u1").tobytes() for output in result.tensors["frames"])
+
+
+@pytest.mark.parametrize("connector", ["shm", "grpc"])
+def test_outputs_agree_over_every_connector(tmp_path: Path, connector: str) -> None:
+    with deployed(relays(tmp_path, connector=connector)) as up, up.client() as client:
+        result = client.generate("hello", seed=1).result()
+        assert _frames(result) == result.text.encode()
+        assert result.text.startswith("Step 0 is ")
+        assert len(result.text) == 200_000
+        assert {edge.connector for edge in result.finished.edges.values()} == {connector}
+        eventually(up.idle, timeout_s=1)
+
+
+def test_eight_requests_at_once_never_mix(tmp_path: Path) -> None:
+    with deployed(relays(tmp_path, step_s=0.01)) as up, up.client() as client, ThreadPoolExecutor(8) as pool:
+        prompts = [f"prompt {n}" for n in range(8)]
+        alone = {prompt: client.generate(prompt, seed=5).result().text for prompt in prompts}
+        results = dict(zip(prompts, pool.map(lambda p: client.generate(p, seed=5).result(), prompts), strict=True))
+        assert len(set(alone.values())) == 8
+        for prompt, result in results.items():
+            assert result.text == alone[prompt]
+            assert _frames(result) == alone[prompt].encode()
+        eventually(up.idle, timeout_s=1)
+
+
+def test_client_that_hangs_up_stops_every_stage(tmp_path: Path) -> None:
+    with deployed(relays(tmp_path, **SLOW)) as up, up.client() as client:
+        for event in client.generate("hello"):
+            if isinstance(event, Text):
+                break
+        assert eventually(up.idle, timeout_s=1) < 1
+
+
+def test_cancelled_request_stops_every_stage(tmp_path: Path) -> None:
+    with deployed(relays(tmp_path, **SLOW)) as up, up.client() as client, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client.generate("hello", request_id="r1").result)
+        eventually(lambda: up.load("frames-0").running == 1, timeout_s=5)
+        client.cancel("r1")
+        with pytest.raises(CancelledRequestError):
+            running.result()
+        assert up.idle()
+
+
+@pytest.mark.parametrize("victim", ["source", "relay", "frames"])
+def test_killed_stage_is_named_and_comes_back(tmp_path: Path, victim: str) -> None:
+    with deployed(relays(tmp_path, **SLOW)) as up, up.client() as client, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client.generate("hello").result)
+        eventually(lambda: up.load("frames-0").running == 1, timeout_s=5)
+        first = up.process_id(f"{victim}-0")
+        killed_s = time.monotonic()
+        up.kill(f"{victim}-0")
+        with pytest.raises(UnavailableError, match=f"stage '{victim}'"):
+            running.result(timeout=3)
+        assert time.monotonic() - killed_s < 3
+        up.wait(lambda up: up.all_ready() and up.process_id(f"{victim}-0") != first)
+        assert client.generate("again", max_tokens=3).result().text.count("Step") > 3
+        eventually(up.idle, timeout_s=2)
+
+
+def test_failing_stage_ends_the_request_with_its_cause(tmp_path: Path) -> None:
+    with deployed(relays(tmp_path, fail=", options: {fail_at_step: 3}")) as up, up.client() as client:
+        with pytest.raises(InternalError, match="fails at step 3") as caught:
+            client.generate("hello").result()
+        assert caught.value.metadata["stage"] == "frames"
+        eventually(up.idle, timeout_s=1)
+
+
+def test_beyond_the_limit_is_refused_with_a_time_to_retry(tmp_path: Path) -> None:
+    with (
+        deployed(relays(tmp_path, **SLOW, max_in_flight=2)) as up,
+        up.client() as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        running = [pool.submit(client.generate("hello", request_id=f"r{n}").result) for n in range(2)]
+        eventually(lambda: up.load("frames-0").running == 2, timeout_s=5)
+        with pytest.raises(OverloadedError) as caught:
+            client.generate("one too many", timeout_s=0.5).result()
+        assert caught.value.retry_after_s is not None
+        for n, future in enumerate(running):
+            client.cancel(f"r{n}")
+            assert isinstance(future.exception(), CancelledRequestError)
+
+
+async def test_same_request_attaches_and_another_is_refused(tmp_path: Path) -> None:
+    with deployed(relays(tmp_path, step_s=0.02)) as up:
+        async with AsyncClient(up.endpoint) as client:
+            first = aiter(client.generate("hello", request_id="twice", seed=1))
+            await anext(first)
+            second = await client.generate("hello", request_id="twice", seed=1).result()
+            with pytest.raises(ExistsError):
+                await client.generate("other", request_id="twice", seed=1).result()
+            rest = [event.delta async for event in first if isinstance(event, Text)]
+            assert "".join(rest) == second.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"prompt": ""}, InvalidRequestError, "prompt"),
+        ({"prompt": "x", "outputs": ["video"]}, InvalidRequestError, "video"),
+        ({"prompt": "x", "options": {"speed": 2.0}}, InvalidRequestError, "speed"),
+        ({"prompt": "x", "request_id": "a b"}, InvalidRequestError, "request_id"),
+        ({"prompt": "x", "timeout_s": 0.0}, DeadlineError, ""),
+        ({"prompt": "x" * (9 << 20)}, InvalidRequestError, "bytes"),
+    ],
+)
+def test_bad_requests_say_what_to_change(
+    shared: Deployment, arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with shared.client() as client, pytest.raises(error, match=message):
+        client.generate(**arguments).result()  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> object:
+    with deployed(relays(tmp_path_factory.mktemp("shared"))) as up:
+        yield up
+
+
+def test_nothing_is_left_when_up_is_killed(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(AssertionError, match="status -9"), deployed(relays(tmp_path)) as up:
+        children = psutil.Process(up.process.pid).children(recursive=True)
+        assert len(children) == 4
+        up.process.send_signal(signal.SIGKILL)
+        gone, alive = psutil.wait_procs(children, timeout=5)
+        assert not alive
+        assert len(gone) == 4
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def test_up_says_which_port_is_in_use(tmp_path: Path, shared: Deployment) -> None:
+    port = shared.endpoint.rsplit(":", 1)[1]
+    command = ["stagemesh", "up", str(relays(tmp_path)), "--port", port]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert refused.returncode == 1
+    assert port in refused.stderr
+    assert "--port" in refused.stderr
