@@ -55,11 +55,11 @@ class Health(health_pb2_grpc.HealthServicer):
     ) -> AsyncIterator[_Response]:
         last: int | None = None
         while True:
-            changed = self._changed
+            changed, ended = self._changed, self._ended
             status = self._statuses.get(request.service, _Response.SERVICE_UNKNOWN)
             if status != last:
                 yield _Response(status=status)
-            if self._ended:
+            if ended:
                 return
             last = status
             await changed.wait()

@@ -1,7 +1,7 @@
 """The append-only record of one run, which any number of callers follow from its start."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from copy import copy
 from typing import Generic, TypeVar
 
@@ -47,7 +47,7 @@ class Journal(Generic[T]):
         self._closed, self._error = True, error
         self._wake()
 
-    async def follow(self) -> AsyncIterator[T]:
+    async def follow(self) -> AsyncGenerator[T]:
         """The items from the first one, waiting for those to come; raises the run's error at the end.
 
         Iterate within `contextlib.aclosing`, so that leaving is noticed at once.

@@ -54,13 +54,14 @@ class Server:
 
     async def start(self) -> int:
         """Serves, and returns the bound port; raises NotReadyError (PORT_IN_USE, CANNOT_LISTEN)."""
+        host, wanted_port = _parsed(self._listen)
         reflection.enable_server_reflection(self._services, self._server)
         try:
             port = self._server.add_insecure_port(self._listen)
         except RuntimeError as exc:
-            raise _cannot_listen(self._listen) from exc
+            raise _cannot_listen(host, wanted_port) from exc
         await self._server.start()
-        _log.info("listening on %s:%d", self._listen.rpartition(":")[0], port)
+        _log.info("listening on %s:%d", host, port)
         return port
 
     async def stop(self, *, grace_s: float) -> None:
@@ -69,18 +70,28 @@ class Server:
         await self._server.stop(grace_s)
 
 
-def _cannot_listen(listen: str) -> NotReadyError:
-    host, _, port = listen.rpartition(":")
-    metadata = {"listen": listen}
+def _parsed(listen: str) -> tuple[str, int]:
+    """Host and port; gRPC itself would serve some other port where the number is missing or too large."""
+    host, colon, port = listen.rpartition(":")
+    if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
+        raise NotReadyError(
+            f"cannot listen on {listen!r}: write host:port, for example 127.0.0.1:50051",
+            reason="CANNOT_LISTEN",
+            metadata={"listen": listen},
+        )
+    return host.strip("[]"), int(port)
+
+
+def _cannot_listen(host: str, port: int) -> NotReadyError:
+    """Why gRPC could not bind; it says only that it could not, a socket of our own says why."""
+    cause, reason = "it was in use a moment ago; try again", "PORT_IN_USE"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        # gRPC says only that binding failed; a socket of our own says why.
-        with socket.create_server((host.strip("[]"), int(port))):
-            cause = "the port has become free since: try again"
+        socket.create_server((host, port), family=family).close()
     except OSError as exc:
+        cause, reason = exc.strerror or str(exc), "CANNOT_LISTEN"
         if exc.errno == errno.EADDRINUSE:
-            message = f"port {port} of {host} is in use; end the program that holds it, or serve on another port"
-            return NotReadyError(message, reason="PORT_IN_USE", metadata=metadata)
-        cause = exc.strerror or str(exc)
-    except (ValueError, OverflowError):
-        cause = "an address is written host:port, for example 127.0.0.1:50051"
-    return NotReadyError(f"cannot listen on {listen!r}: {cause}", reason="CANNOT_LISTEN", metadata=metadata)
+            cause, reason = "it is in use; end the program that holds it, or serve on another port", "PORT_IN_USE"
+    return NotReadyError(
+        f"cannot listen on port {port} of {host}: {cause}", reason=reason, metadata={"listen": f"{host}:{port}"}
+    )

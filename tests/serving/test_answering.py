@@ -1,0 +1,130 @@
+"""What a caller sees of a handler's errors, and a handler of its caller's end."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2_grpc
+
+from stagemesh.connectors.channels import open_channel
+from stagemesh.connectors.errors import DeadlineError, InternalError, OverloadedError, StagemeshError
+from stagemesh.connectors.status import from_rpc_error
+from stagemesh.services.serving.answering import answering, streaming, time_left_s
+from tests.serving.health_calls import Request, Response, check, watch
+
+Context = grpc.aio.ServicerContext[Request, Response]
+Body = Callable[[Context], Awaitable[None]]
+
+
+class Servicer(health_pb2_grpc.HealthServicer):
+    """Runs a test's own body in an RPC."""
+
+    def __init__(self, body: Body) -> None:
+        self.body = body
+        self.left = asyncio.Event()
+
+    async def Check(self, request: Request, context: Context) -> Response:  # noqa: ARG002, N802
+        async with answering(context, stage="thinker"):
+            await self.body(context)
+        return Response()
+
+    @streaming
+    async def Watch(self, request: Request, context: Context) -> AsyncIterator[Response]:  # noqa: ARG002, N802
+        try:
+            while True:
+                yield Response()
+        finally:
+            self.left.set()
+
+
+async def test_error_travels_with_reason_place_and_delay() -> None:
+    error = await _failure_of(OverloadedError("full", metadata={"edge": "a->b"}, retry_after_s=0.5))
+    assert isinstance(error, OverloadedError)
+    assert (error.message, error.reason, error.retry_after_s) == ("full", "OVERLOADED", 0.5)
+    assert error.metadata == {"stage": "thinker", "edge": "a->b"}
+
+
+async def test_unforeseen_error_hides_its_text(caplog: pytest.LogCaptureFixture) -> None:
+    error = await _failure_of(ValueError("a secret"))
+    assert isinstance(error, InternalError)
+    assert "ValueError" in error.message
+    assert "secret" not in error.message
+    assert "a secret" in caplog.text
+
+
+async def test_endless_message_still_arrives() -> None:
+    error = await _failure_of(OverloadedError("é" * 50_000))
+    assert isinstance(error, OverloadedError)
+    assert error.message.startswith("ééé")
+    assert error.message.endswith("…")
+
+
+async def test_generator_is_closed_when_its_caller_hangs_up() -> None:
+    servicer = Servicer(_pass)
+    async with _serving(servicer) as channel:
+        call = watch(channel)(Request())
+        await anext(aiter(call))
+        call.cancel()
+        await asyncio.wait_for(servicer.left.wait(), timeout=5)
+
+
+async def test_deadline_is_seconds_left() -> None:
+    seen: list[float | None] = []
+
+    async def look(context: Context) -> None:
+        seen.append(time_left_s(context))
+
+    async with _serving(Servicer(look)) as channel:
+        await check(channel)(Request(), timeout=30)
+        await check(channel)(Request())
+    assert seen[0] is not None
+    assert 25 < seen[0] < 31
+    assert seen[1] is None
+
+
+def test_passed_deadline_is_an_error() -> None:
+    with pytest.raises(DeadlineError, match="allow more time"):
+        time_left_s(PassedDeadline())
+
+
+class PassedDeadline:
+    """A call that was read too late."""
+
+    def time_remaining(self) -> float:
+        return 0.0
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: object = ()) -> None:
+        raise AssertionError((code, details, trailing_metadata))
+
+
+async def _pass(context: Context) -> None:
+    pass
+
+
+async def _failure_of(error: Exception) -> StagemeshError:
+    async def fail(context: Context) -> None:  # noqa: ARG001
+        raise error
+
+    async with _serving(Servicer(fail)) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await check(channel)(Request())
+    return from_rpc_error(caught.value, peer="test")
+
+
+class _serving:  # noqa: N801
+    """A servicer on a free port, and a stub to it."""
+
+    def __init__(self, servicer: Servicer) -> None:
+        self._server = grpc.aio.server()
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
+
+    async def __aenter__(self) -> grpc.aio.Channel:
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        self._channel = open_channel(f"127.0.0.1:{port}")
+        return self._channel
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+        await self._server.stop(None)

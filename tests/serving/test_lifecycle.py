@@ -1,0 +1,106 @@
+"""A service process: exit status, signals, and its end with its parent. Real processes."""
+
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+SERVICE = """
+import asyncio, sys
+from stagemesh.connectors.errors import NotReadyError
+from stagemesh.services.serving.lifecycle import run_service
+
+async def main(stopping):
+    match sys.argv[1]:
+        case "wait":
+            print("up", flush=True)
+            await stopping.wait()
+        case "port":
+            raise NotReadyError("port 1 is in use", reason="PORT_IN_USE")
+        case "model":
+            raise NotReadyError("no model")
+        case "bug":
+            raise ValueError("a bug")
+
+sys.exit(run_service(main))
+"""
+
+FAMILY = """
+import os, subprocess, sys, time
+from stagemesh.services.serving.lifecycle import bind_forks_to_this_process, die_with_parent
+
+how = sys.argv[1]
+bind_forks_to_this_process()
+if how == "fork":
+    if os.fork() == 0:
+        os.fork()
+        os.write(1, b"%d\\n" % os.getpid())
+        time.sleep(60)
+else:
+    code = f"import sys, time; sys.path[:] = {sys.path!r}; " + (
+        "from stagemesh.services.serving.lifecycle import die_with_parent; "
+        f"die_with_parent({os.getpid()}); print(1, flush=True); time.sleep(60)"
+    )
+    subprocess.Popen([sys.executable, "-c", code])
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "line"),
+    [("port", 3, "port 1 is in use"), ("model", 1, "no model"), ("bug", 1, "ValueError: a bug")],
+)
+def test_exit_status_tells_the_cause(what: str, status: int, line: str) -> None:
+    result = _run(SERVICE, what)
+    assert result.returncode == status
+    assert line in result.stderr
+    assert ("Traceback" in result.stderr) == (what == "bug")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_in_order(number: signal.Signals) -> None:
+    with _started(SERVICE, "wait") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        process.send_signal(number)
+        assert process.wait(timeout=10) == 0
+
+
+@pytest.mark.parametrize(("how", "descendants"), [("fork", 2), ("spawn", 1)])
+def test_killed_process_takes_its_children_along(how: str, descendants: int) -> None:
+    with _started(FAMILY, how) as process:
+        assert process.stdout is not None
+        for _ in range(descendants):
+            assert process.stdout.readline().strip().isdigit()
+        process.kill()
+        # Every descendant holds the pipe open: its end proves that the last of them is gone.
+        ready, _, _ = select.select([process.stdout], [], [], 5)
+        assert ready, "a descendant outlived its parent"
+        assert process.stdout.read() == b""
+
+
+def test_late_child_of_a_dead_parent_ends_at_once() -> None:
+    code = "from stagemesh.services.serving.lifecycle import die_with_parent; die_with_parent(1); print('alive')"
+    result = _run(code)
+    assert (result.returncode, result.stdout) == (1, "")
+
+
+def _run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)  # noqa: S603
+
+
+@contextmanager
+def _started(code: str, argument: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", code, argument], stdout=subprocess.PIPE)  # noqa: S603
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
