@@ -1,0 +1,63 @@
+# One command a purpose. Everything runs in .venv, which the first command sets up.
+
+PYTHON ?= python3
+PROMPT ?= Why is the sea salty? Answer in three short sentences.
+OUT ?= protos
+MAIN ?= $(shell git rev-parse --quiet --verify origin/main || git rev-parse --quiet --verify main)
+
+BIN := $(CURDIR)/.venv/bin
+PROTOS := $(wildcard protos/stagemesh/v1/*.proto)
+SERVICES := $(shell grep -l '^service ' $(PROTOS))
+PIP := $(BIN)/python -m pip install --quiet --no-deps
+
+export PATH := $(BIN):$(PATH)
+export PROMPT
+# Stages are processes of their own; more threads in each would only fight over the cores.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv models demo test check protos stubs bench lock clean
+
+help: ## List the commands
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+venv: .venv/.stamp ## Install everything, locked, into .venv
+
+.venv/.stamp: pyproject.toml requirements/cpu.txt requirements/dev.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) -r requirements/cpu.txt -r requirements/dev.txt
+	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+models: venv ## Fetch the weights of the speech pipeline
+	stagemesh models fetch speech
+
+demo: models ## Speak an answer to PROMPT="..." into out/speech.wav
+	stagemesh demo speech --prompt "$$PROMPT" --audio out/speech.wav
+
+test: models ## Run every test that needs no GPU
+	pytest -m "not gpu"
+
+check: venv ## Check format, lint, types, layers and contract
+	ruff format --check . && ruff check .
+	mypy && pyright
+	lint-imports
+	buf format --diff --exit-code && buf lint
+	$(if $(MAIN),buf breaking --against '.git#ref=$(MAIN)')
+
+protos: venv ## Format the contract and regenerate its stubs
+	buf format --write
+	$(MAKE) stubs
+
+stubs: # Write the stubs into $(OUT); tests/repository compares them with the committed ones
+	python -m grpc_tools.protoc -I protos --python_out=$(OUT) --mypy_out=$(OUT) $(PROTOS)
+	python -m grpc_tools.protoc -I protos --grpc_python_out=$(OUT) --mypy_grpc_out=$(OUT) $(SERVICES)
+
+bench: models ## Measure the speech pipeline into out/bench-speech.json
+	python -m benchmarks.speech --json out/bench-speech.json
+
+lock: venv ## Pin anew what requirements/ holds
+	python requirements/lock.py
+
+clean: ## Remove what the commands made
+	rm -rf .venv out dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
