@@ -44,6 +44,14 @@ async def test_a_stage_that_echoes_an_abort_is_not_blamed(tmp_path: Path) -> Non
     assert (error.message, error.metadata["stage"]) == ("the real cause", "b")
 
 
+async def test_a_stage_that_lost_its_peer_is_not_taken_for_lost_itself(tmp_path: Path) -> None:
+    relayed = UnavailableError("replica b-0 cannot be reached", metadata={"peer": "replica b-0 at somewhere"})
+    scripts = {"a": _failing(relayed), "b": _slow_failure, "c": hang}
+    async with mesh(tmp_path, scripts=scripts) as chain:
+        error = await chain.failure()
+    assert (error.message, error.metadata["stage"]) == ("the real cause", "b")
+
+
 async def _slow_failure(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
     del stage, request
     yield ACCEPTED

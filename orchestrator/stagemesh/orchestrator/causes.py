@@ -11,6 +11,9 @@ from enum import IntEnum
 from stagemesh.connectors.errors import Code, StagemeshError
 from stagemesh.orchestrator.stages import REPLICA_LOST
 
+# What a producer hears from a consumer that has let go of the request.
+_NOT_EXPECTED = "UNKNOWN_FLOW"
+
 
 class Standing(IntEnum):
     """How surely an error is the root; lower is surer. Up to OWN nothing surer can come."""
@@ -22,7 +25,7 @@ class Standing(IntEnum):
     ECHO = 2
     """The stage passes on what another one reported."""
     NEIGHBOUR = 3
-    """The stage lost a peer."""
+    """The stage lost a peer, or was no longer expected by it."""
     CANCELLED = 4
     """The stage was told to stop."""
 
@@ -42,7 +45,7 @@ class Failure:
             return Standing.LOST
         if error.code in (Code.CANCELLED, Code.ABORTED):
             return Standing.CANCELLED
-        if error.code is Code.UNAVAILABLE and "edge" in error.metadata:
+        if error.code is Code.UNAVAILABLE or error.reason == _NOT_EXPECTED:
             return Standing.NEIGHBOUR
         return Standing.OWN if error.metadata.get("stage", self.stage) == self.stage else Standing.ECHO
 

@@ -165,14 +165,15 @@ class RequestRun:
         )
 
     async def _let_go(self, error: StagemeshError, group: asyncio.TaskGroup) -> None:
-        """Stops the steps that run still. The client hears of the error when they have stopped, or soon."""
+        """Stops the steps that run still. The client hears of the error once they have, or soon."""
         steps = [step for step in self._plan.steps if step.stage.name in self._running]
         cancels = [group.create_task(self._cancel_step(step, error)) for step in steps]
-        if cancels:
-            await asyncio.wait(cancels, timeout=_CLIENT_WAITS_S)
-        self._record.close(error)
-        for task in cancels:
-            await task
+        if not cancels:
+            return
+        _, late = await asyncio.wait(cancels, timeout=_CLIENT_WAITS_S)
+        if late:
+            self._record.close(error)
+            await asyncio.wait(late)
 
     async def _cancel_step(self, step: PlannedStep, error: StagemeshError) -> None:
         request = stage_pb2.CancelStepRequest(

@@ -71,8 +71,8 @@ class GrpcStageClient:
 
     def _translate(self, exc: grpc.aio.AioRpcError, *, running: bool) -> StagemeshError:
         error = from_rpc_error(exc, peer=self._peer).located(**self._where)
-        # Only errors that gRPC made itself name the peer.
-        if "peer" not in error.metadata or exc.code() not in _BROKEN:
+        # Errors that gRPC made itself name the peer as we do; those that the stage passes on, as it does.
+        if error.metadata.get("peer") != self._peer or exc.code() not in _BROKEN:
             return error
         what = "went away while the request ran" if running else "cannot be reached"
         return UnavailableError(

@@ -61,7 +61,7 @@ def check_pipeline(name: str, pipeline: Pipeline) -> None:
 def _check_request_id(request_id: str) -> None:
     if request_id and _REQUEST_ID.fullmatch(request_id) is None:
         raise InvalidRequestError(
-            f"request_id is {request_id[:140]!r}; use up to 128 letters, digits, '.', '_', ':' and '-', or leave it empty",
+            f"request_id is {request_id[:140]!r}; use up to 128 letters, digits, '.', '_', ':' and '-', or none at all",
             reason="INVALID_REQUEST_ID",
         )
 

@@ -1,0 +1,39 @@
+from itertools import permutations
+
+import pytest
+
+from stagemesh.connectors.errors import (
+    CancelledRequestError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    UnavailableError,
+)
+from stagemesh.orchestrator.causes import Failure, root_cause
+
+LOST = Failure("b", UnavailableError("gone", reason="REPLICA_LOST"))
+BROKE = Failure("b", InternalError("broke"))
+ECHO = Failure("c", InternalError("broke", metadata={"stage": "b"}))
+NO_PRODUCER = Failure("c", UnavailableError("replica b-0 went away", reason="PRODUCER_LOST"))
+NOT_EXPECTED = Failure("a", NotFoundError("expects nothing", reason="UNKNOWN_FLOW"))
+STOPPED = Failure("a", CancelledRequestError("the consumer stopped reading"))
+
+
+@pytest.mark.parametrize("root", [LOST, BROKE])
+def test_the_root_is_found_in_whatever_order_failures_come(root: Failure) -> None:
+    for failures in permutations([root, ECHO, NO_PRODUCER, NOT_EXPECTED, STOPPED]):
+        assert root_cause(failures) is root
+
+
+def test_a_lost_replica_explains_what_its_neighbours_say() -> None:
+    assert root_cause([BROKE, LOST]) is LOST
+
+
+@pytest.mark.parametrize(("failure", "conclusive"), [(LOST, True), (BROKE, True), (ECHO, False), (NO_PRODUCER, False)])
+def test_only_a_sure_cause_needs_no_waiting(failure: Failure, conclusive: bool) -> None:
+    assert failure.conclusive is conclusive
+
+
+def test_of_two_causes_the_first_counts() -> None:
+    first, second = Failure("a", InvalidRequestError("one")), Failure("b", InvalidRequestError("two"))
+    assert root_cause([first, second]) is first
