@@ -1,0 +1,17 @@
+"""Runs the repository's own tools from its root."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_BIN = Path(sys.executable).parent
+
+
+def run(*command: str) -> str:
+    """The standard output of a command, found beside this interpreter first; a failing one fails the test."""
+    environment = {**os.environ, "PATH": f"{_BIN}{os.pathsep}{os.environ['PATH']}"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, f"{' '.join(command)}:\n{ran.stdout}{ran.stderr}"
+    return ran.stdout

@@ -1,0 +1,46 @@
+import re
+import tomllib
+from importlib.metadata import requires
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.repository.commands import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def normalize(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+RUNTIME = PROJECT["dependencies"] + EXTRAS["vllm-cpu"] + EXTRAS["speech"]
+TOOLS = EXTRAS["test"] + EXTRAS["dev"]
+
+
+@pytest.mark.parametrize(("lock", "wanted"), [(["cpu.txt"], RUNTIME), (["cpu.txt", "dev.txt"], TOOLS)])
+def test_the_lock_satisfies_the_project(lock: list[str], wanted: list[str]) -> None:
+    versions = {name: version for file in lock for name, version in pins(file).items()}
+    requirements = [Requirement(line) for line in wanted]
+    unmet = [str(item) for item in requirements if not item.specifier.contains(versions.get(normalize(item.name), "0"))]
+    assert not unmet
+
+
+def test_the_lock_leaves_out_what_comes_as_cuda_builds() -> None:
+    locked = {**pins("cpu.txt"), **pins("dev.txt")}
+    unwanted = re.compile(r"torchvision|torchaudio|torchcodec|triton|nvidia.*|cuda.*|vllm")
+    assert [name for name in locked if unwanted.fullmatch(name)] == []
+
+
+def test_nothing_is_locked_twice() -> None:
+    assert not pins("cpu.txt").keys() & pins("dev.txt").keys()
+
+
+def test_the_torch_that_runs_here_needs_no_cuda() -> None:
+    assert [line for line in requires("torch") or [] if line.startswith(("nvidia", "cuda"))] == []

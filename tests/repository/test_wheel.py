@@ -1,0 +1,47 @@
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.repository.commands import ROOT, run
+
+PACKAGES = ("v1", "connectors", "services", "client", "orchestrator")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder))
+    return zipfile.Path(next(folder.glob("*.whl")))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_wheel_holds_every_package_with_its_types(wheel: zipfile.Path, package: str) -> None:
+    assert (wheel / "stagemesh" / package / "py.typed").exists()
+
+
+def test_the_wheel_holds_the_pipelines(wheel: zipfile.Path) -> None:
+    shipped = {path.name for path in (ROOT / "orchestrator/stagemesh/orchestrator/pipelines").glob("*.yaml")}
+    packed = {path.name for path in (wheel / "stagemesh" / "orchestrator" / "pipelines").iterdir()}
+    assert "speech.yaml" in shipped <= packed
+
+
+def test_the_namespace_belongs_to_nobody(wheel: zipfile.Path) -> None:
+    assert not (wheel / "stagemesh" / "__init__.py").exists()
+
+
+def test_the_wheel_holds_nothing_else(wheel: zipfile.Path) -> None:
+    top = {path.name for path in wheel.iterdir() if not path.name.endswith(".dist-info")}
+    assert top == {"stagemesh"}
+    assert {path.name for path in (wheel / "stagemesh").iterdir()} == set(PACKAGES)
+
+
+def sources(package: Path) -> set[str]:
+    return {str(path.relative_to(package.parent)) for path in package.rglob("*.py")}
+
+
+@pytest.mark.parametrize("root", ["protos", "connectors", "services", "orchestrator"])
+def test_every_module_is_packed(wheel: zipfile.Path, root: str) -> None:
+    packed = set(wheel.root.namelist())
+    assert sources(ROOT / root / "stagemesh") <= packed
