@@ -61,7 +61,12 @@ class VllmEngine:
             raise UnsupportedError(f"stage {self._config.stage}: the vllm engine can neither pause nor resume")
         llm = self._running()
         ids = await asyncio.to_thread(self._tokenize, task)
-        params = sampling_params(task, prompt_length=len(ids), max_model_len=llm.model_config.max_model_len)
+        params = sampling_params(
+            task,
+            prompt_length=len(ids),
+            max_model_len=llm.model_config.max_model_len,
+            defaults=llm.model_config.get_diff_sampling_param(),
+        )
         self._tokens_left[task.request_id] = params.max_tokens or 0
         try:
             async with aclosing(self._generate(llm, task, ids, params)) as events:

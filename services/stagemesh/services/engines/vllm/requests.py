@@ -1,5 +1,8 @@
 """A task's prompt and sampling in vLLM's terms."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
@@ -16,8 +19,9 @@ def prompt_tokens(prompt: Prompt | None, tokenizer: TokenizerLike, *, vocabulary
 
     Raises InvalidRequestError for one that is empty, or holds ids that the model does not have.
     """
-    if prompt is not None and not isinstance(prompt, str) and all(isinstance(part, int) for part in prompt):
-        ids = [int(part) for part in prompt]  # type: ignore[call-overload]
+    given = [] if prompt is None or isinstance(prompt, str) else [part for part in prompt if isinstance(part, int)]
+    if given:
+        ids = given
         beyond = next((token for token in ids if not 0 <= token < vocabulary), None)
         if beyond is not None:
             raise InvalidRequestError(
@@ -52,8 +56,10 @@ def _encode(prompt: Prompt | None, tokenizer: TokenizerLike) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def sampling_params(task: Task, *, prompt_length: int, max_model_len: int) -> SamplingParams:
-    """How vLLM is to sample for a task.
+def sampling_params(
+    task: Task, *, prompt_length: int, max_model_len: int, defaults: Mapping[str, Any]
+) -> SamplingParams:
+    """How vLLM is to sample for a task; `defaults` are the model's own, in vLLM's names.
 
     Raises InvalidRequestError for values that vLLM refuses, and for a prompt that leaves too little room.
     """
@@ -77,7 +83,7 @@ def sampling_params(task: Task, *, prompt_length: int, max_model_len: int) -> Sa
             max_tokens=min(room, DEFAULT_MAX_TOKENS) if sampling.max_tokens is None else sampling.max_tokens,
             seed=task.seed,
             output_kind=RequestOutputKind.DELTA,
-            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+            **{**defaults, **{name: value for name, value in given.items() if value is not None}},
         )
     except (ValueError, VLLMValidationError) as exc:
         raise InvalidRequestError(f"sampling: {exc}", reason="INVALID_SAMPLING") from exc

@@ -1,0 +1,132 @@
+"""A pipeline's engines, transforms and chunk policies in one process, chained by queues: no service, no connector.
+
+The baseline that a deployed pipeline is measured against, and compared with byte for byte.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from stagemesh.connectors.base import Packet
+from stagemesh.connectors.chunking import Chunker
+from stagemesh.orchestrator.spec import Edge, Pipeline, load_pipeline
+from stagemesh.services.engines.base import Emission, Engine, SamplingOptions, Task, Transform
+from stagemesh.services.serving.config import StageConfig
+from stagemesh.services.serving.plugins import import_factory, load_engine_card, load_transform_card
+
+
+@dataclass(frozen=True, eq=False)
+class LocalRun:
+    """What a request gave, and when, in seconds since it began."""
+
+    text: str
+    audio: npt.NDArray[np.float32]
+    first_text_s: float
+    first_audio_s: float
+    total_s: float
+
+
+class Queue:
+    """An edge: packets from one task to another, through the edge's chunk policy and transform."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._chunker = Chunker(edge.policy)
+        self._transform: Transform | None = None
+        if edge.transform:
+            self._transform = import_factory(load_transform_card(edge.transform).factory)()
+        self._packets: asyncio.Queue[Packet | None] = asyncio.Queue(maxsize=64)
+
+    async def put(self, packet: Packet | None) -> None:
+        """Sends a packet, or the end."""
+        for chunk in self._chunker.push(packet) if packet else self._chunker.finish():
+            await self._packets.put(chunk)
+        if packet is None:
+            await self._packets.put(None)
+
+    async def __aiter__(self) -> AsyncIterator[Packet]:
+        while (packet := await self._packets.get()) is not None:
+            for ready in self._transform.push(packet) if self._transform else [packet]:
+                yield ready
+        for ready in self._transform.finish() if self._transform else []:
+            yield ready
+
+
+class LocalPipeline:
+    """All stages of a pipeline, loaded in this process."""
+
+    def __init__(self, pipeline: Pipeline, engines: Mapping[str, Engine]) -> None:
+        self._pipeline, self._engines = pipeline, engines
+
+    @classmethod
+    @asynccontextmanager
+    async def started(
+        cls, name: str = "speech", overrides: Mapping[str, str] | None = None
+    ) -> AsyncIterator["LocalPipeline"]:
+        """Loads a pipeline's engines, and closes them at the end."""
+        pipeline = load_pipeline(name, overrides=overrides or {})
+        async with AsyncExitStack() as stack:
+            engines: dict[str, Engine] = {}
+            for stage in pipeline.stages.values():
+                config = StageConfig(
+                    pipeline=pipeline.name,
+                    generation=pipeline.generation,
+                    stage=stage.name,
+                    replica=stage.name,
+                    engine=stage.engine,
+                    listen="",
+                    function=stage.function,
+                    model=None if stage.model is None else str(stage.model),
+                    options=stage.options,
+                )
+                engine: Engine = import_factory(load_engine_card(stage.engine).factory)(config)
+                await engine.start(lambda _: None)
+                stack.push_async_callback(engine.close)
+                engines[stage.name] = engine
+            yield cls(pipeline, engines)
+
+    async def run(self, prompt: str, *, seed: int, max_tokens: int) -> LocalRun:
+        """One request."""
+        began_s = time.monotonic()
+        queues = {edge.name: Queue(edge) for edge in self._pipeline.edges}
+        outputs: dict[str, list[npt.NDArray[np.generic]]] = {}
+        first_s: dict[str, float] = {}
+
+        async def run_stage(stage: str) -> None:
+            inlets = {edge.name: queues[edge.name] for edge in self._pipeline.edges if edge.consumer == stage}
+            outlets = [queues[edge.name] for edge in self._pipeline.edges if edge.producer == stage]
+            task = Task(
+                request_id="local",
+                seed=seed,
+                prompt=None if inlets else prompt,
+                sampling=SamplingOptions(max_tokens=max_tokens),
+                inlets=inlets,
+            )
+            async for event in self._engines[stage].submit(task):
+                if isinstance(event, Emission):
+                    for name, tensor in event.packet.tensors.items():
+                        first_s.setdefault(f"{stage}.{name}", time.monotonic() - began_s)
+                        outputs.setdefault(f"{stage}.{name}", []).append(tensor)
+                    for outlet in outlets:
+                        await outlet.put(event.packet)
+            for outlet in outlets:
+                await outlet.put(None)
+
+        async with asyncio.TaskGroup() as group:
+            for stage in self._pipeline.stages:
+                group.create_task(run_stage(stage))
+        text, audio = (self._place(output) for output in ("text", "audio"))
+        return LocalRun(
+            text=b"".join(part.tobytes() for part in outputs[text]).decode(),
+            audio=np.concatenate(outputs[audio]).astype(np.float32),
+            first_text_s=first_s[text],
+            first_audio_s=first_s[audio],
+            total_s=time.monotonic() - began_s,
+        )
+
+    def _place(self, output: str) -> str:
+        return f"{self._pipeline.outputs[output].stage}.{self._pipeline.outputs[output].tensor}"
