@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stagemesh.connectors.base import ConnectorName, FramesPolicy
-from stagemesh.connectors.errors import StagemeshError
 from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.orchestrator.spec.carried import CarriedTensors, emitted, list_specs
 from stagemesh.orchestrator.spec.graph import Arc, find_cycle
 from stagemesh.orchestrator.spec.model import Edge, Stage
 from stagemesh.orchestrator.spec.problems import Problems, suggest
@@ -22,22 +22,26 @@ class EdgeResolver:
 
     def resolve(self, shape: PipelineShape, stages: Mapping[str, Stage]) -> tuple[Edge, ...]:
         """The edges whose ends exist, with all that is wrong about them noted."""
+        carried = CarriedTensors(self.catalog, self.problems)
         known = [i for i, edge in enumerate(shape.edges) if self._check_ends(i, edge, shape)]
         self._check_names(shape.edges)
         self._check_cycles(shape, known)
         given: dict[str, dict[str, TensorSpec]] = {}
-        broken = set[str]()
+        doubtful = set[str]()
         for i in known:
             edge = shape.edges[i]
-            self._check_transport(i, edge, stages.get(edge.producer))
-            tensors = self._carried(i, edge, stages)
+            producer, consumer = stages.get(edge.producer), stages.get(edge.consumer)
+            self._check_transport(i, edge, producer)
+            tensors = None
+            if producer is not None and consumer is not None:
+                tensors = carried.over(i, edge, producer=producer, consumer=consumer)
             if tensors is None:
-                broken.add(edge.consumer)
+                doubtful.add(edge.consumer)
             else:
                 given.setdefault(edge.consumer, {}).update(tensors)
         # A dangling edge is problem enough: whom it was to feed is not known.
         for stage in stages.values() if len(known) == len(shape.edges) else ():
-            if stage.name not in broken:
+            if stage.name not in doubtful:
                 self._check_fed(stage, given.get(stage.name))
         return tuple(_edge(shape.edges[i]) for i in known)
 
@@ -72,57 +76,8 @@ class EdgeResolver:
                 self.problems.add(
                     ("edges", index, "chunk"),
                     f"the tensors that stage {edge.producer!r} emits have no first axis in common to cut frames from "
-                    f"({_list(_emitted(producer))}); use `step` or `whole`",
+                    f"({list_specs(emitted(producer))}); use `step` or `whole`",
                 )
-
-    def _carried(self, index: int, edge: EdgeShape, stages: Mapping[str, Stage]) -> Mapping[str, TensorSpec] | None:
-        """What the consumer gets over this edge; None where that is wrong or not known."""
-        producer, consumer = stages.get(edge.producer), stages.get(edge.consumer)
-        if producer is None or consumer is None:
-            return None
-        carried = _emitted(producer)
-        if edge.transform is not None:
-            try:
-                card = self.catalog.transform(edge.transform)
-            except StagemeshError as exc:
-                self.problems.add(("edges", index, "transform"), exc.message)
-                return None
-            taker = f"transform {edge.transform!r}"
-            lacks = [name for name in card.takes if name not in carried]
-            fits = self._check_types(index, f"stage {producer.name!r}", carried, taker, card.takes)
-            if lacks:
-                self.problems.add(
-                    ("edges", index, "transform"),
-                    f"{taker} takes {_list(card.takes)}, but stage {producer.name!r} emits {_list(carried)}; "
-                    "choose another transform",
-                )
-            if lacks or not fits:
-                return None
-            carried = card.gives
-        giver = f"transform {edge.transform!r}" if edge.transform else f"stage {producer.name!r}"
-        accepts = consumer.signature.accepts
-        if not self._check_types(index, giver, carried, f"stage {consumer.name!r}", accepts):
-            return None
-        if accepts and not set(carried) & set(accepts):
-            self.problems.add(
-                ("edges", index),
-                f"{giver} gives {_list(carried)}, of which stage {consumer.name!r} accepts nothing "
-                f"(it accepts {_list(accepts)}); add a transform, or remove the edge",
-            )
-            return None
-        return {name: spec for name, spec in carried.items() if name in accepts}
-
-    def _check_types(
-        self, index: int, giver: str, given: Mapping[str, TensorSpec], taker: str, taken: Mapping[str, TensorSpec]
-    ) -> bool:
-        wrong = [name for name, spec in taken.items() if name in given and not spec.accepts(given[name])]
-        for name in wrong:
-            self.problems.add(
-                ("edges", index),
-                f"type mismatch: {giver} gives {name}: {given[name]}, {taker} expects {name}: {taken[name]}; "
-                "add or change the edge's transform",
-            )
-        return not wrong
 
     def _check_fed(self, stage: Stage, given: Mapping[str, TensorSpec] | None) -> None:
         accepts = stage.signature.accepts
@@ -135,12 +90,12 @@ class EdgeResolver:
         if missing and given is None:
             self.problems.add(
                 ("stages", stage.name),
-                f"no edge leads to stage {stage.name!r}, which accepts {_list(accepts)}; add one to `edges`",
+                f"no edge leads to stage {stage.name!r}, which accepts {list_specs(accepts)}; add one to `edges`",
             )
         elif missing:
             self.problems.add(
                 ("stages", stage.name),
-                f"no edge brings stage {stage.name!r} its {_list(missing)}; add one, or change a transform",
+                f"no edge brings stage {stage.name!r} its {list_specs(missing)}; add one, or change a transform",
             )
 
 
@@ -153,11 +108,3 @@ def _edge(shape: EdgeShape) -> Edge:
         connector=ConnectorName(shape.connector),
         policy=shape.policy,
     )
-
-
-def _emitted(stage: Stage) -> Mapping[str, TensorSpec]:
-    return {name: emitted.spec for name, emitted in stage.signature.emits.items()}
-
-
-def _list(specs: Mapping[str, TensorSpec]) -> str:
-    return ", ".join(f"{name}: {spec}" for name, spec in specs.items()) or "nothing"
