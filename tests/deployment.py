@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import grpc
 import psutil
 
 from stagemesh.client import Client
 from stagemesh.connectors.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
-
-import grpc
 
 READY_TIMEOUT_S = 50.0
 

@@ -2,10 +2,9 @@ import json
 import wave
 from pathlib import Path
 
+from stagemesh.connectors.errors import OverloadedError, UnavailableError
 from tests.cli.commands import stagemesh
 from tests.client.scripted import ScriptedOrchestrator, admitted, audio, finished, text
-
-from stagemesh.connectors.errors import OverloadedError, UnavailableError
 
 
 async def test_text_goes_to_stdout_and_the_rest_to_stderr(orchestrator: ScriptedOrchestrator) -> None:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+
 from tests.cli.commands import COMMAND, stagemesh
 from tests.launcher.processes import ended
 
@@ -49,7 +50,7 @@ async def _up(pipeline: Path) -> AsyncGenerator[Up]:
 
 
 def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}  # noqa: S108 - looked at, not written
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 async def _gone(process_id: int) -> bool:

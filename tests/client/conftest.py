@@ -1,10 +1,10 @@
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.client.scripted import ScriptedOrchestrator
 
 from stagemesh.services.serving.server import Server
 from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
+from tests.client.scripted import ScriptedOrchestrator
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
         self.description = DescribePipelineResponse()
 
     @streaming
-    async def Generate(  # type: ignore[override]  # noqa: N802
+    async def Generate(  # type: ignore[override]
         self, request: GenerateRequest, context: RpcContext
     ) -> AsyncIterator[GenerateResponse]:
         async with answering(context):
@@ -62,7 +62,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
                 else:
                     yield item
 
-    async def CancelRequest(  # type: ignore[override]  # noqa: N802
+    async def CancelRequest(  # type: ignore[override]
         self, request: CancelRequestRequest, context: RpcContext
     ) -> CancelRequestResponse:
         async with answering(context):
@@ -70,7 +70,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
                 raise NotFoundError(f"no request {request.request_id!r} runs", reason="UNKNOWN_REQUEST")
         return CancelRequestResponse()
 
-    async def DescribePipeline(  # type: ignore[override]  # noqa: N802
+    async def DescribePipeline(  # type: ignore[override]
         self, _request: DescribePipelineRequest, _context: RpcContext
     ) -> DescribePipelineResponse:
         return self.description

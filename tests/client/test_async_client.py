@@ -2,7 +2,6 @@ import asyncio
 
 import numpy as np
 import pytest
-from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, text
 
 from stagemesh.client import (
     Admitted,
@@ -24,6 +23,7 @@ from stagemesh.connectors.errors import (
 )
 from stagemesh.services.serving.server import Server
 from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
+from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, text
 
 QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1)
 

@@ -1,10 +1,10 @@
 import asyncio
 
 import pytest
-from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, text
 
 from stagemesh.client import Client, Result, RetryPolicy, Text
 from stagemesh.connectors.errors import NotFoundError, UnavailableError
+from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, text
 
 QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1)
 

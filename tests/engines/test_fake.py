@@ -5,13 +5,13 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
-from tests.engines.support import collect, packets, stage_config, text_of, text_stream
 
 from stagemesh.connectors.errors import InternalError, InvalidRequestError, NotFoundError, UnsupportedError
 from stagemesh.services.engines.base import SamplingOptions, Task, Usage
 from stagemesh.services.engines.fake import CARD
 from stagemesh.services.engines.fake.engine import FakeEngine
 from stagemesh.services.serving.plugins import load_engine_card
+from tests.engines.support import collect, packets, stage_config, text_of, text_stream
 
 
 def fake(function: str = "source", **options: float) -> FakeEngine:

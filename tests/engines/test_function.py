@@ -6,14 +6,14 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
-from tests.engines.functions import ECHO, ENTERED, GATE, SUMMING
-from tests.engines.support import collect, numbers_task, packets, stage_config, stream, text_of
 
 from stagemesh.connectors.base import Packet
 from stagemesh.connectors.errors import InternalError, InvalidChunkError, InvalidRequestError, NotReadyError
 from stagemesh.services.engines.base import Progress, Task, Usage
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.serving.plugins import FunctionCard
+from tests.engines.functions import ECHO, ENTERED, GATE, SUMMING
+from tests.engines.support import collect, numbers_task, packets, stage_config, stream, text_of
 
 
 @pytest.fixture(autouse=True)

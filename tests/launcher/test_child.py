@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.launcher.processes import SLEEPER, STUBBORN, ended
 
 from stagemesh.orchestrator.launcher.child import Child
+from tests.launcher.processes import SLEEPER, STUBBORN, ended
 
 SPAWNER = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True); "
 

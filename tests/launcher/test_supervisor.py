@@ -4,10 +4,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.launcher.processes import SLEEPER, Watched
 
 from stagemesh.connectors.errors import NotReadyError
 from stagemesh.orchestrator.launcher.states import ProcessState
+from tests.launcher.processes import SLEEPER, Watched
 
 
 async def test_a_killed_process_is_started_again(tmp_path: Path) -> None:

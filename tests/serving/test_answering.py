@@ -24,13 +24,13 @@ class Servicer(health_pb2_grpc.HealthServicer):
         self.body = body
         self.left = asyncio.Event()
 
-    async def Check(self, request: Request, context: Context) -> Response:  # noqa: ARG002, N802
+    async def Check(self, request: Request, context: Context) -> Response:
         async with answering(context, stage="thinker"):
             await self.body(context)
         return Response()
 
     @streaming
-    async def Watch(self, request: Request, context: Context) -> AsyncIterator[Response]:  # noqa: ARG002, N802
+    async def Watch(self, request: Request, context: Context) -> AsyncIterator[Response]:
         try:
             while True:
                 yield Response()
@@ -103,7 +103,7 @@ async def _pass(context: Context) -> None:
 
 
 async def _failure_of(error: Exception) -> StagemeshError:
-    async def fail(context: Context) -> None:  # noqa: ARG001
+    async def fail(context: Context) -> None:
         raise error
 
     async with _serving(Servicer(fail)) as channel:

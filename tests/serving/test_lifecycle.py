@@ -91,12 +91,12 @@ def test_late_child_of_a_dead_parent_ends_at_once() -> None:
 
 def _run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)  # noqa: S603
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
 
 
 @contextmanager
 def _started(code: str, argument: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", code, argument], stdout=subprocess.PIPE)  # noqa: S603
+    process = subprocess.Popen([sys.executable, "-c", code, argument], stdout=subprocess.PIPE)
     try:
         yield process
     finally:

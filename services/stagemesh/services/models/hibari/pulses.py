@@ -34,7 +34,7 @@ class PulseTrain:
         return self._pulses(_interpolate(known)) if count else np.empty(0, np.float32)
 
     def _pulses(self, pitch_hz: Floats) -> Floats:
-        """sum over h of cos(h t) = sin((H + 1/2) t) / (2 sin(t / 2)) - 1/2, for the H harmonics below the limit."""
+        """Sum over h of cos(h t) = sin((H + 1/2) t) / (2 sin(t / 2)) - 1/2, for the H harmonics below the limit."""
         voiced = pitch_hz > _VOICED_HZ
         pitch_hz = np.maximum(pitch_hz, np.float32(_VOICED_HZ))
         # A running sum adds one sample after the other, so that carrying it on changes no bit.
