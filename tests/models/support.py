@@ -43,6 +43,11 @@ def disk_fills_up(_source: Path, _target: Path, _report: Callable[[str], None]) 
     raise OSError(28, "No space left on device")
 
 
+def lacks_a_module(_source: Path, _target: Path, _report: Callable[[str], None]) -> None:
+    """A conversion where an extra was not installed."""
+    raise ImportError("No module named 'gguf'", name="gguf")
+
+
 class Recorder:
     """A Reporter that keeps what it was told."""
 

