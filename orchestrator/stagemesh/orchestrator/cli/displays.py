@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from stagemesh.orchestrator.cli.options import DEFAULT_SERVER
 from stagemesh.orchestrator.cli.tables import styled_state
 from stagemesh.orchestrator.launcher import ProcessState, ProcessStatus
 
@@ -48,7 +49,8 @@ class LineDisplay:
 
     def ready(self, endpoint: str) -> None:
         """Says how to go on."""
-        hint = f'stagemesh generate "Tell me a story." --server {endpoint}'
+        where = "" if endpoint == DEFAULT_SERVER else f" --server {endpoint}"
+        hint = f'stagemesh generate "Tell me a story."{where}'
         self._print(Text.assemble(("ready", "bold green"), f" at {endpoint}; try: {hint}"))
 
     def close(self, message: str = "") -> None:

@@ -59,6 +59,7 @@ def _plan_replica(pipeline: Pipeline, stage: Stage, *, address: ReplicaAddress, 
         model=None if stage.model is None else str(stage.model),
         options=stage.options,
         listen=address.endpoint,
+        data_plane=stage.data_plane,
         parent_pid=os.getpid(),
     )
     path = folder.write_config(address.name, dump_stage_config(config))

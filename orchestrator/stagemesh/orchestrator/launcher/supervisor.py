@@ -84,13 +84,14 @@ class Supervisor:
         pause_s = self._backoff.ended(time.monotonic())
         if pause_s is None:
             raise self._given_up(status)
-        self._tell(ProcessState.RESTARTING, f"{_describe_exit(status)}; starts again in {pause_s:.1f} s")
+        detail = f"{_describe_exit(status)}; starts again in {pause_s:.1f} s; its log is {self._spec.log}"
+        self._tell(ProcessState.RESTARTING, detail)
         await asyncio.sleep(pause_s)
 
     def _given_up(self, status: int) -> NotReadyError:
         spec = self._spec
         return NotReadyError(
-            f"{spec.name} was never ready and ended {self._failures} times, at last {_describe_exit(status)}; "
+            f"{spec.name} was never ready and ended {self._failures} times (at last it {_describe_exit(status)}); "
             f"its log {spec.log} ends with:\n{read_tail(spec.log)}",
             reason="START_FAILED",
             metadata={"replica": spec.name, "stage": spec.stage, "log": str(spec.log)},
@@ -104,5 +105,5 @@ class Supervisor:
 
 def _describe_exit(status: int) -> str:
     if status >= 0:
-        return f"with exit status {status}"
-    return f"killed by {signal.Signals(-status).name}"
+        return f"ended with exit status {status}"
+    return f"was killed by {signal.Signals(-status).name}"
