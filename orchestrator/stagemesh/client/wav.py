@@ -14,7 +14,7 @@ from stagemesh.connectors.errors import InvalidRequestError
 class WavWriter:
     """Writes float32 samples in [-1, 1] to a WAV file; beyond that range they are clipped.
 
-    The file is made with the first samples, in a folder that is made where it is missing; without samples there is none.
+    The file is made with the first samples, and its folder where that is missing; without samples there is none.
     """
 
     def __init__(self, path: Path | str) -> None:

@@ -1,26 +1,52 @@
 """`stagemesh models`: what prepares models runs in a process of its own, for it may import what is heavy."""
 
+import json
 import subprocess
 import sys
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Fetches models.", no_args_is_help=True)
+from stagemesh.orchestrator.cli.failures import AsJson
+
+app = typer.Typer(help="Fetches and lists models.", no_args_is_help=True)
 
 
 @app.command()
-def fetch(name: Annotated[str, typer.Argument(help="A model, or a shipped pipeline for all of its models.")]) -> None:
-    """Fetches and prepares models, once."""
-    _run("fetch", name)
+def fetch(
+    pipeline: Annotated[str, typer.Argument(metavar="PIPELINE", help="A shipped pipeline, for all of its models.")],
+    force: Annotated[bool, typer.Option("--force", help="Make them anew, also where they are there.")] = False,
+) -> None:
+    """Fetches and prepares the models of a pipeline, once."""
+    command = [sys.executable, "-m", "stagemesh.services.models", "fetch", pipeline, *(["--force"] if force else [])]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)  # noqa: S603 - our own module
 
 
 @app.command("list")
-def list_models() -> None:
-    """Lists the models that can be fetched, and which are here."""
-    _run("list")
+def list_models(as_json: AsJson = False) -> None:
+    """Lists the models of the shipped pipelines, and where they are."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    found = _places()
+    if as_json:
+        typer.echo(json.dumps(found, ensure_ascii=False))
+        return
+    table = Table("model", "pipeline", "where", box=None, padding=(0, 2, 0, 0))
+    for model in found:
+        missing = Text(f"missing: stagemesh models fetch {model['pipeline']}", style="yellow")
+        table.add_row(model["model"], model["pipeline"], Text(model["path"]) if model["path"] else missing)
+    Console(highlight=False).print(table)
 
 
-def _run(*arguments: str) -> None:
-    command = [sys.executable, "-m", "stagemesh.services.models", *arguments]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)  # noqa: S603 - our own module
+def _places() -> list[dict[str, str]]:
+    from stagemesh.orchestrator.spec import load_pipeline, shipped_pipelines
+    from stagemesh.services.serving.settings import find_model
+
+    return [
+        {"model": stage.model_name, "pipeline": name, "path": str(find_model(stage.model_name) or "")}
+        for name in shipped_pipelines()
+        for stage in load_pipeline(name, check_models=False).stages.values()
+        if stage.model_name
+    ]

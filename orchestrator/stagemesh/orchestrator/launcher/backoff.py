@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class RestartPolicy:
     """The pause doubles with each failure and is back at its first length after `healthy_s` of readiness.
 
-    A process that was never ready is given up after `quick_failures`, or after about half as many that took `slow_s` or more
-    each: what fails slowly, such as loading a model, does not get better by patience.
+    A process that was never ready is given up after `quick_failures`, or after about half as many that took `slow_s` or
+    more each: what fails slowly, such as loading a model, does not get better by patience.
     """
 
     first_pause_s: float = 0.1

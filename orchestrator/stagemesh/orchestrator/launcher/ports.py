@@ -32,14 +32,14 @@ class PortPicker:
 
 
 def check_listen(listen: str) -> None:
-    """Raises InvalidRequestError for what is no "host:port" here, NotReadyError (PORT_IN_USE) where a program holds it."""
+    """Raises InvalidRequestError for what is no "host:port", NotReadyError (PORT_IN_USE) where a program holds it."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise InvalidRequestError(f"{listen!r} is no address; write one like {HOST}:7780", reason="CANNOT_LISTEN")
     error = _bind_error(host.strip("[]"), int(port))
     if error is not None and error.errno == errno.EADDRINUSE:
         raise NotReadyError(
-            f"port {port} of {host} is in use, perhaps by another `stagemesh up`; end that, or choose a port with --port",
+            f"port {port} of {host} is in use, perhaps by another `stagemesh up`; end it, or choose a port with --port",
             reason="PORT_IN_USE",
             metadata={"listen": listen},
         )
