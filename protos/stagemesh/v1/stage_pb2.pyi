@@ -77,7 +77,7 @@ class ExecuteStepRequest(_message.Message):
     request_id: _builtins.str
     """The request, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'."""
     step_id: _builtins.str
-    """Names this call for idempotency, 1 to 128 such characters."""
+    """Names this call for idempotency, 1 to 256 such characters or '/'."""
     attempt: _builtins.int
     """The try at this stage's share, from 1. Lower than one seen before fails (STALE_ATTEMPT)."""
     max_steps: _builtins.int

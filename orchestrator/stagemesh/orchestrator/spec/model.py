@@ -9,6 +9,7 @@ from pydantic import JsonValue
 
 from stagemesh.connectors.base import ChunkPolicy, ConnectorName
 from stagemesh.orchestrator.spec.graph import Arc, ancestors
+from stagemesh.services.serving.config import DataPlaneConfig
 from stagemesh.services.serving.plugins import OutputKind, Signature
 
 WIRE_VERSION = 1
@@ -28,6 +29,7 @@ class Stage:
     replicas: int
     options: Mapping[str, JsonValue]
     signature: Signature
+    data_plane: DataPlaneConfig = DataPlaneConfig()
 
 
 @dataclass(frozen=True)

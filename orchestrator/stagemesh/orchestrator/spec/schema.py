@@ -2,18 +2,38 @@
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, StringConstraints, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, StringConstraints, Tag, model_validator
 
 from stagemesh.connectors.base import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.services.serving.config import DataPlaneConfig
 
 Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$", max_length=63)]
 OutputName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]*$", max_length=63)]
 Count: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
+Size: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
 Positive: TypeAlias = Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
 
 
 class _Shape(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataPlaneShape(_Shape):
+    """A stage's `data_plane`: the limits of each of its replicas."""
+
+    arena_bytes: Size = DataPlaneConfig.arena_bytes
+    window_bytes: Size = DataPlaneConfig.window_bytes
+    inline_limit_bytes: Size = DataPlaneConfig.inline_limit_bytes
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> "DataPlaneShape":
+        assert self.config, "the limits are checked where they are made"
+        return self
+
+    @property
+    def config(self) -> DataPlaneConfig:
+        """The limits in the replica's terms; raises ValueError where they do not hold together."""
+        return DataPlaneConfig(self.arena_bytes, self.window_bytes, self.inline_limit_bytes)
 
 
 class StageShape(_Shape):
@@ -24,6 +44,7 @@ class StageShape(_Shape):
     function: str | None = None
     replicas: Positive = 1
     options: dict[str, JsonValue] = {}
+    data_plane: DataPlaneShape = DataPlaneShape()
 
 
 class FramesShape(_Shape):

@@ -61,6 +61,7 @@ class StageResolver:
             function=shape.function,
             replicas=shape.replicas,
             options=shape.options,
+            data_plane=shape.data_plane.config,
             signature=signature,
         )
 
