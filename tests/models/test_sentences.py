@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from stagemesh.connectors.base import Packet
 from stagemesh.services.models.sentences import Sentences
 
-TEXTS = st.text(alphabet=st.sampled_from(list("ab CD.!?… \n\t\"”)',;é語Dr")), max_size=60)
+PARTS = [*"abJD.!?… \n\t\xa0\"”)',;é語", "Dr.", "Mr. ", ". ", "J. K. "]
+TEXTS = st.lists(st.sampled_from(PARTS), max_size=40).map("".join)
 
 
 def _sentences(pieces: list[bytes]) -> list[str]:
@@ -26,6 +27,7 @@ def test_pieces_do_not_change_the_sentences(text: str, cuts: list[int]) -> None:
 
 
 @given(text=TEXTS)
+@settings(max_examples=500, deadline=None)
 def test_nothing_but_white_space_is_lost(text: str) -> None:
     assert "".join("".join(_sentences([text.encode()])).split()) == "".join(text.split())
 
@@ -34,3 +36,11 @@ def test_sentence_is_let_go_when_the_next_begins() -> None:
     transform = Sentences()
     piece = Packet({"text": np.frombuffer(b"Dr. Smith came. He sa", np.uint8)})
     assert [out.tensors["text"].tobytes() for out in transform.push(piece)] == [b"Dr. Smith came."]
+
+
+def test_closing_quotes_stay_with_their_sentence() -> None:
+    assert _sentences(["She said “no.” Then she left.".encode()]) == ["She said “no.”", "Then she left."]
+
+
+def test_a_tab_hides_no_title() -> None:
+    assert _sentences([b"So.\tMr. J. Doe"]) == ["So.", "Mr. J. Doe"]

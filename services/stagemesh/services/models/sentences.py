@@ -1,12 +1,16 @@
 """Text as it comes, cut into sentences: each is let go as soon as what follows proves that it has ended."""
 
 import codecs
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from hibari import Hibari
 
 from stagemesh.connectors.base import Packet
+
+_OTHER_SPACE = re.compile(r"[^\S\n]")
+_CLOSING = re.compile(r"([\"”’)\]]*)\s*")
 
 
 class Sentences:
@@ -19,16 +23,36 @@ class Sentences:
 
     def push(self, packet: Packet) -> Sequence[Packet]:
         """See `Transform`."""
-        self._text += self._decoder.decode(packet.tensors["text"].tobytes())
-        *ended, last = Hibari.split_sentences(self._text) or [""]
+        self._text += _plain(self._decoder.decode(packet.tensors["text"].tobytes()))
+        *ended, last = split(self._text) or [""]
         # The last one goes on, with the white space behind it, which may turn out to separate words.
-        self._text = self._text[self._text.rfind(last) :] if last else ""
+        self._text = self._text[self._text.rindex(last) :]
         return [_packet(sentence) for sentence in ended]
 
     def finish(self) -> Sequence[Packet]:
         """See `Transform`."""
-        text, self._text = self._text + self._decoder.decode(b"", final=True), ""
-        return [_packet(sentence) for sentence in Hibari.split_sentences(text)]
+        text, self._text = self._text + _plain(self._decoder.decode(b"", final=True)), ""
+        return [_packet(sentence) for sentence in split(text)]
+
+
+def split(text: str) -> list[str]:
+    """The sentences of `text` by hibari's rules, each with the quotes and brackets that close it, which hibari drops."""
+    return list(_closed(text, Hibari.split_sentences(text)))
+
+
+def _closed(text: str, sentences: Sequence[str]) -> Iterator[str]:
+    start = len(text) - len(text.lstrip())
+    for sentence in sentences:
+        closing = _CLOSING.match(text, start + len(sentence))
+        assert closing is not None, "the pattern matches nothing too"
+        yield text[start : closing.end(1)]
+        start = closing.end()
+
+
+def _plain(text: str) -> str:
+    # hibari looks for a title before a full stop back to a space; a tab would let it see into the sentence before,
+    # which is gone where it came in an earlier packet.
+    return _OTHER_SPACE.sub(" ", text)
 
 
 def _packet(sentence: str) -> Packet:
