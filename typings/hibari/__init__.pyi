@@ -1,0 +1,16 @@
+# The part of hibari-tts that Stagemesh uses.
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+class _Session:
+    def run(self, output_names: None, inputs: Mapping[str, object]) -> list[npt.NDArray[np.float32]]: ...
+
+class Hibari:
+    sess: _Session
+    def __init__(self, *, model: str | None = None, threads: int = 1) -> None: ...
+    @staticmethod
+    def split_sentences(text: str) -> list[str]: ...
+    def phonemize(self, text: str) -> list[str]: ...
+    def ids(self, phonemes: str) -> list[int]: ...
