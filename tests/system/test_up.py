@@ -1,6 +1,5 @@
 """A pipeline of fake stages as real processes: results, cancels, kills, restarts, limits."""
 
-import os
 import signal
 import subprocess
 import time
@@ -148,7 +147,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 def test_nothing_is_left_when_up_is_killed(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = set(Path("/dev/shm").iterdir())
     with pytest.raises(AssertionError, match="status -9"), deployed(relays(tmp_path)) as up:
         children = psutil.Process(up.process.pid).children(recursive=True)
         assert len(children) == 4
@@ -156,7 +155,7 @@ def test_nothing_is_left_when_up_is_killed(tmp_path: Path) -> None:
         gone, alive = psutil.wait_procs(children, timeout=5)
         assert not alive
         assert len(gone) == 4
-    assert set(os.listdir("/dev/shm")) == before
+    assert set(Path("/dev/shm").iterdir()) == before
 
 
 def test_up_says_which_port_is_in_use(tmp_path: Path, shared: Deployment) -> None:

@@ -1,0 +1,105 @@
+"""The speech pipeline, for real: three stage services as processes, heard through Whisper."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from benchmarks.local import LocalPipeline
+from stagemesh.client import AudioChunk, Result
+from stagemesh.connectors.errors import InvalidRequestError, UnavailableError
+from tests.deployment import Deployment, deployed, eventually
+from tests.speech.whisper import transcribe, word_error_rate
+
+pytestmark = [pytest.mark.speech, pytest.mark.timeout(300)]
+
+PROMPTS = (
+    "Why is the sea salty? Answer in three short sentences.",
+    "Describe a walk in the forest in two sentences.",
+    "Tell me what a bicycle is, briefly.",
+)
+TOPICS = ("river", "castle", "garden", "mountain", "kitchen", "library", "desert", "forest")
+SEED = 7
+MAX_TOKENS = 70
+
+
+@pytest.fixture(scope="module", params=["shm", "grpc"])
+def speech(request: pytest.FixtureRequest) -> Iterator[Deployment]:
+    with deployed("speech", "--set", f"edges.*.connector={request.param}") as up:
+        yield up
+
+
+def _ask(up: Deployment, prompt: str, *, seed: int = SEED, max_tokens: int = MAX_TOKENS) -> Result:
+    with up.client() as client:
+        return client.generate(prompt, seed=seed, max_tokens=max_tokens).result()
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_whisper_hears_what_the_thinker_wrote(speech: Deployment, prompt: str) -> None:
+    result = _ask(speech, prompt)
+    heard = transcribe(result.audio, result.sample_rate_hz)
+    assert len(result.text.split()) >= 10
+    assert word_error_rate(result.text, heard) <= 0.10, f"said {result.text!r}, heard {heard!r}"
+
+
+def test_every_edge_uses_the_connector_that_was_asked_for(speech: Deployment, request: pytest.FixtureRequest) -> None:
+    result = _ask(speech, PROMPTS[2], max_tokens=20)
+    assert {edge.connector for edge in result.finished.edges.values()} == {request.node.callspec.params["speech"]}
+
+
+async def test_sound_is_that_of_one_process(speech: Deployment) -> None:
+    async with LocalPipeline.started() as local:
+        alone = await local.run(PROMPTS[0], seed=SEED, max_tokens=MAX_TOKENS)
+    served = _ask(speech, PROMPTS[0])
+    assert served.text == alone.text
+    np.testing.assert_array_equal(served.audio, alone.audio)
+
+
+def test_first_sound_comes_while_the_thinker_writes(speech: Deployment) -> None:
+    result = _ask(speech, PROMPTS[0])
+    assert result.first_audio_s is not None
+    assert result.first_audio_s < result.finished.stages["thinker"].timings.finished_s
+
+
+def test_eight_at_once_are_each_heard_saying_their_own(speech: Deployment) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        prompts = [f"Describe a {topic} in one sentence." for topic in TOPICS]
+        results = list(pool.map(lambda prompt: _ask(speech, prompt, max_tokens=40), prompts))
+    heard = [transcribe(result.audio, result.sample_rate_hz) for result in results]
+    for topic, result, words in zip(TOPICS, results, heard, strict=True):
+        assert topic in result.text.lower()
+        assert word_error_rate(result.text, words) <= 0.5, f"said {result.text!r}, heard {words!r}"
+    assert word_error_rate(" ".join(result.text for result in results), " ".join(heard)) <= 0.10
+    eventually(speech.idle, timeout_s=1)
+
+
+def test_client_that_hangs_up_leaves_nothing(speech: Deployment) -> None:
+    with speech.client() as client:
+        for event in client.generate(PROMPTS[0], seed=SEED, max_tokens=200):
+            if isinstance(event, AudioChunk):
+                break
+    assert eventually(speech.idle, timeout_s=1) < 1
+
+
+@pytest.mark.parametrize("victim", ["thinker", "acoustic", "vocoder"])
+def test_killed_stage_is_named_and_the_next_request_succeeds(speech: Deployment, victim: str) -> None:
+    first = speech.process_id(f"{victim}-0")
+    with speech.client() as client:
+        with pytest.raises(UnavailableError, match=f"stage '{victim}'"):
+            for event in client.generate(PROMPTS[0], seed=SEED, max_tokens=200):
+                if isinstance(event, AudioChunk) and speech.process_id(f"{victim}-0") == first:
+                    speech.kill(f"{victim}-0")
+                    killed_s = time.monotonic()
+        assert time.monotonic() - killed_s < 3
+    speech.wait(lambda up: up.all_ready() and up.process_id(f"{victim}-0") != first)
+    assert len(_ask(speech, PROMPTS[2], max_tokens=16).audio) > 0
+
+
+@pytest.mark.parametrize(("prompt", "reason"), [("", "EMPTY_PROMPT"), ("word " * 3000, "PROMPT_TOO_LONG")])
+def test_prompts_that_cannot_run_say_why(speech: Deployment, prompt: str, reason: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        _ask(speech, prompt)
+    assert caught.value.reason == reason
+    eventually(speech.idle, timeout_s=1)
