@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from stagemesh.connectors import wire
 from stagemesh.connectors.arena import Arena
@@ -89,7 +89,7 @@ class DataPlane:
         link.add(flow)
         return flow
 
-    async def replay(self, key: EdgeKey, *, first_seq: int) -> AsyncIterator[stage_pb2.GetChunkResponse]:
+    async def replay(self, key: EdgeKey, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
         """The chunks of a flow from `first_seq` on, up to its end; NotFoundError where they are gone."""
         flow = next((found for link in self._links.values() if (found := link.find(key))), None)
         if flow is None:
@@ -127,7 +127,7 @@ class DataPlane:
 
     async def serve_put(
         self, requests: AsyncIterator[stage_pb2.PutChunkRequest]
-    ) -> AsyncIterator[stage_pb2.PutChunkResponse]:
+    ) -> AsyncGenerator[stage_pb2.PutChunkResponse]:
         """A producer's PutChunk stream, from its Hello to its end."""
         session = await self._greet(requests)
         self._sessions.add(session)

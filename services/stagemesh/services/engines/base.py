@@ -1,6 +1,6 @@
 """The contract between a stage's runtime and whatever computes."""
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -100,7 +100,7 @@ class Engine(Protocol):
     async def start(self, report: Callable[[str], None]) -> None:
         """Loads the model; `report` takes a line for people at each phase. Called once, before anything else."""
 
-    def submit(self, task: Task) -> AsyncIterator[EngineEvent]:
+    def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """Runs a task: an async generator that ends with Usage. Closing it, or cancelling whoever iterates, aborts the
         task within one step and frees what it held. Not iterating on holds this task up and no other.
 

@@ -1,0 +1,33 @@
+"""`python -m stagemesh.services.stage --config FILE`: one replica of one stage."""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.services.serving.config import load_stage_config
+from stagemesh.services.serving.lifecycle import run_service
+from stagemesh.services.stage.process import serve
+
+_EXIT_USAGE = 2
+
+
+def main() -> int:
+    """Serves what the config file says until SIGTERM or SIGINT; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m stagemesh.services.stage", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="a StageConfig as JSON")
+    path: Path = parser.parse_args().config
+    try:
+        config = load_stage_config(path)
+    except InvalidRequestError as exc:
+        sys.stderr.write(f"{exc.message}\n")
+        return _EXIT_USAGE
+    except OSError as exc:
+        sys.stderr.write(f"{path}: {exc.strerror}\n")
+        return _EXIT_USAGE
+    return run_service(partial(serve, config), parent_pid=config.parent_pid)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

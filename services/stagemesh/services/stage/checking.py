@@ -1,0 +1,124 @@
+"""The checks that an order passes before anything is held for it."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
+from stagemesh.services.engines.base import Prompt, SamplingOptions, Task
+from stagemesh.services.serving.plugins import Signature
+from stagemesh.services.stage.order import StepOrder
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# An orchestrator puts request, stage and attempt into it.
+_STEP_ID = re.compile(r"[A-Za-z0-9._:/-]{1,256}")
+_SAMPLING: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+    "max_tokens": ("at least 1", lambda value: value >= 1),
+    "temperature": ("at least 0", lambda value: value >= 0),
+    "top_p": ("over 0 and at most 1", lambda value: 0 < value <= 1),
+    "repetition_penalty": ("over 0", lambda value: value > 0),
+}
+_ROLES = frozenset({"system", "user", "assistant"})
+
+
+def check_order(order: StepOrder, signature: Signature, *, engine: str) -> None:
+    """Raises InvalidRequestError or UnsupportedError, naming what is wrong and what is allowed."""
+    check_request_id(order.request_id)
+    if not _STEP_ID.fullmatch(order.step_id):
+        raise InvalidRequestError(
+            f"step_id is {order.step_id[:270]!r}; it must be 1 to 256 letters, digits, '.', '_', ':', '-' or '/'",
+            reason="INVALID_ID",
+        )
+    if order.attempt < 1:
+        raise InvalidRequestError("attempt is 0; attempts count from 1")
+    _check_abilities(order.task, engine=engine)
+    _check_edges(order, signature)
+    _check_known("tensor", order.streamed, signature.emits)
+    _check_options(order.task, signature)
+    _check_sampling(order.task.sampling)
+    if not signature.accepts:
+        _check_prompt(order.task.prompt)
+
+
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidRequestError for what cannot name a request."""
+    if not _REQUEST_ID.fullmatch(request_id):
+        raise InvalidRequestError(
+            f"request_id is {request_id[:140]!r}; it must be 1 to 128 letters, digits, '.', '_', ':' or '-'",
+            reason="INVALID_ID",
+        )
+
+
+def _check_abilities(task: Task, *, engine: str) -> None:
+    for name, asked in (("max_steps", task.max_steps), ("resume_from", task.resume_from)):
+        if asked is not None:
+            raise UnsupportedError(
+                f"engine {engine} cannot pause or resume; leave {name} unset to run the step to its end",
+                metadata={"engine": engine},
+            )
+
+
+def _check_edges(order: StepOrder, signature: Signature) -> None:
+    for direction, edges in (
+        ("inputs", [binding.edge for binding in order.inputs]),
+        ("outputs", [binding.edge for binding in order.outputs]),
+    ):
+        for edge, count in Counter(edges).items():
+            if not edge or count > 1:
+                problem = f"{edge!r} twice" if edge else "without a name"
+                raise InvalidRequestError(f"{direction} hold an edge {problem}", reason="INVALID_EDGE")
+    for binding in order.outputs:
+        if not binding.consumer or not binding.endpoint:
+            raise InvalidRequestError(f"edge {binding.edge} needs a consumer and an endpoint", reason="INVALID_EDGE")
+    if order.inputs and not signature.accepts:
+        bound = ", ".join(binding.edge for binding in order.inputs)
+        raise InvalidRequestError(f"this stage takes the prompt and no edge; unbind {bound}", reason="UNKNOWN_EDGE")
+    if signature.accepts and not order.inputs:
+        raise InvalidRequestError(
+            f"nothing feeds this stage; bind an edge that brings {', '.join(signature.accepts)}",
+            reason="MISSING_INPUT",
+        )
+
+
+def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise InvalidRequestError(
+                f"unknown {what} {name!r}; this stage knows {', '.join(known) or 'none'}",
+                reason=f"UNKNOWN_{what.upper()}",
+            )
+
+
+def _check_options(task: Task, signature: Signature) -> None:
+    _check_known("option", task.options, signature.options)
+    for name, value in task.options.items():
+        spec = signature.options[name]
+        if not spec.minimum <= value <= spec.maximum:
+            raise InvalidRequestError(
+                f"option {name} is {value:g}; it must be from {spec.minimum:g} to {spec.maximum:g}",
+                reason="INVALID_OPTION",
+            )
+
+
+def _check_sampling(sampling: SamplingOptions) -> None:
+    for name, (allowed, holds) in _SAMPLING.items():
+        value: float | None = getattr(sampling, name)
+        if value is not None and not (math.isfinite(value) and holds(value)):
+            raise InvalidRequestError(f"{name} is {value:g}; it must be {allowed}", reason="INVALID_SAMPLING")
+    if "" in sampling.stop:
+        raise InvalidRequestError("a stop text is empty; leave it out", reason="INVALID_SAMPLING")
+
+
+def _check_prompt(prompt: Prompt | None) -> None:
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise InvalidRequestError(
+            "the prompt is empty; give some text, a conversation or token ids", reason="EMPTY_PROMPT"
+        )
+    if isinstance(prompt, str):
+        return
+    for message in prompt:
+        if not isinstance(message, int) and message.role not in _ROLES:
+            raise InvalidRequestError(
+                f"a message's role is {message.role!r}; it must be {', '.join(sorted(_ROLES))}", reason="INVALID_ROLE"
+            )

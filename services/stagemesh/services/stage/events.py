@@ -1,0 +1,64 @@
+"""What a caller of ExecuteStep hears, free of the wire."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from stagemesh.connectors.base import FlowUsage
+from stagemesh.connectors.tensors import Array
+from stagemesh.services.engines.base import Progress, Usage
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The step is known, its inlets are open."""
+
+    queue_position: int
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Samples to append."""
+
+    samples: Array
+    sample_rate_hz: int
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An encoded picture."""
+
+    data: bytes
+    media_type: str
+
+
+Content: TypeAlias = str | Sound | Picture | Array
+
+
+@dataclass(frozen=True)
+class Output:
+    """A piece of a streamed tensor, numbered by name from 0."""
+
+    name: str
+    seq: int
+    content: Content
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds since the step was accepted."""
+
+    started_s: float
+    first_output_s: float | None
+    finished_s: float
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The engine is done and all chunks have arrived."""
+
+    usage: Usage
+    timings: Timings
+    edges: tuple[FlowUsage, ...]
+
+
+StepEvent: TypeAlias = Accepted | Progress | Output | Finished

@@ -1,0 +1,48 @@
+"""What a caller of ExecuteStep asks for, free of the wire."""
+
+from dataclasses import dataclass
+
+from stagemesh.connectors.base import ChunkPolicy, ConnectorName
+from stagemesh.services.engines.base import Task
+
+
+@dataclass(frozen=True)
+class InputBinding:
+    """An incoming edge, and the replica that feeds it."""
+
+    edge: str
+    producer: str
+    transform: str = ""
+    """The name of a transform; empty for none."""
+
+
+@dataclass(frozen=True)
+class OutputBinding:
+    """An outgoing edge, and the replica that it feeds."""
+
+    edge: str
+    consumer: str
+    endpoint: str
+    connector: ConnectorName
+    policy: ChunkPolicy
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """One stage's share of a request."""
+
+    step_id: str
+    attempt: int
+    task: Task
+    """What the engine is to do; its inlets are opened by the run."""
+    inputs: tuple[InputBinding, ...] = ()
+    outputs: tuple[OutputBinding, ...] = ()
+    streamed: tuple[str, ...] = ()
+    """The emitted tensors that the caller hears."""
+    fingerprint: bytes = b""
+    """Equal for calls of equal content."""
+
+    @property
+    def request_id(self) -> str:
+        """The request."""
+        return self.task.request_id

@@ -1,0 +1,86 @@
+"""What an engine emits, as pieces for a client."""
+
+import codecs
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from stagemesh.connectors.base import Packet
+from stagemesh.connectors.channels import MAX_MESSAGE_BYTES
+from stagemesh.connectors.errors import UnsupportedError
+from stagemesh.connectors.tensors import Array
+from stagemesh.services.serving.plugins import Emitted
+from stagemesh.services.stage.events import Content, Output, Picture, Sound
+
+_SOUND_PIECE_BYTES = 1 << 20
+# A message holds more than the tensor alone.
+_MAX_TENSOR_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
+_MEDIA_TYPES: Mapping[bytes, str] = {
+    b"\x89PNG": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"RIFF": "image/webp",
+}
+
+
+class StreamedOutputs:
+    """Turns one run's emissions into numbered pieces of the tensors that its caller hears."""
+
+    def __init__(self, names: Sequence[str], emits: Mapping[str, Emitted]) -> None:
+        self._emitted = {name: emits[name] for name in names}
+        self._next_seqs = dict.fromkeys(names, 0)
+        # An emission may end within a character.
+        self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in names}
+
+    def push(self, packet: Packet) -> Iterator[Output]:
+        """The pieces that `packet` brings. Raises UnsupportedError for what no message can hold."""
+        for name, emitted in self._emitted.items():
+            tensor = packet.tensors.get(name)
+            if tensor is not None and tensor.size:
+                yield from self._number(name, self._contents(name, emitted, tensor))
+
+    def finish(self) -> Iterator[Output]:
+        """What was held back."""
+        for name, decoder in self._decoders.items():
+            rest = decoder.decode(b"", final=True)
+            yield from self._number(name, [rest] if rest else [])
+
+    def _contents(self, name: str, emitted: Emitted, tensor: Array) -> Iterable[Content]:
+        if emitted.kind == "text":
+            text = self._decoders[name].decode(tensor.tobytes())
+            return [text] if text else []
+        if emitted.kind == "audio":
+            return [Sound(samples, emitted.sample_rate_hz) for samples in _cut(tensor)]
+        if tensor.nbytes > _MAX_TENSOR_BYTES:
+            raise UnsupportedError(
+                f"output {name} is {tensor.nbytes} bytes; a client can be sent {_MAX_TENSOR_BYTES}: "
+                "ask for another output, or for a smaller one",
+                reason="OUTPUT_TOO_LARGE",
+            )
+        if emitted.kind == "image":
+            data = tensor.tobytes()
+            return [Picture(data, _media_type(data))]
+        return [_own(tensor)]
+
+    def _number(self, name: str, contents: Iterable[Content]) -> Iterator[Output]:
+        for content in contents:
+            yield Output(name, self._next_seqs[name], content)
+            self._next_seqs[name] += 1
+
+
+def _cut(samples: Array) -> Iterator[Array]:
+    """Stretches that fit in a message."""
+    step = max(1, _SOUND_PIECE_BYTES * len(samples) // max(1, samples.nbytes))
+    for start in range(0, len(samples), step):
+        yield _own(samples[start : start + step])
+
+
+def _own(tensor: Array) -> Array:
+    """A copy: a view may hold a lease on another replica's arena, and outputs are kept for callers to come."""
+    return np.array(tensor)
+
+
+def _media_type(data: bytes) -> str:
+    for magic, media_type in _MEDIA_TYPES.items():
+        if data.startswith(magic):
+            return media_type
+    return "application/octet-stream"

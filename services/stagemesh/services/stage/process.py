@@ -1,0 +1,88 @@
+"""Puts a stage replica together and serves it to its end."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.services.engines.base import Engine
+from stagemesh.services.serving.config import StageConfig
+from stagemesh.services.serving.lifecycle import bind_forks_to_this_process
+from stagemesh.services.serving.logs import bind_log_context
+from stagemesh.services.serving.plugins import import_factory, load_engine_card
+from stagemesh.services.serving.server import Server
+from stagemesh.services.stage.runtime import StageRuntime
+from stagemesh.services.stage.servicer import SERVICE_NAME, StageServicer
+from stagemesh.v1 import stage_pb2_grpc
+
+LIVENESS = "liveness"
+_DRAIN_GRACE_S = 10.0
+_STOP_GRACE_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
+    """Serves until `stopping` is set, then finishes what runs; raises what keeps the engine from working.
+
+    The facets "" and the service's name are SERVING while steps are taken, "liveness" from the start.
+    """
+    bind_log_context(stage=config.stage)
+    bind_forks_to_this_process()
+    server = Server(config.listen)
+    runtime = _make_runtime(config)
+    stage_pb2_grpc.add_StageServiceServicer_to_server(StageServicer(runtime), server.grpc)
+    server.reflect(SERVICE_NAME)
+    server.set_health(LIVENESS, serving=True)
+    _set_serving(server, serving=False)
+    try:
+        await server.start()
+        await _work(runtime, server, stopping)
+    finally:
+        _set_serving(server, serving=False)
+        await runtime.drain(grace_s=_DRAIN_GRACE_S)
+        await runtime.close()
+        await server.stop(grace_s=_STOP_GRACE_S)
+
+
+async def _work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -> None:
+    if not await _unless(stopping, runtime.start()):
+        return
+    _set_serving(server, serving=True)
+    _log.info("ready")
+    await _unless(stopping, runtime.watch_engine())
+
+
+async def _unless(stopping: asyncio.Event, work: Coroutine[object, object, None]) -> bool:
+    """Whether `work` ended before `stopping` was set; it is cancelled otherwise. Raises what it raises."""
+    working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            await working
+            return True
+        return False
+    finally:
+        for task in (working, stopped):
+            task.cancel()
+        await asyncio.wait([working, stopped])
+
+
+def _make_runtime(config: StageConfig) -> StageRuntime:
+    card = load_engine_card(config.engine)
+    limits = config.data_plane
+    data_plane = DataPlane(
+        replica=config.replica,
+        pipeline=config.pipeline,
+        generation=config.generation,
+        arena_bytes=limits.arena_bytes,
+        window_bytes=limits.window_bytes,
+        inline_limit_bytes=limits.inline_limit_bytes,
+    )
+    engine: Engine = import_factory(card.factory)(config)
+    return StageRuntime(engine, data_plane, config, card.signature(config.function))
+
+
+def _set_serving(server: Server, *, serving: bool) -> None:
+    for facet in ("", SERVICE_NAME):
+        server.set_health(facet, serving=serving)

@@ -1,0 +1,174 @@
+"""What a stage replica does, free of gRPC: takes orders, keeps runs, reports its state and its load."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Sequence
+
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.errors import (
+    CancelledRequestError,
+    NotReadyError,
+    OverloadedError,
+    StagemeshError,
+    UnavailableError,
+)
+from stagemesh.services.engines.base import Engine, EngineLoad
+from stagemesh.services.serving.config import StageConfig
+from stagemesh.services.serving.plugins import Signature
+from stagemesh.services.stage.checking import check_order, check_request_id
+from stagemesh.services.stage.events import StepEvent
+from stagemesh.services.stage.load import ReplicaState, StageLoad, free_memory_bytes
+from stagemesh.services.stage.order import StepOrder
+from stagemesh.services.stage.run_book import RunBook
+from stagemesh.services.stage.step_run import StepRun
+
+_log = logging.getLogger(__name__)
+
+_MIN_RETRY_S, _MAX_RETRY_S = 0.1, 10.0
+
+
+class StageRuntime:
+    """One replica of one stage. Owns the engine and the data plane, and awaits every run that it starts."""
+
+    def __init__(self, engine: Engine, data_plane: DataPlane, config: StageConfig, signature: Signature) -> None:
+        self.data_plane, self.config, self.signature = data_plane, config, signature
+        self.state = ReplicaState.LOADING
+        self.detail = "starting"
+        self.closed = asyncio.Event()
+        self._engine = engine
+        self._where = {"stage": config.stage, "replica": config.replica}
+        self._book = RunBook()
+
+    # -- its life
+
+    async def start(self) -> None:
+        """Loads the engine, which makes the replica READY; raises NotReadyError (LOAD_FAILED) and is FAILED then."""
+        try:
+            await self._engine.start(self._report)
+        except StagemeshError as exc:
+            self._fail(exc.message)
+            raise exc.located(**self._where) from exc
+        except Exception as exc:
+            _log.exception("the engine failed to load in a way that it does not name")
+            self._fail(f"{type(exc).__name__}: {exc}")
+            message = f"engine {self.config.engine} of stage {self.config.stage} failed to load: {self.detail}"
+            raise NotReadyError(message, reason="LOAD_FAILED", metadata=self._where) from exc
+        if self.state is ReplicaState.LOADING:
+            self.state, self.detail = ReplicaState.READY, ""
+
+    async def watch_engine(self) -> None:
+        """Runs until the engine dies: fails every run, and raises UnavailableError with the cause."""
+        cause = await self._engine.wait_failed()
+        self._fail(cause)
+        error = UnavailableError(f"stage {self.config.stage}: {cause}", reason="ENGINE_DIED", metadata=self._where)
+        await self._stop(self._book.running(), error)
+        raise error
+
+    async def drain(self, *, grace_s: float) -> None:
+        """Refuses new steps, gives those that run `grace_s`, and stops the rest."""
+        if self.state is not ReplicaState.FAILED:
+            self.state, self.detail = ReplicaState.DRAINING, "finishing what runs"
+        running = self._book.running()
+        if running:
+            _log.info("%d steps run still; they have %.0f s", len(running), grace_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await _ended(running)
+        left = [run for run in running if run.running]
+        await self._stop(left, UnavailableError(f"replica {self.config.replica} shuts down", reason="SHUTDOWN"))
+
+    async def close(self) -> None:
+        """Stops everything and frees the engine and the data plane. Closing twice is harmless."""
+        if self.closed.is_set():
+            return
+        self.closed.set()
+        await self.drain(grace_s=0)
+        self._book.close()
+        await self._engine.close()
+        await self.data_plane.close()
+
+    # -- steps
+
+    async def execute(self, order: StepOrder, *, time_left_s: float | None) -> AsyncGenerator[StepEvent]:
+        """The events of a step, from its first one; starts it unless it is known. Raises what it failed with.
+
+        Iterate within `contextlib.aclosing`: the step is cancelled when its last caller leaves.
+        """
+        deadline_s = None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s
+        run = self._admit(order, deadline_s=deadline_s)
+        async with contextlib.aclosing(run.journal.follow()) as events:
+            async for event in events:
+                yield event
+
+    async def cancel(self, request_id: str, *, attempt: int, reason: str) -> int:
+        """Stops a request's steps of this attempt and those before it (0: all); returns, once they ended, how many."""
+        check_request_id(request_id)
+        runs = list(self._book.of_request(request_id, up_to_attempt=attempt))
+        await self._stop(runs, CancelledRequestError(reason or "the step was cancelled", metadata=self._where))
+        return len(runs)
+
+    # -- figures
+
+    def load(self) -> StageLoad:
+        """The load at this moment."""
+        engine = EngineLoad(0, 0) if self.state is ReplicaState.LOADING else self._engine.load()
+        plane = self.data_plane
+        return StageLoad(
+            running=engine.running,
+            queued=engine.queued,
+            work_s=engine.work_s,
+            arena_used_bytes=plane.arena_used_bytes,
+            arena_size_bytes=plane.arena_size_bytes,
+            credit_bytes=plane.credit_bytes,
+            free_memory_bytes=free_memory_bytes(),
+        )
+
+    # -- inner workings
+
+    def _admit(self, order: StepOrder, *, deadline_s: float | None) -> StepRun:
+        check_order(order, self.signature, engine=self.config.engine)
+        known = self._book.find(order)
+        if known is not None:
+            known.extend(deadline_s=deadline_s)
+            return known
+        self._check_ready()
+        self._check_room()
+        run = StepRun(
+            order, engine=self._engine, data_plane=self.data_plane, signature=self.signature, where=self._where
+        )
+        self._book.add(run)
+        run.start(deadline_s=deadline_s, on_ended=self._book.retire)
+        return run
+
+    def _check_ready(self) -> None:
+        if self.state is not ReplicaState.READY:
+            raise NotReadyError(
+                f"replica {self.config.replica} of stage {self.config.stage} is {self.state.value}"
+                f"{': ' if self.detail else ''}{self.detail}; try again when it is ready"
+            )
+
+    def _check_room(self) -> None:
+        held = len(self._book.running())
+        if held >= self.config.max_queued:
+            retry_after_s = min(_MAX_RETRY_S, max(_MIN_RETRY_S, self._engine.load().work_s))
+            raise OverloadedError(
+                f"stage {self.config.stage} holds {held} steps, its max_queued; try again in {retry_after_s:.1f} s",
+                retry_after_s=retry_after_s,
+            )
+
+    def _report(self, line: str) -> None:
+        self.detail = line
+        _log.info("%s", line)
+
+    def _fail(self, detail: str) -> None:
+        self.state, self.detail = ReplicaState.FAILED, detail
+
+    async def _stop(self, runs: Sequence[StepRun], cause: StagemeshError) -> None:
+        for run in runs:
+            run.stop(cause)
+        await _ended(runs)
+
+
+async def _ended(runs: Sequence[StepRun]) -> None:
+    await asyncio.gather(*(run.ended() for run in runs))

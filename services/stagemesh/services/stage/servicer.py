@@ -1,0 +1,105 @@
+"""StageService: translates, and leaves every decision to the runtime."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.connectors.wire import key_from_wire
+from stagemesh.services.serving.answering import answering, streaming, time_left_s
+from stagemesh.services.stage.runtime import StageRuntime
+from stagemesh.services.stage.translate import description_to_wire, event_to_wire, load_to_wire, order_from_wire
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+
+if TYPE_CHECKING:
+    import grpc
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+SERVICE_NAME = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
+_DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.05
+
+
+class StageServicer(stage_pb2_grpc.StageServiceServicer):
+    """Serves one replica."""
+
+    def __init__(self, runtime: StageRuntime) -> None:
+        self._runtime = runtime
+        self._where = {"stage": runtime.config.stage, "replica": runtime.config.replica}
+
+    @streaming
+    async def ExecuteStep(  # noqa: N802
+        self, request: stage_pb2.ExecuteStepRequest, context: _Context
+    ) -> AsyncIterator[stage_pb2.ExecuteStepResponse]:
+        """See the proto."""
+        async with answering(context, **self._where, request_id=request.request_id):
+            events = self._runtime.execute(order_from_wire(request), time_left_s=time_left_s(context))
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    yield event_to_wire(event)
+
+    @streaming
+    async def PutChunk(  # noqa: N802
+        self, request_iterator: AsyncIterator[stage_pb2.PutChunkRequest], context: _Context
+    ) -> AsyncIterator[stage_pb2.PutChunkResponse]:
+        """See the proto."""
+        async with answering(context, **self._where):
+            replies = self._runtime.data_plane.serve_put(request_iterator)
+            async with contextlib.aclosing(replies):
+                async for reply in replies:
+                    yield reply
+
+    @streaming
+    async def GetChunk(  # noqa: N802
+        self, request: stage_pb2.GetChunkRequest, context: _Context
+    ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
+        """See the proto."""
+        async with answering(context, **self._where, request_id=request.key.request_id):
+            parts = self._runtime.data_plane.replay(key_from_wire(request.key), first_seq=request.first_seq)
+            async with contextlib.aclosing(parts):
+                async for part in parts:
+                    yield part
+
+    async def Describe(  # noqa: N802
+        self,
+        request: stage_pb2.DescribeRequest,  # noqa: ARG002
+        context: _Context,
+    ) -> stage_pb2.DescribeResponse:
+        """See the proto."""
+        runtime = self._runtime
+        async with answering(context, **self._where):
+            return description_to_wire(
+                runtime.config,
+                runtime.signature,
+                state=runtime.state,
+                detail=runtime.detail,
+                incarnation=runtime.data_plane.incarnation,
+            )
+
+    @streaming
+    async def WatchLoad(  # noqa: N802
+        self, request: stage_pb2.WatchLoadRequest, context: _Context
+    ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
+        """See the proto."""
+        async with answering(context, **self._where):
+            interval_s = _interval_s(request)
+            while not self._runtime.closed.is_set():
+                yield load_to_wire(self._runtime.load())
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._runtime.closed.wait(), interval_s)
+
+    async def CancelStep(  # noqa: N802
+        self, request: stage_pb2.CancelStepRequest, context: _Context
+    ) -> stage_pb2.CancelStepResponse:
+        """See the proto."""
+        async with answering(context, **self._where, request_id=request.request_id):
+            stopped = await self._runtime.cancel(request.request_id, attempt=request.attempt, reason=request.reason)
+            return stage_pb2.CancelStepResponse(stopped=stopped)
+
+
+def _interval_s(request: stage_pb2.WatchLoadRequest) -> float:
+    interval_s = request.interval_s or _DEFAULT_INTERVAL_S
+    if not interval_s >= _MIN_INTERVAL_S:
+        raise InvalidRequestError(f"interval_s is {interval_s:g}; it must be {_MIN_INTERVAL_S:g} or more, or 0 for 1")
+    return interval_s

@@ -1,0 +1,173 @@
+"""One step's run: from its order to the end of its flows."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from copy import copy
+from dataclasses import replace
+
+from stagemesh.connectors.base import EdgeKey, Inlet, Outlet, Packet
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.errors import CancelledRequestError, DeadlineError, InternalError, StagemeshError
+from stagemesh.services.engines.base import Emission, Engine, Progress, Usage
+from stagemesh.services.serving.journal import Journal
+from stagemesh.services.serving.logs import bind_log_context
+from stagemesh.services.serving.plugins import Signature
+from stagemesh.services.stage.events import Accepted, Finished, StepEvent
+from stagemesh.services.stage.feed import Feed, make_transform
+from stagemesh.services.stage.order import StepOrder
+from stagemesh.services.stage.outputs import StreamedOutputs
+from stagemesh.services.stage.stopwatch import Stopwatch
+from stagemesh.services.stage.together import together
+
+_log = logging.getLogger(__name__)
+
+
+class StepRun:
+    """Runs an order on the engine, between its inlets and its outlets, and tells its journal.
+
+    `start` once; whoever starts it awaits `ended`. The journal closes when the engine has let go.
+    """
+
+    def __init__(
+        self, order: StepOrder, *, engine: Engine, data_plane: DataPlane, signature: Signature, where: Mapping[str, str]
+    ) -> None:
+        self.order = order
+        self.journal = Journal[StepEvent](on_abandoned=self._abandoned)
+        self._engine, self._data_plane, self._signature = engine, data_plane, signature
+        self._where = {**where, "request_id": order.request_id}
+        self._outputs = StreamedOutputs(order.streamed, signature.emits)
+        self._inlets: dict[str, Inlet] = {}
+        self._outlets: list[Outlet] = []
+        self._stopwatch = Stopwatch()
+        self._usage = Usage()
+        self._timeout = asyncio.timeout_at(None)
+        self._cause: StagemeshError | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._begun = False
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return not self.journal.closed
+
+    def start(self, *, deadline_s: float | None, on_ended: Callable[["StepRun"], None]) -> None:
+        """Begins. `deadline_s` is in the event loop's time, None for none."""
+        self._timeout = asyncio.timeout_at(deadline_s)
+        self._task = asyncio.create_task(self._run(on_ended), name=f"step {self.order.step_id}")
+
+    def extend(self, *, deadline_s: float | None) -> None:
+        """Lets a caller that came later wait longer than those before."""
+        when_s = self._timeout.when()
+        later = deadline_s is None or (when_s is not None and deadline_s > when_s)
+        if self.running and when_s is not None and later:
+            self._timeout.reschedule(deadline_s)
+
+    def stop(self, cause: StagemeshError) -> None:
+        """Has the run end with `cause` within one engine step; an earlier cause stands."""
+        assert self._task is not None, "start comes first"
+        if self._cause is None and self.running:
+            self._cause = cause
+            # A task cancelled before its first line would never reach its last.
+            if self._begun:
+                self._task.cancel()
+
+    async def ended(self) -> None:
+        """Returns when the engine has let go and the journal is closed. Never raises the run's error."""
+        assert self._task is not None, "start comes first"
+        await asyncio.wait([self._task])
+
+    def _abandoned(self) -> None:
+        self.stop(CancelledRequestError("every caller of the step has gone"))
+
+    async def _run(self, on_ended: Callable[["StepRun"], None]) -> None:
+        self._begun = True
+        bind_log_context(**self._where)
+        error = self._cause or await self._outcome()
+        if error is not None:
+            # A copy: one cause may end several runs.
+            error = copy(error).located(**self._where)
+        await self._let_go(error)
+        self.journal.close(error)
+        on_ended(self)
+
+    async def _outcome(self) -> StagemeshError | None:
+        """Executes, and returns what it failed with: the one place where whatever an engine raises gets its name."""
+        try:
+            async with self._timeout:
+                await self._execute()
+        except StagemeshError as exc:
+            error = exc
+        except TimeoutError:
+            error = DeadlineError("the deadline passed while the step ran; allow more time, or ask for less")
+        except asyncio.CancelledError:
+            error = self._cause or CancelledRequestError("the stage is shutting down")
+        except Exception as exc:  # noqa: BLE001
+            _log.exception("the engine failed in a way that it does not name")
+            error = InternalError(f"the engine failed: {type(exc).__name__}: {exc}")
+        else:
+            return None
+        return error
+
+    async def _execute(self) -> None:
+        self._open_edges()
+        self.journal.append(Accepted(self._engine.load().queued))
+        task = replace(self.order.task, inlets={edge: self._feed(edge) for edge in self._inlets})
+        if not self._inlets:
+            self._stopwatch.start()
+        async with aclosing(self._engine.submit(task)) as events:
+            async for event in events:
+                if isinstance(event, Emission):
+                    await self._emit(event.packet)
+                elif isinstance(event, Progress):
+                    self.journal.append(event)
+                else:
+                    self._usage = event
+        await self._finish()
+
+    def _open_edges(self) -> None:
+        order, plane = self.order, self._data_plane
+        for binding in order.inputs:
+            key = EdgeKey(order.request_id, binding.edge, order.attempt)
+            self._inlets[binding.edge] = plane.open_inlet(key, producer=binding.producer)
+        for target in order.outputs:
+            outlet = plane.open_outlet(
+                EdgeKey(order.request_id, target.edge, order.attempt),
+                endpoint=target.endpoint,
+                consumer=target.consumer,
+                connector=target.connector,
+                policy=target.policy,
+            )
+            self._outlets.append(outlet)
+
+    def _feed(self, edge: str) -> Feed:
+        transform = next(binding.transform for binding in self.order.inputs if binding.edge == edge)
+        return Feed(
+            self._inlets[edge],
+            edge=edge,
+            accepts=self._signature.accepts,
+            transform=make_transform(transform),
+            on_first=self._stopwatch.start,
+        )
+
+    async def _emit(self, packet: Packet) -> None:
+        """To the client first: what it hears does not wait for the credit of an edge."""
+        self._stopwatch.first_output()
+        for output in self._outputs.push(packet):
+            self.journal.append(output)
+        if self._outlets:
+            await together([outlet.send(packet) for outlet in self._outlets])
+
+    async def _finish(self) -> None:
+        for output in self._outputs.finish():
+            self.journal.append(output)
+        if self._outlets:
+            await together([outlet.finish() for outlet in self._outlets])
+        edges = tuple(outlet.usage for outlet in self._outlets)
+        self.journal.append(Finished(self._usage, self._stopwatch.timings(), edges))
+
+    async def _let_go(self, error: StagemeshError | None) -> None:
+        if error is not None:
+            await asyncio.gather(*(outlet.abort(error) for outlet in self._outlets))
+        await asyncio.gather(*(inlet.aclose() for inlet in self._inlets.values()))

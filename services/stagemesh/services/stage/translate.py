@@ -1,0 +1,202 @@
+"""The contract's messages to the runtime's nouns, and back."""
+
+import hashlib
+from collections.abc import Iterable
+
+from stagemesh.connectors.base import ChunkPolicy, FlowUsage, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.connectors.tensors import Array, inline_tensor, read_inline, spec_to_wire
+from stagemesh.connectors.wire import connector_from_wire
+from stagemesh.services.engines.base import ChatMessage, Progress, Prompt, ResumePoint, SamplingOptions, Task
+from stagemesh.services.serving.config import StageConfig
+from stagemesh.services.serving.plugins import Signature
+from stagemesh.services.stage.events import Accepted, Content, Finished, Output, Picture, Sound, StepEvent
+from stagemesh.services.stage.load import ReplicaState, StageLoad
+from stagemesh.services.stage.order import InputBinding, OutputBinding, StepOrder
+from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2, tensor_pb2
+
+WIRE_VERSION = 1
+_CONNECTORS = (chunk_pb2.CONNECTOR_SHM, chunk_pb2.CONNECTOR_GRPC)
+
+
+# -- what comes in
+
+
+def order_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepOrder:
+    """The order of a request; raises InvalidRequestError for what has no meaning on its own."""
+    return StepOrder(
+        step_id=request.step_id,
+        attempt=request.attempt,
+        task=_task(request),
+        inputs=tuple(InputBinding(each.edge, each.producer, each.transform) for each in request.inputs),
+        outputs=tuple(_output_binding(each) for each in request.outputs),
+        streamed=tuple(dict.fromkeys(request.streamed)),
+        fingerprint=hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest(),
+    )
+
+
+def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
+    parameters = request.parameters
+    return Task(
+        request_id=request.request_id,
+        seed=parameters.seed,
+        prompt=_prompt(request.input),
+        tensors=_tensors(request.input.tensors),
+        sampling=_sampling(parameters.sampling),
+        options=dict(parameters.options),
+        max_steps=request.max_steps if request.HasField("max_steps") else None,
+        resume_from=_resume_point(request.resume_from) if request.HasField("resume_from") else None,
+    )
+
+
+def _prompt(message: request_pb2.Input) -> Prompt | None:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return message.text
+        case "conversation":
+            return [ChatMessage(each.role, each.content) for each in message.conversation.messages]
+        case "token_ids":
+            return list(message.token_ids.ids)
+        case _:
+            return None
+
+
+def _tensors(messages: Iterable[tensor_pb2.Tensor]) -> dict[str, Array]:
+    tensors: dict[str, Array] = {}
+    for message in messages:
+        if message.name in tensors:
+            raise InvalidRequestError(f"the input holds tensor {message.name!r} twice")
+        if message.WhichOneof("location") not in {"inline", None}:
+            raise InvalidRequestError(f"input tensor {message.name!r} must be sent inline")
+        tensors[message.name] = read_inline(message)
+    return tensors
+
+
+def _sampling(message: request_pb2.Sampling) -> SamplingOptions:
+    return SamplingOptions(
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        temperature=message.temperature if message.HasField("temperature") else None,
+        top_p=message.top_p if message.HasField("top_p") else None,
+        top_k=message.top_k if message.HasField("top_k") else None,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
+        stop=tuple(message.stop),
+    )
+
+
+def _resume_point(message: stage_pb2.Checkpoint) -> ResumePoint:
+    return ResumePoint(
+        steps=message.steps,
+        token_ids=tuple(message.token_ids),
+        tensors=_tensors(message.tensors),
+        outputs=dict(message.outputs),
+    )
+
+
+def _output_binding(message: stage_pb2.OutputBinding) -> OutputBinding:
+    return OutputBinding(
+        edge=message.edge,
+        consumer=message.consumer,
+        endpoint=message.endpoint,
+        connector=connector_from_wire(message.connector),
+        policy=_policy(message),
+    )
+
+
+def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
+    match message.policy.WhichOneof("cut"):
+        case "whole":
+            return WholePolicy()
+        case "frames":
+            frames = message.policy.frames
+            try:
+                return FramesPolicy(frames.frames, frames.initial_frames, frames.left_context_frames)
+            except ValueError as exc:
+                raise InvalidRequestError(f"edge {message.edge}: {exc}", reason="INVALID_EDGE") from exc
+        case _:
+            return StepPolicy()
+
+
+# -- what goes out
+
+
+def event_to_wire(event: StepEvent) -> stage_pb2.ExecuteStepResponse:
+    """The message of an event."""
+    if isinstance(event, Accepted):
+        return stage_pb2.ExecuteStepResponse(accepted=stage_pb2.StepAccepted(queue_position=event.queue_position))
+    if isinstance(event, Progress):
+        progress = stage_pb2.StepProgress(steps=event.steps, total_steps=event.total_steps)
+        return stage_pb2.ExecuteStepResponse(progress=progress)
+    if isinstance(event, Output):
+        return stage_pb2.ExecuteStepResponse(output=_output(event))
+    return stage_pb2.ExecuteStepResponse(finished=_finished(event))
+
+
+def _output(event: Output) -> request_pb2.Output:
+    output = request_pb2.Output(name=event.name, seq=event.seq)
+    _set_content(output, event.content)
+    return output
+
+
+def _set_content(output: request_pb2.Output, content: Content) -> None:
+    if isinstance(content, str):
+        output.text = content
+    elif isinstance(content, Sound):
+        output.audio.samples.CopyFrom(inline_tensor(output.name, content.samples))
+        output.audio.sample_rate_hz = content.sample_rate_hz
+    elif isinstance(content, Picture):
+        output.image.data, output.image.media_type = content.data, content.media_type
+    else:
+        output.tensor.CopyFrom(inline_tensor(output.name, content))
+
+
+def _finished(event: Finished) -> stage_pb2.StepFinished:
+    usage, timings = event.usage, event.timings
+    return stage_pb2.StepFinished(
+        usage=request_pb2.Usage(
+            prompt_tokens=usage.prompt_tokens, output_tokens=usage.output_tokens, steps=usage.steps
+        ),
+        timings=request_pb2.Timings(
+            started_s=timings.started_s, first_output_s=timings.first_output_s, finished_s=timings.finished_s
+        ),
+        edges=[_edge_usage(each) for each in event.edges],
+    )
+
+
+def _edge_usage(usage: FlowUsage) -> request_pb2.EdgeUsage:
+    return request_pb2.EdgeUsage(
+        edge=usage.edge, connector=usage.connector.value, chunks=usage.chunks, size_bytes=usage.size_bytes
+    )
+
+
+def load_to_wire(load: StageLoad) -> stage_pb2.WatchLoadResponse:
+    """The message of a load."""
+    return stage_pb2.WatchLoadResponse(
+        running=load.running,
+        queued=load.queued,
+        work_s=load.work_s,
+        arena_used_bytes=load.arena_used_bytes,
+        arena_size_bytes=load.arena_size_bytes,
+        credit_bytes=load.credit_bytes,
+        free_memory_bytes=load.free_memory_bytes,
+    )
+
+
+def description_to_wire(
+    config: StageConfig, signature: Signature, *, state: ReplicaState, detail: str, incarnation: str
+) -> stage_pb2.DescribeResponse:
+    """A replica's self-portrait."""
+    return stage_pb2.DescribeResponse(
+        pipeline=config.pipeline,
+        generation=config.generation,
+        stage=config.stage,
+        replica=config.replica,
+        incarnation=incarnation,
+        engine=config.engine,
+        model=config.model or "",
+        state=stage_pb2.ReplicaState.Value(f"REPLICA_STATE_{state.name}"),
+        detail=detail,
+        accepts=[spec_to_wire(name, spec) for name, spec in signature.accepts.items()],
+        emits=[spec_to_wire(name, emitted.spec) for name, emitted in signature.emits.items()],
+        connectors=_CONNECTORS,
+        wire_version=WIRE_VERSION,
+    )

@@ -1,0 +1,121 @@
+"""Replicas of stages for tests: runtimes alone, and behind a real gRPC server on a free port."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from stagemesh.connectors.channels import open_channel
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.services.engines.base import Engine, Task
+from stagemesh.services.engines.fake import signature
+from stagemesh.services.engines.fake.engine import FakeEngine
+from stagemesh.services.serving.config import StageConfig
+from stagemesh.services.serving.server import Server
+from stagemesh.services.stage.events import StepEvent
+from stagemesh.services.stage.order import StepOrder
+from stagemesh.services.stage.runtime import StageRuntime
+from stagemesh.services.stage.servicer import StageServicer
+from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
+
+
+def stage_config(stage: str = "thinker", *, function: str = "source", **options: float) -> StageConfig:
+    """A stage on the fake engine."""
+    return StageConfig(
+        pipeline="test",
+        generation="1",
+        stage=stage,
+        replica=f"{stage}-0",
+        engine="fake",
+        listen="127.0.0.1:0",
+        function=function,
+        options=options,
+        max_queued=4,
+    )
+
+
+def make_runtime(config: StageConfig | None = None, *, engine: Engine | None = None) -> StageRuntime:
+    """A runtime that is still LOADING."""
+    config = config or stage_config()
+    data_plane = DataPlane(
+        replica=config.replica, pipeline=config.pipeline, generation=config.generation, arena_bytes=1 << 20
+    )
+    return StageRuntime(engine or FakeEngine(config), data_plane, config, signature(config.function))
+
+
+@asynccontextmanager
+async def ready_runtime(
+    config: StageConfig | None = None, *, engine: Engine | None = None
+) -> AsyncGenerator[StageRuntime]:
+    """A runtime that is READY, closed at the end."""
+    runtime = make_runtime(config, engine=engine)
+    try:
+        await runtime.start()
+        yield runtime
+    finally:
+        await runtime.close()
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A served runtime."""
+
+    runtime: StageRuntime
+    endpoint: str
+    stub: "stage_pb2_grpc.StageServiceAsyncStub"
+
+
+@asynccontextmanager
+async def served(runtime: StageRuntime) -> AsyncGenerator[Replica]:
+    """Serves a runtime."""
+    server = Server("127.0.0.1:0")
+    stage_pb2_grpc.add_StageServiceServicer_to_server(StageServicer(runtime), server.grpc)
+    endpoint = f"127.0.0.1:{await server.start()}"
+    async with open_channel(endpoint) as channel:
+        try:
+            yield Replica(runtime, endpoint, stage_pb2_grpc.StageServiceStub(channel))
+        finally:
+            await server.stop(grace_s=0)
+
+
+@asynccontextmanager
+async def served_stage(config: StageConfig | None = None, *, engine: Engine | None = None) -> AsyncGenerator[Replica]:
+    """A READY runtime, served."""
+    async with ready_runtime(config, engine=engine) as runtime, served(runtime) as replica:
+        yield replica
+
+
+def order(
+    request_id: str = "r", *, attempt: int = 1, content: str = "hi", streamed: tuple[str, ...] = ("text",)
+) -> StepOrder:
+    """A prompt for a source."""
+    return StepOrder(
+        step_id=f"{request_id}/thinker/{attempt}",
+        attempt=attempt,
+        task=Task(request_id=request_id, seed=1, prompt=content),
+        streamed=streamed,
+        fingerprint=content.encode(),
+    )
+
+
+def step_request(request_id: str = "r", *, text: str = "hi", attempt: int = 1) -> stage_pb2.ExecuteStepRequest:
+    """The same on the wire."""
+    return stage_pb2.ExecuteStepRequest(
+        request_id=request_id,
+        step_id=f"{request_id}/thinker/{attempt}",
+        attempt=attempt,
+        input=request_pb2.Input(text=text),
+        parameters=request_pb2.Parameters(seed=1),
+        streamed=["text"],
+    )
+
+
+async def events_of(runtime: StageRuntime, wanted: StepOrder) -> list[StepEvent]:
+    """All events of a step."""
+    return [event async for event in runtime.execute(wanted, time_left_s=None)]
+
+
+def text_of(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """Text as tensors carry it."""
+    return np.frombuffer(data, np.uint8)

@@ -1,0 +1,259 @@
+"""What a replica does with orders, without gRPC."""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from stagemesh.connectors.errors import (
+    CancelledRequestError,
+    DeadlineError,
+    ExistsError,
+    InternalError,
+    NotReadyError,
+    OverloadedError,
+    StagemeshError,
+    StaleAttemptError,
+    UnavailableError,
+    UnsupportedError,
+)
+from stagemesh.services.stage.events import Accepted, Finished, Output
+from stagemesh.services.stage.load import ReplicaState
+from tests.stage.gated_engine import GatedEngine
+from tests.stage.replicas import events_of, make_runtime, order, ready_runtime, stage_config
+
+
+async def test_step_tells_its_life_in_order() -> None:
+    async with ready_runtime(stage_config(steps=3)) as runtime:
+        events = await events_of(runtime, order())
+    outputs = [event for event in events if isinstance(event, Output)]
+    assert events[0] == Accepted(0)
+    assert [output.seq for output in outputs] == [0, 1, 2]
+    assert isinstance(events[-1], Finished)
+    assert events[-1].usage.steps == 3
+
+
+async def test_timings_grow() -> None:
+    async with ready_runtime(stage_config(step_s=0.01)) as runtime:
+        finished = (await events_of(runtime, order()))[-1]
+    assert isinstance(finished, Finished)
+    times = finished.timings
+    assert times.first_output_s is not None
+    assert 0 <= times.started_s < times.first_output_s < times.finished_s < 5
+
+
+async def test_nothing_is_streamed_unasked() -> None:
+    async with ready_runtime() as runtime:
+        events = await events_of(runtime, order(streamed=()))
+    assert not [event for event in events if isinstance(event, Output)]
+
+
+async def test_same_step_attaches_and_hears_all() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
+        async with aclosing(runtime.execute(order(), time_left_s=None)) as first:
+            heard = [await anext(first), await anext(first)]
+            second = group.create_task(events_of(runtime, order()))
+            engine.gate.set()
+            heard += [event async for event in first]
+        assert await second == heard
+    assert engine.released == ["r"]
+
+
+async def test_ended_step_is_not_run_again() -> None:
+    engine = GatedEngine()
+    engine.gate.set()
+    async with ready_runtime(engine=engine) as runtime:
+        assert await events_of(runtime, order()) == await events_of(runtime, order())
+    assert engine.released == ["r"]
+
+
+async def test_same_step_with_other_content_is_refused() -> None:
+    async with ready_runtime() as runtime:
+        await events_of(runtime, order(content="hi"))
+        with pytest.raises(ExistsError, match="other content") as caught:
+            await events_of(runtime, order(content="ho"))
+    assert caught.value.reason == "STEP_EXISTS"
+
+
+async def test_stale_attempt_is_refused() -> None:
+    async with ready_runtime() as runtime:
+        await events_of(runtime, order(attempt=2))
+        with pytest.raises(StaleAttemptError, match="attempt 2 has taken its place"):
+            await events_of(runtime, order(attempt=1))
+
+
+async def test_newer_attempt_stops_the_older() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime:
+        async with aclosing(runtime.execute(order(attempt=1), time_left_s=None)) as older:
+            await anext(older)
+            async with aclosing(runtime.execute(order(attempt=2), time_left_s=None)) as newer:
+                await anext(newer)
+                with pytest.raises(CancelledRequestError, match="attempt 2 has taken over"):
+                    [event async for event in older]
+
+
+async def test_engine_lets_go_when_the_last_caller_leaves() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime:
+        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
+            await _hear_output(events)
+            async with aclosing(runtime.execute(order(), time_left_s=None)) as others:
+                await anext(others)
+            assert engine.running == ["r"]
+        with pytest.raises(CancelledRequestError, match="every caller of the step has gone"):
+            await events_of(runtime, order())
+        assert engine.released == ["r"]
+
+
+async def test_caller_that_leaves_at_once_leaves_nothing() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime:
+        events = runtime.execute(order(), time_left_s=None)
+        waiting = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        with pytest.raises(CancelledRequestError):
+            await events_of(runtime, order())
+        assert engine.running == []
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(ValueError("bad luck"), InternalError), (UnavailableError("a peer is gone"), UnavailableError)],
+)
+async def test_engine_error_says_where(error: Exception, expected: type[StagemeshError]) -> None:
+    engine = GatedEngine()
+    engine.error = error
+    engine.gate.set()
+    async with ready_runtime(engine=engine) as runtime:
+        with pytest.raises(expected, match=str(error)) as caught:
+            await events_of(runtime, order())
+    assert caught.value.metadata == {"stage": "thinker", "replica": "thinker-0", "request_id": "r"}
+
+
+async def test_step_ends_at_its_deadline() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime:
+        with pytest.raises(DeadlineError, match="allow more time"):
+            [event async for event in runtime.execute(order(), time_left_s=0.05)]
+    assert engine.released == ["r"]
+
+
+async def test_later_caller_extends_the_deadline() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
+        async with aclosing(runtime.execute(order(), time_left_s=0.1)) as short:
+            await _hear_output(short)
+            long = group.create_task(events_of(runtime, order()))
+            await asyncio.sleep(0.2)
+            engine.gate.set()
+        assert isinstance((await long)[-1], Finished)
+
+
+async def test_cancel_waits_for_the_engine() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime:
+        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
+            await _hear_output(events)
+            assert await runtime.cancel("r", attempt=0, reason="the user left") == 1
+            assert engine.released == ["r"]
+            with pytest.raises(CancelledRequestError, match="the user left"):
+                [event async for event in events]
+        assert await runtime.cancel("r", attempt=0, reason="again") == 0
+
+
+async def test_cancel_spares_later_attempts_and_other_requests() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime:
+        async with aclosing(runtime.execute(order("a", attempt=2), time_left_s=None)) as mine:
+            await _hear_output(mine)
+            assert await runtime.cancel("a", attempt=1, reason="") == 0
+            assert await runtime.cancel("b", attempt=0, reason="") == 0
+            assert engine.running == ["a"]
+
+
+async def test_full_stage_says_when_to_come_back() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
+        for number in range(runtime.config.max_queued):
+            group.create_task(events_of(runtime, order(f"r{number}")))
+        while len(engine.running) < runtime.config.max_queued:
+            await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="max_queued") as caught:
+            await events_of(runtime, order("last"))
+        assert caught.value.retry_after_s == 2.5
+        engine.gate.set()
+
+
+async def test_steps_wait_for_the_engine_to_load() -> None:
+    runtime = make_runtime()
+    with pytest.raises(NotReadyError, match="is loading: starting"):
+        await events_of(runtime, order())
+    await runtime.close()
+
+
+async def test_drain_lets_steps_finish_and_takes_no_more() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
+        running = group.create_task(events_of(runtime, order("a")))
+        while not engine.running:
+            await asyncio.sleep(0)
+        draining = group.create_task(runtime.drain(grace_s=5))
+        await asyncio.sleep(0)
+        with pytest.raises(NotReadyError, match="draining"):
+            await events_of(runtime, order("b"))
+        engine.gate.set()
+        await draining
+        assert isinstance((await running)[-1], Finished)
+
+
+async def test_drain_stops_what_does_not_finish() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime:
+        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
+            await _hear_output(events)
+            await runtime.drain(grace_s=0.01)
+            with pytest.raises(UnavailableError, match="thinker-0 shuts down"):
+                [event async for event in events]
+    assert engine.closed
+
+
+async def test_dead_engine_fails_its_steps_with_the_cause() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime:
+        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
+            await _hear_output(events)
+            engine.death.set()
+            with pytest.raises(UnavailableError, match="the gate fell down"):
+                await runtime.watch_engine()
+            with pytest.raises(UnavailableError, match="stage thinker: the gate fell down") as caught:
+                [event async for event in events]
+        assert caught.value.metadata["request_id"] == "r"
+        assert (runtime.state, runtime.detail) == (ReplicaState.FAILED, "the gate fell down")
+
+
+async def test_load_failure_is_kept_for_those_who_ask() -> None:
+    engine = GatedEngine()
+    engine.load_error = ValueError("no such weights")
+    runtime = make_runtime(engine=engine)
+    with pytest.raises(NotReadyError, match="engine fake of stage thinker failed to load: ValueError: no such weights"):
+        await runtime.start()
+    assert (runtime.state, runtime.detail) == (ReplicaState.FAILED, "ValueError: no such weights")
+    await runtime.close()
+
+
+async def test_pausing_is_refused_with_a_remedy() -> None:
+    async with ready_runtime() as runtime:
+        pausing = replace(order(), task=replace(order().task, max_steps=2))
+        with pytest.raises(UnsupportedError, match="engine fake cannot pause or resume; leave max_steps unset"):
+            await events_of(runtime, pausing)
+
+
+async def _hear_output(events: object) -> None:
+    """Accepted, then the first output: the engine works."""
+    assert isinstance(await anext(events), Accepted)  # type: ignore[call-overload]
+    assert isinstance(await anext(events), Output)  # type: ignore[call-overload]
