@@ -11,7 +11,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from stagemesh.orchestrator.cli.options import DEFAULT_SERVER
 from stagemesh.orchestrator.cli.tables import styled_state
 from stagemesh.orchestrator.launcher import ProcessState, ProcessStatus
 
@@ -22,8 +21,8 @@ class Display(Protocol):
     def show(self, status: ProcessStatus) -> None:
         """A process has changed."""
 
-    def ready(self, endpoint: str) -> None:
-        """Everything is up."""
+    def ready(self, endpoint: str, *, hint: str) -> None:
+        """Everything is up; `hint` says how to go on."""
 
     def close(self, message: str = "") -> None:
         """Nothing more comes; `message` sums up. Closing twice is harmless."""
@@ -47,11 +46,9 @@ class LineDisplay:
         """Writes a line."""
         self._print(Text.assemble(f"{status.name}: ", styled_state(status.state.value, status.detail)))
 
-    def ready(self, endpoint: str) -> None:
-        """Says how to go on."""
-        where = "" if endpoint == DEFAULT_SERVER else f" --server {endpoint}"
-        hint = f'stagemesh generate "Tell me a story."{where}'
-        self._print(Text.assemble(("ready", "bold green"), f" at {endpoint}; try: {hint}"))
+    def ready(self, endpoint: str, *, hint: str) -> None:
+        """Says where, and how to go on."""
+        self._print(Text.assemble(("ready", "bold green"), f" at {endpoint}; {hint}"))
 
     def close(self, message: str = "") -> None:
         """Says how it ended."""
@@ -80,10 +77,10 @@ class LiveDisplay:
         self._statuses[status.name] = status
         self._live.update(self._table())
 
-    def ready(self, endpoint: str) -> None:
+    def ready(self, endpoint: str, *, hint: str) -> None:
         """Leaves the table as it is and says how to go on."""
         self._stop()
-        self._lines.ready(endpoint)
+        self._lines.ready(endpoint, hint=hint)
 
     def close(self, message: str = "") -> None:
         """Gives the terminal back."""
@@ -108,9 +105,9 @@ class JsonDisplay:
         """Writes the status."""
         _write({"event": "process", **asdict(status)})
 
-    def ready(self, endpoint: str) -> None:
+    def ready(self, endpoint: str, *, hint: str) -> None:
         """Says where to call."""
-        _write({"event": "ready", "endpoint": endpoint})
+        _write({"event": "ready", "endpoint": endpoint, "hint": hint})
 
     def close(self, message: str = "") -> None:
         """Says how it ended."""

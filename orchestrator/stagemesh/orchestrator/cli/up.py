@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stagemesh.orchestrator.cli.failures import AsJson
-from stagemesh.orchestrator.cli.options import DEFAULT_PORT, PipelineName, Replicas, Settings, read_overrides
+from stagemesh.orchestrator.cli.options import (
+    DEFAULT_PORT,
+    DEFAULT_SERVER,
+    PipelineName,
+    Replicas,
+    Settings,
+    read_overrides,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,7 +56,12 @@ async def _serve(pipeline: "Pipeline", *, listen: str, overrides: "Mapping[str, 
     began_s = loop.time()
     async with launcher.running():
         if await done_before(stopping, launcher.wait_ready):
-            display.ready(launcher.endpoint)
+            display.ready(launcher.endpoint, hint=_hint(launcher.endpoint))
             await stopping.wait()
     restarts = f", {counter.restarts} restarts" if counter.restarts else ""
     display.close(f"stopped {pipeline.name} after {loop.time() - began_s:.0f} s{restarts}")
+
+
+def _hint(endpoint: str) -> str:
+    where = "" if endpoint == DEFAULT_SERVER else f" --server {endpoint}"
+    return f'try: stagemesh generate "Tell me a story."{where}'
