@@ -1,7 +1,7 @@
 # One command a purpose. Everything runs in .venv, which the first command sets up.
 
 PYTHON ?= python3
-PROMPT ?= Why is the sea salty? Answer in three short sentences.
+PROMPT ?= Tell me three things about the ocean, one sentence each.
 OUT ?= protos
 MAIN ?= $(shell git rev-parse --quiet --verify origin/main || git rev-parse --quiet --verify main)
 

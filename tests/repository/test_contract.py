@@ -1,0 +1,35 @@
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor import ServiceDescriptor
+
+from stagemesh.orchestrator.servicer import OrchestratorServicer
+from stagemesh.services.stage.servicer import StageServicer
+from stagemesh.v1 import orchestrator_pb2, stage_pb2
+from tests.repository.commands import ROOT, run
+
+STUBS = ROOT / "protos" / "stagemesh" / "v1"
+SERVICERS = {
+    stage_pb2.DESCRIPTOR.services_by_name["StageService"]: StageServicer,
+    orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"]: OrchestratorServicer,
+}
+
+
+def read_stubs(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.glob("*_pb2*.py*")}
+
+
+def test_committed_stubs_are_what_the_contract_generates(tmp_path: Path) -> None:
+    run("make", "--no-print-directory", "stubs", f"OUT={tmp_path}")
+    assert read_stubs(tmp_path / "stagemesh" / "v1") == read_stubs(STUBS)
+
+
+def test_the_contract_is_formatted_and_lints() -> None:
+    run("buf", "format", "--diff", "--exit-code")
+    run("buf", "lint")
+
+
+@pytest.mark.parametrize(("service", "servicer"), SERVICERS.items(), ids=["stage", "orchestrator"])
+def test_every_rpc_is_served(service: ServiceDescriptor, servicer: type) -> None:
+    missing = [method.name for method in service.methods if method.name not in vars(servicer)]
+    assert not missing
