@@ -86,13 +86,15 @@ async def test_stale_attempt_is_refused() -> None:
 
 async def test_newer_attempt_stops_the_older() -> None:
     engine = GatedEngine()
-    async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(order(attempt=1), time_left_s=None)) as older:
-            await anext(older)
-            async with aclosing(runtime.execute(order(attempt=2), time_left_s=None)) as newer:
-                await anext(newer)
-                with pytest.raises(CancelledRequestError, match="attempt 2 has taken over"):
-                    [event async for event in older]
+    async with (
+        ready_runtime(engine=engine) as runtime,
+        aclosing(runtime.execute(order(attempt=1), time_left_s=None)) as older,
+    ):
+        await anext(older)
+        async with aclosing(runtime.execute(order(attempt=2), time_left_s=None)) as newer:
+            await anext(newer)
+            with pytest.raises(CancelledRequestError, match="attempt 2 has taken over"):
+                [event async for event in older]
 
 
 async def test_engine_lets_go_when_the_last_caller_leaves() -> None:
@@ -166,14 +168,29 @@ async def test_cancel_waits_for_the_engine() -> None:
         assert await runtime.cancel("r", attempt=0, reason="again") == 0
 
 
+async def test_second_stop_does_not_break_into_the_first() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime, aclosing(runtime.execute(order(), time_left_s=None)) as events:
+        await _hear_output(events)
+        first = asyncio.ensure_future(runtime.cancel("r", attempt=0, reason="first"))
+        # One round of the loop: the engine is in its last step now.
+        await asyncio.sleep(0)
+        await asyncio.gather(first, runtime.cancel("r", attempt=0, reason="second"))
+        assert engine.released == ["r"]
+        with pytest.raises(CancelledRequestError, match="first"):
+            [event async for event in events]
+
+
 async def test_cancel_spares_later_attempts_and_other_requests() -> None:
     engine = GatedEngine()
-    async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(order("a", attempt=2), time_left_s=None)) as mine:
-            await _hear_output(mine)
-            assert await runtime.cancel("a", attempt=1, reason="") == 0
-            assert await runtime.cancel("b", attempt=0, reason="") == 0
-            assert engine.running == ["a"]
+    async with (
+        ready_runtime(engine=engine) as runtime,
+        aclosing(runtime.execute(order("a", attempt=2), time_left_s=None)) as mine,
+    ):
+        await _hear_output(mine)
+        assert await runtime.cancel("a", attempt=1, reason="") == 0
+        assert await runtime.cancel("b", attempt=0, reason="") == 0
+        assert engine.running == ["a"]
 
 
 async def test_full_stage_says_when_to_come_back() -> None:
@@ -213,12 +230,11 @@ async def test_drain_lets_steps_finish_and_takes_no_more() -> None:
 
 async def test_drain_stops_what_does_not_finish() -> None:
     engine = GatedEngine()
-    async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
-            await _hear_output(events)
-            await runtime.drain(grace_s=0.01)
-            with pytest.raises(UnavailableError, match="thinker-0 shuts down"):
-                [event async for event in events]
+    async with ready_runtime(engine=engine) as runtime, aclosing(runtime.execute(order(), time_left_s=None)) as events:
+        await _hear_output(events)
+        await runtime.drain(grace_s=0.01)
+        with pytest.raises(UnavailableError, match="thinker-0 shuts down"):
+            [event async for event in events]
     assert engine.closed
 
 

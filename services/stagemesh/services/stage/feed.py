@@ -78,8 +78,7 @@ def fitting(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: str) -> 
             accepts[name].check(name, tensor)
             _check_symbols(name, tensor, accepts[name], lengths=lengths)
         except InvalidChunkError as exc:
-            exc.message = f"edge {edge}: {exc.message}"
-            raise exc.located(edge=edge) from None
+            raise InvalidChunkError(f"edge {edge}: {exc.message}", metadata={"edge": edge}) from exc
     return Packet(taken, packet.metadata)
 
 

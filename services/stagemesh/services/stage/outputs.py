@@ -26,6 +26,8 @@ class StreamedOutputs:
     """Turns one run's emissions into numbered pieces of the tensors that its caller hears."""
 
     def __init__(self, names: Sequence[str], emits: Mapping[str, Emitted]) -> None:
+        self.size_bytes = 0
+        """Of all that was pushed."""
         self._emitted = {name: emits[name] for name in names}
         self._next_seqs = dict.fromkeys(names, 0)
         # An emission may end within a character.
@@ -36,6 +38,7 @@ class StreamedOutputs:
         for name, emitted in self._emitted.items():
             tensor = packet.tensors.get(name)
             if tensor is not None and tensor.size:
+                self.size_bytes += tensor.nbytes
                 yield from self._number(name, self._contents(name, emitted, tensor))
 
     def finish(self) -> Iterator[Output]:

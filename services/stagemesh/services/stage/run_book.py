@@ -10,7 +10,8 @@ from stagemesh.services.stage.step_run import StepRun
 
 KEPT_S = 30.0
 MAX_KEPT = 256
-"""Ended runs stay for callers that attach again."""
+MAX_KEPT_BYTES = 64 << 20
+"""Ended runs stay for callers that attach again, within these limits."""
 MAX_ATTEMPTS = 4096
 """Requests whose latest attempt is remembered."""
 
@@ -21,6 +22,7 @@ class RunBook:
     def __init__(self) -> None:
         self._runs: dict[str, StepRun] = {}
         self._kept: OrderedDict[str, asyncio.TimerHandle] = OrderedDict()
+        self._kept_bytes = 0
         self._attempts: OrderedDict[str, int] = OrderedDict()
 
     def running(self) -> list[StepRun]:
@@ -65,7 +67,8 @@ class RunBook:
         """Keeps an ended run for a while."""
         loop = asyncio.get_running_loop()
         self._kept[run.order.step_id] = loop.call_later(KEPT_S, self._forget, run.order.step_id)
-        if len(self._kept) > MAX_KEPT:
+        self._kept_bytes += run.kept_bytes
+        while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
             self._forget(next(iter(self._kept)))
 
     def close(self) -> None:
@@ -75,4 +78,4 @@ class RunBook:
 
     def _forget(self, step_id: str) -> None:
         self._kept.pop(step_id).cancel()
-        del self._runs[step_id]
+        self._kept_bytes -= self._runs.pop(step_id).kept_bytes

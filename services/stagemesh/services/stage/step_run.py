@@ -3,14 +3,13 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import aclosing
 from copy import copy
 from dataclasses import replace
 
 from stagemesh.connectors.base import EdgeKey, Inlet, Outlet, Packet
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.errors import CancelledRequestError, DeadlineError, InternalError, StagemeshError
-from stagemesh.services.engines.base import Emission, Engine, Progress, Usage
+from stagemesh.services.engines.base import Emission, Engine, Progress, Task, Usage
 from stagemesh.services.serving.journal import Journal
 from stagemesh.services.serving.logs import bind_log_context
 from stagemesh.services.serving.plugins import Signature
@@ -42,35 +41,37 @@ class StepRun:
         self._outlets: list[Outlet] = []
         self._stopwatch = Stopwatch()
         self._usage = Usage()
-        self._timeout = asyncio.timeout_at(None)
+        self._timer: asyncio.TimerHandle | None = None
         self._cause: StagemeshError | None = None
         self._task: asyncio.Task[None] | None = None
-        self._begun = False
+        self._interruptible = False
 
     @property
     def running(self) -> bool:
         """Whether it has not ended yet."""
         return not self.journal.closed
 
+    @property
+    def kept_bytes(self) -> int:
+        """What its outputs take in memory."""
+        return self._outputs.size_bytes
+
     def start(self, *, deadline_s: float | None, on_ended: Callable[["StepRun"], None]) -> None:
         """Begins. `deadline_s` is in the event loop's time, None for none."""
-        self._timeout = asyncio.timeout_at(deadline_s)
+        self._set_deadline(deadline_s)
         self._task = asyncio.create_task(self._run(on_ended), name=f"step {self.order.step_id}")
 
     def extend(self, *, deadline_s: float | None) -> None:
         """Lets a caller that came later wait longer than those before."""
-        when_s = self._timeout.when()
-        later = deadline_s is None or (when_s is not None and deadline_s > when_s)
-        if self.running and when_s is not None and later:
-            self._timeout.reschedule(deadline_s)
+        if self._timer is not None and (deadline_s is None or deadline_s > self._timer.when()):
+            self._set_deadline(deadline_s)
 
     def stop(self, cause: StagemeshError) -> None:
         """Has the run end with `cause` within one engine step; an earlier cause stands."""
         assert self._task is not None, "start comes first"
         if self._cause is None and self.running:
             self._cause = cause
-            # A task cancelled before its first line would never reach its last.
-            if self._begun:
+            if self._interruptible:
                 self._task.cancel()
 
     async def ended(self) -> None:
@@ -81,10 +82,16 @@ class StepRun:
     def _abandoned(self) -> None:
         self.stop(CancelledRequestError("every caller of the step has gone"))
 
+    def _set_deadline(self, deadline_s: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        error = DeadlineError("the deadline passed while the step ran; allow more time, or ask for less")
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(deadline_s, self.stop, error) if deadline_s is not None else None
+
     async def _run(self, on_ended: Callable[["StepRun"], None]) -> None:
-        self._begun = True
         bind_log_context(**self._where)
-        error = self._cause or await self._outcome()
+        error = await self._outcome()
         if error is not None:
             # A copy: one cause may end several runs.
             error = copy(error).located(**self._where)
@@ -95,28 +102,31 @@ class StepRun:
     async def _outcome(self) -> StagemeshError | None:
         """Executes, and returns what it failed with: the one place where whatever an engine raises gets its name."""
         try:
-            async with self._timeout:
-                await self._execute()
+            await self._execute()
         except StagemeshError as exc:
-            error = exc
-        except TimeoutError:
-            error = DeadlineError("the deadline passed while the step ran; allow more time, or ask for less")
+            return exc
         except asyncio.CancelledError:
-            error = self._cause or CancelledRequestError("the stage is shutting down")
+            return self._cause or CancelledRequestError("the stage is shutting down")
         except Exception as exc:  # noqa: BLE001
             _log.exception("the engine failed in a way that it does not name")
-            error = InternalError(f"the engine failed: {type(exc).__name__}: {exc}")
-        else:
-            return None
-        return error
+            return InternalError(f"the engine failed: {type(exc).__name__}: {exc}")
+        finally:
+            self._interruptible = False
+        return None
 
     async def _execute(self) -> None:
+        self._raise_cause()
+        self._interruptible = True
         self._open_edges()
         self.journal.append(Accepted(self._engine.load().queued))
-        task = replace(self.order.task, inlets={edge: self._feed(edge) for edge in self._inlets})
         if not self._inlets:
             self._stopwatch.start()
-        async with aclosing(self._engine.submit(task)) as events:
+        await self._compute(replace(self.order.task, inlets={edge: self._feed(edge) for edge in self._inlets}))
+        await self._finish()
+
+    async def _compute(self, task: Task) -> None:
+        events = self._engine.submit(task)
+        try:
             async for event in events:
                 if isinstance(event, Emission):
                     await self._emit(event.packet)
@@ -124,7 +134,17 @@ class StepRun:
                     self.journal.append(event)
                 else:
                     self._usage = event
-        await self._finish()
+        finally:
+            # An engine that lets go is not to be broken into.
+            self._interruptible = False
+            await events.aclose()
+            self._interruptible = True
+        self._raise_cause()
+
+    def _raise_cause(self) -> None:
+        """For a stop that came where it could not break in."""
+        if self._cause is not None:
+            raise self._cause
 
     def _open_edges(self) -> None:
         order, plane = self.order, self._data_plane
@@ -171,3 +191,7 @@ class StepRun:
         if error is not None:
             await asyncio.gather(*(outlet.abort(error) for outlet in self._outlets))
         await asyncio.gather(*(inlet.aclose() for inlet in self._inlets.values()))
+        self._set_deadline(None)
+        # The run is kept for callers that attach again; they need the journal alone.
+        self._inlets, self._outlets = {}, []
+        self.order = replace(self.order, task=Task(self.order.request_id, self.order.task.seed))

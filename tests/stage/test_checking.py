@@ -1,0 +1,105 @@
+"""What is refused before anything is held for it."""
+
+from collections.abc import Callable
+
+import pytest
+
+from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
+from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.services.serving.plugins import OptionSpec, Signature
+from stagemesh.services.stage.checking import check_order
+from stagemesh.services.stage.translate import order_from_wire
+from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2, tensor_pb2
+from tests.stage.replicas import step_request
+
+Request = stage_pb2.ExecuteStepRequest
+Change = Callable[[Request], object]
+
+TEXT = TensorSpec("uint8", ("bytes",))
+SOURCE = Signature(emits={}, options={"speed": OptionSpec(1.0, minimum=0.5, maximum=2.0)})
+FED = Signature(accepts={"text": TEXT})
+BOUND = stage_pb2.OutputBinding(edge="a->b", consumer="b-0", endpoint="127.0.0.1:1")
+
+
+def _tensor(**fields: object) -> tensor_pb2.Tensor:
+    return tensor_pb2.Tensor(name="x", dtype=tensor_pb2.DATA_TYPE_UINT8, shape=[1], **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "message"),
+    [
+        (lambda r: setattr(r, "request_id", ""), "INVALID_ID", "request_id is ''"),
+        (lambda r: setattr(r, "request_id", "a b"), "INVALID_ID", "letters, digits"),
+        (lambda r: setattr(r, "request_id", "x" * 129), "INVALID_ID", "1 to 128"),
+        (lambda r: setattr(r, "step_id", "x\n"), "INVALID_ID", "step_id is"),
+        (lambda r: setattr(r, "attempt", 0), "INVALID_REQUEST", "attempts count from 1"),
+        (lambda r: setattr(r.input, "text", " \n"), "EMPTY_PROMPT", "the prompt is empty"),
+        (lambda r: r.ClearField("input"), "EMPTY_PROMPT", "the prompt is empty"),
+        (lambda r: r.input.conversation.SetInParent(), "EMPTY_PROMPT", "the prompt is empty"),
+        (lambda r: r.input.token_ids.SetInParent(), "EMPTY_PROMPT", "the prompt is empty"),
+        (lambda r: r.input.conversation.messages.add(role="bard"), "INVALID_ROLE", "assistant, system, user"),
+        (lambda r: r.streamed.append("video"), "UNKNOWN_TENSOR", "unknown tensor 'video'"),
+        (lambda r: r.parameters.options.update(pitch=1.0), "UNKNOWN_OPTION", "this stage knows speed"),
+        (lambda r: r.parameters.options.update(speed=3.0), "INVALID_OPTION", "must be from 0.5 to 2"),
+        (lambda r: r.parameters.options.update(speed=float("nan")), "INVALID_OPTION", "speed is nan"),
+        (lambda r: setattr(r.parameters.sampling, "max_tokens", 0), "INVALID_SAMPLING", "max_tokens is 0"),
+        (lambda r: setattr(r.parameters.sampling, "temperature", -1), "INVALID_SAMPLING", "at least 0"),
+        (lambda r: setattr(r.parameters.sampling, "temperature", float("inf")), "INVALID_SAMPLING", "is inf"),
+        (lambda r: setattr(r.parameters.sampling, "top_p", 0), "INVALID_SAMPLING", "over 0 and at most 1"),
+        (lambda r: setattr(r.parameters.sampling, "repetition_penalty", 0), "INVALID_SAMPLING", "over 0"),
+        (lambda r: r.parameters.sampling.stop.append(""), "INVALID_SAMPLING", "stop text is empty"),
+        (lambda r: r.inputs.add(edge="a->b", producer="a-0"), "UNKNOWN_EDGE", "unbind a->b"),
+        (lambda r: r.outputs.extend([BOUND, BOUND]), "INVALID_EDGE", "'a->b' twice"),
+        (lambda r: r.outputs.add(consumer="b-0", endpoint="h:1"), "INVALID_EDGE", "without a name"),
+        (lambda r: r.outputs.add(edge="a->b"), "INVALID_EDGE", "needs a consumer and an endpoint"),
+        (lambda r: r.outputs.add(edge="a->b", connector=77), "UNKNOWN_CONNECTOR", "connector 77"),
+        (lambda r: _policy(r).frames.SetInParent(), "INVALID_EDGE", "frames >= 1"),
+        (lambda r: r.input.tensors.extend([_tensor(inline=b"1")] * 2), "INVALID_REQUEST", "'x' twice"),
+        (lambda r: r.input.tensors.append(_tensor(shm=tensor_pb2.ShmRegion())), "INVALID_REQUEST", "inline"),
+        (lambda r: r.input.tensors.append(_tensor(inline=b"12")), "INVALID_CHUNK", "needs 1 bytes but came with 2"),
+    ],
+)
+def test_bad_request_is_refused_with_a_remedy(change: Change, reason: str, message: str) -> None:
+    request = step_request()
+    request.ClearField("streamed")
+    change(request)
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        check_order(order_from_wire(request), SOURCE, engine="fake")
+    assert caught.value.reason == reason
+
+
+def test_stage_without_its_edge_is_refused() -> None:
+    request = step_request()
+    request.ClearField("streamed")
+    with pytest.raises(InvalidRequestError, match="bind an edge that brings text") as caught:
+        check_order(order_from_wire(request), FED, engine="fake")
+    assert caught.value.reason == "MISSING_INPUT"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda r: setattr(r, "max_steps", 1), lambda r: r.resume_from.SetInParent()],
+    ids=["max_steps", "resume_from"],
+)
+def test_pausing_is_refused(change: Change) -> None:
+    request = step_request()
+    change(request)
+    with pytest.raises(UnsupportedError, match="engine fake cannot pause or resume"):
+        check_order(order_from_wire(request), SOURCE, engine="fake")
+
+
+def test_good_request_passes_whole() -> None:
+    request = step_request()
+    request.ClearField("streamed")
+    request.parameters.sampling.MergeFrom(request_pb2.Sampling(max_tokens=3, temperature=0, stop=["."]))
+    request.parameters.options["speed"] = 2.0
+    request.outputs.append(BOUND)
+    order = order_from_wire(request)
+    check_order(order, SOURCE, engine="fake")
+    assert (order.task.prompt, order.task.seed, order.task.options) == ("hi", 1, {"speed": 2.0})
+    assert (order.task.sampling.max_tokens, order.task.sampling.temperature, order.task.sampling.top_p) == (3, 0, None)
+
+
+def _policy(request: Request) -> stage_pb2.ChunkPolicy:
+    binding = request.outputs.add(edge="a->b", consumer="b", endpoint="h:1", connector=chunk_pb2.CONNECTOR_SHM)
+    return binding.policy

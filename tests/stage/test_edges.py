@@ -1,0 +1,151 @@
+"""Two stages and the edge between them, over the real data plane."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import grpc
+import numpy as np
+import pytest
+
+from stagemesh.connectors.base import Packet
+from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.status import from_rpc_error
+from stagemesh.services.engines.base import Emission, Task, Usage
+from stagemesh.v1 import chunk_pb2, stage_pb2
+from tests.stage.gated_engine import GatedEngine
+from tests.stage.replicas import Replica, served_stage, stage_config, step_request
+
+EDGE = "thinker->talker"
+CONNECTORS = {"shm": chunk_pb2.CONNECTOR_SHM, "grpc": chunk_pb2.CONNECTOR_GRPC}
+
+
+class OddEngine(GatedEngine):
+    """Emits what no stage takes."""
+
+    async def submit(self, task: Task) -> AsyncGenerator[Emission | Usage, None]:
+        yield Emission(Packet({"text": np.zeros((2, 2), np.float32)}))
+        yield Usage()
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_text_crosses_the_edge_unchanged(connector: str) -> None:
+    async with _pair(stage_config(steps=5, size_bytes=20_000)) as (thinker, talker):
+        (sent, thought), (received, talked) = await _run(thinker, talker, connector=connector)
+        assert sent == received
+        assert len(sent) == 5 * 20_000
+        edge = thought.edges[0]
+        assert (edge.edge, edge.connector, edge.chunks, edge.size_bytes) == (EDGE, connector, 5, 100_000)
+        assert (talked.usage.steps, len(talked.edges)) == (5, 0)
+
+
+async def test_whole_policy_sends_one_chunk() -> None:
+    async with _pair(stage_config(steps=5)) as (thinker, talker):
+        policy = stage_pb2.ChunkPolicy(whole=stage_pb2.WholePolicy())
+        (sent, thought), (received, talked) = await _run(thinker, talker, policy=policy)
+    assert sent == received
+    assert (thought.edges[0].chunks, talked.usage.steps) == (1, 1)
+
+
+async def test_transform_runs_on_the_consumers_side() -> None:
+    async with _pair(stage_config(steps=3, size_bytes=7)) as (thinker, talker):
+        (sent, _), (received, talked) = await _run(thinker, talker, transform="text.sentences")
+    assert received.split() == sent.split()
+    assert talked.usage.steps < 3
+
+
+async def test_unknown_transform_is_named() -> None:
+    async with _pair() as (thinker, talker):
+        errors = await _failures(thinker, talker, transform="text.shout")
+    assert errors["talker"].reason == "UNKNOWN_TRANSFORM"
+    assert "known: " in errors["talker"].message
+
+
+async def test_chunk_of_another_shape_is_refused() -> None:
+    async with _pair(engine=OddEngine()) as (thinker, talker):
+        errors = await _failures(thinker, talker)
+    assert "edge thinker->talker: tensor 'text' is float32[2, 2]; expected uint8[bytes]" in errors["talker"].message
+    assert errors["talker"].reason == "INVALID_CHUNK"
+    assert errors["talker"].metadata["edge"] == EDGE
+
+
+async def test_producers_failure_reaches_its_consumer() -> None:
+    async with _pair(stage_config(fail_at_step=1)) as (thinker, talker):
+        errors = await _failures(thinker, talker)
+    assert "stage thinker fails at step 1" in errors["talker"].message
+    assert errors["talker"].metadata["stage"] == "thinker"
+
+
+async def test_consumers_failure_reaches_its_producer() -> None:
+    config = stage_config(steps=1000, step_s=0.001)
+    async with _pair(config, fail_at_step=1) as (thinker, talker):
+        errors = await _failures(thinker, talker)
+    assert "stage talker fails at step 1" in errors["talker"].message
+    assert "thinker->talker" in errors["thinker"].message
+
+
+async def test_nothing_is_left_behind() -> None:
+    async with _pair(stage_config(steps=3, size_bytes=20_000)) as (thinker, talker):
+        await _run(thinker, talker)
+        async with asyncio.timeout(1):
+            while thinker.runtime.load().arena_used_bytes or talker.runtime.load().credit_bytes:
+                await asyncio.sleep(0.005)
+        assert (thinker.runtime.load().running, talker.runtime.load().running) == (0, 0)
+
+
+@asynccontextmanager
+async def _pair(
+    config: object = None, *, engine: object = None, **talker_options: float
+) -> AsyncGenerator[tuple[Replica, Replica]]:
+    async with (
+        served_stage(config, engine=engine) as thinker,  # type: ignore[arg-type]
+        served_stage(stage_config("talker", function="relay", **talker_options)) as talker,
+    ):
+        yield thinker, talker
+
+
+def _requests(
+    talker: Replica, *, connector: str = "shm", policy: stage_pb2.ChunkPolicy | None = None, transform: str = ""
+) -> tuple[stage_pb2.ExecuteStepRequest, stage_pb2.ExecuteStepRequest]:
+    binding = stage_pb2.OutputBinding(
+        edge=EDGE, consumer="talker-0", endpoint=talker.endpoint, connector=CONNECTORS[connector], policy=policy
+    )
+    thinking = step_request()
+    thinking.outputs.append(binding)
+    talking = stage_pb2.ExecuteStepRequest(
+        request_id="r",
+        step_id="r/talker/1",
+        attempt=1,
+        inputs=[stage_pb2.InputBinding(edge=EDGE, producer="thinker-0", transform=transform)],
+        streamed=["text"],
+    )
+    return thinking, talking
+
+
+async def _run(
+    thinker: Replica, talker: Replica, **how: object
+) -> tuple[tuple[str, stage_pb2.StepFinished], tuple[str, stage_pb2.StepFinished]]:
+    thinking, talking = _requests(talker, **how)  # type: ignore[arg-type]
+    async with asyncio.TaskGroup() as group:
+        hearing = group.create_task(_hear(talker, talking))
+        sent = await _hear(thinker, thinking)
+    return sent, hearing.result()
+
+
+async def _hear(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> tuple[str, stage_pb2.StepFinished]:
+    text, finished = "", stage_pb2.StepFinished()
+    async for event in replica.stub.ExecuteStep(request, timeout=20):
+        text += event.output.text
+        finished = event.finished
+    return text, finished
+
+
+async def _failures(thinker: Replica, talker: Replica, **how: object) -> dict[str, StagemeshError]:
+    """What each stage failed with; the consumer opens first."""
+    thinking, talking = _requests(talker, **how)  # type: ignore[arg-type]
+    results = await asyncio.gather(_hear(talker, talking), _hear(thinker, thinking), return_exceptions=True)
+    return {
+        name: from_rpc_error(result, peer=name)
+        for name, result in zip(("talker", "thinker"), results, strict=True)
+        if isinstance(result, grpc.aio.AioRpcError)
+    }

@@ -1,0 +1,71 @@
+"""Tensors as pieces for a client."""
+
+import numpy as np
+import pytest
+
+from stagemesh.connectors.base import Packet
+from stagemesh.connectors.errors import UnsupportedError
+from stagemesh.connectors.tensors import Array, TensorSpec
+from stagemesh.services.serving.plugins import Emitted, OutputKind
+from stagemesh.services.stage.events import Content, Picture, Sound
+from stagemesh.services.stage.outputs import StreamedOutputs
+
+
+def test_character_split_over_emissions_stays_whole() -> None:
+    halves = [_bytes("é".encode()[:1]), _bytes("é".encode()[1:] + b"t"), _bytes(b"\xc3")]
+    assert _contents("text", halves) == ["ét", "�"]
+
+
+def test_long_audio_is_cut_without_loss() -> None:
+    samples = np.arange(700_000, dtype=np.float32)
+    pieces = _contents("audio", [samples])
+    assert len(pieces) == 3
+    assert all(isinstance(piece, Sound) and piece.sample_rate_hz == 24_000 for piece in pieces)
+    assert np.array_equal(np.concatenate([piece.samples for piece in pieces if isinstance(piece, Sound)]), samples)
+
+
+@pytest.mark.parametrize(
+    ("data", "media_type"),
+    [(b"\x89PNG..", "image/png"), (b"\xff\xd8\xff..", "image/jpeg"), (b"?", "application/octet-stream")],
+)
+def test_picture_says_what_it_is(data: bytes, media_type: str) -> None:
+    assert _contents("image", [_bytes(data)]) == [Picture(data, media_type)]
+
+
+def test_pieces_do_not_hold_on_to_the_engines_memory() -> None:
+    tensor = np.zeros(4, np.float32)
+    (piece,) = _contents("tensor", [tensor])
+    tensor[:] = 1
+    assert isinstance(piece, np.ndarray)
+    assert not piece.any()
+
+
+def test_empty_tensor_is_no_piece() -> None:
+    assert _contents("audio", [np.zeros(0, np.float32)]) == []
+
+
+def test_tensor_over_a_messages_size_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="output x is 9437184 bytes") as caught:
+        _contents("tensor", [np.zeros(9 << 20, np.uint8)])
+    assert caught.value.reason == "OUTPUT_TOO_LARGE"
+
+
+def test_names_are_numbered_apart() -> None:
+    emits = {name: Emitted(TensorSpec("uint8", ("bytes",)), kind="text") for name in "ab"}
+    outputs = StreamedOutputs(["a", "b"], emits)
+    packet = Packet({"a": _bytes(b"x"), "b": _bytes(b"y"), "c": _bytes(b"z")})
+    numbered = [(piece.name, piece.seq) for _ in range(2) for piece in outputs.push(packet)]
+    assert numbered == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+
+
+def _bytes(data: bytes) -> Array:
+    return np.frombuffer(data, np.uint8)
+
+
+def _contents(kind: OutputKind, tensors: list[Array]) -> list[Content]:
+    """All pieces of an output, in order."""
+    outputs = StreamedOutputs(["x"], {"x": Emitted(TensorSpec("uint8", ("n",)), kind=kind, sample_rate_hz=24_000)})
+    pieces = [piece for tensor in tensors for piece in outputs.push(Packet({"x": tensor}))]
+    pieces += outputs.finish()
+    assert [piece.seq for piece in pieces] == list(range(len(pieces)))
+    return [piece.content for piece in pieces]

@@ -1,0 +1,148 @@
+"""The stage process: how it begins, and all the ways in which it ends."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from stagemesh.services.serving.config import StageConfig, dump_stage_config
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+from tests.stage.replicas import stage_config, step_request
+
+LIMIT_S = 20
+
+
+def test_process_serves_and_ends_on_sigterm(tmp_path: Path) -> None:
+    with _process(stage_config(steps=2), tmp_path) as process, grpc.insecure_channel(_endpoint(process)) as channel:
+        _wait_serving(channel)
+        kinds = [
+            event.WhichOneof("event") for event in stage_pb2_grpc.StageServiceStub(channel).ExecuteStep(step_request())
+        ]
+        assert kinds[-1] == "finished"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0
+
+
+def test_sigterm_lets_a_running_step_finish(tmp_path: Path) -> None:
+    with _process(stage_config(steps=10, step_s=0.05), tmp_path) as process:
+        with grpc.insecure_channel(_endpoint(process)) as channel:
+            _wait_serving(channel)
+            events = stage_pb2_grpc.StageServiceStub(channel).ExecuteStep(step_request())
+            assert next(events).WhichOneof("event") == "accepted"
+            process.send_signal(signal.SIGTERM)
+            assert [event.WhichOneof("event") for event in events][-1] == "finished"
+        assert process.wait(LIMIT_S) == 0
+
+
+def test_liveness_comes_before_readiness(tmp_path: Path) -> None:
+    with _process(stage_config(start_s=30), tmp_path) as process, grpc.insecure_channel(_endpoint(process)) as channel:
+        assert _health(channel, "liveness") == health_pb2.HealthCheckResponse.SERVING
+        for facet in ("", "stagemesh.v1.StageService"):
+            assert _health(channel, facet) == health_pb2.HealthCheckResponse.NOT_SERVING
+        said = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest())
+        assert (said.state, said.detail) == (stage_pb2.REPLICA_STATE_LOADING, "loading nothing")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0
+
+
+def test_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, log = _run(replace(stage_config(), listen=f"127.0.0.1:{port}"), tmp_path)
+    assert status == 3
+    assert len([line for line in log.splitlines() if "ERROR" in line]) == 1
+    assert f"port {port} of 127.0.0.1: it is in use" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (stage_config(colour=1), "stage thinker: unknown option 'colour'"),
+        (stage_config(function="poet"), "unknown function 'poet' of the fake engine"),
+        (replace(stage_config(), engine="steam"), "unknown engine 'steam'"),
+    ],
+)
+def test_stage_that_cannot_work_says_why(config: StageConfig, line: str, tmp_path: Path) -> None:
+    status, log = _run(config, tmp_path)
+    assert status == 1
+    assert line in log
+    assert "Traceback" not in log
+
+
+def test_bad_config_is_a_usage_error(tmp_path: Path) -> None:
+    path = tmp_path / "stage.json"
+    path.write_text('{"pipeline": 1}')
+    result = subprocess.run(_command(path), capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert result.returncode == 2
+    assert "stage.json" in result.stderr
+    assert "Traceback" not in result.stderr
+    path.unlink()
+    result = subprocess.run(_command(path), capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert (result.returncode, result.stderr) == (2, f"{path}: No such file or directory\n")
+
+
+def _command(path: Path) -> list[str]:
+    return [sys.executable, "-m", "stagemesh.services.stage", "--config", str(path)]
+
+
+def _write(config: StageConfig, folder: Path) -> list[str]:
+    path = folder / "stage.json"
+    path.write_bytes(dump_stage_config(config))
+    return _command(path)
+
+
+def _run(config: StageConfig, folder: Path) -> tuple[int, str]:
+    result = subprocess.run(_write(config, folder), capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    return result.returncode, result.stderr
+
+
+@contextmanager
+def _process(config: StageConfig, folder: Path) -> "Iterator[subprocess.Popen[str]]":
+    process = subprocess.Popen(_write(config, folder), stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def _endpoint(process: "subprocess.Popen[str]") -> str:
+    """From the log, as people find it."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        found = re.search(r"listening on (\S+)", line)
+        if found:
+            return found[1]
+    raise AssertionError("the process never said where it listens")
+
+
+def _health(channel: grpc.Channel, facet: str) -> int:
+    check = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    return check(health_pb2.HealthCheckRequest(service=facet), timeout=LIMIT_S).status
+
+
+def _wait_serving(channel: grpc.Channel) -> None:
+    watch = channel.unary_stream(
+        "/grpc.health.v1.Health/Watch",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    call = watch(health_pb2.HealthCheckRequest(), timeout=LIMIT_S)
+    assert any(response.status == health_pb2.HealthCheckResponse.SERVING for response in call)
+    call.cancel()

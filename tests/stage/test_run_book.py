@@ -1,0 +1,52 @@
+"""How long ended runs are kept."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from stagemesh.services.stage import run_book
+from tests.stage.gated_engine import GatedEngine
+from tests.stage.replicas import events_of, order, ready_runtime, stage_config
+
+
+async def test_ended_runs_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_book, "KEPT_S", 0.0)
+    assert await _runs_of_two_calls() == 2
+
+
+async def test_only_so_many_ended_runs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_book, "MAX_KEPT", 0)
+    assert await _runs_of_two_calls() == 2
+
+
+async def test_only_so_many_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_book, "MAX_KEPT_BYTES", len("hello") - 1)
+    assert await _runs_of_two_calls() == 2
+
+
+async def test_within_limits_one_run_serves_both() -> None:
+    assert await _runs_of_two_calls() == 1
+
+
+async def test_endless_requests_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_book, "MAX_ATTEMPTS", 3)
+    monkeypatch.setattr(run_book, "MAX_KEPT", 3)
+    async with ready_runtime(stage_config(steps=1)) as runtime:
+        for number in range(10):
+            await events_of(runtime, order(f"r{number}"))
+        book = runtime._book
+        assert (len(book._runs), len(book._kept), len(book._attempts)) == (3, 3, 3)
+
+
+async def _runs_of_two_calls() -> int:
+    """How often the engine ran for a step that is asked for again after its end."""
+    engine = GatedEngine()
+    engine.gate.set()
+    async with ready_runtime(engine=engine) as runtime:
+        for _ in range(2):
+            async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
+                assert [event async for event in events]
+            # Timers that are due run now.
+            await asyncio.sleep(0.001)
+    return len(engine.released)

@@ -1,0 +1,174 @@
+"""StageService over a real connection."""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from stagemesh.connectors.errors import (
+    CancelledRequestError,
+    ExistsError,
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    StagemeshError,
+)
+from stagemesh.connectors.status import from_rpc_error
+from stagemesh.v1 import chunk_pb2, stage_pb2
+from tests.stage.gated_engine import GatedEngine
+from tests.stage.replicas import Replica, make_runtime, served, served_stage, stage_config, step_request
+
+
+async def test_step_streams_its_events() -> None:
+    async with served_stage(stage_config(steps=2)) as replica:
+        kinds = [event.WhichOneof("event") async for event in replica.stub.ExecuteStep(step_request())]
+    assert kinds == ["accepted", "output", "progress", "output", "progress", "finished"]
+
+
+async def test_error_carries_reason_and_place() -> None:
+    async with served_stage(stage_config(fail_at_step=1)) as replica:
+        error = await _failure(replica, step_request())
+    assert "fails at step 1" in error.message
+    assert error.metadata == {"stage": "thinker", "replica": "thinker-0", "request_id": "r"}
+
+
+async def test_hanging_up_stops_the_engine() -> None:
+    engine = GatedEngine()
+    async with served_stage(engine=engine) as replica:
+        call = replica.stub.ExecuteStep(step_request())
+        await anext(aiter(call))
+        await _until(lambda: engine.running == ["r"])
+        call.cancel()
+        await _until(lambda: engine.released == ["r"])
+
+
+async def test_one_of_two_callers_may_hang_up() -> None:
+    engine = GatedEngine()
+    async with served_stage(engine=engine) as replica:
+        leaving, staying = (replica.stub.ExecuteStep(step_request()) for _ in range(2))
+        events = aiter(staying)
+        await anext(aiter(leaving))
+        await anext(events)
+        leaving.cancel()
+        engine.gate.set()
+        assert [event.WhichOneof("event") async for event in events] == ["output", "finished"]
+
+
+async def test_step_ends_with_its_callers_deadline() -> None:
+    engine = GatedEngine()
+    async with served_stage(engine=engine) as replica:
+        events = aiter(replica.stub.ExecuteStep(step_request(), timeout=0.5))
+        await anext(events)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [event async for event in events]
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await _until(lambda: engine.released == ["r"])
+
+
+async def test_other_content_under_one_id_is_refused() -> None:
+    async with served_stage() as replica:
+        assert [event async for event in replica.stub.ExecuteStep(step_request(text="hi"))]
+        error = await _failure(replica, step_request(text="ho"))
+    assert isinstance(error, ExistsError)
+    assert error.reason == "STEP_EXISTS"
+
+
+async def test_cancel_answers_when_the_engine_has_let_go() -> None:
+    engine = GatedEngine()
+    async with served_stage(engine=engine) as replica:
+        call = replica.stub.ExecuteStep(step_request())
+        await anext(aiter(call))
+        await _until(lambda: engine.running == ["r"])
+        answer = await replica.stub.CancelStep(stage_pb2.CancelStepRequest(request_id="r", reason="enough"))
+        assert (answer.stopped, engine.released) == (1, ["r"])
+        error = await _failure(replica, step_request())
+    assert isinstance(error, CancelledRequestError)
+    assert error.message == "enough"
+
+
+async def test_describe_is_a_self_portrait() -> None:
+    runtime = make_runtime()
+    async with served(runtime) as replica:
+        said = await replica.stub.Describe(stage_pb2.DescribeRequest())
+        assert (said.state, said.detail) == (stage_pb2.REPLICA_STATE_LOADING, "starting")
+        await runtime.start()
+        said = await replica.stub.Describe(stage_pb2.DescribeRequest())
+        await runtime.close()
+    assert (said.pipeline, said.stage, said.replica, said.engine) == ("test", "thinker", "thinker-0", "fake")
+    assert said.state == stage_pb2.REPLICA_STATE_READY
+    assert [(spec.name, list(spec.shape)) for spec in said.emits] == [("text", ["bytes"])]
+    assert said.connectors == [chunk_pb2.CONNECTOR_SHM, chunk_pb2.CONNECTOR_GRPC]
+    assert said.wire_version == 1
+
+
+async def test_loading_replica_refuses_steps_and_says_why() -> None:
+    runtime = make_runtime()
+    async with served(runtime) as replica:
+        error = await _failure(replica, step_request())
+        await runtime.close()
+    assert isinstance(error, NotReadyError)
+    assert "replica thinker-0 of stage thinker is loading: starting" in error.message
+
+
+async def test_load_is_reported_at_once_and_again() -> None:
+    engine = GatedEngine()
+    async with served_stage(engine=engine) as replica:
+        reports = aiter(replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(interval_s=0.05)))
+        first = await anext(reports)
+        step = replica.stub.ExecuteStep(step_request())
+        await anext(aiter(step))
+        await _until(lambda: engine.running == ["r"])
+        await anext(reports)
+        later = await anext(reports)
+        step.cancel()
+    assert (first.running, first.work_s, later.running, later.work_s) == (0, 0.0, 1, 2.5)
+    assert first.arena_size_bytes > first.arena_used_bytes == 0
+    assert first.free_memory_bytes > 0
+
+
+@pytest.mark.parametrize("interval_s", [0.01, -1.0, float("nan")])
+async def test_load_interval_has_a_least(interval_s: float) -> None:
+    async with served_stage() as replica:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(interval_s=interval_s))))
+    error = from_rpc_error(caught.value, peer="stage")
+    assert isinstance(error, InvalidRequestError)
+    assert "must be 0.05 or more" in error.message
+
+
+async def test_closing_ends_load_reports() -> None:
+    runtime = make_runtime()
+    async with served(runtime) as replica:
+        reports = aiter(replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(interval_s=60)))
+        await anext(reports)
+        await runtime.close()
+        assert [report async for report in reports] == []
+
+
+async def test_unknown_flow_is_named() -> None:
+    key = chunk_pb2.EdgeKey(request_id="r", edge="thinker->talker", attempt=1)
+    async with served_stage() as replica:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(replica.stub.GetChunk(stage_pb2.GetChunkRequest(key=key))))
+    error = from_rpc_error(caught.value, peer="stage")
+    assert isinstance(error, NotFoundError)
+    assert "thinker->talker" in error.message
+
+
+async def test_oversize_message_is_refused() -> None:
+    async with served_stage() as replica:
+        error = await _failure(replica, step_request(text="x" * (9 << 20)))
+    assert error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+
+
+async def _failure(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> StagemeshError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        [event async for event in replica.stub.ExecuteStep(request)]
+    return from_rpc_error(caught.value, peer="stage")
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(1.0):
+        while not condition():
+            await asyncio.sleep(0.005)
