@@ -37,7 +37,7 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     _set_serving(server, serving=False)
     try:
         await server.start()
-        await _work(runtime, server, stopping)
+        await work(runtime, server, stopping)
     finally:
         _set_serving(server, serving=False)
         await runtime.drain(grace_s=_DRAIN_GRACE_S)
@@ -45,7 +45,8 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
         await server.stop(grace_s=_STOP_GRACE_S)
 
 
-async def _work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -> None:
+async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -> None:
+    """Loads the engine and lets it work until `stopping` is set; raises what it failed with."""
     if not await _unless(stopping, runtime.start()):
         return
     _set_serving(server, serving=True)
@@ -53,9 +54,9 @@ async def _work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) 
     await _unless(stopping, runtime.watch_engine())
 
 
-async def _unless(stopping: asyncio.Event, work: Coroutine[object, object, None]) -> bool:
-    """Whether `work` ended before `stopping` was set; it is cancelled otherwise. Raises what it raises."""
-    working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
+async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None]) -> bool:
+    """Whether `doing` ended before `stopping` was set; it is cancelled otherwise. Raises what it raises."""
+    working, stopped = asyncio.ensure_future(doing), asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
         if working.done():

@@ -192,6 +192,7 @@ class StepRun:
             await asyncio.gather(*(outlet.abort(error) for outlet in self._outlets))
         await asyncio.gather(*(inlet.aclose() for inlet in self._inlets.values()))
         self._set_deadline(None)
-        # The run is kept for callers that attach again; they need the journal alone.
-        self._inlets, self._outlets = {}, []
+        # The run is kept for callers that attach again; they need the journal alone. A cause that was raised
+        # holds on to the frames that it came through, and so to a packet and its lease.
+        self._inlets, self._outlets, self._cause = {}, [], None
         self.order = replace(self.order, task=Task(self.order.request_id, self.order.task.seed))
