@@ -91,7 +91,8 @@ class Deployment:
 @contextmanager
 def deployed(pipeline: str | Path, *arguments: str) -> Iterator[Deployment]:
     """Runs `stagemesh up`, waits until it is ready, and stops it; asserts that it stops clean."""
-    command = [sys.executable, "-m", "stagemesh.orchestrator.cli", "up", str(pipeline), "--port", "0", "--json"]
+    stagemesh = str(Path(sys.executable).with_name("stagemesh"))
+    command = [stagemesh, "up", str(pipeline), "--port", "0", "--json"]
     process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
     deployment = Deployment(process)
     try:

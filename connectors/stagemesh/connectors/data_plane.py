@@ -136,6 +136,7 @@ class DataPlane:
             incarnation=self.incarnation,
             connectors=[wire.connector_to_wire(name) for name in session.connectors],
             inline_limit_bytes=self._inline_limit_bytes,
+            held_lease_ids=session.held_lease_ids,
         )
         reader = asyncio.create_task(session.read(requests))
         try:

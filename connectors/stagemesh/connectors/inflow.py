@@ -4,6 +4,7 @@ import asyncio
 import hmac
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from copy import copy
 from typing import Protocol
 
 from stagemesh.connectors import wire
@@ -26,6 +27,9 @@ class ReplySink(Protocol):
 
     def reply(self, reply: stage_pb2.PutReply) -> None:
         """Sends a reply."""
+
+    def forget(self, key: EdgeKey) -> None:
+        """The flow is over."""
 
 
 class InFlow:
@@ -67,7 +71,8 @@ class InFlow:
         """The next packet; not a generator, whose frame would hold on to the last one and so to its lease."""
         while not self._queue:
             if self._error is not None:
-                raise self._error
+                # A copy: what is raised holds on to frames, and they to packets and their leases.
+                raise copy(self._error)
             if self._ended:
                 self._delivered_all = True
                 raise StopAsyncIteration
@@ -86,6 +91,9 @@ class InFlow:
             self._reply(stage_pb2.PutReply(commit=stage_pb2.EdgeCommit(key=wire.key_to_wire(self.key))))
         elif self._error is None:
             self._reject(CancelledRequestError(f"the consumer of edge {self.key.edge} stopped reading"))
+        if self._session is not None:
+            self._session.forget(self.key)
+            self._session = None
         self._cancel_timer()
         self._on_close(self)
 

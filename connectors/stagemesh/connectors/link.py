@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TypeAlias
 
 import grpc
@@ -155,7 +155,8 @@ class Link:
         if self._incarnation and self._incarnation != welcome.incarnation:
             restarted = UnavailableError(f"replica {self._consumer} was restarted", reason="PEER_RESTARTED")
             self._fail_flows(restarted, opened_only=True)
-            self._reclaim_all()
+        # What was lent in messages that never arrived comes back here.
+        self._reclaim_all(but=set(welcome.held_lease_ids))
         self._incarnation = welcome.incarnation
         self.inline_limit_bytes = min(self.inline_limit_bytes, welcome.inline_limit_bytes)
         self._connected = True
@@ -252,6 +253,6 @@ class Link:
             if not opened_only or flow.was_opened:
                 flow.fail(error)
 
-    def _reclaim_all(self) -> None:
-        for lease_id in list(self._leases):
+    def _reclaim_all(self, *, but: Container[int] = ()) -> None:
+        for lease_id in [lent for lent in self._leases if lent not in but]:
             self.reclaim(lease_id)

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -214,7 +215,7 @@ class OutFlow:
 
     def _check(self) -> None:
         if self.error is not None:
-            raise self.error
+            raise copy(self.error)
 
     async def _send_chunk(self, packet: Packet) -> None:
         _check_packet(packet)

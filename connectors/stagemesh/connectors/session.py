@@ -44,6 +44,7 @@ class LeaseBook:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self.held: set[int] = set()
         self._owed: list[int] = []
         self._session: PutSession | None = None
 
@@ -52,6 +53,11 @@ class LeaseBook:
         self._session = session
         self._flush()
 
+    def hold(self, lease_id: int, tensors: list[Array]) -> None:
+        """Keeps a lease until the last view of `tensors` is gone."""
+        self.held.add(lease_id)
+        shm.hold_lease(tensors, lambda: self.give_back_soon(lease_id))
+
     def give_back_soon(self, lease_id: int) -> None:
         """Returns a lease, from whatever thread dropped the last view."""
         if not self._loop.is_closed():
@@ -59,6 +65,7 @@ class LeaseBook:
 
     def give_back(self, lease_id: int) -> None:
         """Returns a lease."""
+        self.held.discard(lease_id)
         self._owed.append(lease_id)
         self._flush()
 
@@ -94,6 +101,11 @@ class PutSession:
         leases.attach(self)
 
     @property
+    def held_lease_ids(self) -> list[int]:
+        """What the producer still lends us."""
+        return sorted(self._leases.held)
+
+    @property
     def connectors(self) -> list[ConnectorName]:
         """What this producer and we can use, best first."""
         return [ConnectorName.SHM, ConnectorName.GRPC] if self._arena else [ConnectorName.GRPC]
@@ -102,6 +114,11 @@ class PutSession:
         """Sends a reply with the next message."""
         self._replies.append(reply)
         self._changed.fire()
+
+    def forget(self, key: EdgeKey) -> None:
+        """A flow is over: whatever still comes for it is refused."""
+        self._flows.pop(key, None)
+        self._drop_transfers(key)
 
     async def replies(self) -> AsyncIterator[stage_pb2.PutChunkResponse]:
         """The messages for the producer, each with all that has come up since the last one."""
@@ -203,13 +220,19 @@ class PutSession:
         return wanted
 
     def _chunk(self, chunk: chunk_pb2.Chunk) -> None:
-        flow = self._flow(chunk.key)
-        if not flow.check_seq(chunk.seq):
+        try:
+            flow = self._flow(chunk.key)
+            due = flow.check_seq(chunk.seq)
+            packet = self._data(flow, chunk.data) if due and chunk.HasField("data") else None
+        except StagemeshError:
+            self._give_back(chunk)
+            raise
+        if not due:
             self._give_back(chunk)
             return
         match chunk.WhichOneof("content"):
-            case "data":
-                self._data(flow, chunk)
+            case "data" if packet is not None:
+                flow.deliver(packet)
             case "end":
                 flow.deliver_end(chunk.end)
             case "abort":
@@ -217,14 +240,9 @@ class PutSession:
             case _:
                 raise InvalidChunkError(f"chunk {chunk.seq} of edge {flow.key.edge} is empty")
 
-    def _data(self, flow: InFlow, chunk: chunk_pb2.Chunk) -> None:
-        try:
-            flow.check_room(chunk.data.size_bytes)
-            packet = self._decode(chunk.data)
-        except InvalidChunkError:
-            self._give_back(chunk)
-            raise
-        flow.deliver(packet)
+    def _data(self, flow: InFlow, data: chunk_pb2.ChunkData) -> Packet:
+        flow.check_room(data.size_bytes)
+        return self._decode(data)
 
     def _give_back(self, chunk: chunk_pb2.Chunk) -> None:
         if chunk.data.lease_id:
@@ -242,8 +260,7 @@ class PutSession:
             del self._transfers[transfer_id]
         leased = [tensors[m.name] for m in data.tensors if m.WhichOneof("location") == "shm"]
         if leased:
-            lease_id, leases = data.lease_id, self._leases
-            shm.hold_lease(leased, lambda: leases.give_back_soon(lease_id))
+            self._leases.hold(data.lease_id, leased)
         elif data.lease_id:
             self._leases.give_back(data.lease_id)
         return packet

@@ -753,6 +753,7 @@ class Welcome(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     CONNECTORS_FIELD_NUMBER: _builtins.int
     INLINE_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_LEASE_IDS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Its name in the pipeline."""
     incarnation: _builtins.str
@@ -763,6 +764,10 @@ class Welcome(_message.Message):
     def connectors(self) -> _containers.RepeatedScalarFieldContainer[_chunk_pb2.Connector.ValueType]:
         """What it can use with this producer, best first."""
 
+    @_builtins.property
+    def held_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """After a reconnect: the leases that are still held here; the producer takes all others back."""
+
     def __init__(
         self,
         *,
@@ -770,10 +775,11 @@ class Welcome(_message.Message):
         incarnation: _builtins.str = ...,
         connectors: _abc.Iterable[_chunk_pb2.Connector.ValueType] | None = ...,
         inline_limit_bytes: _builtins.int = ...,
+        held_lease_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connectors", b"connectors", "incarnation", b"incarnation", "inline_limit_bytes", b"inline_limit_bytes", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connectors", b"connectors", "held_lease_ids", b"held_lease_ids", "incarnation", b"incarnation", "inline_limit_bytes", b"inline_limit_bytes", "replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
