@@ -8,7 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from stagemesh.client import AudioChunk, Event, Image, TensorOutput, Text, WavWriter
+from stagemesh.client import AudioChunk, Event, Finished, Image, TensorOutput, Text, WavWriter
 from stagemesh.connectors.errors import InvalidRequestError
 
 _SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
@@ -41,16 +41,15 @@ class Sinks:
                 self._write_image(event)
             case TensorOutput():
                 self._write_tensor(event)
+            case Finished():
+                self._end_line()
             case _:
                 pass
 
     def close(self) -> None:
         """Completes the files and the last line of text."""
         self._resources.close()
-        if self._mid_line:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-            self._mid_line = False
+        self._end_line()
 
     def __enter__(self) -> Self:
         return self
@@ -59,6 +58,12 @@ class Sinks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _end_line(self) -> None:
+        if self._mid_line:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            self._mid_line = False
 
     def _write_text(self, event: Text) -> None:
         if not self._quiet and event.delta:
