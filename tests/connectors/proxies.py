@@ -9,21 +9,37 @@ class Proxy:
     """Relays to one address; `cut` resets everything that runs through it, new connections go on."""
 
     def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
+        self.target_port = target_port
         self._writers: set[asyncio.StreamWriter] = set()
+        self._running = 0
         self.cuts = 0
         self.forwarded_bytes = 0
         self.cut_at_bytes: list[int] = []
         """Totals of forwarded bytes at which to cut, ascending."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
-        self._writers |= {writer, upstream_writer}
-        with suppress(OSError):
-            await asyncio.gather(self._pump(reader, upstream_writer), self._pump(upstream_reader, writer))
-        for one in (writer, upstream_writer):
-            self._writers.discard(one)
-            one.close()
+        self._running += 1
+        try:
+            async with _closing(writer):
+                with suppress(OSError):
+                    await self._relay(reader, writer)
+        finally:
+            self._running -= 1
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
+        async with _closing(upstream_writer):
+            ends = {writer, upstream_writer}
+            self._writers |= ends
+            pumps = self._pump(reader, upstream_writer), self._pump(upstream_reader, writer)
+            await asyncio.gather(*pumps, return_exceptions=True)
+            self._writers -= ends
+
+    async def close(self) -> None:
+        """Cuts everything and returns when nothing runs through it."""
+        self.cut()
+        while self._running:
+            await asyncio.sleep(0)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(16 << 10):
@@ -44,6 +60,16 @@ class Proxy:
 
 
 @asynccontextmanager
+async def _closing(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+@asynccontextmanager
 async def proxied(endpoint: str) -> AsyncIterator[tuple[Proxy, str]]:
     """A proxy before "host:port", and its own endpoint."""
     proxy = Proxy(int(endpoint.rsplit(":", 1)[1]))
@@ -51,4 +77,5 @@ async def proxied(endpoint: str) -> AsyncIterator[tuple[Proxy, str]]:
     port = server.sockets[0].getsockname()[1]
     async with server:
         yield proxy, f"127.0.0.1:{port}"
-        proxy.cut()
+        server.close()
+        await proxy.close()

@@ -57,11 +57,14 @@ async def test_consumer_that_was_restarted_fails_the_old_flow() -> None:
         async with asyncio.timeout(5):
             while b.plane.find(KEY).next_seq < 1:  # type: ignore[union-attr]
                 await asyncio.sleep(0)
-        b.plane.incarnation = "another"
+        successor = Host("b-0")
+        await successor.server.start()
+        proxy.target_port = int(successor.endpoint.rsplit(":", 1)[1])
         proxy.cut()
         with pytest.raises(UnavailableError, match="restarted"):
             await _send(outlet, 100, 100_000)
         assert a.plane.arena_used_bytes == 0
+        await successor.close()
 
 
 async def test_producer_that_was_restarted_fails_its_old_flow() -> None:
