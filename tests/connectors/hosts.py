@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import numpy as np
@@ -25,6 +25,13 @@ class Host(stage_pb2_grpc.StageServiceServicer):
         stage_pb2_grpc.add_StageServiceServicer_to_server(self, self.server)
         self.endpoint = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
 
+    @classmethod
+    async def started(cls, replica: str, **limits: int) -> Self:
+        """A host that serves. The caller closes it."""
+        host = cls(replica, **limits)
+        await host.server.start()
+        return host
+
     async def PutChunk(self, request_iterator: Any, context: Any) -> AsyncIterator[stage_pb2.PutChunkResponse]:
         try:
             async for response in self.plane.serve_put(request_iterator):
@@ -45,9 +52,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
 @asynccontextmanager
 async def two_hosts(**limits: int) -> AsyncIterator[tuple[Host, Host]]:
     """A producer "a-0" and a consumer "b-0"."""
-    producer, consumer = Host("a-0", **limits), Host("b-0", **limits)
-    await producer.server.start()
-    await consumer.server.start()
+    producer, consumer = await Host.started("a-0", **limits), await Host.started("b-0", **limits)
     try:
         yield producer, consumer
     finally:

@@ -13,7 +13,7 @@ from stagemesh.connectors import shm
 from stagemesh.connectors.allocator import PAGE_BYTES, BuddyAllocator
 from stagemesh.connectors.arena import Arena, Region
 from stagemesh.connectors.errors import InvalidChunkError, NotReadyError
-from stagemesh.connectors.tensors import describe_tensor
+from stagemesh.connectors.tensors import Array, describe_tensor
 from stagemesh.v1 import tensor_pb2
 
 
@@ -58,7 +58,7 @@ TestAllocator = AllocatorModel.TestCase
 TestAllocator.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
-def _message(region: Region, tensor: np.ndarray, **changes: int) -> tensor_pb2.Tensor:  # type: ignore[type-arg]
+def _message(region: Region, tensor: Array, **changes: int) -> tensor_pb2.Tensor:
     message = describe_tensor("x", tensor)
     place = {"offset": region.tensor_offsets["x"], "size_bytes": tensor.nbytes, "generation": region.generation}
     message.shm.CopyFrom(tensor_pb2.ShmRegion(**{**place, **changes}))

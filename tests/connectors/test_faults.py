@@ -57,8 +57,7 @@ async def test_consumer_that_was_restarted_fails_the_old_flow() -> None:
         async with asyncio.timeout(5):
             while b.plane.find(KEY).next_seq < 1:  # type: ignore[union-attr]
                 await asyncio.sleep(0)
-        successor = Host("b-0")
-        await successor.server.start()
+        successor = await Host.started("b-0")
         proxy.target_port = int(successor.endpoint.rsplit(":", 1)[1])
         proxy.cut()
         with pytest.raises(UnavailableError, match="restarted"):
@@ -74,7 +73,7 @@ async def test_producer_that_was_restarted_fails_its_old_flow() -> None:
         packets = aiter(inlet)
         await anext(packets)
         await a.plane.close()
-        successor = Host("a-0")
+        successor = await Host.started("a-0")
         other = b.plane.open_inlet(EdgeKey("r2", "a->b", 1), producer="a-0")
         flow = successor.plane.open_outlet(
             EdgeKey("r2", "a->b", 1),

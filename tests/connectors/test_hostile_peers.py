@@ -9,6 +9,7 @@ import pytest
 from stagemesh.connectors.base import EdgeKey
 from stagemesh.connectors.channels import open_channel
 from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.link import PutCall
 from stagemesh.connectors.status import from_rpc_error
 from stagemesh.connectors.wire import FlowDigest, inline_chunk, key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc, tensor_pb2
@@ -21,7 +22,7 @@ WIRE_KEY = key_to_wire(KEY)
 class Peer:
     """A producer whose every message is written by hand."""
 
-    def __init__(self, host: Host, call: "grpc.aio.StreamStreamCall[object, object]") -> None:
+    def __init__(self, host: Host, call: PutCall) -> None:
         self.host, self.call = host, call
 
     async def put(self, *items: stage_pb2.PutItem) -> None:
@@ -48,8 +49,7 @@ class Peer:
 async def peer(
     *, generation: str = "g", pipeline: str = "p", arena: stage_pb2.ArenaAdvertisement | None = None
 ) -> AsyncIterator[Peer]:
-    host = Host("b-0", window_bytes=1 << 20, arena_bytes=2 << 20)
-    await host.server.start()
+    host = await Host.started("b-0", window_bytes=1 << 20, arena_bytes=2 << 20)
     try:
         async with open_channel(host.endpoint) as channel:
             call = stage_pb2_grpc.StageServiceStub(channel).PutChunk()
