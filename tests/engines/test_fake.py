@@ -33,7 +33,7 @@ def test_unknown_option_is_answered_with_close_ones() -> None:
 
 
 def test_option_of_wrong_type_is_named() -> None:
-    with pytest.raises(InvalidRequestError, match="option steps is 1.5"):
+    with pytest.raises(InvalidRequestError, match=r"option steps is 1\.5"):
         fake(steps=1.5)
 
 

@@ -1,5 +1,8 @@
 """The streaming vocoder against itself, cut differently, and against hibari's own."""
 
+import itertools
+from typing import cast
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -35,7 +38,7 @@ def _sound(frames: dict[str, Array], cuts: list[int]) -> npt.NDArray[np.float32]
     places = [0, *sorted({min(cut, total) for cut in cuts}), total]
     packets = [
         out.tensors["audio"]
-        for start, end in zip(places, places[1:], strict=False)
+        for start, end in itertools.pairwise(places)
         for out in stream.push(Packet({name: tensor[start:end] for name, tensor in frames.items()}))
     ]
     return np.concatenate(packets).astype(np.float32)
@@ -69,11 +72,12 @@ class _FrameMajorNoise:
 
 
 def test_sound_is_that_of_the_whole_sentence(spoken: dict[str, Array]) -> None:
-    rng, wholes = _FrameMajorNoise(), []
+    rng, wholes = cast("np.random.Generator", _FrameMajorNoise()), []
     for sentence in SENTENCES:
         tensors = _speak(sentence).tensors
-        parts = [np.ascontiguousarray(tensors["spectrum"][:, part].T) for part in range(5)]
-        wholes.append(dsp.synth(*parts, tensors["f0"], rng))
+        spectrum, f0 = tensors["spectrum"].astype(np.float32), tensors["f0"].astype(np.float32)
+        lh, theta, ln, lr, phi = (np.ascontiguousarray(spectrum[:, part].T) for part in range(5))
+        wholes.append(dsp.synth(lh, theta, ln, lr, phi, f0, rng))
     np.testing.assert_allclose(_sound(spoken, [40, 80, 200]), np.concatenate(wholes), atol=1e-4)
 
 

@@ -10,7 +10,7 @@ from hibari import Hibari
 from stagemesh.connectors.base import Packet
 
 _OTHER_SPACE = re.compile(r"[^\S\n]")
-_CLOSING = re.compile(r"([\"”’)\]]*)\s*")
+_CLOSING = re.compile(r"([\"\u201d\u2019)\]]*)\s*")
 
 
 class Sentences:
@@ -36,7 +36,7 @@ class Sentences:
 
 
 def split(text: str) -> list[str]:
-    """The sentences of `text` by hibari's rules, each with the quotes and brackets that close it, which hibari drops."""
+    """The sentences of `text` by hibari's rules, with the quotes and brackets that close them, which hibari drops."""
     return list(_closed(text, Hibari.split_sentences(text)))
 
 

@@ -34,7 +34,7 @@ def prompt_packet(task: Task) -> Packet:
 
 
 def join(parts: Mapping[str, Packet | None]) -> Packet:
-    """One packet of the tensors that came over several edges; raises InvalidChunkError where they do not go together."""
+    """The tensors that came over several edges as one packet; raises InvalidChunkError where they clash."""
     tensors: dict[str, Array] = {}
     metadata: dict[str, MetadataValue] = {}
     for edge, part in parts.items():

@@ -1,6 +1,7 @@
 """AsyncLLM behind the engine contract. Importing this module imports vLLM."""
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -40,6 +41,7 @@ class VllmEngine:
         self._owner = ThreadPoolExecutor(1, thread_name_prefix="vllm-owner")
         self._llm: AsyncLLM | None = None
         self._tokens_left: dict[str, int] = {}
+        self._numbers = itertools.count()
         self._token_s = 0.0
         self._tokens_at_s = time.monotonic()
 
@@ -51,7 +53,9 @@ class VllmEngine:
         def report_soon(line: str) -> None:
             loop.call_soon_threadsafe(report, line)
 
-        self._llm = await loop.run_in_executor(self._owner, self._load, report_soon, loop)
+        await loop.run_in_executor(self._owner, self._load, report_soon, loop)
+        # vLLM asks its core for these at the first request, and would wait for ever if the core died meanwhile.
+        await self._running().get_supported_tasks()
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """See `Engine`."""
@@ -60,20 +64,23 @@ class VllmEngine:
         if task.max_steps is not None or task.resume_from is not None:
             raise UnsupportedError(f"stage {self._config.stage}: the vllm engine can neither pause nor resume")
         llm = self._running()
-        ids = await asyncio.to_thread(self._tokenize, task)
+        # One thread only: a tokenizer must not be used from two at once.
+        ids = await asyncio.get_running_loop().run_in_executor(self._owner, self._tokenize, task)
         params = sampling_params(
             task,
             prompt_length=len(ids),
             max_model_len=llm.model_config.max_model_len,
             defaults=llm.model_config.get_diff_sampling_param(),
         )
-        self._tokens_left[task.request_id] = params.max_tokens or 0
+        # A new attempt may begin while vLLM still ends the last, so the request's id alone is no name.
+        name = f"{task.request_id}/{next(self._numbers)}"
+        self._tokens_left[name] = params.max_tokens or 0
         try:
-            async with aclosing(self._generate(llm, task, ids, params)) as events:
+            async with aclosing(self._generate(llm, name, ids, params)) as events:
                 async for event in events:
                     yield event
         finally:
-            del self._tokens_left[task.request_id]
+            del self._tokens_left[name]
 
     def load(self) -> EngineLoad:
         """See `Engine`."""
@@ -85,7 +92,7 @@ class VllmEngine:
 
     async def wait_failed(self) -> str:
         """See `Engine`."""
-        while not self._running().errored:
+        while not self._running().errored:  # noqa: ASYNC110  # vLLM has a flag for it, and no event
             await asyncio.sleep(_HEALTH_POLL_S)
         return "vLLM's engine core has died; its own log says why"
 
@@ -99,7 +106,7 @@ class VllmEngine:
 
     # -- inner workings
 
-    def _load(self, report: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> "AsyncLLM":
+    def _load(self, report: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:
         from stagemesh.services.engines.vllm import environment
 
         environment.prepare()
@@ -111,7 +118,8 @@ class VllmEngine:
 
         arguments = engine_arguments(self._config.options, model=self._model, stage=self._config.stage)
         report(f"loading {self._config.model}")
-        return AsyncLLM.from_engine_args(arguments)
+        # Not returned: the future would keep it alive after `close`, and vLLM fails when it is freed at exit.
+        self._llm = AsyncLLM.from_engine_args(arguments)
 
     def _running(self) -> "AsyncLLM":
         if self._llm is None:
@@ -125,7 +133,7 @@ class VllmEngine:
         return prompt_tokens(task.prompt, llm.get_tokenizer(), vocabulary=llm.model_config.get_vocab_size())
 
     async def _generate(
-        self, llm: "AsyncLLM", task: Task, ids: list[int], params: object
+        self, llm: "AsyncLLM", name: str, ids: list[int], params: object
     ) -> AsyncGenerator[EngineEvent, None]:
         from vllm.exceptions import VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -133,9 +141,9 @@ class VllmEngine:
         (prompt,) = llm.renderer.render_cmpl([{"prompt_token_ids": ids}])
         count = 0
         try:
-            async with aclosing(llm.generate(prompt, params, task.request_id)) as outputs:  # type: ignore[arg-type]
+            async with aclosing(llm.generate(prompt, params, name)) as outputs:  # type: ignore[arg-type]
                 async for output in outputs:
-                    new = self._count(task.request_id, output)
+                    new = self._count(name, output)
                     text = output.outputs[0].text
                     if text:
                         yield Emission(Packet({"text": np.frombuffer(text.encode(), np.uint8)}))
@@ -148,7 +156,7 @@ class VllmEngine:
             raise InvalidRequestError(f"stage {self._config.stage}: vLLM refuses the request: {exc}") from exc
         yield Usage(prompt_tokens=len(ids), output_tokens=count, steps=count)
 
-    def _count(self, request_id: str, output: "RequestOutput") -> int:
+    def _count(self, name: str, output: "RequestOutput") -> int:
         """Counts an output's tokens, and keeps the mean time between a request's tokens."""
         new = len(output.outputs[0].token_ids)
         now_s = time.monotonic()
@@ -156,5 +164,5 @@ class VllmEngine:
             sample_s = min(1.0, now_s - self._tokens_at_s) * len(self._tokens_left)
             self._token_s += _SMOOTHING * (sample_s - self._token_s)
             self._tokens_at_s = now_s
-        self._tokens_left[request_id] = max(0, self._tokens_left[request_id] - new)
+        self._tokens_left[name] = max(0, self._tokens_left[name] - new)
         return new

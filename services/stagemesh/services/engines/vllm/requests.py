@@ -48,9 +48,8 @@ def _encode(prompt: Prompt | None, tokenizer: TokenizerLike) -> list[int]:
         raise InvalidRequestError(
             "this model has no chat template; send the prompt as text or token ids", reason="NO_CHAT_TEMPLATE"
         )
-    text = tokenizer.apply_chat_template(
-        [message._asdict() for message in messages], add_generation_prompt=True, tokenize=False
-    )
+    conversation: list[Any] = [message._asdict() for message in messages]
+    text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
     assert isinstance(text, str), "a template that does not tokenize gives text"
     # The template writes the special tokens itself.
     return tokenizer.encode(text, add_special_tokens=False)
@@ -71,7 +70,7 @@ def sampling_params(
             f"{max_model_len} in all; shorten the prompt or lower max_tokens",
             reason="PROMPT_TOO_LONG",
         )
-    given = {
+    given: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,

@@ -15,7 +15,7 @@ _NEAR_POLE = 2e-3
 
 
 class PulseTrain:
-    """All harmonics below 11 kHz at unit amplitude, silent where the pitch is below 40 Hz; one frame behind its input."""
+    """All harmonics below 11 kHz at unit amplitude, silent where the pitch is below 40 Hz; a frame behind its input."""
 
     def __init__(self) -> None:
         self._f0: Floats = np.empty(0, np.float32)

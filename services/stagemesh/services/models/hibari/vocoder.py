@@ -1,8 +1,8 @@
 """The vocoder stage: frames in, sound out, the same samples however the frames are cut into packets.
 
 It computes what `hibari.dsp.synth` computes for a whole sentence, as a stream: the phase of the pulse train, the
-samples that the next transform still needs, and the frames that still overlap are carried from packet to packet. It runs
-four frames behind its input. The noise is drawn a frame at a time, so its order does not depend on the cut either.
+samples that the next transform still needs, and the frames that still overlap are carried from packet to packet. It
+runs four frames behind its input. The noise is drawn a frame at a time, so its order does not depend on the cut either.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ class VocoderStream:
 
     def push(self, packet: Packet) -> Iterator[Packet]:
         """The samples that are final with these frames, a packet for each sentence that they belong to."""
-        spectrum, f0 = packet.tensors["spectrum"], packet.tensors["f0"]
+        spectrum, f0 = (packet.tensors[name].astype(np.float32, copy=False) for name in ("spectrum", "f0"))
         ends = [int(end) + 1 for end in np.flatnonzero(packet.tensors["boundary"])]
         start = 0
         for end in [*ends, len(f0)]:
@@ -146,7 +146,7 @@ def _overlap_add(blocks: Floats, *, first: int, total: int | None) -> Floats:
     samples = ((places[0] + places[1]) + places[2]) + places[3]
     for row in range(count):
         samples[row] *= _norm(
-            tuple(0 <= first + row - k and (total is None or first + row - k < total) for k in range(_OVERLAP))
+            tuple(first + row - k >= 0 and (total is None or first + row - k < total) for k in range(_OVERLAP))
         )
     # The transform is centred: the first half window lies before the sentence.
     return samples[max(0, _OVERLAP // 2 - first) :].reshape(-1)

@@ -1,0 +1,135 @@
+"""The vllm engine on a tiny random model: what it takes, gives and refuses."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
+from stagemesh.services.engines.base import ChatMessage, Prompt, SamplingOptions, Task, Usage
+from stagemesh.services.engines.vllm.engine import VllmEngine
+from tests.engines.support import collect, stage_config, text_of
+from tests.engines.tiny_model import MAX_MODEL_LEN, OPTIONS, write_tiny_model
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # vLLM's own, while it is imported
+    pytest.mark.timeout(180),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model: Path) -> AsyncIterator[VllmEngine]:
+    engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
+    await engine.start(lambda _: None)
+    yield engine
+    await engine.close()
+    await engine.close()
+
+
+def task(prompt: Prompt | None = "hello", *, seed: int = 3, request_id: str = "r", **sampling: float) -> Task:
+    options = SamplingOptions(**{"max_tokens": 12, "temperature": 1.0} | sampling)  # type: ignore[arg-type]
+    return Task(request_id, seed, prompt, sampling=options)
+
+
+async def test_seeded_text_repeats(engine: VllmEngine) -> None:
+    first, second, other = [text_of(await collect(engine.submit(task(seed=seed)))) for seed in (3, 3, 4)]
+    assert first == second != other
+
+
+async def test_requests_of_a_batch_keep_their_seeds(engine: VllmEngine) -> None:
+    alone = [text_of(await collect(engine.submit(task(seed=seed)))) for seed in range(8)]
+    together = await asyncio.gather(
+        *(collect(engine.submit(task(seed=seed, request_id=f"r{seed}"))) for seed in range(8))
+    )
+    assert [text_of(events) for events in together] == alone
+
+
+async def test_text_comes_in_pieces_and_usage_last(engine: VllmEngine) -> None:
+    events = await collect(engine.submit(task([10, 20, 30], max_tokens=20)))
+    assert len(events) > 5
+    assert isinstance(events[-1], Usage)
+    assert events[-1].prompt_tokens == 3
+    assert 0 < events[-1].output_tokens <= 20
+
+
+async def test_text_goes_through_the_chat_template(engine: VllmEngine) -> None:
+    as_text, as_chat = [
+        (await collect(engine.submit(task(prompt))))[-1] for prompt in ("hi", [ChatMessage("user", "hi")])
+    ]
+    assert as_text == as_chat
+    assert isinstance(as_text, Usage)
+    assert as_text.prompt_tokens == len("hi") + 3  # user, end, assistant
+
+
+async def test_max_tokens_defaults_to_what_fits(engine: VllmEngine) -> None:
+    prompt = [10] * (MAX_MODEL_LEN - 5)
+    events = await collect(engine.submit(Task("r", 1, prompt)))
+    assert isinstance(events[-1], Usage)
+    assert events[-1].output_tokens <= 5
+
+
+async def test_long_prompts_are_seeded_too(engine: VllmEngine) -> None:
+    prompts = [[10 + number] * (MAX_MODEL_LEN - 20) for number in range(6)]
+    runs = await asyncio.gather(
+        *(collect(engine.submit(task(prompt, request_id=str(number)))) for number, prompt in enumerate(prompts))
+    )
+    assert all(isinstance(events[-1], Usage) for events in runs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (task(""), "the prompt is empty"),
+        (task(None), "the prompt is empty"),
+        (task([10**6]), "token id 1000000 is outside the model's vocabulary"),
+        (task("a" * 300), r"the prompt has 303 tokens .* takes 256 in all; shorten the prompt"),
+        (task(max_tokens=255), "lower max_tokens"),
+        (task(top_p=3.0), "top_p"),
+        (task(temperature=-1.0), "temperature"),
+        (task(max_tokens=0), "max_tokens"),
+    ],
+)
+async def test_what_cannot_run_is_refused(engine: VllmEngine, wrong: Task, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        await collect(engine.submit(wrong))
+
+
+async def test_pausing_is_refused(engine: VllmEngine) -> None:
+    with pytest.raises(UnsupportedError):
+        await collect(engine.submit(Task("r", 1, "hi", max_steps=1)))
+
+
+async def test_closing_a_task_ends_it(engine: VllmEngine) -> None:
+    async with aclosing(engine.submit(task(max_tokens=200))) as events:
+        await anext(events)
+        assert engine.load().running == 1
+    assert engine.load().running == 0
+    assert engine._llm is not None
+    assert not engine._llm.output_processor.has_unfinished_requests()
+
+
+async def test_one_request_id_may_run_twice(engine: VllmEngine) -> None:
+    first, second = await asyncio.gather(*(collect(engine.submit(task(max_tokens=30))) for _ in range(2)))
+    assert text_of(first) == text_of(second)
+    assert engine.load().running == 0
+
+
+async def test_unknown_option_names_close_ones(model: Path) -> None:
+    engine = VllmEngine(stage_config("vllm", model=str(model), options={"max_modl_len": 5}))
+    with pytest.raises(InvalidRequestError, match=r"unknown option 'max_modl_len'.*max_model_len"):
+        await engine.start(lambda _: None)
+    await engine.close()
+
+
+async def test_model_is_required() -> None:
+    with pytest.raises(InvalidRequestError, match="needs a model"):
+        VllmEngine(stage_config("vllm"))

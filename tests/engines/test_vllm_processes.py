@@ -1,0 +1,70 @@
+"""The processes behind the vllm engine: their death is noticed, and none outlives its stage."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from stagemesh.connectors.errors import UnavailableError
+from stagemesh.services.engines.base import SamplingOptions, Task
+from stagemesh.services.engines.vllm.engine import VllmEngine
+from tests.engines.support import collect, stage_config
+from tests.engines.tiny_model import OPTIONS, write_tiny_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # vLLM's own, while it is imported
+    pytest.mark.timeout(180),
+]
+
+LONG = Task("r", 3, "hi", sampling=SamplingOptions(max_tokens=240))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+async def test_a_dead_core_is_reported(model: Path) -> None:
+    engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
+    before = {child.pid for child in cores(psutil.Process())}
+    await engine.start(lambda _: None)
+    (core,) = [child for child in cores(psutil.Process()) if child.pid not in before]
+    async with asyncio.timeout(10), aclosing(engine.submit(LONG)) as events:
+        await anext(events)
+        core.kill()
+        with pytest.raises(UnavailableError, match="vLLM failed"):
+            await collect(events)
+        assert "died" in await engine.wait_failed()
+    await engine.close()
+
+
+def cores(process: psutil.Process) -> list[psutil.Process]:
+    """The children that compute."""
+    return [child for child in process.children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+@contextmanager
+def host(model: Path) -> Iterator[psutil.Process]:
+    """A process with a running engine."""
+    command = [sys.executable, "-m", "tests.engines.vllm_host", str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "ready\n" in iter(process.stdout.readline, "")
+        yield psutil.Process(process.pid)
+        process.kill()
+
+
+def test_nothing_outlives_a_killed_stage(model: Path) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    with host(model) as process:
+        children = process.children(recursive=True)
+        assert children
+        process.kill()
+        _, alive = psutil.wait_procs(children, timeout=3)
+    assert alive == []
+    assert set(Path("/dev/shm").iterdir()) <= before

@@ -1,0 +1,54 @@
+"""A Qwen3 of a few thousand random weights, with a tokenizer of one token a byte."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import JsonValue
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+MAX_MODEL_LEN = 256
+OPTIONS: Mapping[str, JsonValue] = {"load_format": "dummy", "kv_cache_memory_bytes": 8 << 20}
+"""What a stage needs to load it."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+
+
+def write_tiny_model(folder: Path, *, chat: bool = True) -> Path:
+    """A model that vLLM loads with load_format="dummy"."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(_SPECIAL))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write(folder / "config.json", _config(len(words)))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
+    _write(folder / "tokenizer_config.json", {**settings, **({"chat_template": CHAT_TEMPLATE} if chat else {})})
+    return folder
+
+
+def _config(vocabulary: int) -> dict[str, object]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "float32",
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "eos_token_id": 0,
+        "tie_word_embeddings": True,
+    }
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content))

@@ -1,0 +1,23 @@
+"""A process that holds a vllm engine, to be killed: prints "ready", then generates for ever."""
+
+import asyncio
+import sys
+
+from stagemesh.services.engines.base import SamplingOptions, Task
+from stagemesh.services.engines.vllm.engine import VllmEngine
+from tests.engines.support import stage_config
+from tests.engines.tiny_model import OPTIONS
+
+
+async def main(model: str) -> None:
+    """Runs until it is killed."""
+    engine = VllmEngine(stage_config("vllm", model=model, options=OPTIONS))
+    await engine.start(lambda _: None)
+    print("ready", flush=True)
+    while True:
+        async for _ in engine.submit(Task("r", 1, "hello", sampling=SamplingOptions(max_tokens=200))):
+            pass
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
