@@ -5,7 +5,7 @@ The baseline that a deployed pipeline is measured against, and compared with byt
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -50,9 +50,9 @@ class Queue:
 
     async def __aiter__(self) -> AsyncIterator[Packet]:
         while (packet := await self._packets.get()) is not None:
-            for ready in self._transform.push(packet) if self._transform else [packet]:
+            for ready in self._transform.push(packet) if self._transform else (packet,):
                 yield ready
-        for ready in self._transform.finish() if self._transform else []:
+        for ready in self._transform.finish() if self._transform else ():
             yield ready
 
 
@@ -66,7 +66,7 @@ class LocalPipeline:
     @asynccontextmanager
     async def started(
         cls, name: str = "speech", overrides: Mapping[str, str] | None = None
-    ) -> AsyncIterator["LocalPipeline"]:
+    ) -> AsyncGenerator["LocalPipeline"]:
         """Loads a pipeline's engines, and closes them at the end."""
         pipeline = load_pipeline(name, overrides=overrides or {})
         async with AsyncExitStack() as stack:

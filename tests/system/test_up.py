@@ -23,7 +23,8 @@ from stagemesh.connectors.errors import (
 from tests.deployment import Deployment, deployed, eventually
 from tests.system.pipelines import relays
 
-SLOW = {"steps": 500, "step_s": 0.02}
+STEPS, STEP_S = 500, 0.02
+"""A request of ten seconds."""
 
 
 def _frames(result: Result) -> bytes:
@@ -54,7 +55,7 @@ def test_eight_requests_at_once_never_mix(tmp_path: Path) -> None:
 
 
 def test_client_that_hangs_up_stops_every_stage(tmp_path: Path) -> None:
-    with deployed(relays(tmp_path, **SLOW)) as up, up.client() as client:
+    with deployed(relays(tmp_path, steps=STEPS, step_s=STEP_S)) as up, up.client() as client:
         for event in client.generate("hello"):
             if isinstance(event, Text):
                 break
@@ -62,7 +63,11 @@ def test_client_that_hangs_up_stops_every_stage(tmp_path: Path) -> None:
 
 
 def test_cancelled_request_stops_every_stage(tmp_path: Path) -> None:
-    with deployed(relays(tmp_path, **SLOW)) as up, up.client() as client, ThreadPoolExecutor(1) as pool:
+    with (
+        deployed(relays(tmp_path, steps=STEPS, step_s=STEP_S)) as up,
+        up.client() as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
         running = pool.submit(client.generate("hello", request_id="r1").result)
         eventually(lambda: up.load("frames-0").running == 1, timeout_s=5)
         client.cancel("r1")
@@ -73,7 +78,11 @@ def test_cancelled_request_stops_every_stage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["source", "relay", "frames"])
 def test_killed_stage_is_named_and_comes_back(tmp_path: Path, victim: str) -> None:
-    with deployed(relays(tmp_path, **SLOW)) as up, up.client() as client, ThreadPoolExecutor(1) as pool:
+    with (
+        deployed(relays(tmp_path, steps=STEPS, step_s=STEP_S)) as up,
+        up.client() as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
         running = pool.submit(client.generate("hello").result)
         eventually(lambda: up.load("frames-0").running == 1, timeout_s=5)
         first = up.process_id(f"{victim}-0")
@@ -97,7 +106,7 @@ def test_failing_stage_ends_the_request_with_its_cause(tmp_path: Path) -> None:
 
 def test_beyond_the_limit_is_refused_with_a_time_to_retry(tmp_path: Path) -> None:
     with (
-        deployed(relays(tmp_path, **SLOW, max_in_flight=2)) as up,
+        deployed(relays(tmp_path, steps=STEPS, step_s=STEP_S, max_in_flight=2)) as up,
         up.client() as client,
         ThreadPoolExecutor(2) as pool,
     ):

@@ -125,8 +125,8 @@ class Link:
                 cause = from_rpc_error(exc, peer=f"replica {self._consumer} at {self._endpoint}")
             except StagemeshError as exc:
                 cause = exc
-            except Exception as exc:
-                # The task's outermost edge: a fault here must fail its flows, not leave them waiting.
+            except Exception as exc:  # noqa: BLE001 - the task's outermost edge
+                # A fault here must fail the link's flows, not leave them waiting.
                 _log.exception("the link to %s failed", self._consumer)
                 cause = InternalError(f"the link to {self._consumer} failed: {exc!r}")
             self._lost(cause)

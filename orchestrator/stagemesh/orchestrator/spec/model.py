@@ -29,7 +29,7 @@ class Stage:
     replicas: int
     options: Mapping[str, JsonValue]
     signature: Signature
-    data_plane: DataPlaneConfig = DataPlaneConfig()
+    data_plane: DataPlaneConfig = field(default_factory=DataPlaneConfig)
 
 
 @dataclass(frozen=True)

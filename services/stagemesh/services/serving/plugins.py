@@ -51,7 +51,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class FunctionCard:
-    """A function stage. `factory` is "module:callable", called as (model: Path | None, options: Mapping) -> Function."""
+    """A function stage. `factory` is "module:callable": (model: Path | None, options: Mapping) -> Function."""
 
     signature: Signature
     factory: str

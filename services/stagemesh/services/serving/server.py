@@ -65,7 +65,7 @@ class Server:
         return port
 
     async def stop(self, *, grace_s: float) -> None:
-        """Turns NOT_SERVING, refuses new calls, and gives those that run `grace_s` to end. Stopping twice is harmless."""
+        """Turns NOT_SERVING, refuses new calls, gives those that run `grace_s` to end. Stopping twice is harmless."""
         self._health.end()
         await self._server.stop(grace_s)
 
