@@ -1,0 +1,27 @@
+import re
+
+import pytest
+
+from tests.repository.commands import ROOT
+
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md")
+COMMAND = re.compile(r"(?:`|^ {4})make ([a-z]+)", re.MULTILINE)
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+
+
+@pytest.mark.parametrize("path", ["examples/speak.py", "orchestrator/stagemesh/orchestrator/pipelines/speech.yaml"])
+def test_the_readme_shows_files_as_they_are(path: str) -> None:
+    assert f"\n{(ROOT / path).read_text()}```" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    path = ROOT / document
+    broken = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
+    assert not broken
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_that_are_named_exist(document: str) -> None:
+    named = set(COMMAND.findall((ROOT / document).read_text()))
+    assert named <= set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
