@@ -18,7 +18,7 @@ from stagemesh.client import Client
 from stagemesh.connectors.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
-READY_TIMEOUT_S = 50.0
+READY_TIMEOUT_S = 150.0
 
 
 class Deployment:

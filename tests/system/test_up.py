@@ -139,7 +139,7 @@ async def test_same_request_attaches_and_another_is_refused(tmp_path: Path) -> N
         ({"prompt": "x", "outputs": ["video"]}, InvalidRequestError, "video"),
         ({"prompt": "x", "options": {"speed": 2.0}}, InvalidRequestError, "speed"),
         ({"prompt": "x", "request_id": "a b"}, InvalidRequestError, "request_id"),
-        ({"prompt": "x", "timeout_s": 0.0}, DeadlineError, "deadline"),
+        ({"prompt": "x", "timeout_s": 0.0}, DeadlineError, "timeout_s"),
         ({"prompt": "x" * (9 << 20)}, InvalidRequestError, "bytes"),
     ],
 )
