@@ -27,7 +27,7 @@ MAX_TOKENS = 70
 
 @pytest.fixture(scope="module", params=["shm", "grpc"])
 def speech(request: pytest.FixtureRequest) -> Iterator[Deployment]:
-    with deployed("speech", "--set", f"edges.*.connector={request.param}") as up:
+    with deployed("speech", "--set", f"edges.*.connector={request.param}", ready_within_s=150) as up:
         yield up
 
 
