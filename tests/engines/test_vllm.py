@@ -16,7 +16,6 @@ from tests.engines.tiny_model import MAX_MODEL_LEN, OPTIONS, write_tiny_model
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # vLLM's own, while it is imported
     pytest.mark.timeout(180),
 ]
 

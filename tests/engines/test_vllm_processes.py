@@ -16,10 +16,7 @@ from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, stage_config
 from tests.engines.tiny_model import OPTIONS, write_tiny_model
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # vLLM's own, while it is imported
-    pytest.mark.timeout(180),
-]
+pytestmark = pytest.mark.timeout(180)
 
 LONG = Task("r", 3, "hi", sampling=SamplingOptions(max_tokens=240))
 
@@ -44,8 +41,9 @@ async def test_a_dead_core_is_reported(model: Path) -> None:
 
 
 def cores(process: psutil.Process) -> list[psutil.Process]:
-    """The children that compute."""
-    return [child for child in process.children(recursive=True) if "resource_tracker" not in " ".join(child.cmdline())]
+    """The children that compute: alive, and not Python's own helper."""
+    alive = [child for child in process.children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if "resource_tracker" not in " ".join(child.cmdline())]
 
 
 @contextmanager
