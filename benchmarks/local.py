@@ -1,13 +1,19 @@
 """A pipeline's engines, transforms and chunk policies in one process, chained by queues: no service, no connector.
 
+    python -m benchmarks.local PROMPT --seed 7 --max-tokens 70 --into FOLDER
+
+writes the text and the samples to FOLDER/text.txt and FOLDER/audio.npy.
+
 The baseline that a deployed pipeline is measured against, and compared with byte for byte.
 """
 
+import argparse
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -130,3 +136,25 @@ class LocalPipeline:
 
     def _place(self, output: str) -> str:
         return f"{self._pipeline.outputs[output].stage}.{self._pipeline.outputs[output].tensor}"
+
+
+def main() -> None:
+    """Runs the speech pipeline once."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-tokens", type=int, default=70)
+    parser.add_argument("--into", type=Path, required=True)
+    arguments = parser.parse_args()
+
+    async def run() -> LocalRun:
+        async with LocalPipeline.started() as local:
+            return await local.run(arguments.prompt, seed=arguments.seed, max_tokens=arguments.max_tokens)
+
+    result = asyncio.run(run())
+    np.save(arguments.into / "audio.npy", result.audio)
+    (arguments.into / "text.txt").write_text(result.text)
+
+
+if __name__ == "__main__":
+    main()
