@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
+from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stagemesh.services.engines.base import ChatMessage, Prompt, SamplingOptions, Task, Usage
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, stage_config, text_of
@@ -132,3 +132,10 @@ async def test_unknown_option_names_close_ones(model: Path) -> None:
 async def test_model_is_required() -> None:
     with pytest.raises(InvalidRequestError, match="needs a model"):
         VllmEngine(stage_config("vllm"))
+
+
+async def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    engine = VllmEngine(stage_config("vllm", model=str(tmp_path), options=OPTIONS))
+    with pytest.raises(NotReadyError, match=f"vLLM cannot load {tmp_path}"):
+        await engine.start(lambda _: None)
+    await engine.close()

@@ -12,6 +12,7 @@ from stagemesh.services.engines.options import unknown_option
 
 # "uni" alone is turned into "mp" on CPU, which costs a third process.
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+_CPU_KV_CACHE_BYTES = 512 << 20
 _RESERVED = frozenset({"model", "disable_log_stats"})
 
 
@@ -36,6 +37,9 @@ def _defaults(options: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         "enforce_eager": True,
         "enable_chunked_prefill": False,
     }
+    if "gpu_memory_utilization" not in options:
+        # vLLM would take nearly all of the host's memory, and not start where something else holds some.
+        defaults["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
     if options.get("tensor_parallel_size", 1) == options.get("pipeline_parallel_size", 1) == 1:
         defaults["distributed_executor_backend"] = _UNIPROC
     return defaults

