@@ -24,6 +24,8 @@ from stagemesh.orchestrator.spec import load_pipeline
 PROMPT = "Explain in four short sentences why the sky is blue."
 SEED = 7
 MAX_TOKENS = 120
+# A whole answer's frames are one chunk of tens of megabytes; a chunk may take half of the arena.
+WHOLE = {"edges.*.chunk": "whole", "stages.*.data_plane.arena_bytes": str(256 << 20)}
 
 _console = Console(stderr=True)
 
@@ -70,7 +72,7 @@ async def measure(repeats: int) -> list[Repeat]:
     """Starts all three, warms each up, and takes turns."""
     async with AsyncExitStack() as stack:
         streamed = await _start(stack, {})
-        whole = await _start(stack, {"edges.*.chunk": "whole"})
+        whole = await _start(stack, WHOLE)
         local = await stack.enter_async_context(LocalPipeline.started())
         runs: list[Repeat] = []
         for number in range(repeats + 1):
