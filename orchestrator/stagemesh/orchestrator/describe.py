@@ -1,9 +1,9 @@
 """The pipeline as it is now, in the contract's terms."""
 
+from stagemesh.connectors.wire import connector_to_wire
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.replica import Replica
 from stagemesh.orchestrator.spec import Edge, PipelineOutput, Stage
-from stagemesh.orchestrator.wire import connector_to_wire
 from stagemesh.v1 import orchestrator_pb2
 
 

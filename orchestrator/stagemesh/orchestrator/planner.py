@@ -4,9 +4,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from stagemesh.connectors.errors import UnavailableError
+from stagemesh.connectors.wire import connector_to_wire
 from stagemesh.orchestrator.replica import Replica, ReplicaState
 from stagemesh.orchestrator.spec import Edge, Pipeline, Stage
-from stagemesh.orchestrator.wire import connector_to_wire, policy_to_wire
+from stagemesh.orchestrator.wire import policy_to_wire
 from stagemesh.v1 import stage_pb2
 
 _RETRY_AFTER_S = 1.0

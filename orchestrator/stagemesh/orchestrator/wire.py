@@ -1,12 +1,7 @@
 """The pipeline file's terms in the contract's."""
 
-from stagemesh.connectors.base import ChunkPolicy, ConnectorName, FramesPolicy, WholePolicy
-from stagemesh.v1 import chunk_pb2, stage_pb2
-
-
-def connector_to_wire(connector: ConnectorName) -> chunk_pb2.Connector.ValueType:
-    """The enum value of a connector."""
-    return chunk_pb2.Connector.Value(f"CONNECTOR_{connector.name}")
+from stagemesh.connectors.base import ChunkPolicy, FramesPolicy, WholePolicy
+from stagemesh.v1 import stage_pb2
 
 
 def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:

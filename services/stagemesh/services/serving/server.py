@@ -8,22 +8,11 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from stagemesh.connectors.channels import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
+from stagemesh.connectors.channels import SERVER_OPTIONS
 from stagemesh.connectors.errors import NotReadyError
 from stagemesh.services.serving.health import SERVICE_NAME, Health
 
 _log = logging.getLogger(__name__)
-
-_OPTIONS: tuple[tuple[str, int], ...] = (
-    *KEEPALIVE_OPTIONS,
-    # Peers ping as often as we do ourselves; the default takes that for an attack and hangs up.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Two services on one port would each get some of the calls.
-    ("grpc.so_reuseport", 0),
-)
 
 
 class Server:
@@ -34,7 +23,7 @@ class Server:
 
     def __init__(self, listen: str) -> None:
         self._listen = listen
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services = [SERVICE_NAME, reflection.SERVICE_NAME]
