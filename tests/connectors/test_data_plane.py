@@ -70,6 +70,15 @@ async def test_arena_is_empty_after_the_flow(connector: ConnectorName) -> None:
         assert b.plane.credit_bytes == 0
 
 
+async def test_request_id_can_be_used_again() -> None:
+    async with two_hosts() as (a, b):
+        for _ in range(2):
+            outlet, inlet = open_flow(a, b)
+            _, received = await asyncio.gather(_send(outlet, 3, 1000), _receive(inlet))
+            assert len(received) == 3
+            await _settled(a)
+
+
 async def test_view_keeps_its_region_until_it_is_dropped() -> None:
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b)

@@ -123,6 +123,8 @@ class DataPlane:
             on_close=self._forget,
         )
         self._inflows[key] = flow
+        # The same request may be sent again, long after it ended.
+        self._completed.pop(key, None)
         return flow
 
     async def serve_put(
