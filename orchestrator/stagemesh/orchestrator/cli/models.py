@@ -25,9 +25,10 @@ def fetch(
 @app.command("list")
 def list_models(as_json: AsJson = False) -> None:
     """Lists the models of the shipped pipelines, and where they are."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from stagemesh.orchestrator.cli.tables import print_whole
 
     found = _places()
     if as_json:
@@ -37,7 +38,7 @@ def list_models(as_json: AsJson = False) -> None:
     for model in found:
         missing = Text(f"missing: stagemesh models fetch {model['pipeline']}", style="yellow")
         table.add_row(model["model"], model["pipeline"], Text(model["path"]) if model["path"] else missing)
-    Console(highlight=False).print(table)
+    print_whole(table)
 
 
 def _places() -> list[dict[str, str]]:

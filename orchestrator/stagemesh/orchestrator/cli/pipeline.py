@@ -45,20 +45,22 @@ def explain_pipeline(
     name: PipelineName, settings: Settings = None, replicas: Replicas = None, as_json: AsJson = False
 ) -> None:
     """Shows each value of a pipeline and where it came from."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from stagemesh.orchestrator.cli.tables import print_whole
     from stagemesh.orchestrator.spec import explain, load_pipeline
 
-    rows = explain(load_pipeline(name, overrides=read_overrides(settings, replicas), check_models=False))
+    pipeline = load_pipeline(name, overrides=read_overrides(settings, replicas), check_models=False)
+    rows = explain(pipeline)
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], ensure_ascii=False))
         return
+    folder = f"{pipeline.source.parent}/"
     table = Table("key", "value", "origin", box=None, padding=(0, 2, 0, 0))
     for row in rows:
-        table.add_row(Text(row.key), Text(row.value), Text(row.origin, style="dim"))
-    Console(highlight=False).print(table)
+        table.add_row(Text(row.key), Text(row.value), Text(row.origin.replace(folder, ""), style="dim"))
+    print_whole(table)
 
 
 @app.command()

@@ -17,16 +17,15 @@ if TYPE_CHECKING:
 
 def stages(server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> None:
     """Shows the stages and replicas of a running pipeline."""
-    from rich.console import Console
-
     from stagemesh.client import Client
+    from stagemesh.orchestrator.cli.tables import print_whole
 
     with Client(server) as client:
         pipeline = client.describe()
     if as_json:
         typer.echo(json.dumps(asdict(pipeline), default=lambda state: state.value, ensure_ascii=False))
     else:
-        Console().print(_table(pipeline))
+        print_whole(_table(pipeline))
 
 
 def _table(pipeline: "PipelineInfo") -> "Table":

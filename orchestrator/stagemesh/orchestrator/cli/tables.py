@@ -1,11 +1,14 @@
 """Pieces of output that several commands share."""
 
-from rich.console import Group, RenderableType
+import sys
+
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from stagemesh.client import Finished, Result
 
+_UNCUT_COLUMNS = 240
 _STYLES = {
     "ready": "green",
     "starting": "cyan",
@@ -16,6 +19,11 @@ _STYLES = {
     "unreachable": "red",
     "stopped": "dim",
 }
+
+
+def print_whole(what: RenderableType) -> None:
+    """Prints to stdout; where that is no terminal, which has a width, nothing is cut short."""
+    Console(highlight=False, width=None if sys.stdout.isatty() else _UNCUT_COLUMNS).print(what)
 
 
 def styled_state(state: str, detail: str = "") -> Text:
