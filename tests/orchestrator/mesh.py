@@ -110,6 +110,7 @@ async def mesh(
     scripts: Mapping[str, Script] | None = None,
     ready: bool = True,
     max_request_s: float = 60.0,
+    drain_s: float = 0.1,
 ) -> AsyncGenerator[Mesh]:
     """Serves `text` over scripted stages."""
     path = folder / "pipeline.yaml"
@@ -126,7 +127,7 @@ async def mesh(
             servers[name], endpoint = await _serve(stages[name])
             stack.push_async_callback(servers[name].stop, grace_s=0)
             addresses[name] = (ReplicaAddress(f"{name}-0", endpoint),)
-        config = OrchestratorConfig(str(path), addresses, "127.0.0.1:0", max_request_s=max_request_s)
+        config = OrchestratorConfig(str(path), addresses, "127.0.0.1:0", max_request_s=max_request_s, drain_s=drain_s)
         service = await stack.enter_async_context(AsyncExitStack())
         port = await service.enter_async_context(serving(config, pipeline))
         channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{port}"))

@@ -156,6 +156,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> object:
         yield up
 
 
+def test_stopping_lets_running_requests_finish(tmp_path: Path) -> None:
+    with deployed(relays(tmp_path, steps=100, step_s=0.02)) as up, up.client() as client, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client.generate("hello", seed=1).result)
+        eventually(lambda: up.load("frames-0").running == 1, timeout_s=5)
+        up.process.send_signal(signal.SIGTERM)
+        assert len(running.result().text) == 2_000_000
+
+
 def test_nothing_is_left_when_up_is_killed(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir())
     with pytest.raises(AssertionError, match="status -9"), deployed(relays(tmp_path)) as up:

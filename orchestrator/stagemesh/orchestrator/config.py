@@ -34,12 +34,16 @@ class OrchestratorConfig:
     """Values that replace those of the pipeline file, as given to the launcher."""
     max_request_s: float = 3600.0
     """The longest that a request may take, whatever its client allows."""
+    drain_s: float = 10.0
+    """How long requests that run may go on after SIGTERM; those left then are stopped."""
     parent_pid: int | None = None
     """End when this process does."""
 
     def __post_init__(self) -> None:
         if self.max_request_s <= 0:
             raise ValueError(f"max_request_s is {self.max_request_s}; it must be over 0")
+        if self.drain_s < 0:
+            raise ValueError(f"drain_s is {self.drain_s}; it must be 0 or more")
         names = [address.name for addresses in self.replicas.values() for address in addresses]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

@@ -22,22 +22,24 @@ _log = logging.getLogger(__name__)
 class Orchestrator:
     """Runs requests, within `async with orchestrator.running():`."""
 
-    def __init__(self, pipeline: Pipeline, fleet: Fleet, *, max_request_s: float) -> None:
+    def __init__(self, pipeline: Pipeline, fleet: Fleet, *, max_request_s: float, drain_s: float) -> None:
         self.pipeline = pipeline
         self.fleet = fleet
         self.admission = Admission(pipeline.limits.max_in_flight)
         self._planner = Planner(pipeline, fleet.replicas)
         self._requests = RequestTable()
-        self._max_request_s = max_request_s
+        self._max_request_s, self._drain_s = max_request_s, drain_s
         self._group: asyncio.TaskGroup | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Takes requests; at the end stops those that run and waits until every stage has let go."""
+        """Takes requests. At the end those that run have `drain_s` to finish; the rest is stopped, and every stage
+        has let go.
+        """
         async with AsyncExitStack() as stack:
             stack.callback(self._requests.clear)
             self._group = await stack.enter_async_context(asyncio.TaskGroup())
-            stack.callback(self._stop_all)
+            stack.push_async_callback(self._drain)
             yield
 
     async def generate(
@@ -103,7 +105,12 @@ class Orchestrator:
         else:
             known.record.close(error)
 
-    def _stop_all(self) -> None:
+    async def _drain(self) -> None:
         self._group = None
+        running = [asyncio.ensure_future(known.ended.wait()) for known in self._requests.running]
+        if running:
+            _log.info("%d requests run still; they have %.0f s", len(running), self._drain_s)
+            await asyncio.wait(running, timeout=self._drain_s)
         for known in self._requests.running:
             known.run.stop("the orchestrator stops")
+        await asyncio.gather(*running)

@@ -34,13 +34,19 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     _check_stages(config, pipeline)
     server = Server(config.listen)
     fleet = Fleet(pipeline, config.replicas)
-    orchestrator = Orchestrator(pipeline, fleet, max_request_s=config.max_request_s)
+    orchestrator = Orchestrator(pipeline, fleet, max_request_s=config.max_request_s, drain_s=config.drain_s)
     orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(OrchestratorServicer(orchestrator), server.grpc)
     server.reflect(SERVICE_NAME)
 
+    draining = asyncio.Event()
+
     def show_readiness() -> None:
         for facet in ("", SERVICE_NAME):
-            server.set_health(facet, serving=fleet.ready)
+            server.set_health(facet, serving=fleet.ready and not draining.is_set())
+
+    def begin_to_drain() -> None:
+        draining.set()
+        show_readiness()
 
     show_readiness()
     server.set_health(LIVENESS, serving=True)
@@ -51,6 +57,7 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
         stack.push_async_callback(server.stop, grace_s=_GRACE_S)
         await stack.enter_async_context(fleet.watched(on_change=show_readiness))
         await stack.enter_async_context(orchestrator.running())
+        stack.callback(begin_to_drain)
         yield port
 
 
