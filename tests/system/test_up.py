@@ -173,7 +173,7 @@ def test_nothing_is_left_when_up_is_killed(tmp_path: Path) -> None:
         gone, alive = psutil.wait_procs(children, timeout=5)
         assert not alive
         assert len(gone) == 4
-    assert set(Path("/dev/shm").iterdir()) == before
+    assert set(Path("/dev/shm").iterdir()) <= before
 
 
 def test_up_says_which_port_is_in_use(tmp_path: Path, shared: Deployment) -> None:
