@@ -38,7 +38,9 @@ class _ConnectorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Connector.V
     """The PutChunk stream itself."""
 
 class Connector(_Connector, metaclass=_ConnectorEnumTypeWrapper):
-    """Connector is a way for a chunk's bytes to cross an edge."""
+    """Connector is a way for a chunk's bytes to cross an edge. Numbers from 1000 on are for connectors that are added from
+    outside; both replicas must know them.
+    """
 
 CONNECTOR_UNSPECIFIED: Connector.ValueType  # 0
 """Not set; read as AUTO in a request, an error in an answer."""

@@ -20,6 +20,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class _ReplicaState:
@@ -557,8 +562,9 @@ class Hello(_message.Message):
     generation: _builtins.str
     """The pipeline's generation; another than the consumer's is refused (WRONG_GENERATION)."""
     @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def arena(self) -> Global___ArenaAdvertisement:
-        """Its arena, for consumers on the same host; unset where it has none."""
+        """Not read: an arena is offered by Offer."""
 
     def __init__(
         self,
@@ -579,7 +585,9 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class ArenaAdvertisement(_message.Message):
-    """ArenaAdvertisement lets a replica on the same host find an arena and know it for the right one."""
+    """ArenaAdvertisement is what the shm connector offers: by it a consumer knows the memory file, which the producer handed
+    over on the local stream, for the right one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -588,13 +596,21 @@ class ArenaAdvertisement(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     process_id: _builtins.int
-    """The process that owns it, as numbered on its own host."""
-    file_descriptor: _builtins.int
-    """The memory file's descriptor in that process."""
+    """The process that owns it, as numbered on its own host; for people."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def file_descriptor(self) -> _builtins.int:
+        """Not read: the file is handed over."""
+
+    @file_descriptor.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def file_descriptor(self, value: _builtins.int) -> None:
+        """Not read: the file is handed over."""
+
     size_bytes: _builtins.int
     """The arena's length in bytes."""
     token: _builtins.bytes
-    """Random bytes that also stand at the arena's start: whoever can read them there shares the host."""
+    """Random bytes that also stand at the arena's start."""
     def __init__(
         self,
         *,
@@ -621,6 +637,7 @@ class PutItem(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     PIECE_FIELD_NUMBER: _builtins.int
     DEMAND_FIELD_NUMBER: _builtins.int
+    OFFER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenEdge:
         """A flow begins, or goes on after a reconnect."""
@@ -637,6 +654,10 @@ class PutItem(_message.Message):
     def demand(self) -> Global___CreditDemand:
         """The next chunk is larger than the credit left can ever be."""
 
+    @_builtins.property
+    def offer(self) -> Global___Offer:
+        """The producer's arena can be read by a connector."""
+
     def __init__(
         self,
         *,
@@ -644,27 +665,84 @@ class PutItem(_message.Message):
         chunk: _chunk_pb2.Chunk | None = ...,
         piece: _chunk_pb2.ChunkPiece | None = ...,
         demand: Global___CreditDemand | None = ...,
+        offer: Global___Offer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "item", b"item", "open", b"open", "piece", b"piece"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "item", b"item", "offer", b"offer", "open", b"open", "piece", b"piece"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "item", b"item", "open", b"open", "piece", b"piece"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "demand", b"demand", "item", b"item", "offer", b"offer", "open", b"open", "piece", b"piece"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["open", "chunk", "piece", "demand"]  # noqa: Y015
+    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["open", "chunk", "piece", "demand", "offer"]  # noqa: Y015
     _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_item) -> _WhichOneofReturnType_item | None: ...
 
 Global___PutItem: _TypeAlias = PutItem  # noqa: Y015
 
 @_typing.final
+class Offer(_message.Message):
+    """Offer says how a producer's arena is read by a connector. Sent before the first flow that is to use it; answered by
+    Meeting.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONNECTOR_FIELD_NUMBER: _builtins.int
+    OFFER_FIELD_NUMBER: _builtins.int
+    connector: _chunk_pb2.Connector.ValueType
+    """The connector."""
+    offer: _builtins.bytes
+    """What a consumer needs, in the connector's own form."""
+    def __init__(
+        self,
+        *,
+        connector: _chunk_pb2.Connector.ValueType = ...,
+        offer: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "offer", b"offer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Offer: _TypeAlias = Offer  # noqa: Y015
+
+@_typing.final
+class Meeting(_message.Message):
+    """Meeting answers Offer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONNECTOR_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    connector: _chunk_pb2.Connector.ValueType
+    """The connector."""
+    @_builtins.property
+    def error(self) -> _chunk_pb2.Error:
+        """Why the consumer cannot read by it; unset where it can."""
+
+    def __init__(
+        self,
+        *,
+        connector: _chunk_pb2.Connector.ValueType = ...,
+        error: _chunk_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Meeting: _TypeAlias = Meeting  # noqa: Y015
+
+@_typing.final
 class OpenEdge(_message.Message):
-    """OpenEdge asks the consumer to take a flow. Answered by EdgeOpened or EdgeRejected."""
+    """OpenEdge asks the consumer to take a flow, from the start or from where it stands. Answered by EdgeOpened or EdgeRejected."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
     connector: _chunk_pb2.Connector.ValueType
-    """The connector that the pipeline file asks for."""
+    """The connector that it will use: GRPC, or one that a Meeting agreed to."""
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow."""
@@ -754,15 +832,22 @@ class Welcome(_message.Message):
     CONNECTORS_FIELD_NUMBER: _builtins.int
     INLINE_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     HELD_LEASE_IDS_FIELD_NUMBER: _builtins.int
+    LOCAL_SOCKET_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Its name in the pipeline."""
     incarnation: _builtins.str
     """Drawn anew at every start of the replica."""
     inline_limit_bytes: _builtins.int
     """Chunks up to this many bytes are sent inline whatever the connector."""
+    local_socket: _builtins.str
+    """The abstract unix socket on which a producer on the same host can open a second, faster stream to this incarnation.
+    There, each message has its length before it (4 bytes, little-endian), the first byte brings the arena's memory
+    file, and Hello and Welcome come first as here. Empty where there is none.
+    """
     @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def connectors(self) -> _containers.RepeatedScalarFieldContainer[_chunk_pb2.Connector.ValueType]:
-        """What it can use with this producer, best first."""
+        """Not read: connectors are settled by Offer and Meeting."""
 
     @_builtins.property
     def held_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -776,10 +861,11 @@ class Welcome(_message.Message):
         connectors: _abc.Iterable[_chunk_pb2.Connector.ValueType] | None = ...,
         inline_limit_bytes: _builtins.int = ...,
         held_lease_ids: _abc.Iterable[_builtins.int] | None = ...,
+        local_socket: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connectors", b"connectors", "held_lease_ids", b"held_lease_ids", "incarnation", b"incarnation", "inline_limit_bytes", b"inline_limit_bytes", "replica", b"replica"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connectors", b"connectors", "held_lease_ids", b"held_lease_ids", "incarnation", b"incarnation", "inline_limit_bytes", b"inline_limit_bytes", "local_socket", b"local_socket", "replica", b"replica"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -797,6 +883,8 @@ class PutReply(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     REJECTED_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    MEETING_FIELD_NUMBER: _builtins.int
+    RESYNC_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___EdgeOpened:
         """The flow may send."""
@@ -821,6 +909,14 @@ class PutReply(_message.Message):
     def release(self) -> Global___LeaseRelease:
         """Regions are no longer read."""
 
+    @_builtins.property
+    def meeting(self) -> Global___Meeting:
+        """The consumer can, or cannot, read by a connector."""
+
+    @_builtins.property
+    def resync(self) -> Global___EdgeResync:
+        """The flow must be opened again."""
+
     def __init__(
         self,
         *,
@@ -830,12 +926,14 @@ class PutReply(_message.Message):
         commit: Global___EdgeCommit | None = ...,
         rejected: Global___EdgeRejected | None = ...,
         release: Global___LeaseRelease | None = ...,
+        meeting: Global___Meeting | None = ...,
+        resync: Global___EdgeResync | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "meeting", b"meeting", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "commit", b"commit", "credit", b"credit", "meeting", b"meeting", "opened", b"opened", "rejected", b"rejected", "release", b"release", "reply", b"reply", "resync", b"resync"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["opened", "ack", "credit", "commit", "rejected", "release"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["opened", "ack", "credit", "commit", "rejected", "release", "meeting", "resync"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
@@ -856,7 +954,7 @@ class EdgeOpened(_message.Message):
     credit_limit_bytes: _builtins.int
     """Bytes that may be sent in all, counted from the flow's first chunk."""
     connector: _chunk_pb2.Connector.ValueType
-    """The connector that the flow uses from here on."""
+    """That of OpenEdge."""
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow."""
@@ -932,6 +1030,42 @@ class CreditGrant(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreditGrant: _TypeAlias = CreditGrant  # noqa: Y015
+
+@_typing.final
+class EdgeResync(_message.Message):
+    """EdgeResync asks a producer to open a flow again, because something of it was lost or could not be read. Whatever comes of
+    the flow before that is ignored.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    failed: _chunk_pb2.Connector.ValueType
+    """A connector that failed and is not to be used again while the stream lasts; unset where none did."""
+    @_builtins.property
+    def key(self) -> _chunk_pb2.EdgeKey:
+        """The flow."""
+
+    @_builtins.property
+    def error(self) -> _chunk_pb2.Error:
+        """Why."""
+
+    def __init__(
+        self,
+        *,
+        key: _chunk_pb2.EdgeKey | None = ...,
+        failed: _chunk_pb2.Connector.ValueType = ...,
+        error: _chunk_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "key", b"key"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "failed", b"failed", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EdgeResync: _TypeAlias = EdgeResync  # noqa: Y015
 
 @_typing.final
 class EdgeCommit(_message.Message):

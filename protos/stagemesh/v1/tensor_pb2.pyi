@@ -102,11 +102,11 @@ class Tensor(_message.Message):
 
     @_builtins.property
     def shm(self) -> Global___ShmRegion:
-        """In the producer's arena, mapped by a consumer on the same host."""
+        """In the producer's arena, read by the connector that the flow uses: in place on one host, by RDMA between two."""
 
     @_builtins.property
     def nixl(self) -> Global___NixlRegion:
-        """In the producer's arena, read by RDMA."""
+        """In registered memory outside an arena; not sent by this version, and refused."""
 
     @_builtins.property
     def streamed(self) -> Global___StreamedRegion:
@@ -135,7 +135,7 @@ Global___Tensor: _TypeAlias = Tensor  # noqa: Y015
 
 @_typing.final
 class ShmRegion(_message.Message):
-    """ShmRegion is a range of the producer's arena, the one that its Hello advertised."""
+    """ShmRegion is a range of the producer's arena, the one that it offered to this consumer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
