@@ -1,0 +1,10 @@
+"""The connectors that every fault is tried on."""
+
+from stagemesh.connectors.base import ConnectorName
+
+CONNECTORS = ("shm", "grpc")
+
+
+def named(name: str) -> ConnectorName:
+    """The connector of that name."""
+    return ConnectorName(name)
