@@ -33,17 +33,11 @@ class ReplicaError(Exception):
 class Replica:
     """One running replica process."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        process: "subprocess.Popen[bytes]",
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    def __init__(self, name: str, *, process: "subprocess.Popen[bytes]", control: _Streams) -> None:
         self.name = name
         self.endpoint = ""
-        self._process, self._reader, self._writer = process, reader, writer
+        self._process = process
+        self._reader, self._writer = control
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {0: asyncio.get_running_loop().create_future()}
         self._task = asyncio.create_task(self._read(), name=f"answers of {name}")
@@ -138,11 +132,9 @@ async def replica(
 ) -> AsyncIterator[Replica]:
     """A replica process; `within` is a command that runs another one somewhere else."""
     ours, theirs = socket.socketpair()
-    options = ["--replica", name, "--address", address, "--limits", json.dumps(limits)]
+    command = [sys.executable, "-m", _MODULE, "--replica", name, "--address", address, "--limits", json.dumps(limits)]
     with theirs:
-        process = _spawn(
-            [*within, sys.executable, "-m", _MODULE, *options], control=theirs, environment=environment or {}
-        )
+        process = _spawn([*within, *command], control=theirs, environment=environment or {})
     one = Replica(name, process=process, control=await asyncio.open_connection(sock=ours))
     try:
         await one.started()
