@@ -1,0 +1,120 @@
+"""What befalls one message of a stream on its way: the same for every transport that a relay speaks."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from stagemesh.v1 import stage_pb2
+
+DELAY_S = 0.05
+"""How long a message that is to come after the next one waits for it."""
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+class Fault(Enum):
+    """What happens to the message."""
+
+    DROP = "dropped"
+    DUPLICATE = "duplicated"
+    SWAP = "delayed behind the next"
+    CUT = "cut"
+
+
+class Direction(Enum):
+    """Which way it goes."""
+
+    REQUESTS = "requests"
+    REPLIES = "replies"
+
+
+class CutError(Exception):
+    """The connection is to break here."""
+
+
+@dataclass
+class Faults:
+    """One fault at one message of one producer, counted over all connections that it makes."""
+
+    fault: Fault | None = None
+    direction: Direction = Direction.REQUESTS
+    index: int = 0
+    counts: Counter[Direction] = field(default_factory=Counter[Direction])
+    _held: dict[Direction, list[bytes]] = field(default_factory=dict[Direction, list[bytes]])
+
+    @property
+    def struck(self) -> bool:
+        """Whether the message has come by."""
+        return self.counts[self.direction] > self.index
+
+    def apply(self, direction: Direction, message: bytes) -> list[bytes]:
+        """What goes on in the message's stead; raises CutError."""
+        index = self.counts[direction]
+        self.counts[direction] += 1
+        held = self.held(direction)
+        if direction is not self.direction or index != self.index:
+            return [message, *held]
+        match self.fault:
+            case Fault.CUT:
+                raise CutError
+            case Fault.DROP:
+                return []
+            case Fault.DUPLICATE:
+                return [message, message]
+            case Fault.SWAP:
+                self._held[direction] = [message]
+                return []
+            case None:
+                return [message]
+
+    def held(self, direction: Direction) -> list[bytes]:
+        """What waits for the next message and now no longer does."""
+        return self._held.pop(direction, [])
+
+    def is_holding(self, direction: Direction) -> bool:
+        """Whether something waits for the next message."""
+        return direction in self._held
+
+
+async def pump(
+    source: AsyncIterator[bytes], sink: Callable[[bytes], Awaitable[None]], *, faults: Faults, direction: Direction
+) -> None:
+    """Moves messages until the source ends; raises CutError where the connection is to break."""
+    while True:
+        upcoming = asyncio.ensure_future(anext(source, None))
+        try:
+            await asyncio.wait((upcoming,), timeout=DELAY_S if faults.is_holding(direction) else None)
+            if not upcoming.done():
+                await _send_all(faults.held(direction), sink)
+            message = await upcoming
+        finally:
+            upcoming.cancel()
+        if message is None:
+            await _send_all(faults.held(direction), sink)
+            return
+        for part in split(message, direction):
+            await _send_all(faults.apply(direction, part), sink)
+
+
+def split(message: bytes, direction: Direction) -> list[bytes]:
+    """A message's items, each in a message of its own: how a sender batches decides nothing about what is hit."""
+    if direction is Direction.REQUESTS:
+        return _split(stage_pb2.PutChunkRequest.FromString(message), "items")
+    return _split(stage_pb2.PutChunkResponse.FromString(message), "replies")
+
+
+def _split(message: MessageT, name: str) -> list[bytes]:
+    items = list(getattr(message, name))
+    message.ClearField(name)
+    rest = message.SerializeToString()
+    return [rest] * bool(rest or not items) + [type(message)(**{name: [item]}).SerializeToString() for item in items]
+
+
+async def _send_all(messages: list[bytes], sink: Callable[[bytes], Awaitable[None]]) -> None:
+    for message in messages:
+        await sink(message)

@@ -1,0 +1,182 @@
+"""A relay before a replica: takes its PutChunk streams, gRPC and local, message by message, and lets a test harm them.
+
+Everything else that a replica serves passes through as it is.
+"""
+
+import asyncio
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+
+import grpc
+
+from stagemesh.connectors.channels import SERVER_OPTIONS, open_channel
+from stagemesh.v1 import stage_pb2
+from tests.connectors.local_sockets import LocalSocket, connect, listen
+from tests.connectors.relay_faults import CutError, Direction, Faults, pump
+
+PUT_CHUNK = "/stagemesh.v1.StageService/PutChunk"
+_numbers = itertools.count()
+
+
+class Relay(grpc.GenericRpcHandler):
+    """Stands before one replica; `faults` has what is to befall each producer, by its name."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.endpoint = ""
+        self.faults: defaultdict[str, Faults] = defaultdict(Faults)
+        self.local_streams = 0
+        self._channel = channel
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
+        """See `grpc.GenericRpcHandler`: any method, as a stream of bytes both ways."""
+        method = handler_call_details.method
+
+        async def serve(
+            requests: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]"
+        ) -> AsyncIterator[bytes]:
+            call: grpc.aio.StreamStreamCall[bytes, bytes] = self._channel.stream_stream(method)()
+            replies = self._put(requests, call) if method == PUT_CHUNK else _through(requests, call)
+            try:
+                async for reply in replies:
+                    yield reply
+            except CutError:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
+            except grpc.aio.AioRpcError as exc:
+                await context.abort(exc.code(), exc.details() or "", tuple(exc.trailing_metadata() or ()))
+            finally:
+                call.cancel()
+
+        return grpc.stream_stream_rpc_method_handler(serve)
+
+    async def close(self) -> None:
+        """Ends the local streams. Closing twice is harmless."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _put(
+        self, requests: AsyncIterator[bytes], call: "grpc.aio.StreamStreamCall[bytes, bytes]"
+    ) -> AsyncIterator[bytes]:
+        first = await anext(requests, None)
+        if first is None:
+            return
+        faults = self.faults[stage_pb2.PutChunkRequest.FromString(first).hello.replica]
+        replies: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def write(message: bytes) -> None:
+            await call.write(message)
+
+        async def there() -> None:
+            await pump(_chain(first, requests), write, faults=faults, direction=Direction.REQUESTS)
+            await call.done_writing()
+            await asyncio.Event().wait()
+
+        async def back() -> None:
+            await pump(self._rewritten(aiter(call), faults), replies.put, faults=faults, direction=Direction.REPLIES)
+
+        async for reply in _until_first(replies, asyncio.create_task(there()), asyncio.create_task(back())):
+            yield reply
+
+    async def _rewritten(self, replies: AsyncIterator[bytes], faults: Faults) -> AsyncIterator[bytes]:
+        """The replies, with a socket of our own where the consumer names one of its."""
+        async for message in replies:
+            response = stage_pb2.PutChunkResponse.FromString(message)
+            if response.welcome.local_socket:
+                response.welcome.local_socket = self._stand_before(response.welcome.local_socket, faults)
+            yield response.SerializeToString()
+
+    def _stand_before(self, target: str, faults: Faults) -> str:
+        name = f"stagemesh-relay-{os.getpid()}-{next(_numbers)}"
+        self._run(self._accept(listen(name), target, faults))
+        return name
+
+    async def _accept(self, listener: LocalSocket, target: str, faults: Faults) -> None:
+        with listener:
+            while True:
+                self._run(self._relay(await listener.accept(), target, faults))
+
+    async def _relay(self, producer: LocalSocket, target: str, faults: Faults) -> None:
+        self.local_streams += 1
+        with producer, connect(target) as consumer:
+            there = pump(
+                producer.frames(pass_descriptors_to=consumer),
+                consumer.write_frame,
+                faults=faults,
+                direction=Direction.REQUESTS,
+            )
+            back = pump(consumer.frames(), producer.write_frame, faults=faults, direction=Direction.REPLIES)
+            # A second Welcome there names no socket of its own, or the same one again: it is not followed.
+            await _first_of(asyncio.create_task(there), asyncio.create_task(back))
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _first_of(*tasks: "asyncio.Task[None]") -> None:
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        with suppress(CutError, OSError):
+            for task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _until_first(queue: "asyncio.Queue[bytes]", *tasks: "asyncio.Task[None]") -> AsyncIterator[bytes]:
+    """What comes in the queue until one of the tasks ends, and what that one raises."""
+    getting = asyncio.ensure_future(queue.get())
+    try:
+        while True:
+            await asyncio.wait((getting, *tasks), return_when=asyncio.FIRST_COMPLETED)
+            if getting.done():
+                yield getting.result()
+                getting = asyncio.ensure_future(queue.get())
+                continue
+            for task in tasks:
+                if task.done():
+                    task.result()
+            return
+    finally:
+        for pending in (getting, *tasks):
+            pending.cancel()
+        await asyncio.gather(getting, *tasks, return_exceptions=True)
+
+
+async def _through(
+    requests: AsyncIterator[bytes], call: "grpc.aio.StreamStreamCall[bytes, bytes]"
+) -> AsyncIterator[bytes]:
+    async for request in requests:
+        await call.write(request)
+    await call.done_writing()
+    async for reply in call:
+        yield reply
+
+
+async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for message in rest:
+        yield message
+
+
+@asynccontextmanager
+async def relayed(endpoint: str) -> AsyncIterator[Relay]:
+    """A relay before "host:port"; its own endpoint is `endpoint`."""
+    async with open_channel(endpoint) as channel:
+        relay = Relay(channel)
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server.add_generic_rpc_handlers((relay,))
+        relay.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        try:
+            yield relay
+        finally:
+            await relay.close()
+            await server.stop(None)
