@@ -16,7 +16,7 @@ export PROMPT
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv models demo test check protos stubs bench lock clean
+.PHONY: help venv models demo test soak check protos stubs bench lock clean
 
 help: ## List the commands
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -36,7 +36,10 @@ demo: models ## Speak an answer to PROMPT="..." into out/speech.wav
 	stagemesh demo speech --prompt "$$PROMPT" --audio out/speech.wav
 
 test: models ## Run every test that needs no GPU
-	pytest -m "not gpu"
+	pytest -m "not gpu and not soak"
+
+soak: venv ## Run the long forms of the fault tests, about an hour
+	pytest -m "soak and not gpu"
 
 check: venv ## Check format, lint, types, layers and contract
 	ruff format --check . && ruff check .
