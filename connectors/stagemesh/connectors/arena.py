@@ -1,49 +1,64 @@
 """A replica's arena: preallocated shared memory that tensors are written into once and read from in place.
 
-Layout of the memory file: one page with the token, then a table with the generation of every data page, then
-the data, a power of two. A page's generation is the number of the allocation that holds it, 0 while it is
-free, so that a reader can tell a region that was given away since from the one that it was promised.
-The file is a sealed memfd: nobody can shrink it under a reader, and nothing is left when its holders are gone.
+Room is shared fairly: a flow that holds some already waits while it would then hold more than is left free. Source:
+A. Choudhury and E. Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998 (alpha = 1).
 """
 
 import asyncio
-import fcntl
-import mmap
+import ctypes
 import os
 import secrets
+import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from stagemesh.connectors.allocator import PAGE_BYTES, BuddyAllocator
-from stagemesh.connectors.errors import InvalidChunkError, NotReadyError
+from stagemesh.connectors.allocator import PAGE_BYTES, PageAllocator
+from stagemesh.connectors.arena_writer import WRITER_SHIFT, Handle, ShareTicket, read_handle
+from stagemesh.connectors.connector import Bytes
+from stagemesh.connectors.errors import InvalidChunkError, NotReadyError, UnavailableError
+from stagemesh.connectors.memory_file import (
+    TOKEN_BYTES,
+    Layout,
+    copy_tensors,
+    create_memory_file,
+    data_offset,
+    layout_of,
+    mark_pages,
+    page_bytes_for,
+)
 from stagemesh.connectors.tensors import Array, Tensors
-from stagemesh.v1 import stage_pb2
 
-MEMFD_NAME = "stagemesh-arena"
-TOKEN_BYTES = 16
-ALIGNMENT_BYTES = 64
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_COPY_IN_THREAD_BYTES = 1 << 20
+__all__ = ["Account", "Arena", "ArenaStats", "Found", "Layout", "Region", "Written", "layout_of", "when_gone"]
+
+COPY_IN_THREAD_BYTES = 4 << 20
+"""From here on a copy is done in a thread: below, the 0.2 ms that this costs are more than the loop is held up for."""
 
 
-def data_offset(data_bytes: int) -> int:
-    """Where the data of an arena for `data_bytes` begins."""
-    table_bytes = data_bytes // PAGE_BYTES * 8
-    return PAGE_BYTES + -(-table_bytes // PAGE_BYTES) * PAGE_BYTES
+class Account:
+    """What one flow holds in an arena. Regions are charged to it until they are freed."""
+
+    __slots__ = ("held_bytes", "waiting")
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self.waiting = 0
 
 
 class Region:
-    """A block of the arena with one tensor set in it, freed when its last holder lets go."""
+    """Whole pages of an arena, freed when their last holder lets go. Used on the event loop."""
 
-    def __init__(
-        self, arena: "Arena", *, offset: int, generation: int, layout: Mapping[str, tuple[int, Array]]
-    ) -> None:
+    __slots__ = ("_arena", "_holders", "account", "generation", "offset", "size_bytes")
+
+    def __init__(self, arena: "Arena", *, offset: int, size_bytes: int, generation: int, account: Account) -> None:
         self.offset = offset
+        self.size_bytes = size_bytes
         self.generation = generation
-        self.tensor_offsets = {name: offset + relative for name, (relative, _) in layout.items()}
+        self.account = account
         self._arena = arena
         self._holders = 1
 
@@ -53,41 +68,104 @@ class Region:
         self._holders += 1
 
     def release(self) -> None:
-        """Takes a holder away; the last one frees the block."""
+        """Takes a holder away; the last one frees the pages."""
         assert self._holders > 0, "a region is released once per holder"
         self._holders -= 1
         if self._holders == 0:
             self._arena.free(self)
 
-    def view(self, name: str, size_bytes: int) -> memoryview:
-        """The bytes of one tensor."""
-        start = self.tensor_offsets[name]
-        return self._arena.memory[start : start + size_bytes]
+    def bytes(self, offset: int, size_bytes: int) -> Bytes:
+        """A view of a range, `offset` counted from the region's start. Does not hold the region."""
+        assert 0 <= offset <= offset + size_bytes <= self.size_bytes, "the range lies outside the region"
+        return np.ndarray(size_bytes, np.uint8, self._arena.memory, self.offset + offset)
+
+    def as_array(self) -> Bytes:
+        """All bytes. The caller's hold goes over to the array, and ends when it and all views of it are gone."""
+        array = self.bytes(0, self.size_bytes)
+        when_gone(array, self._arena.returner(self))
+        return array
+
+
+class Written(NamedTuple):
+    """Tensors in an arena. The region is held once, by whoever got this."""
+
+    region: Region
+    tensors: dict[str, Array]
+
+
+class Found(NamedTuple):
+    """Where in an arena a tensor lies; the offset counts from the file's start."""
+
+    region: Region
+    offset: int
+
+
+class ArenaStats(NamedTuple):
+    """How an arena is used."""
+
+    size_bytes: int
+    used_bytes: int
+    largest_free_bytes: int
+    waiting: int
+    regions: int
+
+    @property
+    def fragmentation(self) -> float:
+        """The part of the free memory that is not in one piece, 0 to 1."""
+        free_bytes = self.size_bytes - self.used_bytes
+        return 1 - self.largest_free_bytes / free_bytes if free_bytes else 0.0
+
+
+@dataclass
+class _Share:
+    """A slab set aside for a worker process, and how many regions that were adopted from it are held."""
+
+    slab: Region
+    regions: int = 0
+    closed: bool = False
+
+
+class _Wish(NamedTuple):
+    size_bytes: int
+    account: Account
 
 
 class Arena:
-    """Owned by one replica and used from its event loop alone."""
+    """Owned by one replica and used from its event loop alone, but for `copy_in`."""
 
     def __init__(self, data_bytes: int) -> None:
-        self._allocator = BuddyAllocator(data_bytes)
-        self._data_offset = data_offset(data_bytes)
-        self._size_bytes = self._data_offset + data_bytes
-        self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._fd = _create_memory_file(self._size_bytes)
-        mapping = mmap.mmap(self._fd, self._size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        mapping[:TOKEN_BYTES] = self._token
+        self._allocator = PageAllocator(data_bytes)
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.data_offset = data_offset(data_bytes)
+        self.file_bytes = self.data_offset + data_bytes
+        self._fd, mapping = create_memory_file(data_bytes, self.token)
         self.memory = memoryview(mapping)
-        pages = data_bytes // PAGE_BYTES
-        self._generations: npt.NDArray[np.uint64] = np.frombuffer(mapping, np.uint64, count=pages, offset=PAGE_BYTES)
-        self._allocations = 0
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        """The whole file. It stays mapped as long as the arena or a view of it is referred to."""
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self._generations = self.memory[PAGE_BYTES : self.data_offset].cast("Q")
+        self._regions: dict[int, Region] = {}
+        self._generation = 0
+        self._shares: dict[int, _Share] = {}
+        self._writers = 0
+        self._shared_bytes = 0
+        # In order of arrival.
+        self._waiting: dict[asyncio.Future[Region], _Wish] = {}
+        self._blocked = False
+        """Whether one of those who wait lacks room, so that nobody may overtake it."""
+        self._wake_due = False
+        self._returned: deque[Region] = deque()
+        self._collect_due = False
+        self._pinned = False
+        self.copies = 0
+        self.copied_bytes = 0
+        self._counting = threading.Lock()
         self.on_pressure: Callable[[], bool] = lambda: False
         """Asked to free something that is kept only in case; says whether it did."""
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes in blocks that are held."""
-        return self._allocator.used_bytes
+    def fd(self) -> int:
+        """The memory file, for a peer to map for reading; -1 once closed."""
+        return self._fd
 
     @property
     def size_bytes(self) -> int:
@@ -95,117 +173,317 @@ class Arena:
         return self._allocator.size_bytes
 
     @property
-    def max_region_bytes(self) -> int:
-        """The largest set of tensors that is taken, half of the arena so that a second one can be under way."""
-        return self._allocator.size_bytes // 2
+    def used_bytes(self) -> int:
+        """Bytes in regions that are held."""
+        return self._allocator.used_bytes
 
-    def advertise(self) -> stage_pb2.ArenaAdvertisement:
-        """What another process on this host needs to map the arena."""
-        return stage_pb2.ArenaAdvertisement(
-            process_id=os.getpid(), file_descriptor=self._fd, size_bytes=self._size_bytes, token=self._token
+    @property
+    def max_region_bytes(self) -> int:
+        """The largest region, half of what is not set aside for workers so that a second one can be under way."""
+        return (self._allocator.size_bytes - self._shared_bytes) // 2
+
+    def stats(self) -> ArenaStats:
+        """A snapshot."""
+        allocator = self._allocator
+        return ArenaStats(
+            size_bytes=allocator.size_bytes,
+            used_bytes=allocator.used_bytes,
+            largest_free_bytes=allocator.largest_free_bytes,
+            waiting=len(self._waiting),
+            regions=len(self._regions),
         )
 
-    async def write(self, tensors: Tensors) -> Region:
-        """Copies tensors in, waiting in line while the arena is full.
+    # -- room
 
-        Raises InvalidChunkError when they can never fit.
-        """
-        layout, total = _lay_out(tensors)
-        if total > self.max_region_bytes:
+    def try_allocate(self, size_bytes: int, account: Account) -> Region | None:
+        """A region of at least `size_bytes`, None where one has to wait. Raises InvalidChunkError for too much."""
+        if size_bytes > self.max_region_bytes:
             raise InvalidChunkError(
-                f"a chunk of {total} bytes exceeds the {self.max_region_bytes} that half of the arena holds; "
+                f"a chunk of {size_bytes} bytes exceeds the {self.max_region_bytes} that half of the arena holds; "
                 "cut it with the edge's `chunk: {frames: N}` or raise data_plane.arena_bytes",
                 reason="CHUNK_TOO_LARGE",
             )
-        region = await self._allocate(layout, total)
+        if self._returned:
+            self._collect()
+        if self._waiting:
+            if self._wake_due:
+                self._admit()
+            if self._blocked or account.waiting:
+                return None
+        return self._take(page_bytes_for(size_bytes), account)
+
+    async def allocate(self, size_bytes: int, account: Account) -> Region:
+        """A region of at least `size_bytes`, waiting in line for it. Raises InvalidChunkError for too much."""
+        region = self.try_allocate(size_bytes, account)
+        if region is not None:
+            return region
+        if self._fd < 0:
+            raise _closed()
+        wish = _Wish(page_bytes_for(size_bytes), account)
+        turn: asyncio.Future[Region] = asyncio.get_running_loop().create_future()
+        if not account.waiting and not self._over_share(wish):
+            self._blocked = True
+        self._waiting[turn] = wish
+        account.waiting += 1
         try:
-            if total >= _COPY_IN_THREAD_BYTES:
-                await asyncio.to_thread(self._copy, region, layout)
-            else:
-                self._copy(region, layout)
-        except BaseException:
-            region.release()
+            return await turn
+        except asyncio.CancelledError:
+            self._leave(turn)
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                turn.result().release()
+            self.wake()
             raise
-        return region
+
+    def wake(self) -> None:
+        """Lets those who wait look again, soon: something was freed, or `on_pressure` now can."""
+        if self._waiting and not self._wake_due:
+            self._wake_due = True
+            next(iter(self._waiting)).get_loop().call_soon(self._admit)
 
     def free(self, region: Region) -> None:
         """Called by the region itself when its last holder lets go."""
-        block = region.offset - self._data_offset
-        self._mark(block, 0)
-        self._allocator.release(block)
+        del self._regions[region.generation]
+        mark_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes, generation=0)
+        writer = region.generation >> WRITER_SHIFT
+        if writer:
+            self._shares[writer].regions -= 1
+            self._drop_if_over(writer)
+            return
+        self._allocator.release(region.offset - self.data_offset)
+        region.account.held_bytes -= region.size_bytes
         self.wake()
 
-    def wake(self) -> None:
-        """Lets the first in line look again: something was freed, or can be."""
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
+    # -- tensors
+
+    def try_write(self, tensors: Tensors, account: Account) -> Written | None:
+        """Copies tensors in at once, None where they have to wait. Raises InvalidChunkError for too much."""
+        layout = layout_of(tensors)
+        region = self.try_allocate(layout.size_bytes, account)
+        return None if region is None else self._copy_now(region, layout, tensors)
+
+    async def write(self, tensors: Tensors, account: Account) -> Written:
+        """Copies tensors in, waiting in line for room. Raises InvalidChunkError for too much."""
+        layout = layout_of(tensors)
+        region = await self.allocate(layout.size_bytes, account)
+        if layout.size_bytes < COPY_IN_THREAD_BYTES:
+            return self._copy_now(region, layout, tensors)
+        copying = asyncio.get_running_loop().run_in_executor(None, self.copy_in, region, layout, tensors)
+        try:
+            return Written(region, await asyncio.shield(copying))
+        except BaseException:
+            # A thread cannot be stopped: the region is given back once it no longer writes.
+            copying.add_done_callback(lambda _: region.release())
+            raise
+
+    def copy_in(self, region: Region, layout: Layout, tensors: Tensors) -> dict[str, Array]:
+        """Copies tensors into a region, in whatever thread; returns views of the copies."""
+        assert layout.size_bytes <= region.size_bytes, "the tensors do not fit the region"
+        views = copy_tensors(self.memory, start=region.offset, layout=layout, tensors=tensors)
+        copied_bytes = sum(view.nbytes for view in views.values())
+        with self._counting:
+            self.copies += len(views)
+            self.copied_bytes += copied_bytes
+        return views
+
+    def find(self, tensor: Array) -> Found | None:
+        """The region that a C-contiguous tensor lies in; None where it lies elsewhere or has no bytes."""
+        size_bytes = tensor.nbytes
+        if tensor.base is None or not size_bytes or not tensor.flags.c_contiguous:
+            return None
+        offset = _address_of(tensor) - self.address
+        if not self.data_offset <= offset < self.file_bytes:
+            return None
+        region = self._regions.get(self._generations[offset // PAGE_BYTES])
+        if region is None or offset + size_bytes > region.offset + region.size_bytes:
+            return None
+        return Found(region, offset)
+
+    # -- worker processes
+
+    def open_share(self, size_bytes: int) -> ShareTicket:
+        """Sets a slab aside for one worker process that writes by itself; each process needs one of its own.
+
+        Raises NotReadyError (NO_MEMORY) where it does not fit.
+        """
+        fits = self._writers < (1 << 16) - 1 and size_bytes <= self.max_region_bytes
+        slab = self.try_allocate(size_bytes, Account()) if fits else None
+        if slab is None:
+            raise NotReadyError(
+                f"the arena has no room for a worker's slab of {size_bytes} bytes; raise data_plane.arena_bytes",
+                reason="NO_MEMORY",
+            )
+        mark_pages(self.memory, offset=slab.offset, size_bytes=slab.size_bytes, generation=0)
+        self._writers += 1
+        self._shares[self._writers] = _Share(slab)
+        self._shared_bytes += slab.size_bytes
+        return ShareTicket(
+            process_id=os.getpid(),
+            file_descriptor=self._fd,
+            token=self.token,
+            writer=self._writers,
+            offset=slab.offset,
+            size_bytes=slab.size_bytes,
+        )
+
+    def adopt(self, handle: Handle) -> Written:
+        """What a worker wrote; its pages go back to the worker with the region's last holder.
+
+        Raises InvalidChunkError for a handle that is none of an open share, or was adopted before.
+        """
+        share = self._shares.get(handle.generation >> WRITER_SHIFT)
+        if share is None or share.closed or handle.generation in self._regions:
+            raise InvalidChunkError("a worker's handle belongs to no open share, or was adopted before")
+        slab = share.slab
+        views = read_handle(handle, self.memory, slab_offset=slab.offset, slab_bytes=slab.size_bytes)
+        region = Region(
+            self,
+            offset=handle.offset,
+            size_bytes=handle.size_bytes,
+            generation=handle.generation,
+            account=slab.account,
+        )
+        self._regions[handle.generation] = region
+        share.regions += 1
+        return Written(region, views)
+
+    def close_share(self, ticket: ShareTicket) -> None:
+        """Takes a slab back once nothing adopted from it is held; for when its worker has ended. Twice is harmless."""
+        share = self._shares.get(ticket.writer)
+        if share is not None:
+            share.closed = True
+            self._drop_if_over(ticket.writer)
+
+    # -- life
+
+    def pin(self) -> None:
+        """Page-locks the arena, so that copies to and from a CUDA device are asynchronous; needs torch and a GPU."""
+        code = _cuda_runtime().cudaHostRegister(self.address, self.file_bytes, 0)
+        if int(code):
+            raise NotReadyError(f"CUDA cannot pin the arena of {self.file_bytes} bytes (error {int(code)})")
+        self._pinned = True
 
     def close(self) -> None:
-        """Closes the memory file; readers keep their mappings. Closing twice is harmless."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Closes the memory file and ends those who wait; what is mapped stays so. Closing twice is harmless."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        for turn in list(self._waiting):
+            self._leave(turn)
+            if not turn.done():
+                turn.set_exception(_closed())
+        if self._pinned:
+            _cuda_runtime().cudaHostUnregister(self.address)
 
-    async def _allocate(self, layout: Mapping[str, tuple[int, Array]], total: int) -> Region:
-        waited = False
+    def returner(self, region: Region) -> Callable[[], None]:
+        """What releases `region` on the event loop when called in whatever thread, at whatever moment."""
+        loop, thread, returned = asyncio.get_running_loop(), threading.get_ident(), self._returned
+
+        def give_back() -> None:
+            returned.append(region)
+            if not self._collect_due and not loop.is_closed():
+                self._collect_due = True
+                # The loop's own thread need not wake it up.
+                (loop.call_soon if threading.get_ident() == thread else loop.call_soon_threadsafe)(self._collect)
+
+        return give_back
+
+    # -- inner workings
+
+    def _take(self, size_bytes: int, account: Account) -> Region | None:
+        allocator = self._allocator
         while True:
-            if waited or not self._waiters:
-                block = self._try_allocate(total)
-                if block is not None:
-                    self._allocations += 1
-                    self._mark(block, self._allocations)
-                    self.wake()
-                    return Region(self, offset=self._data_offset + block, generation=self._allocations, layout=layout)
-            waiter = asyncio.get_running_loop().create_future()
-            (self._waiters.appendleft if waited else self._waiters.append)(waiter)
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                # Our turn may have come with the cancel: pass it on.
-                self.wake()
-                raise
-            waited = True
+            held_bytes = account.held_bytes
+            if not held_bytes or held_bytes + size_bytes <= allocator.free_bytes:
+                offset = allocator.allocate(size_bytes)
+                if offset is not None:
+                    break
+            if not self.on_pressure():
+                return None
+        self._generation = generation = self._generation + 1
+        offset += self.data_offset
+        mark_pages(self.memory, offset=offset, size_bytes=size_bytes, generation=generation)
+        account.held_bytes += size_bytes
+        region = Region(self, offset=offset, size_bytes=size_bytes, generation=generation, account=account)
+        self._regions[generation] = region
+        return region
 
-    def _try_allocate(self, total: int) -> int | None:
-        block = self._allocator.allocate(total)
-        while block is None and self.on_pressure():
-            block = self._allocator.allocate(total)
-        return block
+    def _over_share(self, wish: _Wish) -> bool:
+        held_bytes = wish.account.held_bytes
+        return held_bytes > 0 and held_bytes + wish.size_bytes > self._allocator.free_bytes
 
-    def _mark(self, block: int, generation: int) -> None:
-        first = block // PAGE_BYTES
-        self._generations[first : first + self._allocator.block_bytes(block) // PAGE_BYTES] = generation
+    def _admit(self) -> None:
+        """Serves those who wait, in order, up to the first that lacks room; accounts over their share are passed by."""
+        self._wake_due = self._blocked = False
+        held_back: set[Account] = set()
+        for turn, wish in list(self._waiting.items()):
+            if turn.done() or wish.account in held_back:
+                continue
+            region = self._take(wish.size_bytes, wish.account)
+            if region is not None:
+                self._leave(turn)
+                turn.set_result(region)
+            elif self._over_share(wish):
+                held_back.add(wish.account)
+            else:
+                self._blocked = True
+                return
 
-    def _copy(self, region: Region, layout: Mapping[str, tuple[int, Array]]) -> None:
-        for name, (_, tensor) in layout.items():
-            if tensor.nbytes:
-                target = np.frombuffer(region.view(name, tensor.nbytes), tensor.dtype).reshape(tensor.shape)
-                np.copyto(target, tensor)
+    def _leave(self, turn: asyncio.Future[Region]) -> None:
+        wish = self._waiting.pop(turn, None)
+        if wish is not None:
+            wish.account.waiting -= 1
+
+    def _collect(self) -> None:
+        self._collect_due = False
+        while self._returned:
+            self._returned.popleft().release()
+
+    def _copy_now(self, region: Region, layout: Layout, tensors: Tensors) -> Written:
+        try:
+            return Written(region, self.copy_in(region, layout, tensors))
+        except BaseException:
+            region.release()
+            raise
+
+    def _drop_if_over(self, writer: int) -> None:
+        share = self._shares[writer]
+        if share.closed and not share.regions:
+            del self._shares[writer]
+            self._shared_bytes -= share.slab.size_bytes
+            share.slab.release()
 
 
-def _lay_out(tensors: Tensors) -> tuple[dict[str, tuple[int, Array]], int]:
-    """Each tensor's offset within a region, aligned, and the region's size."""
-    layout: dict[str, tuple[int, Array]] = {}
-    total = 0
-    for name, tensor in tensors.items():
-        layout[name] = (total, tensor)
-        total += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return layout, total
+def when_gone(array: Array, call: Callable[[], None]) -> None:
+    """Calls `call` when `array` and all views of it are gone: in whatever thread, in the midst of whatever it does."""
+
+    def gone(reference: "weakref.ref[Array]") -> None:
+        del _watched[id(reference)]
+        call()
+
+    # Further views refer to the array over the memory, not to one that was made of it.
+    owner = array.base if isinstance(array.base, np.ndarray) else array
+    reference = weakref.ref(owner, gone)
+    _watched[id(reference)] = reference
 
 
-def _create_memory_file(size_bytes: int) -> int:
-    fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+_watched: dict[int, "weakref.ref[Array]"] = {}
+"""As `weakref.finalize` keeps them, at half of its cost."""
+
+
+def _address_of(tensor: Array) -> int:
     try:
-        os.posix_fallocate(fd, 0, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    except OSError as exc:
-        os.close(fd)
-        raise NotReadyError(
-            f"no {size_bytes >> 20} MiB of shared memory for the arena ({exc.strerror}); "
-            "give the host or container more memory, or lower data_plane.arena_bytes",
-            reason="NO_MEMORY",
-        ) from exc
-    return fd
+        # Four times as fast as `tensor.ctypes.data`.
+        return ctypes.addressof(ctypes.c_char.from_buffer(tensor.data))
+    except (TypeError, ValueError):
+        return tensor.ctypes.data
+
+
+def _cuda_runtime() -> Any:
+    import torch
+
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _closed() -> UnavailableError:
+    return UnavailableError("the arena is closed: this replica is stopping", reason="CLOSED")

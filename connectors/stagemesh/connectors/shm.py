@@ -1,102 +1,119 @@
 """The shm connector: a consumer maps the arena of a producer on the same host and reads regions in place.
 
-That both share a host is proved, not assumed: the producer advertises random bytes, and whoever reads the
-same bytes at the start of the memory file has found the right file on the right host.
+That both share a host is proved, not assumed: the producer hands the memory file itself over, which it can do on one
+host only, and the random bytes at the file's start show that it is the arena which the offer speaks of.
 """
 
 import fcntl
 import mmap
 import os
 import secrets
-import weakref
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
+from google.protobuf.message import DecodeError
 
 from stagemesh.connectors.allocator import PAGE_BYTES
-from stagemesh.connectors.arena import MEMFD_NAME, SEALS, TOKEN_BYTES, data_offset
-from stagemesh.connectors.errors import InvalidChunkError
-from stagemesh.connectors.tensors import Array, checked_layout
-from stagemesh.v1 import stage_pb2, tensor_pb2
+from stagemesh.connectors.arena import Arena, when_gone
+from stagemesh.connectors.base import SHM, ConnectorName
+from stagemesh.connectors.connector import ArenaRange, Bytes, Connector, InPlaceReader, Producer
+from stagemesh.connectors.errors import InvalidChunkError, NotReadyError
+from stagemesh.connectors.memory_file import LAYOUT_NAME, SEALS, TOKEN_BYTES, data_offset_in
+from stagemesh.connectors.tensors import Array
+from stagemesh.v1 import stage_pb2
 
 
-class PeerArena:
+class ShmConnector(Connector):
+    """Hands out views of the producer's arena."""
+
+    name: ClassVar[ConnectorName] = SHM
+
+    def __init__(self, arena: Arena, **_: object) -> None:
+        self._arena = arena
+
+    async def offer(self) -> bytes:
+        """See `Connector`."""
+        return stage_pb2.ArenaAdvertisement(
+            process_id=os.getpid(), size_bytes=self._arena.file_bytes, token=self._arena.token
+        ).SerializeToString()
+
+    async def meet(self, offer: bytes, producer: Producer) -> "ShmReader":
+        """See `Connector`."""
+        if producer.arena_fd is None:
+            raise _unavailable(f"not on one host: {producer.replica} handed no arena over")
+        try:
+            advertisement = stage_pb2.ArenaAdvertisement.FromString(offer)
+            return ShmReader(_map(producer.arena_fd, advertisement))
+        except (DecodeError, OSError, ValueError) as exc:
+            raise _unavailable(f"the arena of {producer.replica} cannot be mapped: {exc}") from exc
+
+    async def close(self) -> None:
+        """See `Connector`."""
+
+
+class ShmReader(InPlaceReader):
     """A producer's arena, mapped for reading. Unmapped when the last view is gone."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
-        self._mapping = mapping
+        self._mapping: mmap.mmap | None = mapping
         self._size_bytes = len(mapping)
-        self._data_offset, pages = _split(self._size_bytes)
-        self._generations: npt.NDArray[np.uint64] = np.frombuffer(mapping, np.uint64, count=pages, offset=PAGE_BYTES)
+        self._data_offset = data_offset_in(self._size_bytes)
+        self._generations = memoryview(mapping)[PAGE_BYTES : self._data_offset].cast("Q")
 
-    def view(self, message: tensor_pb2.Tensor) -> Array:
-        """A read-only view of the tensor's region; raises InvalidChunkError for a region that is not what it claims."""
-        region = message.shm
-        dtype, shape = checked_layout(message, size_bytes=region.size_bytes)
-        end = region.offset + region.size_bytes
-        if region.offset < self._data_offset or end > self._size_bytes or region.offset % dtype.itemsize:
-            raise InvalidChunkError(f"tensor {message.name!r} lies outside its producer's arena")
-        first, last = (self._page(region.offset), self._page(end - 1))
-        if not self._generations[first] == self._generations[last] == region.generation:
+    def view(self, place: ArenaRange) -> Bytes:
+        """See `InPlaceReader`."""
+        offset, size_bytes, generation = place
+        end = offset + size_bytes
+        if size_bytes < 0 or offset < self._data_offset or end > self._size_bytes or self._mapping is None:
+            raise InvalidChunkError(f"{size_bytes} bytes at {offset} lie outside their producer's arena")
+        generations = self._generations
+        first, last = offset // PAGE_BYTES, (end - 1 if size_bytes else offset) // PAGE_BYTES
+        if not generation or not generations[first] == generations[last] == generation:
             raise InvalidChunkError(
-                f"tensor {message.name!r} names a region that is no longer its own", reason="STALE_REGION"
+                f"{size_bytes} bytes at {offset} belong to a region that is no longer their own", reason="STALE_REGION"
             )
-        count = region.size_bytes // dtype.itemsize
-        return np.frombuffer(self._mapping, dtype, count=count, offset=region.offset).reshape(shape)
+        return np.ndarray(size_bytes, np.uint8, self._mapping, offset)
 
-    def _page(self, offset: int) -> int:
-        return (offset - self._data_offset) // PAGE_BYTES
-
-
-def attach(advertisement: stage_pb2.ArenaAdvertisement) -> PeerArena | None:
-    """Maps the advertised arena, or returns None where it does not lie on this host (or is not readable from here)."""
-    path = Path(f"/proc/{advertisement.process_id}/fd/{advertisement.file_descriptor}")
-    try:
-        # Only ever open a memory file: opening some other descriptor could block or have effects.
-        if not str(path.readlink()).startswith(f"/memfd:{MEMFD_NAME}"):
-            return None
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        return _map(fd, advertisement)
-    except (OSError, ValueError):
-        return None
-    finally:
-        os.close(fd)
+    async def close(self) -> None:
+        """See `Reader`."""
+        self._mapping = None
+        self._generations = memoryview(b"").cast("Q")
 
 
-def hold_lease(tensors: list[Array], release: Callable[[], None]) -> None:
+def hold_lease(tensors: Sequence[Array], release: Callable[[], None]) -> None:
     """Calls `release` once, from whatever thread, when the last of `tensors` and all views of them are gone."""
-    left = [len(tensors)]
+    # Taking one out is a single step, whatever the threads: exactly one finds none left.
+    others = [None] * (len(tensors) - 1)
 
     def one_gone() -> None:
-        left[0] -= 1
-        if left[0] == 0:
+        try:
+            others.pop()
+        except IndexError:
             release()
 
     for tensor in tensors:
-        # Further views refer to the array over the mapping, not to the reshaped one.
-        owner = tensor.base if isinstance(tensor.base, np.ndarray) else tensor
-        weakref.finalize(owner, one_gone).atexit = False
+        when_gone(tensor, one_gone)
 
 
-def _map(fd: int, advertisement: stage_pb2.ArenaAdvertisement) -> PeerArena | None:
+def _map(fd: int, advertisement: stage_pb2.ArenaAdvertisement) -> mmap.mmap:
+    """Maps the file that was handed over; ValueError or OSError for one that is not the arena, or not safe to read."""
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+        raise ValueError("its size is not sealed")
+    if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
+        # Huge pages may run out when they are first read, which would kill the reader.
+        raise ValueError("it is not made of normal pages")
     size_bytes = os.fstat(fd).st_size
-    sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
-    if not sealed or size_bytes != advertisement.size_bytes or size_bytes <= 2 * PAGE_BYTES:
-        return None
+    if size_bytes != advertisement.size_bytes:
+        raise ValueError(f"it has {size_bytes} bytes, not {advertisement.size_bytes}")
+    data_offset_in(size_bytes)
     mapping = mmap.mmap(fd, size_bytes, access=mmap.ACCESS_READ)
     if not secrets.compare_digest(mapping[:TOKEN_BYTES], advertisement.token):
-        return None
-    return PeerArena(mapping)
+        raise ValueError("its token is another one")
+    if mapping[TOKEN_BYTES : TOKEN_BYTES + len(LAYOUT_NAME)] != LAYOUT_NAME:
+        raise ValueError("another version of Stagemesh laid it out")
+    return mapping
 
 
-def _split(size_bytes: int) -> tuple[int, int]:
-    """The data's offset and number of pages in a memory file of `size_bytes`; ValueError where there is none."""
-    data_bytes = 1 << (size_bytes.bit_length() - 1)
-    if data_offset(data_bytes) + data_bytes != size_bytes:
-        raise ValueError(f"a file of {size_bytes} bytes is no arena")
-    return size_bytes - data_bytes, data_bytes // PAGE_BYTES
+def _unavailable(message: str) -> NotReadyError:
+    return NotReadyError(message, reason="CONNECTOR_UNAVAILABLE")
