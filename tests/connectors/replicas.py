@@ -128,11 +128,21 @@ async def replica(
     within: Sequence[str] = (),
     address: str = "127.0.0.1",
     environment: Mapping[str, str] | None = None,
-    **limits: int,
+    limits: Mapping[str, int] | None = None,
 ) -> AsyncIterator[Replica]:
     """A replica process; `within` is a command that runs another one somewhere else."""
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", _MODULE, "--replica", name, "--address", address, "--limits", json.dumps(limits)]
+    command = [
+        sys.executable,
+        "-m",
+        _MODULE,
+        "--replica",
+        name,
+        "--address",
+        address,
+        "--limits",
+        json.dumps(limits or {}),
+    ]
     with theirs:
         process = _spawn([*within, *command], control=theirs, environment=environment or {})
     one = Replica(name, process=process, control=await asyncio.open_connection(sock=ours))

@@ -25,7 +25,7 @@ async def _fast(producer: Replica, consumer: Replica, *, request: str, connector
 
 async def _slow_beside_fast(connector: str, chunks: int) -> float:
     """Delivers all chunks of a slow request; returns the rate of a fast one beside it, of what it is alone."""
-    async with replica("a-0", **LIMITS) as producer, replica("b-0", **LIMITS) as consumer:
+    async with replica("a-0", limits=LIMITS) as producer, replica("b-0", limits=LIMITS) as consumer:
         alone = max([await _fast(producer, consumer, request=f"alone-{n}", connector=connector) for n in range(3)])
         before = await producer.call("stats")
         sender, receiver = await flow(
