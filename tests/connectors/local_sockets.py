@@ -1,14 +1,11 @@
-"""Abstract unix sockets as local streams use them: messages with their length before them, descriptors beside them."""
+"""Abstract unix sockets as local streams use them: a first byte with a descriptor, then messages after their length."""
 
-import array
 import asyncio
-import os
 import socket
 from collections.abc import AsyncIterator
 from typing import Self
 
 _LENGTH_BYTES = 4
-_MAX_DESCRIPTORS = 4
 
 
 class LocalSocket:
@@ -17,58 +14,49 @@ class LocalSocket:
     def __init__(self, raw: socket.socket) -> None:
         raw.setblocking(False)
         self.raw = raw
-        self._descriptors: list[int] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.raw.close()
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
 
     async def accept(self) -> "LocalSocket":
         """The next connection."""
         raw, _ = await asyncio.get_running_loop().sock_accept(self.raw)
         return LocalSocket(raw)
 
-    async def frames(self, *, pass_descriptors_to: "LocalSocket | None" = None) -> AsyncIterator[bytes]:
-        """The messages up to the stream's end; descriptors that come along go out with the other socket's next one."""
+    def greet(self, descriptor: int) -> None:
+        """Sends the first byte, and a descriptor with it."""
+        socket.send_fds(self.raw, [b"\0"], [descriptor])
+
+    async def greeting(self) -> int:
+        """The descriptor that came with the first byte; the caller closes it."""
+        await _readable(self.raw)
+        _, descriptors, _, _ = socket.recv_fds(self.raw, 1, 1)
+        if not descriptors:
+            raise ConnectionError("the stream did not begin with a descriptor")
+        return descriptors[0]
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """The messages up to the stream's end."""
         buffer = bytearray()
-        while data := await self._receive(pass_descriptors_to or self):
+        while data := await self._receive():
             buffer += data
             while len(buffer) >= (end := _LENGTH_BYTES + int.from_bytes(buffer[:_LENGTH_BYTES], "little")):
                 yield bytes(buffer[_LENGTH_BYTES:end])
                 del buffer[:end]
 
     async def write_frame(self, message: bytes) -> None:
-        """Sends a message, and the descriptors that wait to go along."""
+        """Sends a message."""
         data = len(message).to_bytes(_LENGTH_BYTES, "little") + message
-        if self._descriptors:
-            sent = socket.send_fds(self.raw, [data], self._descriptors)
-            for descriptor in self._descriptors:
-                os.close(descriptor)
-            self._descriptors.clear()
-            data = data[sent:]
         await asyncio.get_running_loop().sock_sendall(self.raw, data)
 
-    def attach(self, descriptors: list[int]) -> None:
-        """Has descriptors, which are given away, go along with the next message."""
-        self._descriptors += descriptors
-
-    async def _receive(self, taker: "LocalSocket") -> bytes:
-        await _readable(self.raw)
-        received = array.array("i")
+    async def _receive(self) -> bytes:
         try:
-            data, ancillary, _, _ = self.raw.recvmsg(1 << 16, socket.CMSG_SPACE(_MAX_DESCRIPTORS * received.itemsize))
+            return await asyncio.get_running_loop().sock_recv(self.raw, 1 << 16)
         except ConnectionError:
             return b""
-        for level, kind, payload in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                received.frombytes(payload)
-        taker.attach(list(received))
-        return data
 
 
 def listen(name: str) -> LocalSocket:

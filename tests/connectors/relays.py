@@ -102,14 +102,12 @@ class Relay(grpc.GenericRpcHandler):
     async def _relay(self, producer: LocalSocket, target: str, faults: Faults) -> None:
         self.local_streams += 1
         with producer, connect(target) as consumer:
-            there = pump(
-                producer.frames(pass_descriptors_to=consumer),
-                consumer.write_frame,
-                faults=faults,
-                direction=Direction.REQUESTS,
-            )
+            descriptor = await producer.greeting()
+            consumer.greet(descriptor)
+            os.close(descriptor)
+            there = pump(producer.frames(), consumer.write_frame, faults=faults, direction=Direction.REQUESTS)
+            # The Welcome that comes here names a socket too; who has this stream dials no second one.
             back = pump(consumer.frames(), producer.write_frame, faults=faults, direction=Direction.REPLIES)
-            # A second Welcome there names no socket of its own, or the same one again: it is not followed.
             await _first_of(asyncio.create_task(there), asyncio.create_task(back))
 
     def _run(self, work: Coroutine[None, None, None]) -> None:

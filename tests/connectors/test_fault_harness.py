@@ -1,7 +1,7 @@
 """The harness itself: relays harm what they are told to and pass everything else."""
 
+import asyncio
 import os
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -57,12 +57,14 @@ def test_batched_items_are_hit_one_by_one() -> None:
     assert parts[0].hello.replica == "a"
 
 
-async def test_descriptors_go_along_with_the_first_message() -> None:
+async def test_descriptor_comes_before_the_messages() -> None:
     name = f"stagemesh-test-{os.getpid()}"
     with listen(name) as listener, connect(name) as one, await listener.accept() as other:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            one.attach([os.dup(theirs.fileno())])
-            await one.write_frame(b"x" * 200_000)
-            assert await anext(other.frames()) == b"x" * 200_000
-            assert [os.fstat(fd).st_ino for fd in other._descriptors] == [os.fstat(theirs.fileno()).st_ino]
+        one.greet(one.raw.fileno())
+        received = await other.greeting()
+        assert os.fstat(received).st_ino == os.fstat(one.raw.fileno()).st_ino
+        os.close(received)
+        writing = asyncio.create_task(one.write_frame(b"x" * 200_000))
+        frames = other.frames()
+        assert await anext(frames) == b"x" * 200_000
+        await writing
