@@ -1,7 +1,14 @@
-"""The arena and its allocator."""
+"""The arena: room, turns and shares, copies, holds."""
 
 import asyncio
+import gc
+import mmap
+import os
 import resource
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,115 +16,445 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from stagemesh.connectors import shm
-from stagemesh.connectors.allocator import PAGE_BYTES, BuddyAllocator
-from stagemesh.connectors.arena import Arena, Region
-from stagemesh.connectors.errors import InvalidChunkError, NotReadyError
-from stagemesh.connectors.tensors import Array, describe_tensor
-from stagemesh.v1 import tensor_pb2
+from stagemesh.connectors import memory_file
+from stagemesh.connectors.allocator import PAGE_BYTES
+from stagemesh.connectors.arena import COPY_IN_THREAD_BYTES, Account, Arena, Region, layout_of
+from stagemesh.connectors.errors import InvalidChunkError, NotReadyError, UnavailableError
+from stagemesh.connectors.memory_file import pages_are_of
+from stagemesh.connectors.tensors import Array
+
+MIB = 1 << 20
+PAGES = 64
 
 
-class AllocatorModel(RuleBasedStateMachine):
-    """The allocator against a plain list of blocks."""
+@pytest.fixture
+async def arena() -> AsyncIterator[Arena]:
+    made = Arena(MIB)
+    yield made
+    made.close()
+
+
+def _region(arena: Arena, size_bytes: int, account: Account | None = None) -> Region:
+    region = arena.try_allocate(size_bytes, account or Account())
+    assert region is not None
+    return region
+
+
+class ArenaModel(RuleBasedStateMachine):
+    """Three flows' regions, those who wait and what is kept only in case, against plain lists."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = BuddyAllocator(64 * PAGE_BYTES)
-        self.blocks: dict[int, int] = {}
+        self.loop = asyncio.new_event_loop()
+        self.arena = Arena(PAGES * PAGE_BYTES)
+        self.arena.on_pressure = self.press
+        self.accounts = [Account() for _ in range(3)]
+        self.held: list[Region] = []
+        self.kept: list[Region] = []
+        self.waiting: list[tuple[asyncio.Task[Region], int, Account]] = []
 
-    @rule(size=st.integers(0, 70 * PAGE_BYTES))
-    def allocate(self, size: int) -> None:
-        offset = self.allocator.allocate(size)
-        if offset is None:
-            assert size > PAGE_BYTES // 2 or len(self.blocks) > 0
-            return
-        block = self.allocator.block_bytes(offset)
-        assert block >= size
-        assert offset % block == 0
-        assert all(offset + block <= at or at + length <= offset for at, length in self.blocks.items())
-        self.blocks[offset] = block
+    def press(self) -> bool:
+        if self.kept:
+            self.kept.pop(0).release()
+            return True
+        return False
 
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        if self.blocks:
-            offset = data.draw(st.sampled_from(sorted(self.blocks)))
-            del self.blocks[offset]
-            self.allocator.release(offset)
+    def settle(self) -> None:
+        """Lets turns come, and takes over what they gave."""
+        for _ in range(4):
+            self.loop.run_until_complete(asyncio.sleep(0))
+        for entry in [entry for entry in self.waiting if entry[0].done()]:
+            self.waiting.remove(entry)
+            if not entry[0].cancelled():
+                self.held.append(entry[0].result())
+
+    @rule(pages=st.integers(1, PAGES // 2), flow=st.integers(0, 2))
+    def try_allocate(self, pages: int, flow: int) -> None:
+        region = self.arena.try_allocate(pages * PAGE_BYTES, self.accounts[flow])
+        if region is not None:
+            assert all(account is not region.account for _, _, account in self.waiting)
+            self.held.append(region)
+
+    @rule(pages=st.integers(1, PAGES // 2), flow=st.integers(0, 2))
+    def allocate(self, pages: int, flow: int) -> None:
+        size, account = pages * PAGE_BYTES, self.accounts[flow]
+        self.waiting.append((self.loop.create_task(self.arena.allocate(size, account)), size, account))
+        self.settle()
+
+    @rule(data=st.data(), keep=st.booleans())
+    def release(self, data: st.DataObject, keep: bool) -> None:
+        if self.held:
+            region = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+            if keep:
+                self.kept.append(region)
+                self.arena.wake()
+            else:
+                region.release()
+
+    @rule(data=st.data(), late=st.booleans())
+    def cancel(self, data: st.DataObject, late: bool) -> None:
+        if self.waiting:
+            if late and self.held:
+                self.held.pop().release()
+            self.waiting[data.draw(st.integers(0, len(self.waiting) - 1))][0].cancel()
+            self.settle()
+
+    @rule()
+    def turn(self) -> None:
+        self.settle()
 
     @invariant()
-    def counts(self) -> None:
-        assert self.allocator.used_bytes == sum(self.blocks.values())
+    def accounts_balance(self) -> None:
+        regions = self.held + self.kept
+        turned = [task.result() for task, _, _ in self.waiting if task.done() and not task.cancelled()]
+        taken = [(region.offset, region.size_bytes) for region in regions + turned]
+        assert self.arena.used_bytes >= sum(size for _, size in taken)
+        assert sum(account.held_bytes for account in self.accounts) == self.arena.used_bytes
+        ends = [0, *(offset + size for offset, size in sorted(taken))]
+        assert all(end <= offset for end, (offset, _) in zip(ends, sorted(taken), strict=False))
+
+    @invariant()
+    def pages_are_marked(self) -> None:
+        for region in self.held + self.kept:
+            place = {"offset": region.offset, "size_bytes": region.size_bytes}
+            assert pages_are_of(self.arena.memory, generation=region.generation, **place)
+        assert sum(mark != 0 for mark in self.arena._generations) * PAGE_BYTES == self.arena.used_bytes
+
+    @invariant()
+    def nobody_waits_for_what_is_there(self) -> None:
+        self.settle()
+        passed: set[Account] = set()
+        for _, size, account in self.waiting:
+            if account in passed:
+                continue
+            passed.add(account)
+            assert not self.kept
+            free_bytes = self.arena.size_bytes - self.arena.used_bytes
+            if not (account.held_bytes and account.held_bytes + size > free_bytes):
+                assert size > self.arena.stats().largest_free_bytes
+                break
 
     def teardown(self) -> None:
-        for offset in self.blocks:
-            self.allocator.release(offset)
-        assert self.allocator.allocate(64 * PAGE_BYTES) == 0
+        for _ in range(1000):
+            self.settle()
+            if not self.held and not self.waiting:
+                break
+            while self.held:
+                self.held.pop().release()
+        assert not self.waiting
+        while self.press():
+            pass
+        assert (self.arena.used_bytes, self.arena.stats().regions) == (0, 0)
+        assert not any(self.arena._generations)
+        self.arena.close()
+        self.loop.close()
 
 
-TestAllocator = AllocatorModel.TestCase
-TestAllocator.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
-
-
-def _message(region: Region, tensor: Array, **changes: int) -> tensor_pb2.Tensor:
-    message = describe_tensor("x", tensor)
-    place = {"offset": region.tensor_offsets["x"], "size_bytes": tensor.nbytes, "generation": region.generation}
-    message.shm.CopyFrom(tensor_pb2.ShmRegion(**{**place, **changes}))
-    return message
-
-
-async def test_reader_sees_what_was_written() -> None:
-    arena = Arena(1 << 20)
-    tensor = np.arange(10_000, dtype=np.int32).reshape(100, 100)[::2, ::3]
-    region = await arena.write({"n": np.zeros(3, np.uint8), "x": tensor})
-    peer = shm.attach(arena.advertise())
-    assert peer is not None
-    np.testing.assert_array_equal(peer.view(_message(region, tensor)), tensor)
+TestArenaModel = ArenaModel.TestCase
+TestArenaModel.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.parametrize(
-    "changes", [{"offset": 0}, {"offset": 1 << 40}, {"generation": 7}, {"offset": (1 << 20) + 8192}]
+    "tensor",
+    [
+        np.arange(10_000, dtype=np.int32).reshape(100, 100)[::2, ::-3],
+        np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        np.broadcast_to(np.float16(3), (5, 7)),
+        np.array(2.5),
+        np.zeros((3, 0, 2), np.float32),
+        np.zeros(0, np.uint8),
+    ],
+    ids=["strided", "fortran", "broadcast", "0-d", "no elements", "empty"],
 )
-async def test_region_that_is_not_its_own_is_refused(changes: dict[str, int]) -> None:
-    arena = Arena(1 << 20)
-    tensor = np.arange(5000, dtype=np.int32)
-    region = await arena.write({"x": tensor})
-    peer = shm.attach(arena.advertise())
-    assert peer is not None
-    with pytest.raises(InvalidChunkError):
-        peer.view(_message(region, tensor, **changes))
+async def test_every_kind_of_tensor_is_written_once_and_right(arena: Arena, tensor: Array) -> None:
+    written = await arena.write({"n": np.ones(3, np.uint8), "x": tensor}, Account())
+    view = written.tensors["x"]
+    np.testing.assert_array_equal(view, tensor)
+    assert (view.dtype, view.shape) == (tensor.dtype, tensor.shape)
+    assert (arena.copies, arena.copied_bytes) == (2, 3 + tensor.nbytes)
 
 
-async def test_freed_region_is_never_read_as_new_data() -> None:
-    arena = Arena(1 << 20)
-    tensor = np.arange(5000, dtype=np.int32)
-    region = await arena.write({"x": tensor})
-    peer = shm.attach(arena.advertise())
-    assert peer is not None
-    old = _message(region, tensor)
+async def test_large_tensors_are_written_in_a_thread_and_right() -> None:
+    arena = Arena(4 * COPY_IN_THREAD_BYTES)
+    tensor = np.random.default_rng(0).integers(0, 255, COPY_IN_THREAD_BYTES, np.uint8)
+    written = await arena.write({"x": tensor}, Account())
+    np.testing.assert_array_equal(written.tensors["x"], tensor)
+
+
+async def test_objects_are_never_written(arena: Arena) -> None:
+    with pytest.raises(InvalidChunkError, match="objects"):
+        arena.try_write({"x": np.array([object()])}, Account())
+    assert arena.used_bytes == 0
+
+
+async def test_region_is_freed_by_its_last_holder(arena: Arena) -> None:
+    account = Account()
+    region = _region(arena, 5000, account)
+    region.retain()
     region.release()
-    again = await arena.write({"x": tensor})
-    assert again.tensor_offsets == region.tensor_offsets
-    with pytest.raises(InvalidChunkError, match="no longer its own"):
-        peer.view(old)
+    assert (account.held_bytes, arena.used_bytes) == (8192, 8192)
+    region.release()
+    assert (account.held_bytes, arena.used_bytes) == (0, 0)
 
 
-async def test_writers_wait_in_line_for_room() -> None:
-    arena = Arena(1 << 20)
-    first = [await arena.write({"x": np.zeros(1 << 19, np.uint8)}) for _ in range(2)]
-    waiting = [asyncio.create_task(arena.write({"x": np.full(1 << 18, n, np.uint8)})) for n in range(3)]
+async def test_tensor_that_lies_in_the_arena_is_found(arena: Arena) -> None:
+    written = await arena.write({"n": np.ones(3, np.uint8), "x": np.arange(9000.0)}, Account())
+    tensor = written.tensors["x"]
+    frozen = tensor[512:600]
+    frozen.flags.writeable = False
+    assert arena.find(tensor) == (written.region, written.region.offset + 64)
+    assert arena.find(tensor[8000:]) == (written.region, written.region.offset + 64 + 64_000)
+    assert arena.find(frozen) == (written.region, written.region.offset + 64 + 4096)
+
+
+async def test_tensor_that_does_not_lie_in_one_region_is_not_found(arena: Arena) -> None:
+    tensor = (await arena.write({"x": np.arange(9000.0)}, Account())).tensors["x"]
+    over_the_end: Array = np.ndarray(100_000, np.uint8, arena.memory, arena.data_offset)
+    table: Array = np.ndarray(8, np.uint8, arena.memory, PAGE_BYTES)
+    other = np.arange(9000.0)
+    for strange in (tensor[::2], tensor[:0], other, other[3:], over_the_end, table):
+        assert arena.find(strange) is None
+
+
+async def test_tensor_of_a_freed_region_is_not_found(arena: Arena) -> None:
+    written = await arena.write({"x": np.arange(9000.0)}, Account())
+    written.region.release()
+    assert arena.find(written.tensors["x"]) is None
+
+
+async def test_chunk_beyond_half_of_the_arena_names_the_remedy(arena: Arena) -> None:
+    with pytest.raises(InvalidChunkError, match="raise data_plane") as caught:
+        await arena.allocate(MIB // 2 + 1, Account())
+    assert caught.value.reason == "CHUNK_TOO_LARGE"
+    _region(arena, arena.max_region_bytes)
+
+
+async def test_flow_that_holds_much_leaves_room_for_others(arena: Arena) -> None:
+    greedy, modest = Account(), Account()
+    first = _region(arena, MIB // 2, greedy)
+    _region(arena, PAGE_BYTES)
+    waiting = asyncio.create_task(arena.allocate(PAGE_BYTES, greedy))
     await asyncio.sleep(0)
-    assert not any(task.done() for task in waiting)
+    assert not waiting.done()
+    taken = _region(arena, MIB // 4, modest)
+    first.release()
+    await waiting
+    assert greedy.held_bytes == PAGE_BYTES
+    taken.release()
+
+
+async def test_large_wish_is_not_overtaken_for_ever(arena: Arena) -> None:
+    held = [_region(arena, MIB // 4) for _ in range(4)]
+    large = asyncio.create_task(arena.allocate(MIB // 2, Account()))
+    await asyncio.sleep(0)
+    small = asyncio.create_task(arena.allocate(PAGE_BYTES, Account()))
+    held[0].release()
+    assert arena.try_allocate(PAGE_BYTES, Account()) is None
+    await asyncio.sleep(0)
+    assert not small.done()
+    held[1].release()
+    held[2].release()
+    assert {(await large).size_bytes, (await small).size_bytes} == {MIB // 2, PAGE_BYTES}
+
+
+async def test_wishes_of_one_flow_are_served_in_order(arena: Arena) -> None:
+    account = Account()
+    held = _region(arena, MIB // 2, account)
+    _region(arena, PAGE_BYTES)
+    order: list[int] = []
+
+    async def wish(number: int, size_bytes: int) -> None:
+        await arena.allocate(size_bytes, account)
+        order.append(number)
+
+    tasks = [asyncio.create_task(wish(n, size)) for n, size in enumerate((MIB // 4, PAGE_BYTES, PAGE_BYTES))]
+    await asyncio.sleep(0)
+    assert arena.try_allocate(PAGE_BYTES, account) is None
+    held.release()
+    await asyncio.gather(*tasks)
+    assert order == [0, 1, 2]
+
+
+async def test_what_is_kept_in_case_goes_before_anyone_waits(arena: Arena) -> None:
+    account = Account()
+    _region(arena, PAGE_BYTES)
+    kept = [_region(arena, MIB // 4, account) for _ in range(2)]
+
+    def press() -> bool:
+        kept.pop().release()
+        return True
+
+    arena.on_pressure = press
+    assert arena.try_allocate(MIB // 2, account) is not None
+    assert not kept
+
+
+async def test_cancelled_wish_passes_its_turn_on(arena: Arena) -> None:
+    held = [_region(arena, MIB // 2) for _ in range(2)]
+    waiting = [asyncio.create_task(arena.allocate(MIB // 2, Account())) for _ in range(3)]
+    await asyncio.sleep(0)
+    held[0].release()
+    await asyncio.sleep(0)  # The first one's turn has come, and it has not run yet.
     waiting[0].cancel()
-    first[0].release()
-    regions = await asyncio.gather(*waiting[1:])
-    assert {region.view("x", 1)[0] for region in regions} == {1, 2}
+    held[1].release()
+    await asyncio.gather(*waiting[1:])
+    assert arena.stats().waiting == 0
+    assert arena.used_bytes == MIB
+
+
+async def test_cancelled_copy_keeps_its_region_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(4 * COPY_IN_THREAD_BYTES)
+    copy_in, started, gate = arena.copy_in, threading.Event(), threading.Event()
+
+    def slow(*args: object) -> object:
+        started.set()
+        gate.wait(10)
+        return copy_in(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(arena, "copy_in", slow)
+    writing = asyncio.create_task(arena.write({"x": np.zeros(COPY_IN_THREAD_BYTES, np.uint8)}, Account()))
+    while not started.is_set():
+        await asyncio.sleep(0.001)
+    writing.cancel()
+    await asyncio.wait([writing])
+    assert arena.used_bytes > 0
+    gate.set()
+    async with asyncio.timeout(5):
+        while arena.used_bytes:
+            await asyncio.sleep(0.001)
+
+
+async def test_array_holds_its_region_as_long_as_a_view_of_it_lives(arena: Arena) -> None:
+    array = _region(arena, 3 * PAGE_BYTES).as_array()
+    view = array[PAGE_BYTES:].view(np.float32).reshape(2, -1)[1]
+    del array
+    found = arena.find(view)
+    assert found is not None
+    found.region.retain()
+    del view
+    await asyncio.sleep(0)
+    assert arena.used_bytes == 3 * PAGE_BYTES
+    found.region.release()
+    assert arena.used_bytes == 0
+
+
+async def test_array_may_be_dropped_in_any_thread(arena: Arena) -> None:
+    arrays = [_region(arena, PAGE_BYTES).as_array() for _ in range(200)]
+    threads = [threading.Thread(target=lambda: [arrays.pop() for _ in range(50)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
+    assert arena.used_bytes == 0
+
+
+async def test_array_dropped_just_now_makes_room_at_once(arena: Arena) -> None:
+    arrays = [_region(arena, MIB // 2).as_array() for _ in range(2)]
+    arrays.clear()
+    assert arena.try_allocate(MIB // 2, Account()) is not None
+
+
+def test_array_may_outlive_loop_and_arena() -> None:
+    async def make() -> Array:
+        return _region(Arena(MIB), PAGE_BYTES).as_array()
+
+    array = asyncio.run(make())
+    gc.collect()
+    array[:] = 1
+    del array
+
+
+async def test_stats_tell_how_scattered_the_free_memory_is(arena: Arena) -> None:
+    regions = [_region(arena, MIB // 4) for _ in range(4)]
+    regions[0].release()
+    regions[2].release()
+    stats = arena.stats()
+    assert (stats.used_bytes, stats.largest_free_bytes, stats.regions) == (MIB // 2, MIB // 4, 2)
+    assert stats.fragmentation == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("count", [10**8 - 2, 2**32 - 2, 2**32 + 10**8])
+async def test_generations_neither_wrap_nor_collide(arena: Arena, count: int) -> None:
+    arena._generation = count
+    regions = [_region(arena, PAGE_BYTES) for _ in range(4)]
+    assert [region.generation for region in regions] == [count + 1, count + 2, count + 3, count + 4]
+    for region in regions:
+        assert arena.find(region.bytes(0, 8)) == (region, region.offset)
+
+
+async def test_closing_ends_those_who_wait_and_leaves_views_alone() -> None:
+    arena = Arena(MIB)
+    written = await arena.write({"x": np.arange(100)}, Account())
+    _region(arena, MIB // 2)
+    waiting = asyncio.create_task(arena.allocate(MIB // 2, Account()))
+    await asyncio.sleep(0)
+    arena.close()
+    arena.close()
+    with pytest.raises(UnavailableError):
+        await waiting
+    assert written.tensors["x"].sum() == 4950
+
+
+async def test_nobody_can_change_the_size_or_write_by_what_is_handed_out(arena: Arena) -> None:
+    fd = os.open(f"/proc/self/fd/{arena.fd}", os.O_RDWR)
+    try:
+        for size in (0, arena.file_bytes + PAGE_BYTES):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
+    with pytest.raises(PermissionError):
+        mmap.mmap(arena.fd, arena.file_bytes)
+
+
+@pytest.mark.parametrize("pages", [1, 509, 510, 511, 512, 1021, 1022, 1023, 16384])
+def test_reader_finds_the_data_of_a_file_of_any_size(pages: int) -> None:
+    offset = memory_file.data_offset(pages * PAGE_BYTES)
+    file_bytes = offset + pages * PAGE_BYTES
+    assert memory_file.data_offset_in(file_bytes) == offset
+    assert file_bytes // PAGE_BYTES * 8 <= offset - PAGE_BYTES
 
 
 async def test_no_memory_is_a_clear_error_at_start() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(NotReadyError, match="arena_bytes"):
+        with pytest.raises(NotReadyError, match="arena_bytes") as caught:
             Arena(16 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.reason == "NO_MEMORY"
+
+
+def test_more_than_the_host_has_is_refused_before_it_is_taken() -> None:
+    with pytest.raises(NotReadyError, match="MiB are free"):
+        Arena(1 << 46)
+
+
+def test_memory_cgroups_limit_the_arena(tmp_path: Path) -> None:
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    for group, limit in ((inner, "max\n"), (inner.parent, f"{100 * MIB}\n")):
+        (group / "memory.max").write_text(limit)
+        (group / "memory.current").write_text(f"{30 * MIB}\n")
+        (group / "memory.stat").write_text(f"anon 1\ninactive_file {10 * MIB}\n")
+    names = ("memory.max", "memory.current", "inactive_file")
+    assert memory_file._cgroup_rooms(tmp_path, "/outer/inner", names) == [80 * MIB]
+    assert 0 < memory_file.available_bytes() < sys.maxsize
+
+
+def test_layout_is_aligned_and_gives_each_tensor_a_place() -> None:
+    layout = layout_of({"a": np.zeros(0), "b": np.zeros(65, np.uint8), "c": np.array(1.0)})
+    assert layout.offsets == (0, 64, 192)
+    assert layout.size_bytes == 256
+
+
+@pytest.mark.gpu
+async def test_pinned_arena_is_copied_to_a_device_without_waiting(arena: Arena) -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    arena.pin()
+    tensor = torch.from_numpy((await arena.write({"x": np.arange(1000.0)}, Account())).tensors["x"])
+    assert tensor.is_pinned()
+    assert tensor.to("cuda", non_blocking=True).sum().item() == 499_500

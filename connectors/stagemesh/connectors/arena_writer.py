@@ -140,7 +140,8 @@ class ArenaWriter:
         start = self._next_page
         if start + pages <= len(self._generations) and not self._generations[start : start + pages].any():
             return start
-        taken = np.flatnonzero(self._generations)
+        # Of a copy: numpy minds that the replica clears entries meanwhile.
+        taken = np.flatnonzero(self._generations.copy())
         starts = np.concatenate(([0], taken + 1))
         ends = np.concatenate((taken, [len(self._generations)]))
         fitting = starts[ends - starts >= pages]

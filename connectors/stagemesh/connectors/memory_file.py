@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagemesh.connectors.allocator import PAGE_BYTES
-from stagemesh.connectors.errors import NotReadyError
+from stagemesh.connectors.errors import InvalidChunkError, NotReadyError
 from stagemesh.connectors.tensors import Array, Tensors
 
 MEMFD_NAME = "stagemesh-arena"
@@ -67,10 +67,15 @@ class Layout(NamedTuple):
 
 
 def layout_of(tensors: Tensors) -> Layout:
-    """Places tensors one behind the other, aligned; one without elements has a place too."""
+    """Places tensors one behind the other, aligned; one without elements has a place too.
+
+    Raises InvalidChunkError for Python objects, which mean nothing to another process.
+    """
     offsets: list[int] = []
     end = 0
-    for tensor in tensors.values():
+    for name, tensor in tensors.items():
+        if tensor.dtype.hasobject:
+            raise InvalidChunkError(f"tensor {name!r} holds Python objects; send numbers")
         offsets.append(end)
         end += (tensor.nbytes or 1) + ALIGNMENT_BYTES - 1 & -ALIGNMENT_BYTES
     return Layout(tuple(offsets), end)

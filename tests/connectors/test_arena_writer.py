@@ -1,0 +1,278 @@
+"""Worker processes that write into their replica's arena by themselves."""
+
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+
+from stagemesh.connectors.allocator import PAGE_BYTES
+from stagemesh.connectors.arena import Account, Arena
+from stagemesh.connectors.arena_writer import WRITER_SHIFT, ArenaWriter, Handle, PlacedTensor, ShareTicket
+from stagemesh.connectors.errors import DeadlineError, InvalidChunkError, NotReadyError, UnavailableError
+from stagemesh.connectors.tensors import Array
+
+MIB = 1 << 20
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(4 * MIB)
+    yield made
+    made.close()
+
+
+@contextmanager
+def _writer(ticket: ShareTicket) -> Iterator[ArenaWriter]:
+    writer = ArenaWriter(ticket)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+@contextmanager
+def _worker(run: Callable[..., None], ticket: ShareTicket) -> Iterator[tuple[Connection, int]]:
+    """A real process, and what it sends."""
+    ours, theirs = SPAWN.Pipe()
+    process = SPAWN.Process(target=run, args=(ticket, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert process.pid is not None
+        yield ours, process.pid
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        ours.close()
+
+
+def _content(number: int) -> dict[str, Array]:
+    rng = np.random.default_rng(number)
+    size = int(rng.integers(1, 60_000))
+    return {"n": np.array(number), "x": rng.integers(0, 255, (size, 3), np.uint8)}
+
+
+def _write_packets(ticket: ShareTicket, connection: Connection) -> None:
+    writer = ArenaWriter(ticket)
+    for number in range(1000):
+        connection.send(writer.write(_content(number), 30))
+
+
+def test_thousand_packets_of_a_worker_arrive_whole_and_in_order(arena: Arena) -> None:
+    ticket = arena.open_share(MIB)
+    held: deque[Callable[[], None]] = deque()
+    with _worker(_write_packets, ticket) as (connection, _):
+        for number in range(1000):
+            written = arena.adopt(connection.recv())
+            expected = _content(number)
+            assert written.tensors.keys() == expected.keys()
+            assert all(np.array_equal(written.tensors[name], expected[name]) for name in expected)
+            held.append(written.region.release)
+            if len(held) > 3:
+                held.rotate(number)
+                held.popleft()()
+    while held:
+        held.popleft()()
+    arena.close_share(ticket)
+    assert arena.used_bytes == 0
+
+
+def _fill(ticket: ShareTicket, connection: Connection) -> None:
+    writer = ArenaWriter(ticket)
+    try:
+        while True:
+            connection.send(writer.write({"x": np.zeros(100_000, np.uint8)}, 0.2))
+    except DeadlineError as exc:
+        connection.send(str(exc))
+    connection.recv()
+    connection.send(writer.write({"x": np.ones(100_000, np.uint8)}, 30))
+
+
+def test_worker_waits_while_its_slab_is_full(arena: Arena) -> None:
+    ticket = arena.open_share(MIB)
+    with _worker(_fill, ticket) as (connection, _):
+        handles: list[Handle] = []
+        while isinstance(received := connection.recv(), Handle):
+            handles.append(received)
+        assert len(handles) == MIB // (25 * PAGE_BYTES)
+        assert "raise its size" in received
+        connection.send("go on")
+        assert not connection.poll(0.05)
+        arena.adopt(handles[4]).region.release()
+        assert arena.adopt(connection.recv()).tensors["x"].all()
+
+
+def _write_until_killed(ticket: ShareTicket, connection: Connection) -> None:
+    writer = ArenaWriter(ticket)
+    while True:
+        connection.send(writer.write({"x": np.full(50_000, 7, np.uint8)}, 30))
+
+
+def test_slab_of_a_killed_worker_comes_back_when_its_views_are_gone(arena: Arena) -> None:
+    ticket = arena.open_share(MIB)
+    with _worker(_write_until_killed, ticket) as (connection, process_id):
+        held = arena.adopt(connection.recv())
+        late: Handle = connection.recv()
+        os.kill(process_id, 9)
+    arena.close_share(ticket)
+    arena.close_share(ticket)
+    with pytest.raises(InvalidChunkError):
+        arena.adopt(late)
+    assert arena.used_bytes == MIB
+    assert (held.tensors["x"] == 7).all()
+    found = arena.find(held.tensors["x"])
+    assert found is not None
+    held.region.release()
+    assert (arena.used_bytes, arena.stats().regions) == (0, 0)
+    assert not any(arena._generations)
+
+
+def _outlive_replica(ticket: ShareTicket, connection: Connection) -> None:
+    writer = ArenaWriter(ticket)
+    while True:
+        try:
+            writer.write({"x": np.zeros(100_000, np.uint8)}, 30)
+        except UnavailableError as exc:
+            connection.send(str(exc))
+            return
+
+
+def _be_replica(_: ShareTicket, connection: Connection) -> None:
+    arena = Arena(4 * MIB)
+    connection.send(arena.open_share(MIB))
+    connection.recv()
+
+
+def test_worker_is_told_when_its_replica_dies(arena: Arena) -> None:
+    with _worker(_be_replica, arena.open_share(PAGE_BYTES)) as (to_replica, replica_id):
+        ticket: ShareTicket = to_replica.recv()
+        with _worker(_outlive_replica, ticket) as (to_worker, _):
+            assert not to_worker.poll(1.0)
+            os.kill(replica_id, 9)
+            assert "is gone" in to_worker.recv()
+
+
+def test_adopted_region_is_shared_and_found_like_any_other(arena: Arena) -> None:
+    with _writer(arena.open_share(MIB)) as writer:
+        handle = writer.write({"n": np.ones(3), "x": np.arange(5000.0)}, 1)
+        written = arena.adopt(handle)
+        found = arena.find(written.tensors["x"][100:])
+        assert found == (written.region, handle.offset + 64 + 800)
+        found.region.retain()
+        written.region.release()
+        with pytest.raises(DeadlineError):
+            writer.write({"x": np.zeros(MIB, np.uint8)}, 0)
+        found.region.release()
+        writer.write({"x": np.zeros(MIB, np.uint8)}, 0)
+
+
+def test_room_between_what_is_held_is_used(arena: Arena) -> None:
+    with _writer(arena.open_share(8 * PAGE_BYTES)) as writer:
+        page: dict[str, Array] = {"x": np.zeros(PAGE_BYTES, np.uint8)}
+        held = [arena.adopt(writer.write(page, 0)) for _ in range(8)]
+        for free in (2, 3, 6):
+            held[free].region.release()
+        offsets = [writer.write({"x": np.zeros(size, np.uint8)}, 0).offset for size in (2 * PAGE_BYTES, PAGE_BYTES)]
+        assert offsets == [held[2].region.offset, held[6].region.offset]
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda handle: replace(handle, generation=handle.generation + 1),
+        lambda handle: replace(handle, generation=0),
+        lambda handle: replace(handle, generation=9 << WRITER_SHIFT),
+        lambda handle: replace(handle, offset=handle.offset + PAGE_BYTES),
+        lambda handle: replace(handle, offset=handle.offset + 64),
+        lambda handle: replace(handle, offset=-PAGE_BYTES),
+        lambda handle: replace(handle, offset=0),
+        lambda handle: replace(handle, size_bytes=handle.size_bytes + PAGE_BYTES),
+        lambda handle: replace(handle, size_bytes=1 << 62),
+        lambda handle: replace(handle, size_bytes=0),
+        lambda handle: replace(handle, tensors=(PlacedTensor("x", "float64", (1 << 40,), 0),)),
+        lambda handle: replace(handle, tensors=(PlacedTensor("x", "float64", (1,), 1 << 40),)),
+        lambda handle: replace(handle, tensors=(PlacedTensor("x", "float64", (-1, -1), 0),)),
+        lambda handle: replace(handle, tensors=(PlacedTensor("x", "float64", (1,), -64),)),
+        lambda handle: replace(handle, tensors=(PlacedTensor("x", "float64", (1,), 4),)),
+        lambda handle: replace(handle, tensors=(PlacedTensor("x", "object", (1,), 0),)),
+    ],
+)
+def test_forged_handle_is_refused(arena: Arena, forge: Callable[[Handle], Handle]) -> None:
+    arena.open_share(MIB)
+    with _writer(arena.open_share(MIB)) as writer:
+        handle = writer.write({"x": np.arange(1000.0)}, 1)
+        with pytest.raises(InvalidChunkError):
+            arena.adopt(forge(handle))
+        written = arena.adopt(handle)
+        with pytest.raises(InvalidChunkError, match="before"):
+            arena.adopt(handle)
+        written.region.release()
+        with pytest.raises(InvalidChunkError, match="not its own"):
+            arena.adopt(handle)
+
+
+def test_what_never_fits_a_slab_is_refused(arena: Arena) -> None:
+    with _writer(arena.open_share(MIB)) as writer, pytest.raises(InvalidChunkError, match="slab") as caught:
+        writer.write({"x": np.zeros(MIB + 1, np.uint8)}, 1)
+    assert caught.value.reason == "CHUNK_TOO_LARGE"
+
+
+def test_slabs_leave_room_for_the_replica_itself(arena: Arena) -> None:
+    with pytest.raises(NotReadyError, match="raise data_plane"):
+        arena.open_share(2 * MIB + 1)
+    arena.open_share(2 * MIB)
+    assert arena.max_region_bytes == MIB
+    assert all(arena.try_allocate(MIB, Account()) for _ in range(2))
+    with pytest.raises(NotReadyError):
+        arena.open_share(PAGE_BYTES)
+
+
+@pytest.mark.parametrize("count", [10**8 - 1, 2**32 - 1, 2**47])
+def test_generations_of_all_writers_are_apart(arena: Arena, count: int) -> None:
+    arena._generation = count
+    regions = [arena.try_allocate(PAGE_BYTES, Account()) for _ in range(3)]
+    generations = {region.generation for region in regions if region}
+    for _ in range(2):
+        with _writer(arena.open_share(MIB)) as writer:
+            writer._count = count
+            generations |= {arena.adopt(writer.write({"x": np.zeros(9)}, 1)).region.generation for _ in range(3)}
+    assert len(generations) == 9
+
+
+def test_ticket_of_a_closed_or_other_arena_is_refused(arena: Arena) -> None:
+    ticket = arena.open_share(MIB)
+    other = Arena(MIB)
+    with pytest.raises(NotReadyError, match="another one"):
+        ArenaWriter(replace(ticket, file_descriptor=other.fd))
+    other.close()
+    with pytest.raises(NotReadyError, match="cannot be opened"):
+        ArenaWriter(replace(ticket, file_descriptor=10_000))
+
+
+def test_release_in_the_midst_of_writing_is_safe(arena: Arena) -> None:
+    """The replica clears pages while the worker looks for free ones: neither sees half a change."""
+    with _writer(arena.open_share(64 * PAGE_BYTES)) as writer:
+        written: deque[Handle] = deque()
+
+        def write() -> None:
+            for number in range(2000):
+                written.append(writer.write({"x": np.full(number % 20_000 + 1, number % 251, np.uint8)}, 30))
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        for number in range(2000):
+            while not written:
+                thread.join(0.0005)
+            adopted = arena.adopt(written.popleft())
+            assert (adopted.tensors["x"] == number % 251).all()
+            adopted.region.release()
+        thread.join()

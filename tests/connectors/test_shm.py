@@ -1,0 +1,204 @@
+"""The shm connector: who may read what, and that a lease lives as long as its views."""
+
+import asyncio
+import fcntl
+import mmap
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from stagemesh.connectors.allocator import PAGE_BYTES
+from stagemesh.connectors.arena import Account, Arena, Written
+from stagemesh.connectors.connector import ArenaRange, Producer
+from stagemesh.connectors.errors import InvalidChunkError, NotReadyError
+from stagemesh.connectors.memory_file import SEALS, data_offset
+from stagemesh.connectors.shm import ShmConnector, ShmReader, hold_lease
+from stagemesh.v1 import stage_pb2
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+async def arena() -> AsyncIterator[Arena]:
+    made = Arena(MIB)
+    yield made
+    made.close()
+
+
+async def _meet(arena: Arena, **changes: object) -> ShmReader:
+    connector = ShmConnector(arena)
+    offer = stage_pb2.ArenaAdvertisement.FromString(await connector.offer())
+    offer.MergeFrom(stage_pb2.ArenaAdvertisement(**changes))  # type: ignore[arg-type]
+    return await connector.meet(offer.SerializeToString(), Producer("a-0", "1", arena.fd))
+
+
+async def _write(arena: Arena, size_bytes: int = 20_000) -> tuple[Written, ArenaRange]:
+    written = await arena.write({"x": np.arange(size_bytes, dtype=np.uint8)}, Account())
+    return written, ArenaRange(written.region.offset, size_bytes, written.region.generation)
+
+
+async def test_consumer_reads_what_was_written_where_it_lies(arena: Arena) -> None:
+    written, place = await _write(arena)
+    reader = await _meet(arena)
+    view = reader.view(place)
+    np.testing.assert_array_equal(view, written.tensors["x"])
+    written.tensors["x"][7] = 99
+    assert view[7] == 99
+    assert not view.flags.writeable
+
+
+async def test_reading_nothing_is_no_error(arena: Arena) -> None:
+    _, place = await _write(arena)
+    assert (await _meet(arena)).view(place._replace(size_bytes=0)).nbytes == 0
+
+
+HUGE = (1 << 64) - 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offset": 0},
+        {"offset": PAGE_BYTES},
+        {"offset": -1},
+        {"offset": 1 << 40},
+        {"offset": HUGE},
+        {"size_bytes": HUGE},
+        {"size_bytes": 2 * MIB},
+        {"size_bytes": -1},
+        {"size_bytes": 20_481},
+        {"offset": HUGE, "size_bytes": HUGE},
+        {"offset": data_offset(MIB) + MIB, "size_bytes": 1},
+        {"generation": 0},
+        {"generation": 0, "offset": data_offset(MIB) + MIB - PAGE_BYTES, "size_bytes": 1},
+        {"generation": 7},
+        {"generation": HUGE},
+    ],
+    ids=str,
+)
+async def test_range_that_is_not_the_regions_is_refused(arena: Arena, changes: dict[str, int]) -> None:
+    arena.try_allocate(MIB // 2, Account())
+    _, place = await _write(arena)
+    with pytest.raises(InvalidChunkError):
+        (await _meet(arena)).view(place._replace(**changes))
+
+
+@pytest.mark.parametrize("count", [0, 10**8, 2**32 - 1])
+async def test_freed_region_is_never_read_as_new_data(arena: Arena, count: int) -> None:
+    arena._generation = count
+    reader = await _meet(arena)
+    written, old = await _write(arena)
+    written.region.release()
+    with pytest.raises(InvalidChunkError, match="no longer"):
+        reader.view(old)
+    again, place = await _write(arena)
+    assert again.region.offset == old.offset
+    with pytest.raises(InvalidChunkError) as caught:
+        reader.view(old)
+    assert caught.value.reason == "STALE_REGION"
+    assert reader.view(place).nbytes == 20_000
+
+
+async def test_views_outlive_reader_and_arena() -> None:
+    arena = Arena(MIB)
+    _, place = await _write(arena)
+    reader = await _meet(arena)
+    view = reader.view(place)
+    await reader.close()
+    await reader.close()
+    with pytest.raises(InvalidChunkError):
+        reader.view(place)
+    arena.close()
+    del arena, reader
+    assert view[:5].tolist() == [0, 1, 2, 3, 4]
+
+
+async def test_consumer_that_was_handed_nothing_is_told_why(arena: Arena) -> None:
+    connector = ShmConnector(arena)
+    with pytest.raises(NotReadyError, match="not on one host") as caught:
+        await connector.meet(await connector.offer(), Producer("a-0", "1", None))
+    assert caught.value.reason == "CONNECTOR_UNAVAILABLE"
+
+
+@pytest.mark.parametrize("changes", [{"token": b"x" * 16}, {"token": b""}, {"size_bytes": MIB}], ids=str)
+async def test_arena_that_the_offer_does_not_speak_of_is_refused(arena: Arena, changes: dict[str, object]) -> None:
+    offer = stage_pb2.ArenaAdvertisement.FromString(await ShmConnector(arena).offer())
+    for name, value in changes.items():
+        setattr(offer, name, value)
+    with pytest.raises(NotReadyError, match="a-0"):
+        await ShmConnector(arena).meet(offer.SerializeToString(), Producer("a-0", "1", arena.fd))
+
+
+async def test_offer_that_cannot_be_read_is_refused(arena: Arena) -> None:
+    with pytest.raises(NotReadyError):
+        await ShmConnector(arena).meet(b"\xff\xff\xff", Producer("a-0", "1", arena.fd))
+
+
+@contextmanager
+def _handed_over(kind: str, size_bytes: int) -> Iterator[int]:
+    """A descriptor that is no sealed memory file of the arena's layout."""
+    if kind == "socket":
+        end, other = socket.socketpair()
+        with end, other:
+            yield end.fileno()
+        return
+    if kind == "closed":
+        yield 10_000
+        return
+    is_file = kind == "file"
+    fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR) if is_file else os.memfd_create("x", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        if kind == "other layout":
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("kind", ["unsealed", "file", "socket", "closed", "other layout"])
+@pytest.mark.parametrize("size_bytes", [0, 100, 2 * PAGE_BYTES, 64 * PAGE_BYTES])
+async def test_file_that_could_change_under_the_reader_is_refused(arena: Arena, kind: str, size_bytes: int) -> None:
+    offer = stage_pb2.ArenaAdvertisement(size_bytes=size_bytes, token=bytes(16)).SerializeToString()
+    with _handed_over(kind, size_bytes) as fd, pytest.raises(NotReadyError) as caught:
+        await ShmConnector(arena).meet(offer, Producer("a-0", "1", fd))
+    assert caught.value.reason == "CONNECTOR_UNAVAILABLE"
+
+
+async def test_descriptor_stays_the_callers(arena: Arena) -> None:
+    await (await _meet(arena)).close()
+    assert os.fstat(arena.fd).st_size == arena.file_bytes
+
+
+def test_lease_goes_back_once_with_the_last_view() -> None:
+    memory = mmap.mmap(-1, PAGE_BYTES)
+    tensors = [np.frombuffer(memory, np.uint8, 64, n * 64).view(np.int32).reshape(4, 4) for n in range(3)]
+    views = [tensor[1:] for tensor in tensors]
+    released: list[bool] = []
+    hold_lease(tensors, lambda: released.append(True))
+    tensors.clear()
+    views.pop()
+    views.pop()
+    assert not released
+    views.pop()
+    assert released == [True]
+
+
+async def test_lease_goes_back_once_from_many_threads() -> None:
+    released: list[bool] = []
+    for _ in range(50):
+        arrays = [np.zeros(4) for _ in range(8)]
+        hold_lease(arrays, lambda: released.append(True))
+        halves = [arrays[:4], arrays[4:]]
+        arrays.clear()
+        threads = [threading.Thread(target=half.clear) for half in halves]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
+    assert len(released) == 50
