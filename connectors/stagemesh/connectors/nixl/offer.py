@@ -1,0 +1,47 @@
+"""What a producer tells a consumer so that it can read the arena: plain numbers and names, checked when parsed."""
+
+import struct
+from dataclasses import dataclass
+
+from stagemesh.connectors.memory_file import TOKEN_BYTES, data_offset_in
+
+_MAGIC = b"nixl1\0"
+_HEAD = struct.Struct(f"<{len(_MAGIC)}s{TOKEN_BYTES}sQQHI")
+_ADDRESS_SPACE_BYTES = 1 << 64
+
+
+@dataclass(frozen=True)
+class NixlOffer:
+    """Whose memory it is, and where. ValueError for numbers that do not describe an arena."""
+
+    agent: str
+    """The serving agent's name: replica, incarnation and a random part."""
+    metadata: bytes
+    """The agent's own, opaque here."""
+    address: int
+    """Of the arena file's first byte in its process."""
+    file_bytes: int
+    token: bytes
+    """What stands at that address."""
+
+    def __post_init__(self) -> None:
+        data_offset_in(self.file_bytes)
+        if self.address + self.file_bytes >= _ADDRESS_SPACE_BYTES:
+            raise ValueError(f"an arena of {self.file_bytes} bytes at {self.address:#x} leaves the address space")
+
+    def pack(self) -> bytes:
+        """The message."""
+        name = self.agent.encode()
+        head = _HEAD.pack(_MAGIC, self.token, self.address, self.file_bytes, len(name), len(self.metadata))
+        return head + name + self.metadata
+
+    @classmethod
+    def parse(cls, data: bytes) -> "NixlOffer":
+        """The offer in a message; raises ValueError for anything else."""
+        if len(data) < _HEAD.size:
+            raise ValueError(f"an offer of {len(data)} bytes is too short")
+        magic, token, address, file_bytes, name_bytes, metadata_bytes = _HEAD.unpack_from(data)
+        if magic != _MAGIC or len(data) != _HEAD.size + name_bytes + metadata_bytes:
+            raise ValueError("the offer is of another kind or version")
+        name, metadata = data[_HEAD.size : _HEAD.size + name_bytes], data[_HEAD.size + name_bytes :]
+        return cls(name.decode(), metadata, address, file_bytes, token)
