@@ -11,7 +11,7 @@ _SEGMENT_BYTES = "256k"
 
 
 def quiet() -> None:
-    """Keeps the libraries' logs off this process's output; what they say comes as errors. To be called before loading."""
+    """Keeps the libraries' logs off this process's output: what they say comes as errors. Call it before loading."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
 
