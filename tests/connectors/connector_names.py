@@ -2,7 +2,7 @@
 
 from stagemesh.connectors.base import ConnectorName
 
-CONNECTORS = ("shm", "grpc")
+CONNECTORS = ("shm", "nixl", "grpc")
 
 
 def named(name: str) -> ConnectorName:

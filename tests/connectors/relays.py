@@ -28,6 +28,8 @@ class Relay(grpc.GenericRpcHandler):
         self.endpoint = ""
         self.faults: defaultdict[str, Faults] = defaultdict(Faults)
         self.local_streams = 0
+        self.false_socket = ""
+        """Told to producers instead of one that leads to their consumer."""
         self._channel = channel
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -86,7 +88,8 @@ class Relay(grpc.GenericRpcHandler):
         async for message in replies:
             response = stage_pb2.PutChunkResponse.FromString(message)
             if response.welcome.local_socket:
-                response.welcome.local_socket = self._stand_before(response.welcome.local_socket, faults)
+                name = self.false_socket or self._stand_before(response.welcome.local_socket, faults)
+                response.welcome.local_socket = name
             yield response.SerializeToString()
 
     def _stand_before(self, target: str, faults: Faults) -> str:

@@ -7,9 +7,11 @@ commands run side by side. The process ends when the socket does, so that none o
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +19,8 @@ from typing import Any, Self
 import uvloop
 
 from stagemesh.connectors.base import EdgeKey, Inlet, Outlet, Packet, StepPolicy
-from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.connector import ArenaRange, Bytes
+from stagemesh.connectors.errors import StagemeshError, UnavailableError
 from tests.connectors.connector_names import named
 from tests.connectors.contents import is_packet_of, packet_of
 from tests.connectors.hosts import Host
@@ -101,6 +104,19 @@ class Program:
     async def connector(self, *, request: str) -> str:
         """What carries a flow now."""
         return str(self._usage(self._outlets[request])["connector"])
+
+    async def break_reads(self, *, after: int) -> None:
+        """Has nixl fail all reads but the first ones, as when its network goes away."""
+        from stagemesh.connectors.nixl.connector import NixlReader
+
+        fetch, reads = NixlReader.fetch, itertools.count()
+
+        async def fetch_or_fail(reader: NixlReader, places: Sequence[ArenaRange]) -> list[Bytes]:
+            if next(reads) >= after:
+                raise UnavailableError("the network is gone")
+            return await fetch(reader, places)
+
+        NixlReader.fetch = fetch_or_fail  # type: ignore[assignment,method-assign]
 
     async def forget(self, *, request: str) -> None:
         """Lets go of a flow, whatever became of it."""
