@@ -7,10 +7,11 @@ from typing import Any, Self
 import grpc
 import numpy as np
 
-from stagemesh.connectors.base import ConnectorName, EdgeKey, Inlet, Outlet, Packet, StepPolicy
+from stagemesh.connectors.base import AUTO, ConnectorName, EdgeKey, Inlet, Outlet, Packet, StepPolicy
 from stagemesh.connectors.channels import SERVER_OPTIONS
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.stage_service import add_stage_service
 from stagemesh.connectors.status import to_grpc_code, to_trailing_metadata
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
@@ -22,7 +23,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
         self.plane = DataPlane(replica=replica, pipeline="p", generation="g", **{"arena_bytes": 16 << 20, **limits})
         self.replica = replica
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
-        stage_pb2_grpc.add_StageServiceServicer_to_server(self, self.server)
+        add_stage_service(self, self.server)
         self.endpoint = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
 
     @classmethod
@@ -32,7 +33,9 @@ class Host(stage_pb2_grpc.StageServiceServicer):
         await host.server.start()
         return host
 
-    async def PutChunk(self, request_iterator: Any, context: Any) -> AsyncIterator[stage_pb2.PutChunkResponse]:
+    async def PutChunk(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[bytes], context: Any
+    ) -> AsyncIterator[bytes]:
         try:
             async for response in self.plane.serve_put(request_iterator):
                 yield response
@@ -65,7 +68,7 @@ def open_flow(
     consumer: Host,
     *,
     request: str = "r",
-    connector: ConnectorName = ConnectorName.AUTO,
+    connector: ConnectorName = AUTO,
     policy: Any = None,
 ) -> tuple[Outlet, Inlet]:
     """Both ends of a flow."""

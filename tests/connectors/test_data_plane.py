@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from stagemesh.connectors.base import (
+    AUTO,
+    GRPC,
+    SHM,
     ConnectorName,
     EdgeKey,
     FramesPolicy,
@@ -19,7 +22,7 @@ from stagemesh.connectors.base import (
 from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, StagemeshError, UnavailableError
 from tests.connectors.hosts import Host, open_flow, packet, two_hosts
 
-BOTH = pytest.mark.parametrize("connector", [ConnectorName.SHM, ConnectorName.GRPC])
+BOTH = pytest.mark.parametrize("connector", [SHM, GRPC])
 
 
 async def _send(outlet: Outlet, count: int, size: int) -> None:
@@ -49,7 +52,7 @@ async def test_every_chunk_arrives_once_in_order(connector: ConnectorName, size:
         outlet, inlet = open_flow(a, b, connector=connector)
         _, received = await asyncio.gather(_send(outlet, 5, size), _receive(inlet))
         _assert_same(received, 5, size)
-        assert outlet.usage.connector is connector
+        assert outlet.usage.connector == connector
         assert outlet.usage.chunks == 5
 
 
@@ -97,7 +100,7 @@ async def test_auto_chooses_shm_on_one_host() -> None:
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b)
         await asyncio.gather(_send(outlet, 1, 100_000), _receive(inlet))
-        assert outlet.usage.connector is ConnectorName.SHM
+        assert outlet.usage.connector == SHM
 
 
 async def test_slow_consumer_holds_the_producer_back() -> None:
@@ -202,7 +205,7 @@ async def test_flow_that_nobody_expects_is_refused() -> None:
             EdgeKey("nobody", "a->b", 1),
             endpoint=b.endpoint,
             consumer="b-0",
-            connector=ConnectorName.AUTO,
+            connector=AUTO,
             policy=StepPolicy(),
         )
         with pytest.raises(StagemeshError, match="expects nothing"):
@@ -216,7 +219,7 @@ async def test_stale_attempt_is_refused() -> None:
             EdgeKey("r", "a->b", 1),
             endpoint=b.endpoint,
             consumer="b-0",
-            connector=ConnectorName.AUTO,
+            connector=AUTO,
             policy=StepPolicy(),
         )
         with pytest.raises(NotReadyError, match="replaced") as caught:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TypeAlias
 
 import grpc
 import pytest
@@ -9,14 +10,16 @@ import pytest
 from stagemesh.connectors.base import EdgeKey
 from stagemesh.connectors.channels import open_channel
 from stagemesh.connectors.errors import StagemeshError
-from stagemesh.connectors.link import PutCall
 from stagemesh.connectors.status import from_rpc_error
-from stagemesh.connectors.wire import FlowDigest, inline_chunk, key_to_wire
+from stagemesh.connectors.wire import FlowDigest, PacketShape, fill_inline, key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc, tensor_pb2
 from tests.connectors.hosts import Host, packet
 
 KEY = EdgeKey("r", "a->b", 1)
 WIRE_KEY = key_to_wire(KEY)
+OPEN = stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=WIRE_KEY, connector=chunk_pb2.CONNECTOR_GRPC))
+
+PutCall: TypeAlias = "grpc.aio.StreamStreamCall[stage_pb2.PutChunkRequest, stage_pb2.PutChunkResponse]"
 
 
 class Peer:
@@ -24,8 +27,10 @@ class Peer:
 
     def __init__(self, host: Host, call: PutCall) -> None:
         self.host, self.call = host, call
+        self._last: tuple[stage_pb2.PutItem, ...] = ()
 
     async def put(self, *items: stage_pb2.PutItem) -> None:
+        self._last = items
         await self.call.write(stage_pb2.PutChunkRequest(items=items))
 
     async def put_data(self, data: chunk_pb2.ChunkData, *, seq: int = 0) -> None:
@@ -41,21 +46,25 @@ class Peer:
                     return reply
 
     async def reason(self) -> str:
-        """Why the next refused flow was refused."""
-        return (await self.answer("rejected")).rejected.error.reason
+        """Why the next refused flow was refused, by a consumer that asks again before it refuses."""
+        last = self._last
+        while True:
+            response = await self.call.read()
+            assert isinstance(response, stage_pb2.PutChunkResponse), await self.call.details()
+            for reply in response.replies:
+                if reply.HasField("rejected"):
+                    return reply.rejected.error.reason
+                if reply.HasField("resync"):
+                    await self.put(OPEN, *last)
 
 
 @asynccontextmanager
-async def peer(
-    *, generation: str = "g", pipeline: str = "p", arena: stage_pb2.ArenaAdvertisement | None = None
-) -> AsyncIterator[Peer]:
+async def peer(*, generation: str = "g", pipeline: str = "p") -> AsyncIterator[Peer]:
     host = await Host.started("b-0", window_bytes=1 << 20, arena_bytes=2 << 20)
     try:
         async with open_channel(host.endpoint) as channel:
             call = stage_pb2_grpc.StageServiceStub(channel).PutChunk()
-            hello = stage_pb2.Hello(
-                replica="a-0", incarnation="i", pipeline=pipeline, generation=generation, arena=arena
-            )
+            hello = stage_pb2.Hello(replica="a-0", incarnation="i", pipeline=pipeline, generation=generation)
             await call.write(stage_pb2.PutChunkRequest(hello=hello))
             yield Peer(host, call)
             call.cancel()
@@ -67,7 +76,7 @@ async def peer(
 async def open_peer() -> AsyncIterator[Peer]:
     async with peer() as one:
         inlet = one.host.plane.open_inlet(KEY, producer="a-0")
-        await one.put(stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=WIRE_KEY)))
+        await one.put(OPEN)
         assert (await one.answer("opened")).opened.connector == chunk_pb2.CONNECTOR_GRPC
         yield one
         await inlet.aclose()
@@ -106,7 +115,7 @@ def _tensor(**fields: object) -> chunk_pb2.ChunkData:
 async def test_malformed_chunk_is_refused(data: chunk_pb2.ChunkData) -> None:
     async with open_peer() as one:
         await one.put_data(data)
-        assert await one.reason() == "INVALID_CHUNK"
+        assert await one.reason() in {"INVALID_CHUNK", "PIECES_MISSING"}
 
 
 async def test_gap_is_refused() -> None:
@@ -141,9 +150,10 @@ async def test_demand_beyond_the_limit_is_refused() -> None:
 
 async def test_piece_out_of_order_is_refused() -> None:
     async with open_peer() as one:
-        piece = chunk_pb2.ChunkPiece(transfer_id=1, total_bytes=100, offset=50, payload=b"x", key=WIRE_KEY)
-        await one.put(stage_pb2.PutItem(piece=piece))
-        assert await one.reason() == "INVALID_CHUNK"
+        for number in range(1, 5):
+            piece = chunk_pb2.ChunkPiece(transfer_id=number, total_bytes=100, offset=50, payload=b"x", key=WIRE_KEY)
+            await one.put(OPEN, stage_pb2.PutItem(piece=piece))
+        assert (await one.answer("rejected")).rejected.error.reason == "PIECE_GAP"
 
 
 async def test_end_that_tells_of_other_chunks_is_refused() -> None:
@@ -168,10 +178,12 @@ async def test_refused_flow_harms_no_other() -> None:
         await one.put(stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=key_to_wire(other))))
         await one.put_data(_tensor(inline=b"12345"))
         assert await one.reason() == "INVALID_CHUNK"
-        digest = FlowDigest()
-        digest.add(packet(0))
+        digest, shape = FlowDigest(), PacketShape(packet(0))
+        digest.add(shape)
+        chunk = chunk_pb2.Chunk(key=key_to_wire(other), seq=0)
+        fill_inline(chunk.data, packet(0), shape)
         await one.put(
-            stage_pb2.PutItem(chunk=inline_chunk(other, 0, packet(0))),
+            stage_pb2.PutItem(chunk=chunk),
             stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=key_to_wire(other), seq=1, end=digest.end())),
         )
         assert [got.metadata["seq"] async for got in inlet] == [0]
@@ -189,18 +201,17 @@ async def test_reader_of_a_refused_flow_gets_the_cause() -> None:
 
 @pytest.mark.parametrize(("field", "reason"), [("generation", "other generation"), ("pipeline", "other pipeline")])
 async def test_producer_of_another_deployment_is_refused(field: str, reason: str) -> None:
-    async with peer(**{field: reason}) as one:  # type: ignore[arg-type]
+    async with peer(**{field: reason}) as one:
         with pytest.raises(grpc.aio.AioRpcError, match=reason) as caught:
             await one.call.read()
         assert from_rpc_error(caught.value, peer="b-0").reason == f"WRONG_{field.upper()}"
 
 
 async def test_claim_of_the_same_host_is_found_out() -> None:
-    lie = stage_pb2.ArenaAdvertisement(process_id=1, file_descriptor=0, size_bytes=1 << 20, token=b"x" * 16)
-    async with peer(arena=lie) as one:
-        welcome = await one.call.read()
-        assert isinstance(welcome, stage_pb2.PutChunkResponse)
-        assert list(welcome.welcome.connectors) == [chunk_pb2.CONNECTOR_GRPC]
+    async with peer() as one:
+        lie = stage_pb2.ArenaAdvertisement(process_id=1, size_bytes=1 << 20, token=b"x" * 16).SerializeToString()
+        await one.put(stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_SHM, offer=lie)))
+        assert (await one.answer("meeting")).meeting.error.reason == "CONNECTOR_UNAVAILABLE"
         one.host.plane.open_inlet(KEY, producer="a-0")
         await one.put(stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=WIRE_KEY, connector=chunk_pb2.CONNECTOR_SHM)))
         assert await one.reason() == "CONNECTOR_UNAVAILABLE"

@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import pytest
 
-from stagemesh.connectors.base import ConnectorName, EdgeKey
+from stagemesh.connectors.base import GRPC, EdgeKey
 from stagemesh.connectors.channels import open_channel
 from stagemesh.connectors.wire import key_to_wire
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
@@ -26,7 +26,7 @@ async def _get(host: Host, key: EdgeKey, first_seq: int) -> tuple[list[int], int
 
 async def test_kept_chunks_are_read_again_to_the_end() -> None:
     async with two_hosts() as (a, b):
-        outlet, inlet = open_flow(a, b, connector=ConnectorName.GRPC)
+        outlet, inlet = open_flow(a, b, connector=GRPC)
         for seq in range(3):
             await outlet.send(packet(seq, 300_000))
         follower = asyncio.create_task(_get(a, EdgeKey("r", "a->b", 1), 1))
@@ -38,7 +38,7 @@ async def test_kept_chunks_are_read_again_to_the_end() -> None:
 
 async def test_chunk_that_was_dropped_is_gone() -> None:
     async with two_hosts(arena_bytes=1 << 20, window_bytes=1 << 20) as (a, b):
-        outlet, inlet = open_flow(a, b, connector=ConnectorName.GRPC)
+        outlet, inlet = open_flow(a, b, connector=GRPC)
         for seq in range(5):
             await outlet.send(packet(seq, 50_000))
             assert (await anext(aiter(inlet))).metadata["seq"] == seq

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.connectors.base import ConnectorName, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.connectors.base import AUTO, GRPC, SHM, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec import Pipeline, explain, load_pipeline, shipped_pipelines
 from tests.orchestrator.catalog import CATALOG
 from tests.orchestrator.test_spec_errors import GOOD
@@ -72,13 +72,13 @@ def test_a_doubled_dollar_stands_for_itself(tmp_path: Path) -> None:
 def test_overrides_reach_all_edges_and_new_options(tmp_path: Path) -> None:
     overrides = {"edges.*.connector": "grpc", "edges.*.chunk": "whole", "stages.reader.options.max_len": "7"}
     pipeline = _load(tmp_path, overrides=overrides)
-    assert {(edge.connector, edge.policy) for edge in pipeline.edges} == {(ConnectorName.GRPC, WholePolicy())}
+    assert {(edge.connector, edge.policy) for edge in pipeline.edges} == {(GRPC, WholePolicy())}
     assert pipeline.stages["reader"].options == {"max_len": 7}
 
 
 def test_an_override_may_name_an_edge(tmp_path: Path) -> None:
     pipeline = _load(tmp_path, overrides={"edges.reader->singer.connector": "shm"})
-    assert [edge.connector for edge in pipeline.edges] == [ConnectorName.AUTO, ConnectorName.SHM]
+    assert [edge.connector for edge in pipeline.edges] == [AUTO, SHM]
 
 
 def test_the_generation_changes_with_the_stages_alone(tmp_path: Path) -> None:

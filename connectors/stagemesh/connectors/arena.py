@@ -394,7 +394,7 @@ class Arena:
         allocator = self._allocator
         while True:
             held_bytes = account.held_bytes
-            if not held_bytes or held_bytes + size_bytes <= allocator.free_bytes:
+            if held_bytes + size_bytes <= allocator.free_bytes or self._is_alone(account):
                 offset = allocator.allocate(size_bytes)
                 if offset is not None:
                     break
@@ -409,8 +409,14 @@ class Arena:
         return region
 
     def _over_share(self, wish: _Wish) -> bool:
+        # By the plain rule even when alone: a flow that holds something never makes others wait behind it.
         held_bytes = wish.account.held_bytes
         return held_bytes > 0 and held_bytes + wish.size_bytes > self._allocator.free_bytes
+
+    def _is_alone(self, account: Account) -> bool:
+        """Whether the account holds nothing, or nobody else holds anything: it then need not leave room for others."""
+        held_bytes = account.held_bytes
+        return not held_bytes or held_bytes + self._shared_bytes == self._allocator.used_bytes
 
     def _admit(self) -> None:
         """Serves those who wait, in order, up to the first that lacks room; accounts over their share are passed by."""

@@ -6,13 +6,18 @@ A flow is one request's traffic over one edge in one attempt, named by its `Edge
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from functools import cached_property
 from typing import NamedTuple, Protocol, TypeAlias
 
 from stagemesh.connectors.errors import StagemeshError
 from stagemesh.connectors.tensors import Tensors
 
 MetadataValue: TypeAlias = int | float | bool | str
+
+ConnectorName: TypeAlias = str
+"""How bytes cross an edge: the word used in pipeline files, the CLI and metrics. `registry` knows them."""
+
+AUTO, SHM, NIXL, GRPC = "auto", "shm", "nixl", "grpc"
 
 
 class EdgeKey(NamedTuple):
@@ -23,15 +28,6 @@ class EdgeKey(NamedTuple):
     attempt: int
 
 
-class ConnectorName(Enum):
-    """How bytes cross an edge; the value is the word used in pipeline files, the CLI and metrics."""
-
-    AUTO = "auto"
-    SHM = "shm"
-    NIXL = "nixl"
-    GRPC = "grpc"
-
-
 @dataclass(frozen=True)
 class Packet:
     """Tensors that belong together, with small facts about them. Views may be read-only."""
@@ -39,7 +35,7 @@ class Packet:
     tensors: Tensors
     metadata: Mapping[str, MetadataValue] = field(default_factory=dict[str, MetadataValue])
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())

@@ -79,7 +79,7 @@ class Connector(ABC):
     async def meet(self, offer: bytes, producer: Producer) -> Reader:
         """At the consumer: gets ready to read. Raises NotReadyError with the reason why it cannot be done."""
 
-    def expect_reads(self, chunks: int) -> None:
+    def expect_reads(self, chunks: int) -> None:  # noqa: B027 - most have nothing to do
         """At the producer: so many more chunks (or fewer) are sent by this connector and not yet known to be read.
 
         For connectors that need the producer's processor to be read from.

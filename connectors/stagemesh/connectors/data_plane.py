@@ -2,24 +2,28 @@
 
 import asyncio
 import secrets
+import socket
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator
 
 from stagemesh.connectors import wire
-from stagemesh.connectors.arena import Arena
-from stagemesh.connectors.base import ChunkPolicy, ConnectorName, EdgeKey, Inlet, Outlet
+from stagemesh.connectors.arena import Arena, ArenaStats
+from stagemesh.connectors.base import AUTO, ChunkPolicy, ConnectorName, EdgeKey, Inlet, Outlet
 from stagemesh.connectors.errors import (
     ExistsError,
-    InvalidRequestError,
     NotFoundError,
     NotReadyError,
     UnavailableError,
 )
 from stagemesh.connectors.inflow import InFlow
+from stagemesh.connectors.lanes import LocalLane, ServedLane
 from stagemesh.connectors.link import Link
+from stagemesh.connectors.local import LocalListener, watch_peer
 from stagemesh.connectors.outflow import OutFlow, Sent
-from stagemesh.connectors.session import LeaseBook, PutSession
-from stagemesh.v1 import stage_pb2
+from stagemesh.connectors.producer_peer import ProducerPeer
+from stagemesh.connectors.registry import ReplicaConnectors, card_of
+from stagemesh.connectors.session import PutSession
+from stagemesh.v1 import chunk_pb2, stage_pb2
 
 RETAINED_SHARE = 4
 """Chunks that have arrived are kept up to this part of the arena."""
@@ -46,13 +50,19 @@ class DataPlane:
         self._window_bytes, self._inline_limit_bytes = window_bytes, inline_limit_bytes
         self._arena = Arena(arena_bytes)
         self._arena.on_pressure = self._evict_oldest
+        self._landing: Arena | None = None
+        self._connectors = ReplicaConnectors(
+            self._arena, landing=self._landing_arena, replica=replica, incarnation=self.incarnation
+        )
         self._links: dict[tuple[str, str], Link] = {}
         self._arrived: deque[tuple[OutFlow, Sent, int]] = deque()
         self._retained_bytes = 0
         self._inflows: dict[EdgeKey, InFlow] = {}
         self._completed: OrderedDict[EdgeKey, None] = OrderedDict()
         self._sessions: set[PutSession] = set()
-        self._leases: dict[tuple[str, str], LeaseBook] = {}
+        self._peers: dict[tuple[str, str], ProducerPeer] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._listener = LocalListener(self._accept_local)
 
     # -- figures
 
@@ -67,6 +77,16 @@ class DataPlane:
         return self._arena.size_bytes
 
     @property
+    def arena_stats(self) -> ArenaStats:
+        """Use and fragmentation of the arena."""
+        return self._arena.stats()
+
+    @property
+    def landing_stats(self) -> ArenaStats | None:
+        """The same of the memory that chunks are fetched into; None where none was."""
+        return self._landing.stats() if self._landing is not None else None
+
+    @property
     def credit_bytes(self) -> int:
         """Bytes that producers may still send here."""
         return sum(flow.credit_bytes for flow in self._inflows.values())
@@ -77,15 +97,12 @@ class DataPlane:
         self, key: EdgeKey, *, endpoint: str, consumer: str, connector: ConnectorName, policy: ChunkPolicy
     ) -> Outlet:
         """Begins a flow to `consumer`; returns at once, sending waits until the consumer has taken it."""
-        if connector is ConnectorName.NIXL:
-            raise NotReadyError(
-                f"edge {key.edge} asks for connector nixl, which this build does not have; use auto, shm or grpc",
-                reason="CONNECTOR_UNAVAILABLE",
-            )
+        if connector != AUTO:
+            card_of(connector)
         link = self._links.get((consumer, endpoint))
         if link is None:
             link = self._links[consumer, endpoint] = self._dial(consumer, endpoint)
-        flow = OutFlow(key, connector=connector, policy=policy, arena=self._arena, carrier=link)
+        flow = OutFlow(key, wanted=connector, policy=policy, arena=self._arena, carrier=link)
         link.add(flow)
         return flow
 
@@ -127,54 +144,69 @@ class DataPlane:
         self._completed.pop(key, None)
         return flow
 
-    async def serve_put(
-        self, requests: AsyncIterator[stage_pb2.PutChunkRequest]
-    ) -> AsyncGenerator[stage_pb2.PutChunkResponse]:
-        """A producer's PutChunk stream, from its Hello to its end."""
-        session = await self._greet(requests)
+    async def serve_put(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+        """A producer's PutChunk stream of serialized messages, from its Hello to its end."""
+        session = PutSession(self, on_closed=self._sessions.discard)
+        lane = ServedLane(session)
+        session.begin(lane)
         self._sessions.add(session)
-        welcome = stage_pb2.Welcome(
-            replica=self._replica,
-            incarnation=self.incarnation,
-            connectors=[wire.connector_to_wire(name) for name in session.connectors],
-            inline_limit_bytes=self._inline_limit_bytes,
-            held_lease_ids=session.held_lease_ids,
-        )
-        reader = asyncio.create_task(session.read(requests))
-        try:
-            yield stage_pb2.PutChunkResponse(welcome=welcome)
-            async for response in session.replies():
-                yield response
-            await reader
-        finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
-            self._sessions.discard(session)
-            session.close()
+        async for data in lane.serve(requests):
+            yield data
 
     # -- for sessions
 
+    def greet(self, hello: stage_pb2.Hello) -> ProducerPeer:
+        """See `Consumer`."""
+        self._check_same("pipeline", hello.pipeline, self._pipeline)
+        self._check_same("generation", hello.generation, self._generation)
+        self._fail_former(hello.replica, hello.incarnation)
+        peer = self._peers.get((hello.replica, hello.incarnation))
+        if peer is None:
+            peer = ProducerPeer(hello.replica, hello.incarnation, self._connectors)
+            self._peers[hello.replica, hello.incarnation] = peer
+        return peer
+
+    def welcome(self, peer: ProducerPeer) -> stage_pb2.Welcome:
+        """See `Consumer`."""
+        return stage_pb2.Welcome(
+            replica=self._replica,
+            incarnation=self.incarnation,
+            inline_limit_bytes=self._inline_limit_bytes,
+            held_lease_ids=sorted(peer.held_lease_ids),
+            local_socket=self._listener.name,
+        )
+
     def find(self, key: EdgeKey) -> InFlow | None:
-        """See `FlowRegistry`."""
+        """See `Consumer`."""
         return self._inflows.get(key)
 
     def attempt_of(self, key: EdgeKey) -> int:
-        """See `FlowRegistry`."""
+        """See `Consumer`."""
         same = (flow.attempt for flow in self._inflows if flow[:2] == key[:2])
         return max(same, default=0)
 
     def is_complete(self, key: EdgeKey) -> bool:
-        """See `FlowRegistry`."""
+        """See `Consumer`."""
         return key in self._completed
 
     async def close(self) -> None:
         """Ends all flows and frees the arena. Closing twice is harmless."""
+        await self._listener.close()
         for link in self._links.values():
             await link.close()
+        self._links.clear()
         for flow in list(self._inflows.values()):
             flow.fail(UnavailableError(f"{self._replica} shuts down"))
-        self._links.clear()
+        for session in list(self._sessions):
+            await session.close()
+        for peer in self._peers.values():
+            await peer.close()
+        self._peers.clear()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._connectors.close()
         self._arena.close()
+        if self._landing is not None:
+            self._landing.close()
 
     # -- inner workings
 
@@ -191,12 +223,13 @@ class DataPlane:
             incarnation=self.incarnation,
             pipeline=self._pipeline,
             generation=self._generation,
-            arena=self._arena.advertise(),
         )
         return Link(
             consumer=consumer,
             endpoint=endpoint,
             hello=hello,
+            arena_fd=self._arena.fd,
+            connectors=self._connectors,
             inline_limit_bytes=self._inline_limit_bytes,
             on_retain=self._retain,
         )
@@ -218,17 +251,20 @@ class DataPlane:
                 return True
         return False
 
-    async def _greet(self, requests: AsyncIterator[stage_pb2.PutChunkRequest]) -> PutSession:
-        first = await anext(requests, None)
-        if first is None or not first.HasField("hello"):
-            raise InvalidRequestError("the first message of PutChunk must hold Hello", reason="NO_HELLO")
-        hello = first.hello
-        self._check_same("pipeline", hello.pipeline, self._pipeline)
-        self._check_same("generation", hello.generation, self._generation)
-        self._fail_former(hello)
-        book = self._leases.get((hello.replica, hello.incarnation)) or LeaseBook()
-        self._leases[hello.replica, hello.incarnation] = book
-        return PutSession(hello, flows=self, leases=book)
+    def _landing_arena(self) -> Arena:
+        if self._landing is None:
+            self._landing = Arena(self._arena.size_bytes)
+        return self._landing
+
+    async def _accept_local(self, connection: socket.socket, arena_fd: int) -> None:
+        """A producer on this host has connected."""
+        session = PutSession(self, arena_fd=arena_fd, on_closed=self._sessions.discard)
+        self._sessions.add(session)
+        loop = asyncio.get_running_loop()
+        session.watch = watch_peer(connection, lambda: self._died(session))
+        lane = LocalLane(session, peer="a producer on this host")
+        session.begin(lane)
+        await loop.connect_accepted_socket(lambda: lane, sock=connection)
 
     def _check_same(self, what: str, theirs: str, mine: str) -> None:
         if theirs != mine:
@@ -237,28 +273,48 @@ class DataPlane:
                 reason=f"WRONG_{what.upper()}",
             )
 
-    def _fail_former(self, hello: stage_pb2.Hello) -> None:
+    def _fail_former(self, replica: str, incarnation: str) -> None:
         """A producer that comes back as another incarnation has lost what its former self was sending."""
-        for name, incarnation in [book for book in self._leases if book[0] == hello.replica]:
-            if incarnation != hello.incarnation:
-                del self._leases[name, incarnation]
-                for flow in self._inflows.values():
-                    if flow.producer == name and flow.next_seq:
-                        flow.fail(flow.lost_error())
+        for peer in [former for former in self._peers.values() if former.replica == replica]:
+            if peer.incarnation != incarnation:
+                self._lose(peer)
+
+    def _died(self, session: PutSession) -> None:
+        """The process of a producer on this host is dead."""
+        if session.peer is not None:
+            self._lose(session.peer)
+
+    def _lose(self, peer: ProducerPeer) -> None:
+        """That incarnation of a producer is gone."""
+        self._peers.pop((peer.replica, peer.incarnation), None)
+        closing = asyncio.create_task(peer.close(), name=f"closing {peer.replica}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        for flow in list(self._inflows.values()):
+            if flow.producer == peer.replica and flow.incarnation == peer.incarnation:
+                flow.fail(flow.lost_error())
 
 
 async def _replayed(key: EdgeKey, sent: Sent, transfer_id: int) -> AsyncIterator[stage_pb2.GetChunkResponse]:
-    packet, region = sent.packet, sent.region
-    if packet is None or packet.size_bytes <= wire.PIECE_BYTES:
-        chunk = wire.inline_chunk(key, sent.seq, packet) if packet else wire.tail_chunk(key, sent.seq, sent.tail)
+    wire_key, packet, regions = wire.key_to_wire(key), sent.packet, sent.regions
+    chunk = chunk_pb2.Chunk(key=wire_key, seq=sent.seq)
+    if packet is None or sent.shape is None:
+        assert sent.tail is not None, "a chunk holds data or a tail"
+        wire.fill_tail(chunk, sent.tail)
         yield stage_pb2.GetChunkResponse(chunk=chunk)
         return
-    if region is not None:
+    if packet.size_bytes <= wire.PIECE_BYTES:
+        wire.fill_inline(chunk.data, packet, sent.shape)
+        yield stage_pb2.GetChunkResponse(chunk=chunk)
+        return
+    for region in regions:
         region.retain()
     try:
-        for piece in wire.pieces(key, packet, transfer_id=transfer_id):
-            yield stage_pb2.GetChunkResponse(piece=piece)
-        yield stage_pb2.GetChunkResponse(chunk=wire.streamed_chunk(key, sent.seq, packet, transfer_id=transfer_id))
+        for piece in wire.pieces(wire_key, packet, transfer_id=transfer_id):
+            piece.message.payload = bytes(piece.payload)
+            yield stage_pb2.GetChunkResponse(piece=piece.message)
+        wire.fill_streamed(chunk.data, packet, sent.shape, transfer_id=transfer_id)
+        yield stage_pb2.GetChunkResponse(chunk=chunk)
     finally:
-        if region is not None:
+        for region in regions:
             region.release()

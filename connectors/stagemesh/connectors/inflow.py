@@ -3,12 +3,13 @@
 import asyncio
 import hmac
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from copy import copy
+from dataclasses import dataclass
 from typing import Protocol
 
 from stagemesh.connectors import wire
-from stagemesh.connectors.base import EdgeKey, Packet
+from stagemesh.connectors.base import GRPC, ConnectorName, EdgeKey, Packet
 from stagemesh.connectors.errors import (
     CancelledRequestError,
     InvalidChunkError,
@@ -16,20 +17,50 @@ from stagemesh.connectors.errors import (
     UnavailableError,
 )
 from stagemesh.connectors.pulse import Pulse
+from stagemesh.connectors.registry import number_of
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
-LOST_PRODUCER_S = 3.0
+LOST_PRODUCER_S = 15.0
 """How long a flow waits for its producer to connect again."""
 
 
-class ReplySink(Protocol):
-    """The way back to the producer."""
+MAX_RESYNCS = 3
+"""How often a flow is opened again at the same place before its producer is taken for broken."""
+
+
+class Session(Protocol):
+    """The producer's stream, as its flows see it."""
+
+    def touch(self, flow: "InFlow") -> None:
+        """The flow has something to tell its producer (`report`)."""
 
     def reply(self, reply: stage_pb2.PutReply) -> None:
         """Sends a reply."""
 
-    def forget(self, key: EdgeKey) -> None:
-        """The flow is over."""
+    def forget(self, key: EdgeKey, *, moved: bool) -> None:
+        """The flow is over, or goes on over another stream."""
+
+
+@dataclass(eq=False, slots=True)
+class Arrival:
+    """A chunk that has come but whose bytes, or those of one before it, are on their way."""
+
+    packet: Packet | None = None
+    task: asyncio.Task[Packet] | None = None
+    tail: Callable[[], None] | None = None
+    size_bytes: int = 0
+
+    @property
+    def is_there(self) -> bool:
+        """Whether `content` would give or raise something."""
+        return self.task is None or self.task.done()
+
+    def content(self) -> Packet:
+        """The packet; raises what kept it from arriving."""
+        if self.task is not None:
+            return self.task.result()
+        assert self.packet is not None, "an arrival has a packet, a task or a tail"
+        return self.packet
 
 
 class InFlow:
@@ -45,19 +76,26 @@ class InFlow:
         on_close: Callable[["InFlow"], None],
     ) -> None:
         self.key = key
+        self.wire_key = wire.key_to_wire(key)
         self.producer = producer
-        self.next_seq = 0
+        self.incarnation = ""
+        self.connector: ConnectorName = GRPC
         self._window_bytes = window_bytes
         self._max_chunk_bytes = max_chunk_bytes
         self._on_close = on_close
-        self._limit_bytes = window_bytes
+        self._limit_bytes = self._told_limit_bytes = window_bytes
         self._received_bytes = self._consumed_bytes = 0
         self._demanded_bytes = 0
+        self._next_seq = self._told_seq = 0
+        self._arriving: deque[Arrival] = deque()
         self._queue: deque[Packet] = deque()
         self._digest = wire.FlowDigest()
+        self._shape: wire.PacketShape | None = None
         self._ended = self._delivered_all = self._closed = False
         self._error: StagemeshError | None = None
-        self._session: ReplySink | None = None
+        self._session: Session | None = None
+        self.resyncing = False
+        self._resyncs = 0
         self._lost_timer: asyncio.TimerHandle | None = None
         self._changed = Pulse()
 
@@ -87,12 +125,13 @@ class InFlow:
             return
         self._closed = True
         self._queue.clear()
+        self._drop_arriving()
         if self._delivered_all:
-            self._reply(stage_pb2.PutReply(commit=stage_pb2.EdgeCommit(key=wire.key_to_wire(self.key))))
+            self._reply(stage_pb2.PutReply(commit=stage_pb2.EdgeCommit(key=self.wire_key)))
         elif self._error is None:
             self._reject(CancelledRequestError(f"the consumer of edge {self.key.edge} stopped reading"))
         if self._session is not None:
-            self._session.forget(self.key)
+            self._session.forget(self.key, moved=False)
             self._session = None
         self._cancel_timer()
         self._on_close(self)
@@ -105,35 +144,73 @@ class InFlow:
         return self._delivered_all
 
     @property
+    def next_seq(self) -> int:
+        """All chunks below it have arrived."""
+        return self._next_seq
+
+    @property
     def credit_bytes(self) -> int:
         """What the producer may still send."""
         return max(0, self._limit_bytes - self._received_bytes)
 
-    @property
-    def limit_bytes(self) -> int:
-        """What the producer may send in all."""
-        return self._limit_bytes
-
-    def attach(self, session: ReplySink) -> None:
-        """The producer has a stream (again)."""
-        self._session = session
+    def open(self, session: Session, *, incarnation: str, connector: ConnectorName) -> stage_pb2.EdgeOpened:
+        """The producer opens the flow (again) on a stream, to go on from what has arrived."""
+        if self._session is not None and self._session is not session:
+            self._session.forget(self.key, moved=True)
+        self._session, self.incarnation, self.connector = session, incarnation, connector
         self._cancel_timer()
+        if self.resyncing:
+            self.resyncing = False
+            self._drop_arriving()
+        self._told_seq, self._told_limit_bytes = self._next_seq, self._limit_bytes
+        return stage_pb2.EdgeOpened(
+            key=self.wire_key,
+            next_seq=self._next_seq,
+            credit_limit_bytes=self._limit_bytes,
+            connector=number_of(connector),
+        )
 
-    def detach(self, session: ReplySink) -> None:
+    def detach(self, session: Session) -> None:
         """The producer's stream is gone; it has LOST_PRODUCER_S to come back."""
-        if self._session is not session:
+        if self._session is session:
+            self._session = None
+            self._await_producer()
+
+    def resync(self, error: StagemeshError, *, failed: ConnectorName | None = None) -> None:
+        """Something of the flow was lost: has it opened again, and ignores what comes before that.
+
+        A producer that does no better after MAX_RESYNCS is refused with `error`.
+        """
+        if self.resyncing or self._error is not None or self._ended:
             return
-        self._session = None
-        if not self._ended and self._error is None and not self._closed:
-            loop = asyncio.get_running_loop()
-            self._lost_timer = loop.call_later(LOST_PRODUCER_S, self.fail, self.lost_error())
+        self._resyncs += 1
+        if self._resyncs > MAX_RESYNCS:
+            self.refuse(error)
+            return
+        self.resyncing = True
+        resync = stage_pb2.EdgeResync(key=self.wire_key, error=wire.error_to_wire(error))
+        if failed is not None:
+            resync.failed = number_of(failed)
+        self._reply(stage_pb2.PutReply(resync=resync))
+        self._await_producer()
+
+    def report(self, response: stage_pb2.PutChunkResponse) -> None:
+        """Adds what the producer has not been told yet."""
+        if self._next_seq > self._told_seq:
+            ack = response.replies.add().ack
+            ack.key.CopyFrom(self.wire_key)
+            ack.next_seq = self._told_seq = self._next_seq
+        if self._limit_bytes > self._told_limit_bytes:
+            credit = response.replies.add().credit
+            credit.key.CopyFrom(self.wire_key)
+            credit.limit_bytes = self._told_limit_bytes = self._limit_bytes
 
     def lost_error(self) -> UnavailableError:
         """What a reader gets when the producer does not come back."""
         return UnavailableError(
-            f"replica {self.producer} went away before chunk {self.next_seq} of edge {self.key.edge}",
+            f"replica {self.producer} went away before chunk {self._next_seq} of edge {self.key.edge}",
             reason="PRODUCER_LOST",
-            metadata={"edge": self.key.edge, "replica": self.producer, "seq": str(self.next_seq)},
+            metadata={"edge": self.key.edge, "replica": self.producer, "seq": str(self._next_seq)},
         )
 
     def fail(self, error: StagemeshError) -> None:
@@ -151,7 +228,7 @@ class InFlow:
         """Raises InvalidChunkError when that many bytes more exceed the credit."""
         if size_bytes > self.credit_bytes:
             raise InvalidChunkError(
-                f"chunk {self.next_seq} of edge {self.key.edge} brings {size_bytes} bytes "
+                f"chunk {self._next_seq} of edge {self.key.edge} brings {size_bytes} bytes "
                 f"where {self.credit_bytes} were granted",
                 reason="CREDIT_EXCEEDED",
             )
@@ -171,23 +248,54 @@ class InFlow:
         self._meet_demand()
 
     def check_seq(self, seq: int) -> bool:
-        """Whether `seq` is the next one; False for one that came before, InvalidChunkError for a gap."""
-        if seq > self.next_seq or self._ended:
+        """Whether `seq` is due; False for one that came before. Raises InvalidChunkError for a gap."""
+        due = self._next_seq + len(self._arriving)
+        if seq > due or (self._ended and seq == due):
             raise InvalidChunkError(
-                f"chunk {seq} of edge {self.key.edge} came where {self.next_seq} was due", reason="SEQUENCE_GAP"
+                f"chunk {seq} of edge {self.key.edge} came where {due} was due", reason="SEQUENCE_GAP"
             )
-        return seq == self.next_seq
+        return seq == due
 
     def deliver(self, packet: Packet) -> None:
         """Takes the next data chunk, checked and within credit."""
         self._received_bytes += packet.size_bytes
-        self._digest.add(packet)
+        if self._arriving:
+            self._arriving.append(Arrival(packet=packet, size_bytes=packet.size_bytes))
+        else:
+            self._take(packet)
+
+    def deliver_later(self, fetch: Coroutine[object, object, Packet], *, size_bytes: int) -> None:
+        """Takes the next data chunk, whose bytes are on their way; what comes after it waits for it."""
+        self._received_bytes += size_bytes
+        task = asyncio.create_task(fetch, name=f"fetch of {self.key.edge}")
+        self._arriving.append(Arrival(task=task, size_bytes=size_bytes))
+        task.add_done_callback(lambda _: self._land())
+
+    def deliver_end(self, end: chunk_pb2.ChunkEnd) -> None:
+        """Takes the End; raises InvalidChunkError where it tells of other chunks than came."""
+        if self._arriving:
+            self._arriving.append(Arrival(tail=lambda: self._take_end(end)))
+        else:
+            self._take_end(end)
+
+    def deliver_abort(self, error: StagemeshError) -> None:
+        """Takes the Abort."""
+        located = error.located(edge=self.key.edge, replica=self.producer)
+        if self._arriving:
+            self._arriving.append(Arrival(tail=lambda: self._take_abort(located)))
+        else:
+            self._take_abort(located)
+
+    # -- inner workings
+
+    def _take(self, packet: Packet) -> None:
+        self._shape = shape = wire.shape_of(packet, last=self._shape)
+        self._digest.add(shape)
         if not self._closed and self._error is None:
             self._queue.append(packet)
         self._advance()
 
-    def deliver_end(self, end: chunk_pb2.ChunkEnd) -> None:
-        """Takes the End; raises InvalidChunkError where it tells of other chunks than came."""
+    def _take_end(self, end: chunk_pb2.ChunkEnd) -> None:
         mine = self._digest.end()
         if end.count != mine.count or not hmac.compare_digest(end.digest, mine.digest):
             raise InvalidChunkError(
@@ -197,17 +305,40 @@ class InFlow:
         self._ended = True
         self._advance()
 
-    def deliver_abort(self, error: StagemeshError) -> None:
-        """Takes the Abort."""
-        self.fail(error.located(edge=self.key.edge, replica=self.producer))
+    def _take_abort(self, error: StagemeshError) -> None:
+        self.fail(error)
         self._advance()
 
-    # -- inner workings
+    def _land(self) -> None:
+        """Takes what has arrived, in order; what could not be read has the flow opened again by another way."""
+        while self._arriving and self._arriving[0].is_there:
+            arrival = self._arriving.popleft()
+            try:
+                if arrival.tail is not None:
+                    arrival.tail()
+                else:
+                    self._take(arrival.content())
+            except UnavailableError as exc:
+                self._arriving.appendleft(arrival)
+                self.resync(exc, failed=self.connector)
+                return
+            except StagemeshError as exc:
+                self.refuse(exc)
+                return
+
+    def _drop_arriving(self) -> None:
+        """Gives up what is on its way; it comes again."""
+        while self._arriving:
+            arrival = self._arriving.pop()
+            self._received_bytes -= arrival.size_bytes
+            if arrival.task is not None:
+                arrival.task.cancel()
 
     def _advance(self) -> None:
-        self.next_seq += 1
-        ack = stage_pb2.ChunkAck(key=wire.key_to_wire(self.key), next_seq=self.next_seq)
-        self._reply(stage_pb2.PutReply(ack=ack))
+        self._next_seq += 1
+        self._resyncs = 0
+        if self._session is not None:
+            self._session.touch(self)
         self._changed.fire()
 
     def _consumed(self, size_bytes: int) -> None:
@@ -225,16 +356,21 @@ class InFlow:
     def _grant(self, limit_bytes: int) -> None:
         if limit_bytes > self._limit_bytes:
             self._limit_bytes = limit_bytes
-            credit = stage_pb2.CreditGrant(key=wire.key_to_wire(self.key), limit_bytes=limit_bytes)
-            self._reply(stage_pb2.PutReply(credit=credit))
+            if self._session is not None:
+                self._session.touch(self)
 
     def _reject(self, error: StagemeshError) -> None:
-        rejected = stage_pb2.EdgeRejected(key=wire.key_to_wire(self.key), error=wire.error_to_wire(error))
+        rejected = stage_pb2.EdgeRejected(key=self.wire_key, error=wire.error_to_wire(error))
         self._reply(stage_pb2.PutReply(rejected=rejected))
 
     def _reply(self, reply: stage_pb2.PutReply) -> None:
         if self._session is not None:
             self._session.reply(reply)
+
+    def _await_producer(self) -> None:
+        if not self._ended and self._error is None and not self._closed and self._lost_timer is None:
+            loop = asyncio.get_running_loop()
+            self._lost_timer = loop.call_later(LOST_PRODUCER_S, self.fail, self.lost_error())
 
     def _cancel_timer(self) -> None:
         if self._lost_timer is not None:

@@ -1,21 +1,27 @@
 """The producing end of a flow: chunk policy, credit, arena, what is retained, and what goes on the wire next."""
 
+import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from stagemesh.connectors import wire
-from stagemesh.connectors.arena import Arena, Region
-from stagemesh.connectors.base import ChunkPolicy, ConnectorName, EdgeKey, FlowUsage, Packet
+from stagemesh.connectors import pieces, wire
+from stagemesh.connectors.arena import Account, Arena, Region
+from stagemesh.connectors.base import GRPC, ChunkPolicy, ConnectorName, EdgeKey, FlowUsage, Packet
 from stagemesh.connectors.chunking import Chunker
+from stagemesh.connectors.connector import ArenaRange, Connector
 from stagemesh.connectors.errors import CancelledRequestError, InvalidChunkError, StagemeshError
 from stagemesh.connectors.pulse import Pulse
-from stagemesh.connectors.tensors import dtype_name
+from stagemesh.connectors.registry import name_of, number_of
 from stagemesh.v1 import chunk_pb2, stage_pb2
+
+_REOPEN_S, _MAX_REOPEN_S = 2.0, 30.0
+"""How long a flow hears nothing before it is opened again, at first and at most."""
+_NOWHERE = ArenaRange(0, 0, 0)
+_ITEM_BYTES = 200
+"""About what a chunk takes on the wire without its payload."""
 
 
 class Carrier(Protocol):
@@ -26,8 +32,11 @@ class Carrier(Protocol):
     def ready(self, flow: "OutFlow") -> None:
         """The flow has something to send."""
 
-    def lend(self, region: Region) -> int:
-        """Holds a region until the consumer returns the lease whose id this is."""
+    def reopen(self, flow: "OutFlow") -> None:
+        """The flow must be opened (again) before it goes on."""
+
+    def lend(self, regions: Sequence[Region]) -> int:
+        """Holds regions until the consumer returns the lease whose id this is."""
         ...
 
     def reclaim(self, lease_id: int) -> None:
@@ -44,55 +53,81 @@ class Carrier(Protocol):
         """The flow is over."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sent:
     """A chunk that has its number; kept until it is committed, evicted, or the flow is over."""
 
     seq: int
-    packet: Packet | None
-    region: Region | None = None
-    tail: chunk_pb2.ChunkEnd | chunk_pb2.ChunkAbort | None = None
+    packet: Packet | None = None
+    shape: wire.PacketShape | None = None
+    regions: tuple[Region, ...] = ()
+    """Where the packet lies, held; empty for one that is inline."""
+    places: Sequence[ArenaRange] = ()
+    """Of each tensor."""
+    tail: wire.Tail | None = None
     lease_id: int = 0
+    reader: Connector | None = None
+    """By which the consumer has yet to read it."""
 
     @property
     def size_bytes(self) -> int:
         """Payload bytes."""
         return self.packet.size_bytes if self.packet else 0
 
+    def arrived(self) -> None:
+        """The consumer has it, or will not read it."""
+        if self.reader is not None:
+            self.reader.expect_reads(-1)
+            self.reader = None
+
+    def let_go(self) -> None:
+        """Gives its memory back."""
+        self.arrived()
+        self.packet = None
+        regions, self.regions = self.regions, ()
+        for region in regions:
+            region.release()
+
 
 class OutFlow:
     """Implements `Outlet`. Used by one producing task; the link calls the rest, all on one event loop."""
 
     def __init__(
-        self, key: EdgeKey, *, connector: ConnectorName, policy: ChunkPolicy, arena: Arena, carrier: Carrier
+        self, key: EdgeKey, *, wanted: ConnectorName, policy: ChunkPolicy, arena: Arena, carrier: Carrier
     ) -> None:
         self.key = key
-        self.wanted = connector
+        self.wire_key = wire.key_to_wire(key)
+        self.wanted = wanted
         self.error: StagemeshError | None = None
         self._chunker = Chunker(policy)
         self._arena = arena
+        self._account = Account()
         self._carrier = carrier
         self._changed = Pulse()
         self._digest = wire.FlowDigest()
-        self._connector: ConnectorName | None = None
-        self._open = False
+        self._shape: wire.PacketShape | None = None
+        self._connector = wanted
+        self._reader: Connector | None = None
+        self._was_opened = self._open = False
         self._limit_bytes = self._used_bytes = self._window_bytes = 0
-        self._demanded_bytes = 0
-        self._retained: deque[Sent] = deque()
+        self._wanted_bytes = self._demanded_bytes = 0
+        self._kept: deque[Sent] = deque()
+        self._unacked: deque[Sent] = deque()
         self._pending: deque[Sent] = deque()
-        self._pieces: Iterator[chunk_pb2.ChunkPiece] | None = None
+        self._pieces: Iterator[wire.Piece] | None = None
         self._transfer_id = 0
         self._next_seq = self._acked = 0
         self._ended = False
         self._sent_chunks = self._sent_bytes = 0
+        self._silence_s = _REOPEN_S
+        self._heard_s = asyncio.get_running_loop().time()
 
     # -- the engine's side
 
     @property
     def usage(self) -> FlowUsage:
         """What was sent."""
-        connector = self._connector or self.wanted
-        return FlowUsage(self.key.edge, connector, self._sent_chunks, self._sent_bytes)
+        return FlowUsage(self.key.edge, self._connector, self._sent_chunks, self._sent_bytes)
 
     async def send(self, packet: Packet) -> None:
         """See `Outlet`."""
@@ -120,50 +155,77 @@ class OutFlow:
 
     @property
     def has_items(self) -> bool:
-        """Whether `take` would give something."""
-        return self._open and (bool(self._pending) or self._pieces is not None)
+        """Whether there is something to send."""
+        return self._open and (bool(self._pending) or self._pieces is not None or self._demanded_bytes > 0)
 
-    def opening(self) -> stage_pb2.PutItem:
-        """The item that begins the flow on a new stream."""
-        return stage_pb2.PutItem(
-            open=stage_pb2.OpenEdge(key=wire.key_to_wire(self.key), connector=wire.connector_to_wire(self.wanted))
+    @property
+    def is_open(self) -> bool:
+        """Whether the consumer has taken the flow on the stream that is there."""
+        return self._open
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether the next chunk travels as pieces, in messages of their own."""
+        return self._pieces is not None or (
+            self._connector == GRPC and bool(self._pending) and bool(self._pending[0].regions)
         )
+
+    def opening(self, connector: ConnectorName, reader: Connector | None) -> stage_pb2.PutItem:
+        """The item that opens the flow, to go on by `connector`; `reader` is this replica's end of it."""
+        self._open, self._pieces = False, None
+        self._connector, self._reader = connector, reader
+        self._heard_s = asyncio.get_running_loop().time()
+        return stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=self.wire_key, connector=number_of(connector)))
 
     def opened(self, reply: stage_pb2.EdgeOpened) -> None:
         """The consumer takes the flow from `next_seq` on."""
-        self._connector = wire.connector_from_wire(reply.connector)
+        if name_of(reply.connector) != self._connector:
+            # The answer to an earlier OpenEdge; that to the last one follows.
+            return
         self.acknowledge(reply.next_seq)
-        for sent in self._retained:
-            if sent.lease_id and sent.seq >= self._acked:
+        for sent in self._unacked:
+            sent.arrived()
+            if sent.lease_id:
                 self._carrier.reclaim(sent.lease_id)
                 sent.lease_id = 0
-        self._pending = deque(sent for sent in self._retained if sent.seq >= self._acked)
-        self._open, self._demanded_bytes = True, 0
+        self._pending, self._pieces = deque(self._unacked), None
+        self._open = self._was_opened = True
         self._window_bytes = self._window_bytes or reply.credit_limit_bytes
+        self._demanded_bytes = self._wanted_bytes
         self.grant(reply.credit_limit_bytes)
         self._carrier.ready(self)
 
     def disconnected(self) -> None:
         """The stream broke; `opened` comes again with the next one."""
         self._open, self._pieces = False, None
+        for sent in self._unacked:
+            sent.arrived()
 
     def grant(self, limit_bytes: int) -> None:
         """The consumer raised the credit."""
-        self._limit_bytes = max(self._limit_bytes, limit_bytes)
-        self._changed.fire()
+        if limit_bytes > self._limit_bytes:
+            self._limit_bytes = limit_bytes
+            self._heard()
+            self._changed.fire()
 
     def acknowledge(self, next_seq: int) -> None:
         """All chunks below `next_seq` have arrived."""
         if next_seq > self._next_seq:
             self.fail(InvalidChunkError(f"edge {self.key.edge}: the consumer acknowledged a chunk that was never sent"))
             return
-        arrived = [sent for sent in self._retained if self._acked <= sent.seq < next_seq]
-        self._acked = max(self._acked, next_seq)
-        for sent in arrived:
+        if next_seq <= self._acked:
+            return
+        self._acked = next_seq
+        while self._unacked and self._unacked[0].seq < next_seq:
+            sent = self._unacked.popleft()
+            sent.arrived()
+            self._kept.append(sent)
             self._carrier.retain(self, sent)
-        if self._ended and self.error is not None and self._acked == self._next_seq:
-            self._close()
-        self._changed.fire()
+        self._heard()
+        if self._ended and self._acked == self._next_seq:
+            if self.error is not None:
+                self._close()
+            self._changed.fire()
 
     def fail(self, error: StagemeshError) -> None:
         """The flow cannot go on: ends whoever waits and lets go of everything."""
@@ -177,30 +239,61 @@ class OutFlow:
 
     def evict(self, sent: Sent) -> bool:
         """Drops a chunk that has arrived; says whether it was still kept."""
-        if not self._retained or self._retained[0] is not sent:
+        if not self._kept or self._kept[0] is not sent:
             return False
-        self._retained.popleft()
-        self._let_go(sent)
+        self._kept.popleft()
+        sent.let_go()
         return True
 
-    def take(self, budget_bytes: int) -> list[stage_pb2.PutItem]:
-        """The next items for the wire, of about `budget_bytes`, at least one where there is any."""
-        items: list[stage_pb2.PutItem] = []
-        while budget_bytes > 0 and self.has_items:
-            item = self._next_item()
-            items.append(item)
-            budget_bytes -= item.ByteSize()
-        return items
+    def fill(self, request: stage_pb2.PutChunkRequest, budget_bytes: int) -> int:
+        """Adds items, about `budget_bytes` of them and at least one where there is any; returns their size."""
+        used_bytes = 0
+        if self._demanded_bytes:
+            demand = request.items.add().demand
+            demand.key.CopyFrom(self.wire_key)
+            demand.size_bytes, self._demanded_bytes = self._demanded_bytes, 0
+        while self._pending and used_bytes < budget_bytes and not self.in_pieces:
+            sent = self._pending.popleft()
+            self._encode(request.items.add().chunk, sent)
+            used_bytes += _ITEM_BYTES if sent.regions else _ITEM_BYTES + sent.size_bytes
+        return used_bytes
+
+    def take_piece(self) -> bytes:
+        """The next piece as a whole message, the last one of a chunk together with the chunk."""
+        sent = self._pending[0]
+        assert sent.packet is not None, "only data is sent in pieces"
+        if self._pieces is None:
+            self._transfer_id = self._carrier.next_transfer_id()
+            self._pieces = wire.pieces(self.wire_key, sent.packet, transfer_id=self._transfer_id)
+        piece = next(self._pieces)
+        if piece.message.offset + len(piece.payload) < piece.message.total_bytes:
+            return pieces.encode(piece.message, piece.payload)
+        self._pieces = None
+        self._pending.popleft()
+        rest = stage_pb2.PutChunkRequest()
+        self._encode(rest.items.add().chunk, sent)
+        return pieces.encode(piece.message, piece.payload, rest=rest.SerializeToString())
 
     def retained_from(self, first_seq: int) -> list[Sent] | None:
         """What is kept from `first_seq` on; None when something before what is kept is wanted."""
-        oldest = self._retained[0].seq if self._retained else self._next_seq
-        return [sent for sent in self._retained if sent.seq >= first_seq] if first_seq >= oldest else None
+        oldest = self._kept[0].seq if self._kept else self._acked
+        return (
+            [sent for sent in (*self._kept, *self._unacked) if sent.seq >= first_seq] if first_seq >= oldest else None
+        )
+
+    def check_silence(self, now_s: float) -> None:
+        """Has the flow opened again when its consumer has said nothing for long: a message may have been lost."""
+        waits = self._unacked or self._wanted_bytes or not self._open
+        if not waits:
+            self._heard_s = now_s
+        elif now_s - self._heard_s > self._silence_s:
+            self._heard_s, self._silence_s = now_s, min(2 * self._silence_s, _MAX_REOPEN_S)
+            self._carrier.reopen(self)
 
     @property
     def was_opened(self) -> bool:
         """Whether a consumer has taken the flow before."""
-        return self._connector is not None
+        return self._was_opened
 
     @property
     def ended(self) -> bool:
@@ -217,106 +310,118 @@ class OutFlow:
         if self.error is not None:
             raise copy(self.error)
 
+    def _heard(self) -> None:
+        self._heard_s, self._silence_s = asyncio.get_running_loop().time(), _REOPEN_S
+
     async def _send_chunk(self, packet: Packet) -> None:
-        _check_packet(packet)
-        await self._take_credit(packet.size_bytes)
-        if packet.size_bytes > self._carrier.inline_limit_bytes:
-            region = await self._arena.write(packet.tensors)
-            if self.error is not None:
-                region.release()
-            self._check()
-            packet = _in_arena(packet, region)
+        self._check()
+        self._shape = shape = wire.shape_of(packet, last=self._shape)
+        wire.check_metadata(packet.metadata)
+        size_bytes = shape.size_bytes
+        if not self._take_credit(size_bytes):
+            await self._credit_granted(size_bytes)
+        if size_bytes <= self._carrier.inline_limit_bytes:
+            inline = Packet({name: tensor.copy() for name, tensor in packet.tensors.items()}, packet.metadata)
+            sent = Sent(self._next_seq, inline, shape)
         else:
-            region = None
-            packet = Packet({name: tensor.copy() for name, tensor in packet.tensors.items()}, packet.metadata)
-        self._digest.add(packet)
-        self._enqueue(Sent(self._next_seq, packet, region))
+            sent = self._placed(packet, shape) or await self._written(packet, shape)
+        self._digest.add(shape)
+        self._enqueue(sent)
         self._sent_chunks += 1
-        self._sent_bytes += packet.size_bytes
+        self._sent_bytes += size_bytes
 
-    async def _take_credit(self, size_bytes: int) -> None:
-        while True:
-            self._check()
-            if self._window_bytes and self._used_bytes + size_bytes <= self._limit_bytes:
-                self._used_bytes += size_bytes
-                return
-            if self._open and size_bytes > self._window_bytes:
-                self._demanded_bytes = size_bytes
-                self._carrier.ready(self)
-            await self._changed.wait()
+    def _take_credit(self, size_bytes: int) -> bool:
+        granted = self._was_opened and self._used_bytes + size_bytes <= self._limit_bytes
+        if granted:
+            self._used_bytes += size_bytes
+        return granted
 
-    def demand(self) -> stage_pb2.PutItem | None:
-        """The demand for more credit than the window, once each time that it is needed."""
-        size_bytes, self._demanded_bytes = self._demanded_bytes, 0
-        if not size_bytes or not self._open:
+    async def _credit_granted(self, size_bytes: int) -> None:
+        """Waits for credit, and asks for more than the window where that can never do."""
+        self._wanted_bytes = size_bytes
+        try:
+            while not self._take_credit(size_bytes):
+                if self._open and size_bytes > self._window_bytes:
+                    self._demanded_bytes = size_bytes
+                    self._carrier.ready(self)
+                await self._changed.wait()
+                self._check()
+        finally:
+            self._wanted_bytes = self._demanded_bytes = 0
+
+    def _placed(self, packet: Packet, shape: wire.PacketShape) -> Sent | None:
+        """The chunk, where its tensors lie in the arena already or there is room for them at once."""
+        found = self._find(packet)
+        if found is not None:
+            for region in found:
+                region.retain()
+            return self._sent(packet, shape, found)
+        written = self._arena.try_write(packet.tensors, self._account)
+        if written is None:
             return None
-        return stage_pb2.PutItem(demand=stage_pb2.CreditDemand(key=wire.key_to_wire(self.key), size_bytes=size_bytes))
+        return self._sent(Packet(written.tensors, packet.metadata), shape, (written.region,))
 
-    def _end(self, tail: chunk_pb2.ChunkEnd | chunk_pb2.ChunkAbort) -> None:
+    async def _written(self, packet: Packet, shape: wire.PacketShape) -> Sent:
+        written = await self._arena.write(packet.tensors, self._account)
+        if self.error is not None:
+            written.region.release()
+        self._check()
+        return self._sent(Packet(written.tensors, packet.metadata), shape, (written.region,))
+
+    def _find(self, packet: Packet) -> tuple[Region, ...] | None:
+        """The regions of a packet that lies in the arena; None for one that does not, or not all of it."""
+        regions: dict[Region, None] = {}
+        for tensor in packet.tensors.values():
+            if tensor.nbytes:
+                found = self._arena.find(tensor)
+                if found is None:
+                    return None
+                regions[found.region] = None
+        return tuple(regions)
+
+    def _sent(self, packet: Packet, shape: wire.PacketShape, regions: tuple[Region, ...]) -> Sent:
+        places: list[ArenaRange] = []
+        for tensor in packet.tensors.values():
+            found = self._arena.find(tensor)
+            places.append(ArenaRange(found.offset, tensor.nbytes, found.region.generation) if found else _NOWHERE)
+        return Sent(self._next_seq, packet, shape, regions, places)
+
+    def _end(self, tail: wire.Tail) -> None:
         self._ended = True
-        self._enqueue(Sent(self._next_seq, None, tail=tail))
+        self._enqueue(Sent(self._next_seq, tail=tail))
 
     def _enqueue(self, sent: Sent) -> None:
         self._next_seq += 1
-        self._retained.append(sent)
+        if not self._unacked:
+            self._heard()
+        self._unacked.append(sent)
         if self._open:
             self._pending.append(sent)
+            self._carrier.ready(self)
         self._changed.fire()
-        self._carrier.ready(self)
 
-    def _next_item(self) -> stage_pb2.PutItem:
-        if self._pieces is not None:
-            piece = next(self._pieces, None)
-            if piece is not None:
-                return stage_pb2.PutItem(piece=piece)
-            self._pieces = None
-            return stage_pb2.PutItem(chunk=self._streamed(self._pending.popleft()))
-        sent = self._pending[0]
-        packet = sent.packet
-        in_pieces = packet is not None and self._connector is ConnectorName.GRPC and sent.size_bytes > wire.PIECE_BYTES
-        if packet is not None and in_pieces:
-            self._transfer_id = self._carrier.next_transfer_id()
-            self._pieces = wire.pieces(self.key, packet, transfer_id=self._transfer_id)
-            return self._next_item()
-        return stage_pb2.PutItem(chunk=self._encode(self._pending.popleft()))
-
-    def _streamed(self, sent: Sent) -> chunk_pb2.Chunk:
-        assert sent.packet is not None, "only data is sent in pieces"
-        return wire.streamed_chunk(self.key, sent.seq, sent.packet, transfer_id=self._transfer_id)
-
-    def _encode(self, sent: Sent) -> chunk_pb2.Chunk:
-        if sent.packet is None:
-            return wire.tail_chunk(self.key, sent.seq, sent.tail)
-        if sent.region is None or self._connector is ConnectorName.GRPC:
-            return wire.inline_chunk(self.key, sent.seq, sent.packet)
-        sent.lease_id = self._carrier.lend(sent.region)
-        return wire.shm_chunk(self.key, sent.seq, sent.packet, region=sent.region, lease_id=sent.lease_id)
-
-    def _let_go(self, sent: Sent) -> None:
-        sent.packet = None
-        if sent.region is not None:
-            sent.region.release()
+    def _encode(self, chunk: chunk_pb2.Chunk, sent: Sent) -> None:
+        chunk.key.CopyFrom(self.wire_key)
+        chunk.seq = sent.seq
+        if sent.tail is not None:
+            wire.fill_tail(chunk, sent.tail)
+            return
+        assert sent.packet is not None, "a chunk that waits is kept"
+        assert sent.shape is not None, "data has a shape"
+        if not sent.regions:
+            wire.fill_inline(chunk.data, sent.packet, sent.shape)
+        elif self._reader is None:
+            wire.fill_streamed(chunk.data, sent.packet, sent.shape, transfer_id=self._transfer_id)
+        else:
+            sent.lease_id, sent.reader = self._carrier.lend(sent.regions), self._reader
+            self._reader.expect_reads(1)
+            wire.fill_in_arena(chunk.data, sent.packet, sent.shape, places=sent.places, lease_id=sent.lease_id)
 
     def _close(self) -> None:
         self._open, self._pieces = False, None
         self._pending.clear()
-        while self._retained:
-            self._let_go(self._retained.popleft())
+        for kept in (self._kept, self._unacked):
+            while kept:
+                kept.popleft().let_go()
         self._changed.fire()
         self._carrier.forget(self)
-
-
-def _check_packet(packet: Packet) -> None:
-    if len(packet.tensors) > wire.MAX_TENSORS:
-        raise InvalidChunkError(f"{len(packet.tensors)} tensors in a chunk; at most {wire.MAX_TENSORS} are sent")
-    for tensor in packet.tensors.values():
-        dtype_name(tensor)
-    wire.check_metadata(packet.metadata)
-
-
-def _in_arena(packet: Packet, region: Region) -> Packet:
-    views = {
-        name: np.frombuffer(region.view(name, tensor.nbytes), tensor.dtype).reshape(tensor.shape)
-        for name, tensor in packet.tensors.items()
-    }
-    return Packet(views, packet.metadata)

@@ -1,31 +1,49 @@
-"""The consuming end of a PutChunk stream: checks every item before its flow sees it."""
+"""The consuming end of one lane: checks every item before its flow sees it."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
-from stagemesh.connectors import shm, wire
-from stagemesh.connectors.base import ConnectorName, EdgeKey, Packet
+from stagemesh.connectors import pieces, wire
+from stagemesh.connectors.base import AUTO, GRPC, EdgeKey, Packet
+from stagemesh.connectors.connector import ArenaRange, Bytes, FetchingReader, InPlaceReader
 from stagemesh.connectors.errors import (
     InvalidChunkError,
+    InvalidRequestError,
     NotFoundError,
     NotReadyError,
     StagemeshError,
     StaleAttemptError,
 )
 from stagemesh.connectors.inflow import InFlow
-from stagemesh.connectors.pulse import Pulse
+from stagemesh.connectors.lanes import Lane
+from stagemesh.connectors.local import DeathWatch
+from stagemesh.connectors.producer_peer import ProducerPeer
+from stagemesh.connectors.registry import name_of
 from stagemesh.connectors.tensors import Array, checked_layout, read_inline
+from stagemesh.connectors.transfers import Transfers
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 
 _log = logging.getLogger(__name__)
 
+_CLOSING_S = 1.0
 
-class FlowRegistry(Protocol):
-    """Where a session finds the flows that this replica expects."""
+
+class Consumer(Protocol):
+    """What a session needs of the data plane."""
+
+    def greet(self, hello: stage_pb2.Hello) -> ProducerPeer:
+        """The producer that introduces itself; raises what it is refused with."""
+        ...
+
+    def welcome(self, peer: ProducerPeer) -> stage_pb2.Welcome:
+        """The answer to it."""
+        ...
 
     def find(self, key: EdgeKey) -> InFlow | None:
         """The flow of that key."""
@@ -39,279 +57,366 @@ class FlowRegistry(Protocol):
         ...
 
 
-class LeaseBook:
-    """The leases that one incarnation of a producer is owed; outlives its streams."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.held: set[int] = set()
-        self._owed: list[int] = []
-        self._session: PutSession | None = None
-
-    def attach(self, session: "PutSession | None") -> None:
-        """The stream that leases go back over from now on."""
-        self._session = session
-        self._flush()
-
-    def hold(self, lease_id: int, tensors: list[Array]) -> None:
-        """Keeps a lease until the last view of `tensors` is gone."""
-        self.held.add(lease_id)
-        shm.hold_lease(tensors, lambda: self.give_back_soon(lease_id))
-
-    def give_back_soon(self, lease_id: int) -> None:
-        """Returns a lease, from whatever thread dropped the last view."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.give_back, lease_id)
-
-    def give_back(self, lease_id: int) -> None:
-        """Returns a lease."""
-        self.held.discard(lease_id)
-        self._owed.append(lease_id)
-        self._flush()
-
-    def _flush(self) -> None:
-        if self._session is not None and self._owed:
-            release = stage_pb2.LeaseRelease(lease_ids=self._owed)
-            self._session.reply(stage_pb2.PutReply(release=release))
-            self._owed = []
-
-
-class _Transfer:
-    """The bytes of a chunk that comes in pieces."""
-
-    def __init__(self, total_bytes: int) -> None:
-        self.buffer = np.empty(total_bytes, np.uint8)
-        self.received_bytes = 0
-
-
 class PutSession:
-    """One stream from one producer."""
+    """Implements `LaneUser` and a flow's `Session`: one stream from one producer."""
 
-    def __init__(self, hello: stage_pb2.Hello, *, flows: FlowRegistry, leases: LeaseBook) -> None:
-        self.producer = hello.replica
-        self.incarnation = hello.incarnation
-        self._registry = flows
-        self._leases = leases
-        self._arena = shm.attach(hello.arena) if hello.HasField("arena") else None
+    def __init__(
+        self, consumer: Consumer, *, arena_fd: int | None = None, on_closed: Callable[["PutSession"], None]
+    ) -> None:
+        self._consumer = consumer
+        self.watch: DeathWatch | None = None
+        """On the producer's process, where it is on this host. Goes over to the producer with its Hello."""
+        self._arena_fd = arena_fd
+        self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
+        self._lane: Lane | None = None
+        self._peer: ProducerPeer | None = None
         self._flows: dict[EdgeKey, InFlow] = {}
-        self._transfers: dict[int, tuple[EdgeKey, _Transfer]] = {}
-        self._replies: list[stage_pb2.PutReply] = []
-        self._changed = Pulse()
-        self._done = False
-        leases.attach(self)
+        self._moved: set[EdgeKey] = set()
+        self._transfers = Transfers()
+        self._meetings: set[asyncio.Task[None]] = set()
+        self._response = stage_pb2.PutChunkResponse()
+        self._touched: dict[InFlow, None] = {}
+        self._flush_is_due = False
+        self._over: asyncio.Future[None] = self._loop.create_future()
+
+    def begin(self, lane: Lane) -> None:
+        """The lane that it is the user of."""
+        self._lane = lane
 
     @property
-    def held_lease_ids(self) -> list[int]:
-        """What the producer still lends us."""
-        return sorted(self._leases.held)
+    def peer(self) -> ProducerPeer | None:
+        """The producer, once it has introduced itself."""
+        return self._peer
 
-    @property
-    def connectors(self) -> list[ConnectorName]:
-        """What this producer and we can use, best first."""
-        return [ConnectorName.SHM, ConnectorName.GRPC] if self._arena else [ConnectorName.GRPC]
+    async def close(self, error: StagemeshError | None = None) -> None:
+        """Ends the stream."""
+        if self._lane is not None:
+            self._lane.close(error)
+            await asyncio.wait((self._over,), timeout=_CLOSING_S)
+        meetings = list(self._meetings)
+        for meeting in meetings:
+            meeting.cancel()
+        await asyncio.gather(*meetings, return_exceptions=True)
 
-    def reply(self, reply: stage_pb2.PutReply) -> None:
-        """Sends a reply with the next message."""
-        self._replies.append(reply)
-        self._changed.fire()
+    # -- for the lane
 
-    def forget(self, key: EdgeKey) -> None:
-        """A flow is over: whatever still comes for it is refused."""
-        self._flows.pop(key, None)
-        self._drop_transfers(key)
-
-    async def replies(self) -> AsyncIterator[stage_pb2.PutChunkResponse]:
-        """The messages for the producer, each with all that has come up since the last one."""
-        while not self._done or self._replies:
-            if not self._replies:
-                await self._changed.wait()
-                continue
-            replies, self._replies = self._replies, []
-            yield stage_pb2.PutChunkResponse(replies=replies)
-
-    async def read(self, requests: AsyncIterator[stage_pb2.PutChunkRequest]) -> None:
-        """Takes items until the producer ends the stream."""
+    def received(self, data: bytes) -> None:
+        """See `LaneUser`."""
+        parts = pieces.decode(data)
         try:
-            async for request in requests:
-                for item in request.items:
-                    self._take(item)
-        finally:
-            self._done = True
-            self._changed.fire()
+            request = stage_pb2.PutChunkRequest.FromString(data if parts is None else bytes(parts.rest))
+        except DecodeError as exc:
+            raise InvalidRequestError("the producer sent what is no message of the contract") from exc
+        if self._peer is None:
+            self._greet(request)
+        if parts is not None:
+            self._guarded(parts.piece.key, lambda: self._piece(parts.piece, parts.payload))
+        for item in request.items:
+            self._take(item)
 
-    def close(self) -> None:
-        """The stream is over: its flows wait for another one."""
-        self._leases.attach(None)
+    def writable(self) -> None:
+        """See `LaneUser`."""
+        self._flush()
+
+    def closed(self, error: StagemeshError | None) -> None:
+        """See `LaneUser`: the flows wait for another stream."""
+        if error is not None:
+            _log.info("the stream of %s ended: %s", self._name, error.message)
+        if self._peer is not None:
+            self._peer.detach(self)
         for flow in self._flows.values():
             flow.detach(self)
         self._flows.clear()
         self._transfers.clear()
+        self._lane = None
+        if self._arena_fd is not None:
+            os.close(self._arena_fd)
+            self._arena_fd = None
+        if self.watch is not None:
+            self.watch.close()
+        if not self._over.done():
+            self._over.set_result(None)
+        self._on_closed(self)
+
+    # -- for flows and leases
+
+    def touch(self, flow: InFlow) -> None:
+        """See `Session`."""
+        self._touched[flow] = None
+        self._flush_soon()
+
+    def reply(self, reply: stage_pb2.PutReply) -> None:
+        """See `Session`."""
+        self._response.replies.append(reply)
+        self._flush_soon()
+
+    def release(self, lease_ids: list[int]) -> None:
+        """See `ReleaseSink`."""
+        self._response.replies.add().release.lease_ids.extend(lease_ids)
+        self._flush_soon()
+
+    def forget(self, key: EdgeKey, *, moved: bool) -> None:
+        """See `Session`: what still comes of a moved flow is ignored, of one that is over refused."""
+        self._flows.pop(key, None)
+        self._transfers.drop(key)
+        if moved:
+            self._moved.add(key)
+
+    # -- replies
+
+    def _flush_soon(self) -> None:
+        """Replies of one turn of the event loop go out together."""
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_is_due = False
+        if self._lane is None or not self._lane.is_writable:
+            return
+        for flow in self._touched:
+            flow.report(self._response)
+        self._touched.clear()
+        if self._response.replies:
+            response, self._response = self._response, stage_pb2.PutChunkResponse()
+            self._lane.write(response.SerializeToString())
 
     # -- items
 
+    @property
+    def _name(self) -> str:
+        return f"replica {self._peer.replica}" if self._peer else "a producer that did not say its name"
+
+    def _greet(self, request: stage_pb2.PutChunkRequest) -> None:
+        if not request.HasField("hello"):
+            raise InvalidRequestError("the first message of PutChunk must hold Hello", reason="NO_HELLO")
+        self._peer = peer = self._consumer.greet(request.hello)
+        welcome = self._consumer.welcome(peer)
+        assert self._lane is not None, "a session begins before it receives"
+        self._lane.write(stage_pb2.PutChunkResponse(welcome=welcome).SerializeToString())
+        peer.attach(self)
+        if self.watch is not None:
+            peer.watched_by(self.watch)
+            self.watch = None
+
     def _take(self, item: stage_pb2.PutItem) -> None:
         match item.WhichOneof("item"):
+            case "chunk":
+                chunk = item.chunk
+                self._guarded(chunk.key, lambda: self._chunk(chunk))
             case "open":
                 self._guarded(item.open.key, lambda: self._open(item.open))
-            case "chunk":
-                self._guarded(item.chunk.key, lambda: self._chunk(item.chunk))
             case "piece":
-                self._guarded(item.piece.key, lambda: self._piece(item.piece))
+                piece = item.piece
+                self._guarded(piece.key, lambda: self._piece(piece, memoryview(piece.payload)))
             case "demand":
-                self._guarded(item.demand.key, lambda: self._flow(item.demand.key).demand(item.demand.size_bytes))
+                self._guarded(item.demand.key, lambda: self._demand(item.demand))
+            case "offer":
+                self._offered(item.offer)
             case _:
-                _log.warning("replica %s sent an item of an unknown kind", self.producer)
+                _log.warning("%s sent an item of an unknown kind", self._name)
 
-    def _guarded(self, message: chunk_pb2.EdgeKey, work: "_Work") -> None:
+    def _guarded(self, message: chunk_pb2.EdgeKey, work: Callable[[], None]) -> None:
         """Runs `work`; what it raises ends the one flow that the item belongs to."""
         try:
             work()
         except StagemeshError as exc:
             key = wire.key_from_wire(message)
+            exc.located(edge=key.edge, request_id=key.request_id, replica=self._name)
             flow = self._flows.pop(key, None)
-            exc.located(edge=key.edge, request_id=key.request_id, replica=self.producer)
             if flow is not None:
                 flow.refuse(exc)
             else:
                 rejected = stage_pb2.EdgeRejected(key=message, error=wire.error_to_wire(exc))
                 self.reply(stage_pb2.PutReply(rejected=rejected))
 
-    def _flow(self, message: chunk_pb2.EdgeKey) -> InFlow:
+    def _flow(self, message: chunk_pb2.EdgeKey) -> InFlow | None:
+        """The flow that an item belongs to; None where the item is to be ignored."""
         key = wire.key_from_wire(message)
         flow = self._flows.get(key)
-        if flow is None:
-            raise NotFoundError(f"edge {key.edge} of request {key.request_id} is not open here", reason="UNKNOWN_FLOW")
+        if flow is not None:
+            return None if flow.resyncing else flow
+        if key in self._moved:
+            return None
+        if self._consumer.is_complete(key):
+            self.reply(stage_pb2.PutReply(commit=stage_pb2.EdgeCommit(key=message)))
+            return None
+        expected = self._expected(key)
+        # Its OpenEdge was lost.
+        expected.open(self, incarnation=self._producer.incarnation, connector=GRPC)
+        self._flows[key] = expected
+        expected.resync(InvalidChunkError(f"edge {key.edge} was not opened", reason="NOT_OPENED"))
+        return None
+
+    @property
+    def _producer(self) -> ProducerPeer:
+        assert self._peer is not None, "items come after Hello"
+        return self._peer
+
+    def _expected(self, key: EdgeKey) -> InFlow:
+        flow = self._consumer.find(key)
+        if flow is None or flow.producer != self._producer.replica:
+            if key.attempt < self._consumer.attempt_of(key):
+                raise StaleAttemptError(f"attempt {key.attempt} of edge {key.edge} has been replaced")
+            raise NotFoundError(
+                f"request {key.request_id} expects nothing from {self._producer.replica} on edge {key.edge}",
+                reason="UNKNOWN_FLOW",
+            )
         return flow
 
     def _open(self, message: stage_pb2.OpenEdge) -> None:
         key = wire.key_from_wire(message.key)
-        if self._registry.is_complete(key):
+        self._moved.discard(key)
+        if self._consumer.is_complete(key):
             self.reply(stage_pb2.PutReply(commit=stage_pb2.EdgeCommit(key=message.key)))
             return
-        flow = self._registry.find(key)
-        if flow is None or flow.producer != self.producer:
-            if key.attempt < self._registry.attempt_of(key):
-                raise StaleAttemptError(f"attempt {key.attempt} of edge {key.edge} has been replaced")
-            raise NotFoundError(
-                f"request {key.request_id} expects nothing from {self.producer} on edge {key.edge}",
-                reason="UNKNOWN_FLOW",
-            )
-        connector = self._choose(wire.connector_from_wire(message.connector), edge=key.edge)
-        self._flows[key] = flow
-        flow.attach(self)
-        opened = stage_pb2.EdgeOpened(
-            key=message.key,
-            next_seq=flow.next_seq,
-            credit_limit_bytes=flow.limit_bytes,
-            connector=wire.connector_to_wire(connector),
-        )
-        self.reply(stage_pb2.PutReply(opened=opened))
-
-    def _choose(self, wanted: ConnectorName, *, edge: str) -> ConnectorName:
-        if wanted is ConnectorName.AUTO:
-            return self.connectors[0]
-        if wanted not in self.connectors:
-            usable = ", ".join(name.value for name in self.connectors)
+        flow = self._expected(key)
+        connector = name_of(message.connector)
+        connector = GRPC if connector == AUTO else connector
+        if connector != GRPC and self._producer.reader(connector) is None:
             raise NotReadyError(
-                f"edge {edge} asks for connector {wanted.value}, which {self.producer} and this replica do not share; "
-                f"they share {usable}: place both on one host or set `connector: auto`",
+                f"edge {key.edge} was opened by connector {connector}, on which {self._producer.replica} and this "
+                "replica have not agreed",
                 reason="CONNECTOR_UNAVAILABLE",
             )
-        return wanted
+        self._flows[key] = flow
+        self._transfers.drop(key)
+        opened = flow.open(self, incarnation=self._producer.incarnation, connector=connector)
+        self.reply(stage_pb2.PutReply(opened=opened))
+
+    def _demand(self, demand: stage_pb2.CreditDemand) -> None:
+        flow = self._flow(demand.key)
+        if flow is not None:
+            flow.demand(demand.size_bytes)
+
+    def _offered(self, offer: stage_pb2.Offer) -> None:
+        task = self._loop.create_task(self._meet(offer), name=f"meeting with {self._name}")
+        self._meetings.add(task)
+        task.add_done_callback(self._meetings.discard)
+
+    async def _meet(self, offer: stage_pb2.Offer) -> None:
+        meeting = stage_pb2.Meeting(connector=offer.connector)
+        try:
+            name = name_of(offer.connector)
+            await self._producer.meet(name, offer.offer, arena_fd=self._arena_fd)
+        except StagemeshError as exc:
+            meeting.error.CopyFrom(wire.error_to_wire(exc))
+        self.reply(stage_pb2.PutReply(meeting=meeting))
+
+    # -- chunks
+
+    def _piece(self, piece: chunk_pb2.ChunkPiece, payload: memoryview) -> None:
+        flow = self._flow(piece.key)
+        if flow is None:
+            return
+        if self._transfers.is_new(piece.transfer_id):
+            flow.check_room(piece.total_bytes)
+            self._transfers.begin(flow.key, piece)
+        if not self._transfers.add(flow.key, piece, payload):
+            flow.resync(
+                InvalidChunkError(
+                    f"a piece of edge {flow.key.edge} at {piece.offset} does not go on where the last one ended",
+                    reason="PIECE_GAP",
+                )
+            )
 
     def _chunk(self, chunk: chunk_pb2.Chunk) -> None:
+        data = chunk.data if chunk.HasField("data") else None
+        taken = False
         try:
             flow = self._flow(chunk.key)
-            due = flow.check_seq(chunk.seq)
-            packet = self._data(flow, chunk.data) if due and chunk.HasField("data") else None
-        except StagemeshError:
-            self._give_back(chunk)
-            raise
-        if not due:
-            self._give_back(chunk)
-            return
+            if flow is not None:
+                taken = self._chunk_of(flow, chunk, data)
+        finally:
+            if data is not None and not taken:
+                self._producer.give_back_unless_held(data.lease_id)
+
+    def _chunk_of(self, flow: InFlow, chunk: chunk_pb2.Chunk, data: chunk_pb2.ChunkData | None) -> bool:
+        """Whether the chunk's lease is used (or was given back)."""
+        try:
+            if not flow.check_seq(chunk.seq):
+                return False
+        except InvalidChunkError as exc:
+            flow.resync(exc)
+            return False
+        if data is not None:
+            return self._data(flow, data)
         match chunk.WhichOneof("content"):
-            case "data" if packet is not None:
-                flow.deliver(packet)
             case "end":
                 flow.deliver_end(chunk.end)
             case "abort":
                 flow.deliver_abort(wire.error_from_wire(chunk.abort.error))
             case _:
                 raise InvalidChunkError(f"chunk {chunk.seq} of edge {flow.key.edge} is empty")
+        return False
 
-    def _data(self, flow: InFlow, data: chunk_pb2.ChunkData) -> Packet:
+    def _data(self, flow: InFlow, data: chunk_pb2.ChunkData) -> bool:
         flow.check_room(data.size_bytes)
-        return self._decode(data)
-
-    def _give_back(self, chunk: chunk_pb2.Chunk) -> None:
-        if chunk.data.lease_id:
-            self._leases.give_back(chunk.data.lease_id)
-
-    def _decode(self, data: chunk_pb2.ChunkData) -> Packet:
         if len(data.tensors) > wire.MAX_TENSORS:
             raise InvalidChunkError(f"{len(data.tensors)} tensors in a chunk; at most {wire.MAX_TENSORS} are taken")
-        transfers: dict[int, _Transfer] = {}
-        tensors = {message.name: self._tensor(message, data, transfers) for message in data.tensors}
-        packet = Packet(tensors, wire.metadata_from_wire(data.metadata))
-        if len(tensors) != len(data.tensors) or packet.size_bytes != data.size_bytes:
-            raise InvalidChunkError("a chunk's tensors share a name or do not make the size that it claims")
-        for transfer_id in transfers:
-            del self._transfers[transfer_id]
-        leased = [tensors[m.name] for m in data.tensors if m.WhichOneof("location") == "shm"]
-        if leased:
-            self._leases.hold(data.lease_id, leased)
-        elif data.lease_id:
-            self._leases.give_back(data.lease_id)
-        return packet
+        by_arena = [message for message in data.tensors if message.HasField("shm")]
+        if not by_arena:
+            streamed = self._transfers.tensors(data)
+            if streamed is None:
+                flow.resync(
+                    InvalidChunkError(f"pieces of a chunk of edge {flow.key.edge} are missing", reason="PIECES_MISSING")
+                )
+            else:
+                flow.deliver(_packet(data, streamed))
+            return False
+        reader = self._producer.reader(flow.connector)
+        if not data.lease_id or reader is None:
+            raise InvalidChunkError(f"tensor {by_arena[0].name!r} comes by a connector that was not agreed on")
+        places = _places(by_arena, data)
+        if isinstance(reader, InPlaceReader):
+            views = [reader.view(place) for place in places]
+            packet = _packet(data, _by_name(by_arena, views))
+            self._producer.hold(data.lease_id, views)
+            flow.deliver(packet)
+        else:
+            assert isinstance(reader, FetchingReader), "a reader looks or fetches"
+            self._producer.held_lease_ids.add(data.lease_id)
+            flow.deliver_later(self._fetched(reader, data, places), size_bytes=data.size_bytes)
+        return True
 
-    def _tensor(
-        self, message: tensor_pb2.Tensor, data: chunk_pb2.ChunkData, transfers: "dict[int, _Transfer]"
-    ) -> Array:
-        match message.WhichOneof("location"):
-            case "inline":
-                return read_inline(message)
-            case "shm" if self._arena is not None and data.lease_id:
-                return self._arena.view(message)
-            case "streamed":
-                return self._streamed(message, transfers)
-            case None:
-                dtype, shape = checked_layout(message, size_bytes=0)
-                return np.empty(shape, dtype)
-            case other:
-                raise InvalidChunkError(f"tensor {message.name!r} comes by {other}, which was not agreed on")
-
-    def _streamed(self, message: tensor_pb2.Tensor, transfers: "dict[int, _Transfer]") -> Array:
-        place = message.streamed
-        _, transfer = self._transfers.get(place.transfer_id, (None, None))
-        if transfer is None or transfer.received_bytes < len(transfer.buffer):
-            raise InvalidChunkError(f"tensor {message.name!r} came before all of its pieces")
-        dtype, shape = checked_layout(message, size_bytes=place.size_bytes)
-        if place.offset + place.size_bytes > len(transfer.buffer):
-            raise InvalidChunkError(f"tensor {message.name!r} lies outside its transfer")
-        transfers[place.transfer_id] = transfer
-        return transfer.buffer[place.offset : place.offset + place.size_bytes].view(dtype).reshape(shape)
-
-    def _piece(self, piece: chunk_pb2.ChunkPiece) -> None:
-        flow = self._flow(piece.key)
-        key, transfer = self._transfers.get(piece.transfer_id, (flow.key, None))
-        if transfer is None:
-            self._drop_transfers(flow.key)
-            flow.check_room(piece.total_bytes)
-            transfer = _Transfer(piece.total_bytes)
-            self._transfers[piece.transfer_id] = (flow.key, transfer)
-        payload = piece.payload
-        end = piece.offset + len(payload)
-        if key != flow.key or piece.offset != transfer.received_bytes or end > len(transfer.buffer):
-            raise InvalidChunkError(f"a piece of edge {flow.key.edge} at {piece.offset} does not fit its transfer")
-        transfer.buffer[piece.offset : end] = np.frombuffer(payload, np.uint8)
-        transfer.received_bytes = end
-
-    def _drop_transfers(self, key: EdgeKey) -> None:
-        """One transfer a flow: a new one means that the one before was given up."""
-        for transfer_id in [number for number, (owner, _) in self._transfers.items() if owner == key]:
-            del self._transfers[transfer_id]
+    async def _fetched(self, reader: FetchingReader, data: chunk_pb2.ChunkData, places: Sequence[ArenaRange]) -> Packet:
+        """The packet, once its bytes are here; its lease goes back in any case."""
+        by_arena = [message for message in data.tensors if message.HasField("shm")]
+        try:
+            return _packet(data, _by_name(by_arena, await reader.fetch(places)))
+        finally:
+            self._producer.give_back(data.lease_id)
 
 
-class _Work(Protocol):
-    def __call__(self) -> None: ...
+def _places(messages: Sequence[tensor_pb2.Tensor], data: chunk_pb2.ChunkData) -> list[ArenaRange]:
+    regions = [message.shm for message in messages]
+    places = [ArenaRange(region.offset, region.size_bytes, region.generation) for region in regions]
+    if sum(place.size_bytes for place in places) > data.size_bytes:
+        raise InvalidChunkError("a chunk's tensors do not make the size that it claims")
+    return places
+
+
+def _by_name(messages: Sequence[tensor_pb2.Tensor], found: Sequence[Bytes]) -> dict[str, Bytes]:
+    return {message.name: view for message, view in zip(messages, found, strict=True)}
+
+
+def _packet(data: chunk_pb2.ChunkData, found: Mapping[str, Bytes]) -> Packet:
+    """The packet whose tensors that are not inline were found by name."""
+    tensors = {message.name: _tensor(message, found.get(message.name)) for message in data.tensors}
+    packet = Packet(tensors, wire.metadata_from_wire(data.metadata) if data.metadata else {})
+    if len(tensors) != len(data.tensors) or packet.size_bytes != data.size_bytes:
+        raise InvalidChunkError("a chunk's tensors share a name or do not make the size that it claims")
+    return packet
+
+
+def _tensor(message: tensor_pb2.Tensor, found: Bytes | None) -> Array:
+    if found is not None:
+        dtype, shape = checked_layout(message, size_bytes=found.nbytes)
+        return found.view(dtype).reshape(shape)
+    if message.HasField("inline"):
+        return read_inline(message)
+    if message.WhichOneof("location") is not None:
+        raise InvalidChunkError(f"tensor {message.name!r} comes by a connector that was not agreed on")
+    dtype, shape = checked_layout(message, size_bytes=0)
+    return np.empty(shape, dtype)

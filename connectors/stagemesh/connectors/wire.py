@@ -1,41 +1,20 @@
 """Packets and flows to and from the contract's messages."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagemesh.connectors.arena import Region
-from stagemesh.connectors.base import ConnectorName, EdgeKey, MetadataValue, Packet
+from stagemesh.connectors.base import EdgeKey, MetadataValue, Packet
+from stagemesh.connectors.connector import ArenaRange
 from stagemesh.connectors.errors import InvalidChunkError, StagemeshError, make_error
-from stagemesh.connectors.tensors import describe_tensor, inline_tensor
-from stagemesh.v1 import chunk_pb2, tensor_pb2
+from stagemesh.connectors.tensors import dtype_name, dtype_to_wire
+from stagemesh.v1 import chunk_pb2
 
 PIECE_BYTES = 512 << 10
 MAX_TENSORS = 1024
 MAX_METADATA = 64
-
-_CONNECTORS: Mapping[ConnectorName, chunk_pb2.Connector.ValueType] = {
-    ConnectorName.AUTO: chunk_pb2.CONNECTOR_AUTO,
-    ConnectorName.SHM: chunk_pb2.CONNECTOR_SHM,
-    ConnectorName.NIXL: chunk_pb2.CONNECTOR_NIXL,
-    ConnectorName.GRPC: chunk_pb2.CONNECTOR_GRPC,
-}
-
-
-def connector_to_wire(name: ConnectorName) -> chunk_pb2.Connector.ValueType:
-    """The enum value of a connector."""
-    return _CONNECTORS[name]
-
-
-def connector_from_wire(number: int) -> ConnectorName:
-    """The connector of an enum value; unset is AUTO, an unknown one InvalidChunkError."""
-    if number == chunk_pb2.CONNECTOR_UNSPECIFIED:
-        return ConnectorName.AUTO
-    for name, value in _CONNECTORS.items():
-        if value == number:
-            return name
-    raise InvalidChunkError(f"unknown connector {number}", reason="UNKNOWN_CONNECTOR")
 
 
 def key_to_wire(key: EdgeKey) -> chunk_pb2.EdgeKey:
@@ -78,51 +57,86 @@ def check_metadata(metadata: Mapping[str, object]) -> None:
             raise InvalidChunkError(f"metadata {name!r} is a {type(value).__name__}; use bool, int, float or str")
 
 
-def inline_chunk(key: EdgeKey, seq: int, packet: Packet) -> chunk_pb2.Chunk:
-    """A chunk whose tensors are inline."""
-    return _chunk(key, seq, packet, [inline_tensor(name, tensor) for name, tensor in packet.tensors.items()])
+class PacketShape:
+    """What a packet is but for its bytes. Flows keep that of the last packet: the next one mostly has the same."""
+
+    __slots__ = ("_shapes", "digested", "fields", "size_bytes")
+
+    def __init__(self, packet: Packet) -> None:
+        """Raises InvalidChunkError for a packet that cannot be sent."""
+        if len(packet.tensors) > MAX_TENSORS:
+            raise InvalidChunkError(f"{len(packet.tensors)} tensors in a chunk; at most {MAX_TENSORS} are sent")
+        self._shapes = [(name, tensor.dtype, tensor.shape) for name, tensor in packet.tensors.items()]
+        self.fields = tuple(
+            (name, dtype_to_wire(dtype_name(tensor)), tensor.shape, tensor.nbytes)
+            for name, tensor in packet.tensors.items()
+        )
+        self.size_bytes = packet.size_bytes
+        self.digested = ";".join(f"{name}:{dtype.str}{shape}" for name, dtype, shape in self._shapes).encode()
+
+    def fits(self, packet: Packet) -> bool:
+        """Whether `packet` is of this shape."""
+        return len(self._shapes) == len(packet.tensors) and all(
+            name == mine[0] and tensor.shape == mine[2] and tensor.dtype == mine[1]
+            for mine, (name, tensor) in zip(self._shapes, packet.tensors.items(), strict=True)
+        )
 
 
-def shm_chunk(key: EdgeKey, seq: int, packet: Packet, *, region: Region, lease_id: int) -> chunk_pb2.Chunk:
-    """A chunk whose tensors are in the producer's arena."""
-    tensors: list[tensor_pb2.Tensor] = []
-    for name, tensor in packet.tensors.items():
-        message = describe_tensor(name, tensor)
-        if tensor.nbytes:
-            message.shm.offset = region.tensor_offsets[name]
-            message.shm.size_bytes = tensor.nbytes
-            message.shm.generation = region.generation
-        tensors.append(message)
-    chunk = _chunk(key, seq, packet, tensors)
-    chunk.data.lease_id = lease_id
-    return chunk
+def shape_of(packet: Packet, *, last: PacketShape | None) -> PacketShape:
+    """The packet's shape, `last` where that is it."""
+    return last if last is not None and last.fits(packet) else PacketShape(packet)
 
 
-def streamed_chunk(key: EdgeKey, seq: int, packet: Packet, *, transfer_id: int) -> chunk_pb2.Chunk:
-    """A chunk whose bytes went ahead as pieces, its tensors one after the other."""
-    tensors: list[tensor_pb2.Tensor] = []
+def fill_inline(data: chunk_pb2.ChunkData, packet: Packet, shape: PacketShape) -> None:
+    """Puts a packet inline."""
+    for name, dtype, dims, size_bytes in shape.fields:
+        message = data.tensors.add(name=name, dtype=dtype, shape=dims)
+        if size_bytes:
+            message.inline = packet.tensors[name].tobytes()
+    _finish(data, packet)
+
+
+def fill_in_arena(
+    data: chunk_pb2.ChunkData, packet: Packet, shape: PacketShape, *, places: Sequence[ArenaRange], lease_id: int
+) -> None:
+    """Says where in its producer's arena a packet lies."""
+    for (name, dtype, dims, size_bytes), place in zip(shape.fields, places, strict=True):
+        message = data.tensors.add(name=name, dtype=dtype, shape=dims)
+        if size_bytes:
+            region = message.shm
+            region.offset, region.size_bytes, region.generation = place
+    data.lease_id = lease_id
+    _finish(data, packet)
+
+
+def fill_streamed(data: chunk_pb2.ChunkData, packet: Packet, shape: PacketShape, *, transfer_id: int) -> None:
+    """Says that a packet's bytes went ahead as pieces, its tensors one after the other."""
     offset = 0
-    for name, tensor in packet.tensors.items():
-        message = describe_tensor(name, tensor)
-        if tensor.nbytes:
-            message.streamed.transfer_id = transfer_id
-            message.streamed.offset = offset
-            message.streamed.size_bytes = tensor.nbytes
-        tensors.append(message)
-        offset += tensor.nbytes
-    return _chunk(key, seq, packet, tensors)
+    for name, dtype, dims, size_bytes in shape.fields:
+        message = data.tensors.add(name=name, dtype=dtype, shape=dims)
+        if size_bytes:
+            region = message.streamed
+            region.transfer_id, region.offset, region.size_bytes = transfer_id, offset, size_bytes
+        offset += size_bytes
+    _finish(data, packet)
 
 
-def pieces(key: EdgeKey, packet: Packet, *, transfer_id: int) -> Iterator[chunk_pb2.ChunkPiece]:
+class Piece(NamedTuple):
+    """A part of a packet's bytes."""
+
+    message: chunk_pb2.ChunkPiece
+    """Without its payload."""
+    payload: memoryview
+
+
+def pieces(key: chunk_pb2.EdgeKey, packet: Packet, *, transfer_id: int) -> Iterator[Piece]:
     """The pieces of a packet, made one at a time."""
-    total, base, wire_key = packet.size_bytes, 0, key_to_wire(key)
+    base, total = 0, packet.size_bytes
     for tensor in packet.tensors.values():
-        payload = memoryview(tensor.reshape(-1).view(np.uint8).data) if tensor.nbytes else memoryview(b"")
+        payload = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data if tensor.nbytes else memoryview(b"")
         for start in range(0, len(payload), PIECE_BYTES):
-            part = payload[start : start + PIECE_BYTES].tobytes()
-            yield chunk_pb2.ChunkPiece(
-                transfer_id=transfer_id, total_bytes=total, offset=base + start, payload=part, key=wire_key
-            )
+            message = chunk_pb2.ChunkPiece(transfer_id=transfer_id, total_bytes=total, offset=base + start, key=key)
+            yield Piece(message, payload[start : start + PIECE_BYTES])
         base += len(payload)
 
 
@@ -133,10 +147,9 @@ class FlowDigest:
         self.count = 0
         self._hash = hashlib.blake2b(digest_size=16)
 
-    def add(self, packet: Packet) -> None:
+    def add(self, shape: PacketShape) -> None:
         """Takes in the flow's next data chunk."""
-        shapes = ";".join(f"{name}:{t.dtype.str}{t.shape}" for name, t in packet.tensors.items())
-        self._hash.update(f"{self.count}|{packet.size_bytes}|{shapes}\n".encode())
+        self._hash.update(b"%d|%d|%b\n" % (self.count, shape.size_bytes, shape.digested))
         self.count += 1
 
     def end(self) -> chunk_pb2.ChunkEnd:
@@ -144,11 +157,10 @@ class FlowDigest:
         return chunk_pb2.ChunkEnd(count=self.count, digest=self._hash.digest())
 
 
-def _chunk(key: EdgeKey, seq: int, packet: Packet, tensors: list[tensor_pb2.Tensor]) -> chunk_pb2.Chunk:
-    data = chunk_pb2.ChunkData(tensors=tensors, size_bytes=packet.size_bytes)
+def _finish(data: chunk_pb2.ChunkData, packet: Packet) -> None:
+    data.size_bytes = packet.size_bytes
     for name, value in packet.metadata.items():
         _set_metadata(data.metadata[name], value)
-    return chunk_pb2.Chunk(key=key_to_wire(key), seq=seq, data=data)
 
 
 def _set_metadata(message: chunk_pb2.MetadataValue, value: MetadataValue) -> None:
@@ -163,11 +175,12 @@ def _set_metadata(message: chunk_pb2.MetadataValue, value: MetadataValue) -> Non
             message.text = value
 
 
-def tail_chunk(key: EdgeKey, seq: int, tail: chunk_pb2.ChunkEnd | chunk_pb2.ChunkAbort | None) -> chunk_pb2.Chunk:
-    """The chunk that closes a flow."""
-    chunk = chunk_pb2.Chunk(key=key_to_wire(key), seq=seq)
+Tail: TypeAlias = chunk_pb2.ChunkEnd | chunk_pb2.ChunkAbort
+
+
+def fill_tail(chunk: chunk_pb2.Chunk, tail: Tail) -> None:
+    """Closes a flow."""
     if isinstance(tail, chunk_pb2.ChunkEnd):
         chunk.end.CopyFrom(tail)
-    elif tail is not None:
+    else:
         chunk.abort.CopyFrom(tail)
-    return chunk

@@ -1,6 +1,6 @@
 """The pipeline as it is now, in the contract's terms."""
 
-from stagemesh.connectors.wire import connector_to_wire
+from stagemesh.connectors.registry import number_of
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.replica import Replica
 from stagemesh.orchestrator.spec import Edge, PipelineOutput, Stage
@@ -39,7 +39,7 @@ def _replica(replica: Replica) -> orchestrator_pb2.ReplicaDescription:
 
 def _edge(edge: Edge) -> orchestrator_pb2.EdgeDescription:
     return orchestrator_pb2.EdgeDescription(
-        name=edge.name, from_stage=edge.producer, to_stage=edge.consumer, connector=connector_to_wire(edge.connector)
+        name=edge.name, from_stage=edge.producer, to_stage=edge.consumer, connector=number_of(edge.connector)
     )
 
 

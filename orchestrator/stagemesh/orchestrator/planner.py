@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from stagemesh.connectors.errors import UnavailableError
-from stagemesh.connectors.wire import connector_to_wire
+from stagemesh.connectors.registry import number_of
 from stagemesh.orchestrator.replica import Replica, ReplicaState
 from stagemesh.orchestrator.spec import Edge, Pipeline, Stage
 from stagemesh.orchestrator.wire import policy_to_wire
@@ -108,6 +108,6 @@ def _output_binding(edge: Edge, consumer: Replica) -> stage_pb2.OutputBinding:
         edge=edge.name,
         consumer=consumer.name,
         endpoint=consumer.endpoint,
-        connector=connector_to_wire(edge.connector),
+        connector=number_of(edge.connector),
         policy=policy_to_wire(edge.policy),
     )

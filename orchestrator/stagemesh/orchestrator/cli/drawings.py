@@ -70,7 +70,7 @@ def _what(stage: Stage) -> str:
 
 
 def _how(edge: Edge) -> str:
-    return ", ".join(part for part in (edge.transform, edge.connector.value, _cut(edge.policy)) if part)
+    return ", ".join(part for part in (edge.transform, edge.connector, _cut(edge.policy)) if part)
 
 
 def _cut(policy: ChunkPolicy) -> str:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stagemesh.connectors.base import ConnectorName, FramesPolicy
+from stagemesh.connectors.base import AUTO, FramesPolicy
+from stagemesh.connectors.registry import cards
 from stagemesh.connectors.tensors import TensorSpec
 from stagemesh.orchestrator.spec.carried import CarriedTensors, emitted, list_specs
 from stagemesh.orchestrator.spec.graph import Arc, find_cycle
@@ -66,9 +67,10 @@ class EdgeResolver:
             self.problems.add(("edges", last), f"cycle {' -> '.join(cycle)}; remove one of these edges")
 
     def _check_transport(self, index: int, edge: EdgeShape, producer: Stage | None) -> None:
-        if edge.connector == ConnectorName.NIXL.value:
+        if edge.connector not in {AUTO, *cards()}:
             self.problems.add(
-                ("edges", index, "connector"), "connector nixl is not built in this version: use auto, shm or grpc"
+                ("edges", index, "connector"),
+                f"unknown connector {edge.connector!r}; use one of {', '.join((AUTO, *cards()))}",
             )
         if producer is not None and isinstance(edge.policy, FramesPolicy):
             first_axes = {emitted.spec.shape[:1] for emitted in producer.signature.emits.values()}
@@ -105,6 +107,6 @@ def _edge(shape: EdgeShape) -> Edge:
         producer=shape.producer,
         consumer=shape.consumer,
         transform=shape.transform or "",
-        connector=ConnectorName(shape.connector),
+        connector=shape.connector,
         policy=shape.policy,
     )

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, StringConstraints, Tag, model_validator
 
-from stagemesh.connectors.base import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.connectors.base import AUTO, ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.services.serving.config import DataPlaneConfig
 
 Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$", max_length=63)]
@@ -71,7 +71,7 @@ class EdgeShape(_Shape):
     producer: str = Field(alias="from")
     consumer: str = Field(alias="to")
     transform: str | None = None
-    connector: Literal["auto", "shm", "grpc", "nixl"] = "auto"
+    connector: str = AUTO
     chunk: ChunkShape = "step"
     name: Name | None = None
 

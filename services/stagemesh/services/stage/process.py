@@ -5,6 +5,7 @@ import logging
 from collections.abc import Coroutine
 
 from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.stage_service import add_stage_service
 from stagemesh.services.engines.base import Engine
 from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.lifecycle import bind_forks_to_this_process
@@ -13,7 +14,6 @@ from stagemesh.services.serving.plugins import import_factory, load_engine_card
 from stagemesh.services.serving.server import Server
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.servicer import SERVICE_NAME, StageServicer
-from stagemesh.v1 import stage_pb2_grpc
 
 LIVENESS = "liveness"
 _DRAIN_GRACE_S = 10.0
@@ -31,7 +31,7 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     bind_forks_to_this_process()
     server = Server(config.listen)
     runtime = _make_runtime(config)
-    stage_pb2_grpc.add_StageServiceServicer_to_server(StageServicer(runtime), server.grpc)
+    add_stage_service(StageServicer(runtime), server.grpc)
     server.reflect(SERVICE_NAME)
     server.set_health(LIVENESS, serving=True)
     _set_serving(server, serving=False)

@@ -40,10 +40,10 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
                     yield event_to_wire(event)
 
     @streaming
-    async def PutChunk(  # noqa: N802
-        self, request_iterator: AsyncIterator[stage_pb2.PutChunkRequest], context: _Context
-    ) -> AsyncIterator[stage_pb2.PutChunkResponse]:
-        """See the proto."""
+    async def PutChunk(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[bytes], context: _Context
+    ) -> AsyncIterator[bytes]:
+        """See the proto; the messages come and go serialized (`add_stage_service`)."""
         async with answering(context, **self._where):
             replies = self._runtime.data_plane.serve_put(request_iterator)
             async with contextlib.aclosing(replies):

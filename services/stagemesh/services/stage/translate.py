@@ -5,18 +5,17 @@ from collections.abc import Iterable
 
 from stagemesh.connectors.base import ChunkPolicy, FlowUsage, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.connectors.registry import cards, name_of, number_of
 from stagemesh.connectors.tensors import Array, inline_tensor, read_inline, spec_to_wire
-from stagemesh.connectors.wire import connector_from_wire
 from stagemesh.services.engines.base import ChatMessage, Progress, Prompt, ResumePoint, SamplingOptions, Task
 from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.plugins import Signature
 from stagemesh.services.stage.events import Accepted, Content, Finished, Output, Picture, Sound, StepEvent
 from stagemesh.services.stage.load import ReplicaState, StageLoad
 from stagemesh.services.stage.order import InputBinding, OutputBinding, StepOrder
-from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2, tensor_pb2
+from stagemesh.v1 import request_pb2, stage_pb2, tensor_pb2
 
 WIRE_VERSION = 1
-_CONNECTORS = (chunk_pb2.CONNECTOR_SHM, chunk_pb2.CONNECTOR_GRPC)
 
 
 # -- what comes in
@@ -97,7 +96,7 @@ def _output_binding(message: stage_pb2.OutputBinding) -> OutputBinding:
         edge=message.edge,
         consumer=message.consumer,
         endpoint=message.endpoint,
-        connector=connector_from_wire(message.connector),
+        connector=name_of(message.connector),
         policy=_policy(message),
     )
 
@@ -164,7 +163,7 @@ def _finished(event: Finished) -> stage_pb2.StepFinished:
 
 def _edge_usage(usage: FlowUsage) -> request_pb2.EdgeUsage:
     return request_pb2.EdgeUsage(
-        edge=usage.edge, connector=usage.connector.value, chunks=usage.chunks, size_bytes=usage.size_bytes
+        edge=usage.edge, connector=usage.connector, chunks=usage.chunks, size_bytes=usage.size_bytes
     )
 
 
@@ -197,6 +196,6 @@ def description_to_wire(
         detail=detail,
         accepts=[spec_to_wire(name, spec) for name, spec in signature.accepts.items()],
         emits=[spec_to_wire(name, emitted.spec) for name, emitted in signature.emits.items()],
-        connectors=_CONNECTORS,
+        connectors=[number_of(card.name) for card in cards().values() if not card.missing()],
         wire_version=WIRE_VERSION,
     )

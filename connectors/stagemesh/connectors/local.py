@@ -1,0 +1,151 @@
+"""Local streams: how replicas find each other on one host, and hear at once when the other is gone.
+
+A consumer listens on an abstract unix socket with a random name, which it tells its producers over gRPC. A producer
+that can connect to it shares the host's kernel and network (containers of one pod do), and hands over its arena's
+memory file with the first byte. Nothing is assumed from host names; a name that leads nowhere costs one failed connect.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Awaitable, Callable
+
+_log = logging.getLogger(__name__)
+
+_SO_PEERPIDFD = 77
+_PREFIX = "stagemesh-"
+_GREETING_S = 2.0
+_BACKLOG = 64
+
+Accepted = Callable[[socket.socket, int], Awaitable[None]]
+"""Takes a connected socket and the descriptor of the producer's arena, and owns both."""
+
+
+class LocalListener:
+    """The socket on which producers of this host open local streams. Made within a running event loop."""
+
+    def __init__(self, accepted: Accepted) -> None:
+        self.name = _PREFIX + secrets.token_hex(16)
+        self._accepted = accepted
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._socket.bind("\0" + self.name)
+        self._socket.listen(_BACKLOG)
+        self._greetings: set[asyncio.Task[None]] = set()
+        self._task = asyncio.create_task(self._accept(), name="local listener")
+
+    async def close(self) -> None:
+        """Takes no more streams. Closing twice is harmless."""
+        self._task.cancel()
+        for greeting in self._greetings:
+            greeting.cancel()
+        await asyncio.gather(self._task, *self._greetings, return_exceptions=True)
+        self._socket.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(self._socket)
+            greeting = asyncio.create_task(self._greet(connection))
+            self._greetings.add(greeting)
+            greeting.add_done_callback(self._greetings.discard)
+
+    async def _greet(self, connection: socket.socket) -> None:
+        try:
+            _check_user(connection)
+            async with asyncio.timeout(_GREETING_S):
+                arena_fd = await _receive_fd(connection)
+        except (OSError, TimeoutError) as exc:
+            _log.warning("a local stream was refused: %s", exc or "it did not begin in time")
+            connection.close()
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+        else:
+            await self._accepted(connection, arena_fd)
+
+
+async def dial(name: str, *, arena_fd: int) -> socket.socket:
+    """A local stream to the consumer of that name, the arena handed over; OSError where it is not on this host."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        # An abstract socket of this host accepts or refuses at once.
+        connection.connect("\0" + name)
+        _check_user(connection)
+        socket.send_fds(connection, [b"\0"], [arena_fd])
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def watch_peer(connection: socket.socket, died: Callable[[], None]) -> "DeathWatch | None":
+    """Calls `died` once the process at the other end has died; None where this host has no way to tell."""
+    pidfd = _open_peer_pidfd(connection)
+    return DeathWatch(pidfd, died) if pidfd is not None else None
+
+
+class DeathWatch:
+    """Calls `died` once the process behind a descriptor has died. Owns the descriptor."""
+
+    def __init__(self, pidfd: int, died: Callable[[], None]) -> None:
+        self._pidfd = pidfd
+        self._died = died
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(pidfd, self._fire)
+
+    def close(self) -> None:
+        """Stops watching. Closing twice is harmless."""
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _fire(self) -> None:
+        self.close()
+        self._died()
+
+
+def _check_user(connection: socket.socket) -> None:
+    _, user, _ = _credentials(connection)
+    if user != os.geteuid():
+        raise PermissionError(errno.EPERM, "the process at the other end belongs to another user")
+
+
+def _open_peer_pidfd(connection: socket.socket) -> int | None:
+    try:
+        return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder)
+    except OSError:
+        # Kernels before 6.5 have no such option, and none knows a process of another pid namespace by its number.
+        process_id, _, _ = _credentials(connection)
+    try:
+        return os.pidfd_open(process_id) if process_id else None
+    except OSError:
+        return None
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end."""
+    layout = struct.Struct("3i")
+    process_id, user, group = layout.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size))
+    return process_id, user, group
+
+
+async def _receive_fd(connection: socket.socket) -> int:
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(connection, lambda: None if readable.done() else readable.set_result(None))
+    try:
+        await readable
+    finally:
+        loop.remove_reader(connection)
+    greeting, fds, _, _ = socket.recv_fds(connection, 1, 1)
+    if not greeting or len(fds) != 1:
+        for fd in fds:
+            os.close(fd)
+        raise ConnectionAbortedError("it did not hand over an arena")
+    return fds[0]

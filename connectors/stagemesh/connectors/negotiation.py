@@ -1,0 +1,112 @@
+"""Which connector a flow uses: settled once a connection, the best that both replicas can do.
+
+The producer offers its arena by one connector after the other, and the consumer answers whether it can read it so.
+A connector that fails later counts as refused until the connection is made anew.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from stagemesh.connectors import wire
+from stagemesh.connectors.base import AUTO, GRPC, ConnectorName
+from stagemesh.connectors.connector import Connector
+from stagemesh.connectors.errors import NotReadyError, StagemeshError
+from stagemesh.connectors.registry import ReplicaConnectors, cards, name_of, number_of
+from stagemesh.v1 import stage_pb2
+
+_AGAIN_S = 2.0
+
+
+class Negotiation:
+    """One connection's. Used on the event loop; whoever waits for it is told by `settled`."""
+
+    def __init__(
+        self,
+        connectors: ReplicaConnectors,
+        *,
+        consumer: str,
+        offer: Callable[[stage_pb2.PutItem], None],
+        settled: Callable[[], None],
+    ) -> None:
+        self._connectors = connectors
+        self._consumer = consumer
+        self._offer, self._settled = offer, settled
+        self._agreed: dict[ConnectorName, Connector] = {}
+        self._refused: dict[ConnectorName, StagemeshError] = {}
+        self._offering: dict[ConnectorName, asyncio.Task[None]] = {}
+
+    def choose(self, wanted: ConnectorName) -> ConnectorName | None:
+        """The connector for a flow, or None while that is being settled.
+
+        Raises NotReadyError (CONNECTOR_UNAVAILABLE) where the one that is wanted cannot work.
+        """
+        for name in self._candidates(wanted):
+            if name == GRPC or name in self._agreed:
+                return name
+            if name not in self._refused:
+                self._begin(name)
+                return None
+        raise NotReadyError(
+            f"connector {wanted} cannot be used with replica {self._consumer}: {self._refused[wanted].message}; "
+            "fix that, or set `connector: auto`",
+            reason="CONNECTOR_UNAVAILABLE",
+        )
+
+    def reader(self, name: ConnectorName) -> Connector | None:
+        """This replica's end of a connector that was agreed on; None for grpc."""
+        return self._agreed.get(name)
+
+    def meet(self, meeting: stage_pb2.Meeting) -> None:
+        """The consumer's answer to an offer."""
+        name = name_of(meeting.connector)
+        if name not in self._offering:
+            return
+        self._offering.pop(name).cancel()
+        if meeting.HasField("error"):
+            self._refuse(name, wire.error_from_wire(meeting.error))
+        else:
+            self._agreed[name] = self._connectors.get(name)
+        self._settled()
+
+    def fail(self, name: ConnectorName, error: StagemeshError) -> None:
+        """A connector that was agreed on does not work."""
+        self._agreed.pop(name, None)
+        self._refuse(name, error)
+
+    def refusals(self) -> dict[ConnectorName, str]:
+        """Why connectors are not used, for people."""
+        return {name: error.message for name, error in self._refused.items()}
+
+    async def close(self) -> None:
+        """Forgets what was settled."""
+        tasks = list(self._offering.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- inner workings
+
+    @staticmethod
+    def _candidates(wanted: ConnectorName) -> Iterator[ConnectorName]:
+        yield from cards() if wanted == AUTO else (wanted,)
+
+    def _refuse(self, name: ConnectorName, error: StagemeshError) -> None:
+        self._refused[name] = error
+
+    def _begin(self, name: ConnectorName) -> None:
+        if name not in self._offering:
+            self._offering[name] = asyncio.create_task(self._keep_offering(name), name=f"offer {name}")
+
+    async def _keep_offering(self, name: ConnectorName) -> None:
+        """Offers until the answer ends this task, for an offer may be lost."""
+        try:
+            offer = await self._connectors.get(name).offer()
+        except StagemeshError as exc:
+            del self._offering[name]
+            self._refuse(name, exc)
+            self._settled()
+            return
+        item = stage_pb2.PutItem(offer=stage_pb2.Offer(connector=number_of(name), offer=offer))
+        while True:
+            self._offer(item)
+            await asyncio.sleep(_AGAIN_S)

@@ -1,0 +1,118 @@
+"""The connectors that this installation knows, best first.
+
+Others come as entry points in the group `stagemesh.connectors`, each naming a `ConnectorCard`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+
+from stagemesh.connectors.arena import Arena
+from stagemesh.connectors.base import AUTO, GRPC, NIXL, SHM, ConnectorName
+from stagemesh.connectors.connector import Connector
+from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
+from stagemesh.v1 import chunk_pb2
+
+
+@dataclass(frozen=True)
+class ConnectorCard:
+    """A connector, without what it imports."""
+
+    name: ConnectorName
+    number: int
+    """Its value of the contract's enum; from 1000 on for one that is added from outside."""
+    rank: int
+    """`auto` takes the usable one of the lowest rank; shm is 10, nixl 20, grpc 100."""
+    factory: str = ""
+    """ "module:callable" -> Connector, called with arena, landing, replica and incarnation; empty for grpc alone."""
+    module: str = ""
+    """What must be installed for it, where that is optional."""
+    remedy: str = ""
+    """How to install it."""
+
+    def missing(self) -> str:
+        """Why it cannot be used in this installation; empty where it can."""
+        return f"{self.module} is not installed: {self.remedy}" if self.module and not find_spec(self.module) else ""
+
+
+_BUILT_IN = (
+    ConnectorCard(SHM, chunk_pb2.CONNECTOR_SHM, 10, "stagemesh.connectors.shm:ShmConnector"),
+    ConnectorCard(
+        NIXL,
+        chunk_pb2.CONNECTOR_NIXL,
+        20,
+        "stagemesh.connectors.nixl:NixlConnector",
+        module="nixl_cu12",
+        remedy="install stagemesh[nixl] on both hosts",
+    ),
+    ConnectorCard(GRPC, chunk_pb2.CONNECTOR_GRPC, 100),
+)
+
+
+@cache
+def cards() -> Mapping[ConnectorName, ConnectorCard]:
+    """All connectors by name, best first."""
+    added = (entry.load() for entry in entry_points(group="stagemesh.connectors"))
+    return {card.name: card for card in sorted((*_BUILT_IN, *added), key=lambda card: card.rank)}
+
+
+def card_of(name: ConnectorName) -> ConnectorCard:
+    """The card of a name; raises InvalidRequestError naming those known."""
+    card = cards().get(name)
+    if card is None:
+        raise InvalidRequestError(
+            f"unknown connector {name!r}; use one of {', '.join((AUTO, *cards()))}", reason="UNKNOWN_CONNECTOR"
+        )
+    return card
+
+
+def number_of(name: ConnectorName) -> chunk_pb2.Connector.ValueType:
+    """The wire's number of a name."""
+    number = chunk_pb2.CONNECTOR_AUTO if name == AUTO else card_of(name).number
+    # The enum is open: an added connector's number travels like any other.
+    return chunk_pb2.Connector.ValueType(number)
+
+
+@cache
+def name_of(number: int) -> ConnectorName:
+    """The name of a number on the wire, AUTO for none; raises InvalidRequestError for one that is not known here."""
+    if number in {chunk_pb2.CONNECTOR_UNSPECIFIED, chunk_pb2.CONNECTOR_AUTO}:
+        return AUTO
+    for card in cards().values():
+        if card.number == number:
+            return card.name
+    raise InvalidRequestError(
+        f"connector {number} is unknown here; install what adds it on both replicas", reason="UNKNOWN_CONNECTOR"
+    )
+
+
+class ReplicaConnectors:
+    """One replica's connectors, each made when it is first needed."""
+
+    def __init__(self, arena: Arena, *, landing: Callable[[], Arena], replica: str, incarnation: str) -> None:
+        self._arena, self._landing = arena, landing
+        self._replica, self._incarnation = replica, incarnation
+        self._made: dict[ConnectorName, Connector] = {}
+
+    def get(self, name: ConnectorName) -> Connector:
+        """The connector of that name; raises NotReadyError (CONNECTOR_UNAVAILABLE) where this replica has none."""
+        if name not in self._made:
+            card = card_of(name)
+            missing = card.missing() or ("" if card.factory else "it reads no arena")
+            if missing:
+                raise NotReadyError(f"connector {name} cannot be used: {missing}", reason="CONNECTOR_UNAVAILABLE")
+            module, _, attribute = card.factory.partition(":")
+            make: Callable[..., Connector] = getattr(import_module(module), attribute)
+            self._made[name] = make(
+                self._arena, landing=self._landing, replica=self._replica, incarnation=self._incarnation
+            )
+        return self._made[name]
+
+    async def close(self) -> None:
+        """Closes those that were made. Closing twice is harmless."""
+        while self._made:
+            _, connector = self._made.popitem()
+            await connector.close()
