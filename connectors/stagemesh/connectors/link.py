@@ -159,9 +159,8 @@ class Link:
             welcome = await main.greet(lane, self._hello)
             self._welcomed(welcome)
             streams = [main]
-            beside = await self._open_local(welcome)
+            beside = await self._open_local(welcome, stack)
             if beside is not None:
-                stack.push_async_callback(beside.close)
                 streams.append(beside)
             self._main, self._local = main, beside
             negotiation = Negotiation(
@@ -188,8 +187,8 @@ class Link:
             for end in ends:
                 end.cancel()
 
-    async def _open_local(self, welcome: stage_pb2.Welcome) -> PutStream | None:
-        """A stream beside the main one, where the consumer proves to be on this host."""
+    async def _open_local(self, welcome: stage_pb2.Welcome, stack: contextlib.AsyncExitStack) -> PutStream | None:
+        """A stream beside the main one, where the consumer proves to be on this host; `stack` closes it."""
         if not welcome.local_socket:
             return None
         try:
@@ -202,6 +201,7 @@ class Link:
         _, lane = await self._loop.create_unix_connection(
             lambda: LocalLane(stream, peer=f"replica {self._consumer}"), sock=connection
         )
+        stack.push_async_callback(stream.close)
         try:
             found = await stream.greet(lane, self._hello)
             if found.incarnation != welcome.incarnation:
