@@ -36,23 +36,29 @@ class LocalListener:
         self._socket.bind("\0" + self.name)
         self._socket.listen(_BACKLOG)
         self._greetings: set[asyncio.Task[None]] = set()
-        self._task = asyncio.create_task(self._accept(), name="local listener")
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket, self._accept)
 
     async def close(self) -> None:
         """Takes no more streams. Closing twice is harmless."""
-        self._task.cancel()
-        for greeting in self._greetings:
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+        greetings = list(self._greetings)
+        for greeting in greetings:
             greeting.cancel()
-        await asyncio.gather(self._task, *self._greetings, return_exceptions=True)
-        self._socket.close()
+        await asyncio.gather(*greetings, return_exceptions=True)
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            connection, _ = await loop.sock_accept(self._socket)
-            greeting = asyncio.create_task(self._greet(connection))
-            self._greetings.add(greeting)
-            greeting.add_done_callback(self._greetings.discard)
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:
+            # It went away again, or there are no descriptors left for now.
+            return
+        connection.setblocking(False)
+        greeting = self._loop.create_task(self._greet(connection), name="local greeting")
+        self._greetings.add(greeting)
+        greeting.add_done_callback(self._greetings.discard)
 
     async def _greet(self, connection: socket.socket) -> None:
         try:
