@@ -8,6 +8,7 @@ import numpy as np
 
 from stagemesh.connectors.channels import open_channel
 from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.stage_service import add_stage_service
 from stagemesh.services.engines.base import Engine, Task
 from stagemesh.services.engines.fake import signature
 from stagemesh.services.engines.fake.engine import FakeEngine
@@ -70,7 +71,7 @@ class Replica:
 async def served(runtime: StageRuntime) -> AsyncGenerator[Replica]:
     """Serves a runtime."""
     server = Server("127.0.0.1:0")
-    stage_pb2_grpc.add_StageServiceServicer_to_server(StageServicer(runtime), server.grpc)
+    add_stage_service(StageServicer(runtime), server.grpc)
     endpoint = f"127.0.0.1:{await server.start()}"
     async with open_channel(endpoint) as channel:
         try:
