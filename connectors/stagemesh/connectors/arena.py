@@ -92,6 +92,11 @@ class Written(NamedTuple):
     region: Region
     tensors: dict[str, Array]
 
+    def held(self) -> dict[str, Array]:
+        """The tensors as views that hold the region until the last of them is gone; the caller's hold goes over."""
+        whole = self.region.as_array()
+        return {name: _view_of(whole, tensor) for name, tensor in self.tensors.items()}
+
 
 class Found(NamedTuple):
     """Where in an arena a tensor lies; the offset counts from the file's start."""
@@ -475,6 +480,14 @@ def when_gone(array: Array, call: Callable[[], None]) -> None:
 
 _watched: dict[int, "weakref.ref[Array]"] = {}
 """As `weakref.finalize` keeps them, at half of its cost."""
+
+
+def _view_of(whole: Bytes, tensor: Array) -> Array:
+    """A tensor that lies in `whole`, as a view of it."""
+    if not tensor.nbytes:
+        return tensor
+    offset = _address_of(tensor) - _address_of(whole)
+    return whole[offset : offset + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
 
 
 def _address_of(tensor: Array) -> int:

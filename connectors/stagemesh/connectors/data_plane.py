@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 from stagemesh.connectors import wire
 from stagemesh.connectors.arena import Arena, ArenaStats
+from stagemesh.connectors.arena_writer import Handle, ShareTicket
 from stagemesh.connectors.base import AUTO, ChunkPolicy, ConnectorName, EdgeKey, Inlet, Outlet
 from stagemesh.connectors.errors import (
     ExistsError,
@@ -15,6 +16,7 @@ from stagemesh.connectors.errors import (
     NotReadyError,
     UnavailableError,
 )
+from stagemesh.connectors.fan_out import FanOut
 from stagemesh.connectors.inflow import InFlow
 from stagemesh.connectors.lanes import LocalLane, ServedLane
 from stagemesh.connectors.link import Link
@@ -23,6 +25,7 @@ from stagemesh.connectors.outflow import OutFlow, Sent
 from stagemesh.connectors.producer_peer import ProducerPeer
 from stagemesh.connectors.registry import ReplicaConnectors, card_of
 from stagemesh.connectors.session import PutSession
+from stagemesh.connectors.tensors import Tensors
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 RETAINED_SHARE = 4
@@ -105,6 +108,22 @@ class DataPlane:
         flow = OutFlow(key, wanted=connector, policy=policy, arena=self._arena, carrier=link)
         link.add(flow)
         return flow
+
+    def fan_out(self) -> FanOut:
+        """Outlets, to be added, that carry the same packets, written once."""
+        return FanOut(arena=self._arena, inline_limit_bytes=self._inline_limit_bytes)
+
+    def open_share(self, size_bytes: int) -> ShareTicket:
+        """Sets a part of the arena aside for a worker process that writes by itself (`ArenaWriter`); see `Arena`."""
+        return self._arena.open_share(size_bytes)
+
+    def adopt(self, handle: Handle) -> Tensors:
+        """The tensors that a worker wrote, to be sent without a copy; its memory is free when they are gone."""
+        return self._arena.adopt(handle).held()
+
+    def close_share(self, ticket: ShareTicket) -> None:
+        """Takes a share back, for when its worker has ended."""
+        self._arena.close_share(ticket)
 
     async def replay(self, key: EdgeKey, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
         """The chunks of a flow from `first_seq` on, up to its end; NotFoundError where they are gone."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 
-from stagemesh.connectors.base import EdgeKey, Inlet, Outlet, Packet
+from stagemesh.connectors.base import EdgeKey, Inlet, Packet
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.errors import CancelledRequestError, DeadlineError, InternalError, StagemeshError
 from stagemesh.services.engines.base import Emission, Engine, Progress, Task, Usage
@@ -18,7 +18,6 @@ from stagemesh.services.stage.feed import Feed, make_transform
 from stagemesh.services.stage.order import StepOrder
 from stagemesh.services.stage.outputs import StreamedOutputs
 from stagemesh.services.stage.stopwatch import Stopwatch
-from stagemesh.services.stage.together import together
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ class StepRun:
         self._where = {**where, "request_id": order.request_id}
         self._outputs = StreamedOutputs(order.streamed, signature.emits)
         self._inlets: dict[str, Inlet] = {}
-        self._outlets: list[Outlet] = []
+        self._outlets = data_plane.fan_out()
         self._stopwatch = Stopwatch()
         self._usage = Usage()
         self._timer: asyncio.TimerHandle | None = None
@@ -159,7 +158,7 @@ class StepRun:
                 connector=target.connector,
                 policy=target.policy,
             )
-            self._outlets.append(outlet)
+            self._outlets.add(outlet)
 
     def _feed(self, edge: str) -> Feed:
         transform = next(binding.transform for binding in self.order.inputs if binding.edge == edge)
@@ -176,23 +175,21 @@ class StepRun:
         self._stopwatch.first_output()
         for output in self._outputs.push(packet):
             self.journal.append(output)
-        if self._outlets:
-            await together([outlet.send(packet) for outlet in self._outlets])
+        await self._outlets.send(packet)
 
     async def _finish(self) -> None:
         for output in self._outputs.finish():
             self.journal.append(output)
-        if self._outlets:
-            await together([outlet.finish() for outlet in self._outlets])
-        edges = tuple(outlet.usage for outlet in self._outlets)
+        await self._outlets.finish()
+        edges = self._outlets.usages
         self.journal.append(Finished(self._usage, self._stopwatch.timings(), edges))
 
     async def _let_go(self, error: StagemeshError | None) -> None:
         if error is not None:
-            await asyncio.gather(*(outlet.abort(error) for outlet in self._outlets))
+            await self._outlets.abort(error)
         await asyncio.gather(*(inlet.aclose() for inlet in self._inlets.values()))
         self._set_deadline(None)
         # The run is kept for callers that attach again; they need the journal alone. A cause that was raised
         # holds on to the frames that it came through, and so to a packet and its lease.
-        self._inlets, self._outlets, self._cause = {}, [], None
+        self._inlets, self._outlets, self._cause = {}, self._data_plane.fan_out(), None
         self.order = replace(self.order, task=Task(self.order.request_id, self.order.task.seed))

@@ -1,0 +1,60 @@
+"""Several flows that carry the same packets: written into the arena once, read by as many consumers as there are."""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+
+from stagemesh.connectors.arena import Account, Arena
+from stagemesh.connectors.base import FlowUsage, Outlet, Packet
+from stagemesh.connectors.errors import StagemeshError
+
+
+class FanOut:
+    """The outlets of one stage's share of a request, which may be none."""
+
+    def __init__(self, *, arena: Arena, inline_limit_bytes: int) -> None:
+        self._outlets: list[Outlet] = []
+        self._arena, self._account = arena, Account()
+        self._inline_limit_bytes = inline_limit_bytes
+
+    def add(self, outlet: Outlet) -> None:
+        """One more."""
+        self._outlets.append(outlet)
+
+    @property
+    def usages(self) -> tuple[FlowUsage, ...]:
+        """What was sent, by outlet."""
+        return tuple(outlet.usage for outlet in self._outlets)
+
+    async def send(self, packet: Packet) -> None:
+        """Hands a packet to every outlet; raises what broke the first of them that breaks."""
+        if len(self._outlets) > 1 and packet.size_bytes > self._inline_limit_bytes:
+            packet = await self._placed(packet)
+        await _together([outlet.send(packet) for outlet in self._outlets])
+
+    async def finish(self) -> None:
+        """See `Outlet`, for all."""
+        await _together([outlet.finish() for outlet in self._outlets])
+
+    async def abort(self, error: StagemeshError) -> None:
+        """See `Outlet`, for all."""
+        await asyncio.gather(*(outlet.abort(error) for outlet in self._outlets))
+
+    async def _placed(self, packet: Packet) -> Packet:
+        """The packet in the arena, in a region that lives as long as a tensor of it or a chunk cut from one."""
+        if all(self._arena.find(tensor) for tensor in packet.tensors.values() if tensor.nbytes):
+            return packet
+        written = await self._arena.write(packet.tensors, self._account)
+        return Packet(written.held(), packet.metadata)
+
+
+async def _together(steps: Sequence[Coroutine[object, object, None]]) -> None:
+    """Runs all to their ends; the first error cancels the others and is raised as it is."""
+    if len(steps) == 1:
+        await steps[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for step in steps:
+                group.create_task(step)
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
