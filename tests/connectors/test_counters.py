@@ -1,0 +1,90 @@
+"""Ids and totals far beyond what a test could count to: nothing wraps, nothing is taken for something else."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+
+from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
+from tests.connectors.connector_names import CONNECTORS, named
+from tests.connectors.contents import is_packet_of, packet_of
+from tests.connectors.hosts import Host, open_flow, two_hosts
+
+CHUNKS = 20
+SIZE_BYTES = 20_000
+WINDOW_BYTES = 1 << 20
+LONG_AGO = pytest.mark.parametrize("start", [10**8, 2**32 - CHUNKS // 2, 2**53 - CHUNKS // 2])
+"""After 50 hours; around what 32 bits hold; around what a double holds."""
+ALL = pytest.mark.parametrize("connector", CONNECTORS)
+
+
+async def _carry(a: Host, outlet: Any, inlet: Any) -> None:
+    async def send() -> None:
+        for seq in range(CHUNKS):
+            await outlet.send(packet_of("r", seq, SIZE_BYTES))
+        await outlet.finish()
+
+    async def receive() -> None:
+        for seq in range(CHUNKS):
+            assert is_packet_of(await anext(inlet), request="r", seq=seq, size_bytes=SIZE_BYTES)
+        assert await anext(inlet, None) is None
+        await inlet.aclose()
+
+    await asyncio.gather(send(), receive())
+    async with asyncio.timeout(5):
+        while a.plane.arena_used_bytes:
+            await asyncio.sleep(0.01)
+
+
+@ALL
+@LONG_AGO
+async def test_leases_and_transfers_of_a_long_life_are_their_own(connector: str, start: int) -> None:
+    async with two_hosts() as (a, b):
+        outlet, inlet = open_flow(a, b, connector=named(connector))
+        (link,) = a.plane._links.values()
+        link._lease_ids = link._transfer_ids = start
+        await _carry(a, outlet, inlet)
+        assert link._lease_ids + link._transfer_ids == 2 * start + CHUNKS
+        assert link._leases == {}
+
+
+@ALL
+@LONG_AGO
+async def test_flow_goes_on_after_very_many_chunks_and_bytes(connector: str, start: int) -> None:
+    async with two_hosts(window_bytes=WINDOW_BYTES) as (a, b):
+        outlet, inlet = open_flow(a, b, connector=named(connector))
+        _advance_outlet(outlet, start)
+        _advance_inlet(inlet, start)
+        await _carry(a, outlet, inlet)
+        # The End, too, has a number.
+        assert (outlet._next_seq, inlet._next_seq) == (start + CHUNKS + 1,) * 2  # type: ignore[attr-defined]
+
+
+def _advance_outlet(outlet: Any, start: int) -> None:
+    outlet._next_seq = outlet._acked = outlet._used_bytes = start
+
+
+def _advance_inlet(inlet: Any, start: int) -> None:
+    inlet._next_seq = inlet._told_seq = inlet._received_bytes = inlet._consumed_bytes = start
+    inlet._limit_bytes = inlet._told_limit_bytes = start + WINDOW_BYTES
+
+
+@pytest.mark.parametrize(
+    ("message", "names"),
+    [
+        (chunk_pb2.Chunk, ["seq"]),
+        (chunk_pb2.ChunkData, ["lease_id", "size_bytes"]),
+        (chunk_pb2.ChunkPiece, ["transfer_id", "total_bytes", "offset"]),
+        (chunk_pb2.ChunkEnd, ["count"]),
+        (tensor_pb2.ShmRegion, ["offset", "size_bytes", "generation"]),
+        (stage_pb2.EdgeOpened, ["next_seq", "credit_limit_bytes"]),
+        (stage_pb2.ChunkAck, ["next_seq"]),
+        (stage_pb2.CreditGrant, ["limit_bytes"]),
+        (stage_pb2.LeaseRelease, ["lease_ids"]),
+        (stage_pb2.Welcome, ["held_lease_ids"]),
+    ],
+)
+def test_the_contract_counts_in_64_bits(message: Any, names: list[str]) -> None:
+    fields = message.DESCRIPTOR.fields_by_name
+    assert {name: fields[name].type for name in names} == dict.fromkeys(names, FieldDescriptor.TYPE_UINT64)

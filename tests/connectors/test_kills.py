@@ -1,0 +1,94 @@
+"""SIGKILL of a producer or a consumer at random moments: the other notices at once, and nothing is left behind."""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.connectors.connector_names import CONNECTORS
+from tests.connectors.replicas import Replica, ReplicaError, flow, replica
+
+NOTICED_S = 1.0
+FLAT_BYTES = 32 << 20
+"""What an allocator may keep of the largest messages."""
+ENDLESS = 1_000_000
+LIMITS = {"arena_bytes": 16 << 20, "window_bytes": 4 << 20}
+WARM_UP_ROUNDS = 2
+ALL = pytest.mark.parametrize("connector", CONNECTORS)
+
+
+def _shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+@asynccontextmanager
+async def _victim(survivor: Replica, *, request: str, connector: str, draw: random.Random) -> AsyncIterator[Replica]:
+    """A replica in the middle of an endless flow to or from the survivor; the survivor's half fails when it dies."""
+    producing, size_bytes = draw.random() < 0.5, draw.choice([500, 64 << 10, 1 << 20])
+    least, pause_s = draw.randrange(50), draw.uniform(0, 0.005)
+    async with replica("v-0", limits=LIMITS) as victim:
+        producer, consumer = (victim, survivor) if producing else (survivor, victim)
+        tasks = await flow(
+            producer, consumer, request=request, connector=connector, count=ENDLESS, size_bytes=size_bytes
+        )
+        await survivor.wait("progress", lambda count: count >= least, request=request)
+        # Not a wait for something: the moment is to be any.
+        await asyncio.sleep(pause_s)
+        killed_at = time.monotonic()
+        yield victim
+        async with asyncio.timeout(10):
+            for task in tasks:
+                with pytest.raises((ReplicaError, ConnectionError)):
+                    await task
+        await survivor.call("forget", request=request)
+        assert time.monotonic() - killed_at < NOTICED_S, f"{request}: noticed after {time.monotonic() - killed_at} s"
+        left_s = NOTICED_S - (time.monotonic() - killed_at)
+        await survivor.wait("stats", lambda stats: stats["arena_used_bytes"] == 0, timeout_s=left_s)
+
+
+async def _round(survivor: Replica, other: Replica, *, number: int, connector: str, draw: random.Random) -> None:
+    """One kill, beside a flow between the survivor and another replica which must not notice."""
+    async with _victim(survivor, request=f"killed-{number}", connector=connector, draw=draw) as victim:
+        beside = await flow(
+            survivor, other, request=f"beside-{number}", connector=connector, count=20, size_bytes=100_000
+        )
+        victim.kill()
+    sent, received = await asyncio.gather(*beside)
+    assert (sent["chunks"], received["count"]) == (20, 20)
+    await survivor.call("forget", request=f"beside-{number}")
+    await other.call("forget", request=f"beside-{number}")
+    await survivor.wait("stats", lambda stats: stats["arena_used_bytes"] == 0)
+
+
+def _assert_flat(before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    assert after["descriptors"] <= before["descriptors"] + 1
+    assert after["private_bytes"] <= before["private_bytes"] + FLAT_BYTES
+
+
+async def _kill_rounds(connector: str, rounds: int) -> None:
+    shared_before = _shared_memory()
+    draw = random.Random(f"{connector} {rounds}")  # noqa: S311 - a test's own moments, the same every time
+    async with replica("s-0", limits=LIMITS) as survivor, replica("t-0", limits=LIMITS) as other:
+        for number in range(WARM_UP_ROUNDS):
+            await _round(survivor, other, number=number, connector=connector, draw=draw)
+        before = await survivor.call("stats")
+        for number in range(WARM_UP_ROUNDS, rounds):
+            await _round(survivor, other, number=number, connector=connector, draw=draw)
+        _assert_flat(before, await survivor.call("stats"))
+    assert _shared_memory() <= shared_before
+
+
+@ALL
+async def test_who_survives_a_kill_notices_at_once(connector: str) -> None:
+    await _kill_rounds(connector, 7)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@ALL
+async def test_two_hundred_kills_leave_nothing(connector: str) -> None:
+    await _kill_rounds(connector, 70)

@@ -1,0 +1,334 @@
+"""Two data planes on a wire that loses, repeats, swaps and cuts, against the plainest model: a list of what was sent.
+
+All of it is the real thing but the wire and the clock: messages move when the machine says so, and time passes when it
+says so.
+"""
+
+import asyncio
+import os
+import sys
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from stagemesh.connectors import inflow, link, wire
+from stagemesh.connectors.base import EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.errors import StagemeshError, UnavailableError
+from stagemesh.connectors.inflow import InFlow
+from stagemesh.connectors.lanes import LaneUser
+from stagemesh.connectors.outflow import OutFlow
+from stagemesh.connectors.session import PutSession
+from stagemesh.v1 import stage_pb2
+from tests.connectors.connector_names import named
+from tests.connectors.contents import is_packet_of, packet_of
+from tests.connectors.relay_faults import Direction, split
+
+ARENA_BYTES = 128 << 10
+WINDOW_BYTES = 32 << 10
+LIMITS = {"arena_bytes": ARENA_BYTES, "window_bytes": WINDOW_BYTES, "inline_limit_bytes": 64}
+SIZES = [0, 10, 3000, 9000, 20_000]
+FLOWS = {"by shm": "shm", "by grpc": "grpc"}
+NEVER_S = 1e9
+SETTLING_TURNS = 12
+DIRECTIONS = st.sampled_from(list(Direction))
+REQUESTS = st.sampled_from(list(FLOWS))
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """A loop whose time stands until it is moved."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+
+class _End:
+    """One end's lane."""
+
+    is_writable = True
+
+    def __init__(self, one: "Wire", direction: Direction) -> None:
+        self._wire, self._direction = one, direction
+
+    def write(self, data: bytes) -> None:
+        self._wire.queues[self._direction].extend(split(data, self._direction))
+
+    def close(self, error: StagemeshError | None = None) -> None:
+        self._wire.over.set()
+
+    async def run(self) -> None:
+        """As the producing end's lane is run."""
+        await self._wire.over.wait()
+        self._wire.end()
+
+
+class Wire:
+    """One connection between a producer and a consumer."""
+
+    def __init__(self, producer: DataPlane, consumer: DataPlane, user: LaneUser) -> None:
+        self.queues: dict[Direction, deque[bytes]] = {direction: deque() for direction in Direction}
+        self.over = asyncio.Event()
+        self._user = user
+        self._session = PutSession(consumer, arena_fd=os.dup(producer._arena.fd), on_closed=lambda _: None)
+        self._session.begin(_End(self, Direction.REPLIES))
+        self._ended = False
+
+    def deliver(self, direction: Direction) -> None:
+        message = self.queues[direction].popleft()
+        if direction is Direction.REQUESTS:
+            self._session.received(message)
+        else:
+            self._user.received(_without_socket(message))
+
+    def end(self) -> None:
+        """Tells both ends, once."""
+        if not self._ended:
+            self._ended = True
+            for queue in self.queues.values():
+                queue.clear()
+            self._session.closed(None)
+            self._user.closed(UnavailableError("cut"))
+
+
+def _without_socket(message: bytes) -> bytes:
+    response = stage_pb2.PutChunkResponse.FromString(message)
+    response.welcome.ClearField("local_socket") if response.HasField("welcome") else None
+    return response.SerializeToString()
+
+
+class Flow:
+    """Both ends of a flow, with the tasks that use them."""
+
+    def __init__(self, machine: "DataPlaneModel", request: str) -> None:
+        key = EdgeKey(request, "a->b", 1)
+        self.request = request
+        self.inlet: InFlow = machine.consumer.open_inlet(key, producer="a")  # type: ignore[assignment]
+        self.outlet: OutFlow = machine.producer.open_outlet(  # type: ignore[assignment]
+            key, endpoint="nowhere", consumer="b", connector=named(FLOWS[request]), policy=StepPolicy()
+        )
+        self.sizes: list[int] = []
+        self.to_send: asyncio.Queue[int | None] = asyncio.Queue()
+        self.read_count = 0
+        self.held: deque[tuple[int, Packet]] = deque()
+        self.permits = asyncio.Semaphore(0)
+        self.tasks = [asyncio.create_task(self._send()), asyncio.create_task(self._receive())]
+
+    async def _send(self) -> None:
+        seq = 0
+        while (size := await self.to_send.get()) is not None:
+            await self.outlet.send(packet_of(self.request, seq, size))
+            seq += 1
+        await self.outlet.finish()
+
+    async def _receive(self) -> None:
+        while True:
+            await self.permits.acquire()
+            got = await anext(self.inlet, None)
+            if got is None:
+                await self.inlet.aclose()
+                return
+            self.held.append((self.read_count, got))
+            self.read_count += 1
+            del got
+
+    def look(self) -> None:
+        """Checks the oldest packet that is held, and lets it go."""
+        seq, packet = self.held.popleft()
+        assert is_packet_of(packet, request=self.request, seq=seq, size_bytes=self.sizes[seq]), (
+            f"packet {seq} {self.request} is not what was sent: {packet.metadata}, {packet.size_bytes} bytes"
+        )
+
+
+class DataPlaneModel(RuleBasedStateMachine):
+    """The wire, the clock and the users of two flows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = Clock()
+        self.patches = pytest.MonkeyPatch()
+        self.wires: list[Wire] = []
+
+    @initialize()
+    def begin(self) -> None:
+        self.patches.setattr(link, "GrpcLane", self._lane)
+        self.patches.setattr(link, "open_channel", _no_channel)
+        self.patches.setattr(link.Link, "_is_gone", _never_gone)
+        self.patches.setattr(link, "GIVE_UP_S", NEVER_S)
+        self.patches.setattr(inflow, "LOST_PRODUCER_S", NEVER_S)
+        self.patches.setattr(inflow, "MAX_RESYNCS", sys.maxsize)
+        self.patches.setattr(wire, "PIECE_BYTES", 4096)
+        self.loop.run_until_complete(self._begin())
+        self._settle()
+
+    async def _begin(self) -> None:
+        self.producer = DataPlane(replica="a", pipeline="p", generation="g", **LIMITS)
+        self.consumer = DataPlane(replica="b", pipeline="p", generation="g", **LIMITS)
+        self.flows = {request: Flow(self, request) for request in FLOWS}
+
+    # -- the users
+
+    @rule(request=REQUESTS, size=st.sampled_from(SIZES))
+    def send(self, request: str, size: int) -> None:
+        self.flows[request].sizes.append(size)
+        self.flows[request].to_send.put_nowait(size)
+        self._settle()
+
+    @rule(request=REQUESTS, count=st.integers(1, 5))
+    def read(self, request: str, count: int) -> None:
+        for _ in range(count):
+            self.flows[request].permits.release()
+        self._settle()
+
+    @rule(request=REQUESTS)
+    def look(self, request: str) -> None:
+        if self.flows[request].held:
+            self.flows[request].look()
+        self._settle()
+
+    # -- the wire
+
+    @rule(direction=DIRECTIONS, count=st.integers(1, 20))
+    def deliver(self, direction: Direction, count: int) -> None:
+        self.loop.run_until_complete(self._deliver(direction, count))
+
+    async def _deliver(self, direction: Direction, count: int) -> None:
+        for _ in range(count):
+            if self._queue(direction):
+                self.wires[-1].deliver(direction)
+                await _turns()
+
+    @rule(direction=DIRECTIONS)
+    def drop(self, direction: Direction) -> None:
+        if self._queue(direction):
+            self._queue(direction).popleft()
+
+    @rule()
+    def repeat_a_request(self) -> None:
+        requests = self._queue(Direction.REQUESTS)
+        if requests:
+            requests.appendleft(requests[0])
+
+    @rule(direction=DIRECTIONS, at=st.integers(1, 5))
+    def delay(self, direction: Direction, at: int) -> None:
+        """Moves the next message behind others."""
+        if self._queue(direction):
+            self._queue(direction).insert(at, self._queue(direction).popleft())
+
+    @precondition(lambda self: self.wires)
+    @rule()
+    def cut(self) -> None:
+        self.wires[-1].over.set()
+        self._settle()
+
+    @rule(time_s=st.sampled_from([0.2, 1.0, 3.0]))
+    def wait(self, time_s: float) -> None:
+        self.loop.now_s += time_s
+        self._settle()
+
+    # -- what holds
+
+    @invariant()
+    def credit_is_kept(self) -> None:
+        for flow in getattr(self, "flows", {}).values():
+            assert flow.outlet._used_bytes <= max(flow.outlet._limit_bytes, WINDOW_BYTES)
+            assert flow.inlet._received_bytes - flow.inlet._consumed_bytes <= WINDOW_BYTES
+            assert flow.read_count <= len(flow.sizes)
+
+    @invariant()
+    def nobody_failed(self) -> None:
+        for flow in getattr(self, "flows", {}).values():
+            for task in flow.tasks:
+                if task.done():
+                    task.result()
+
+    def teardown(self) -> None:
+        try:
+            self._deliver_the_rest()
+        finally:
+            self.loop.run_until_complete(self._close())
+            self.patches.undo()
+            self.loop.close()
+        assert self.producer._arena.used_bytes == 0
+        assert [flow.outlet._account.held_bytes for flow in self.flows.values()] == [0, 0]
+
+    def _deliver_the_rest(self) -> None:
+        for flow in self.flows.values():
+            flow.to_send.put_nowait(None)
+        for _ in range(400):
+            self._everything_goes_on()
+            if all(task.done() for flow in self.flows.values() for task in flow.tasks):
+                break
+            self.wait(1.0)
+        for flow in self.flows.values():
+            assert [task.done() for task in flow.tasks] == [True, True], f"{flow.request} stands still"
+            assert flow.read_count == len(flow.sizes)
+            assert flow.inlet.complete
+        self.nobody_failed()
+        # What was lent in messages that were lost comes back with a connection.
+        self.cut()
+        self.wait(1.0)
+        self._everything_goes_on()
+
+    def _everything_goes_on(self) -> None:
+        for _ in range(3):
+            for direction in Direction:
+                self.deliver(direction, len(self._queue(direction)))
+            for flow in self.flows.values():
+                self.read(flow.request, 50)
+                while flow.held:
+                    flow.look()
+        self._settle()
+
+    async def _close(self) -> None:
+        for flow in self.flows.values():
+            flow.held.clear()
+        await self.producer.close()
+        await self.consumer.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    # -- inner workings
+
+    def _queue(self, direction: Direction) -> deque[bytes]:
+        return self.wires[-1].queues[direction] if self.wires else deque()
+
+    def _lane(self, channel: object, user: LaneUser, *, peer: str) -> _End:
+        self.wires.append(Wire(self.producer, self.consumer, user))
+        return _End(self.wires[-1], Direction.REQUESTS)
+
+    def _settle(self) -> None:
+        self.loop.run_until_complete(_turns())
+
+
+async def _turns() -> None:
+    for _ in range(SETTLING_TURNS):
+        await asyncio.sleep(0)
+
+
+async def _never_gone(self: object) -> bool:
+    return False
+
+
+@asynccontextmanager
+async def _no_channel(endpoint: str) -> AsyncIterator[None]:
+    yield None
+
+
+TestDataPlane = DataPlaneModel.TestCase
+TestDataPlane.settings = settings(
+    max_examples=100,
+    stateful_step_count=100,
+    deadline=None,
+    # To shrink what it finds takes longer than a test may.
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
