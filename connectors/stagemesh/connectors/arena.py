@@ -11,7 +11,7 @@ import secrets
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,6 +91,8 @@ class Written(NamedTuple):
 
     region: Region
     tensors: dict[str, Array]
+    offsets: Sequence[int]
+    """Of each tensor, from the file's start."""
 
     def held(self) -> dict[str, Array]:
         """The tensors as views that hold the region until the last of them is gone; the caller's hold goes over."""
@@ -274,7 +276,7 @@ class Arena:
             return self._copy_now(region, layout, tensors)
         copying = asyncio.get_running_loop().run_in_executor(None, self.copy_in, region, layout, tensors)
         try:
-            return Written(region, await asyncio.shield(copying))
+            return Written(region, await asyncio.shield(copying), _offsets(region, layout.offsets))
         except BaseException:
             # A thread cannot be stopped: the region is given back once it no longer writes.
             copying.add_done_callback(lambda _: region.release())
@@ -349,7 +351,7 @@ class Arena:
         )
         self._regions[handle.generation] = region
         share.regions += 1
-        return Written(region, views)
+        return Written(region, views, _offsets(region, [placed.offset for placed in handle.tensors]))
 
     def close_share(self, ticket: ShareTicket) -> None:
         """Takes a slab back once nothing adopted from it is held; for when its worker has ended. Twice is harmless."""
@@ -452,7 +454,7 @@ class Arena:
 
     def _copy_now(self, region: Region, layout: Layout, tensors: Tensors) -> Written:
         try:
-            return Written(region, self.copy_in(region, layout, tensors))
+            return Written(region, self.copy_in(region, layout, tensors), _offsets(region, layout.offsets))
         except BaseException:
             region.release()
             raise
@@ -480,6 +482,11 @@ def when_gone(array: Array, call: Callable[[], None]) -> None:
 
 _watched: dict[int, "weakref.ref[Array]"] = {}
 """As `weakref.finalize` keeps them, at half of its cost."""
+
+
+def _offsets(region: Region, offsets: Sequence[int]) -> list[int]:
+    start = region.offset
+    return [start + offset for offset in offsets]
 
 
 def _view_of(whole: Bytes, tensor: Array) -> Array:

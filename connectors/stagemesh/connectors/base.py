@@ -6,7 +6,6 @@ A flow is one request's traffic over one edge in one attempt, named by its `Edge
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple, Protocol, TypeAlias
 
 from stagemesh.connectors.errors import StagemeshError
@@ -35,10 +34,11 @@ class Packet:
     tensors: Tensors
     metadata: Mapping[str, MetadataValue] = field(default_factory=dict[str, MetadataValue])
 
-    @cached_property
-    def size_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+    size_bytes: int = field(init=False, compare=False)
+    """Bytes of all tensors."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size_bytes", sum([tensor.nbytes for tensor in self.tensors.values()]))
 
 
 @dataclass(frozen=True)

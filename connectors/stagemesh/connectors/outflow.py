@@ -2,13 +2,13 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
 from stagemesh.connectors import pieces, wire
-from stagemesh.connectors.arena import Account, Arena, Region
+from stagemesh.connectors.arena import Account, Arena, Region, Written
 from stagemesh.connectors.base import GRPC, ChunkPolicy, ConnectorName, EdgeKey, FlowUsage, Packet
 from stagemesh.connectors.chunking import Chunker
 from stagemesh.connectors.connector import ArenaRange, Connector
@@ -72,7 +72,7 @@ class Sent:
     @property
     def size_bytes(self) -> int:
         """Payload bytes."""
-        return self.packet.size_bytes if self.packet else 0
+        return self.shape.size_bytes if self.shape else 0
 
     def arrived(self) -> None:
         """The consumer has it, or will not read it."""
@@ -120,7 +120,8 @@ class OutFlow:
         self._ended = False
         self._sent_chunks = self._sent_bytes = 0
         self._silence_s = _REOPEN_S
-        self._heard_s = asyncio.get_running_loop().time()
+        self._now_s = asyncio.get_running_loop().time
+        self._heard_s = self._now_s()
 
     # -- the engine's side
 
@@ -174,7 +175,7 @@ class OutFlow:
         """The item that opens the flow, to go on by `connector`; `reader` is this replica's end of it."""
         self._open, self._pieces = False, None
         self._connector, self._reader = connector, reader
-        self._heard_s = asyncio.get_running_loop().time()
+        self._heard_s = self._now_s()
         return stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=self.wire_key, connector=number_of(connector)))
 
     def opened(self, reply: stage_pb2.EdgeOpened) -> None:
@@ -311,12 +312,13 @@ class OutFlow:
             raise copy(self.error)
 
     def _heard(self) -> None:
-        self._heard_s, self._silence_s = asyncio.get_running_loop().time(), _REOPEN_S
+        self._heard_s, self._silence_s = self._now_s(), _REOPEN_S
 
     async def _send_chunk(self, packet: Packet) -> None:
         self._check()
         self._shape = shape = wire.shape_of(packet, last=self._shape)
-        wire.check_metadata(packet.metadata)
+        if packet.metadata:
+            wire.check_metadata(packet.metadata)
         size_bytes = shape.size_bytes
         if not self._take_credit(size_bytes):
             await self._credit_granted(size_bytes)
@@ -355,20 +357,18 @@ class OutFlow:
         if found is not None:
             for region in found:
                 region.retain()
-            return self._sent(packet, shape, found)
+            return Sent(self._next_seq, packet, shape, tuple(found), self._places(packet))
         written = self._arena.try_write(packet.tensors, self._account)
-        if written is None:
-            return None
-        return self._sent(Packet(written.tensors, packet.metadata), shape, (written.region,))
+        return None if written is None else self._sent(written, packet, shape)
 
     async def _written(self, packet: Packet, shape: wire.PacketShape) -> Sent:
         written = await self._arena.write(packet.tensors, self._account)
         if self.error is not None:
             written.region.release()
         self._check()
-        return self._sent(Packet(written.tensors, packet.metadata), shape, (written.region,))
+        return self._sent(written, packet, shape)
 
-    def _find(self, packet: Packet) -> tuple[Region, ...] | None:
+    def _find(self, packet: Packet) -> Collection[Region] | None:
         """The regions of a packet that lies in the arena; None for one that does not, or not all of it."""
         regions: dict[Region, None] = {}
         for tensor in packet.tensors.values():
@@ -377,14 +377,21 @@ class OutFlow:
                 if found is None:
                     return None
                 regions[found.region] = None
-        return tuple(regions)
+        return regions
 
-    def _sent(self, packet: Packet, shape: wire.PacketShape, regions: tuple[Region, ...]) -> Sent:
-        places: list[ArenaRange] = []
-        for tensor in packet.tensors.values():
-            found = self._arena.find(tensor)
-            places.append(ArenaRange(found.offset, tensor.nbytes, found.region.generation) if found else _NOWHERE)
-        return Sent(self._next_seq, packet, shape, regions, places)
+    def _places(self, packet: Packet) -> list[ArenaRange]:
+        """Of each tensor of a packet that lies in the arena."""
+        found = [self._arena.find(tensor) for tensor in packet.tensors.values()]
+        return [
+            ArenaRange(at.offset, tensor.nbytes, at.region.generation) if at else _NOWHERE
+            for at, tensor in zip(found, packet.tensors.values(), strict=True)
+        ]
+
+    def _sent(self, written: Written, packet: Packet, shape: wire.PacketShape) -> Sent:
+        region, tensors, offsets = written
+        generation = region.generation
+        places = [ArenaRange(offset, field[3], generation) for offset, field in zip(offsets, shape.fields, strict=True)]
+        return Sent(self._next_seq, Packet(tensors, packet.metadata), shape, (region,), places)
 
     def _end(self, tail: wire.Tail) -> None:
         self._ended = True

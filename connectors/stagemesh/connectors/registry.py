@@ -3,7 +3,8 @@
 Others come as entry points in the group `stagemesh.connectors`, each naming a `ConnectorCard`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -52,11 +53,29 @@ _BUILT_IN = (
 )
 
 
+_FIRST_ADDED_NUMBER = 1000
+_registered: list[ConnectorCard] = []
+
+
 @cache
 def cards() -> Mapping[ConnectorName, ConnectorCard]:
-    """All connectors by name, best first."""
-    added = (entry.load() for entry in entry_points(group="stagemesh.connectors"))
-    return {card.name: card for card in sorted((*_BUILT_IN, *added), key=lambda card: card.rank)}
+    """All connectors by name, best first. Raises NotReadyError where an added one takes what belongs to another."""
+    added = [entry.load() for entry in entry_points(group="stagemesh.connectors")]
+    _check_added(added)
+    by_name = {card.name: card for card in (*_BUILT_IN, *added, *_registered)}
+    return {card.name: card for card in sorted(by_name.values(), key=lambda card: card.rank)}
+
+
+@contextmanager
+def registered(card: ConnectorCard) -> Iterator[None]:
+    """Has a card known without an entry point, in place of one of its name: to try a connector out, and for tests."""
+    _registered.append(card)
+    _look_again()
+    try:
+        yield
+    finally:
+        _registered.remove(card)
+        _look_again()
 
 
 def card_of(name: ConnectorName) -> ConnectorCard:
@@ -87,6 +106,24 @@ def name_of(number: int) -> ConnectorName:
     raise InvalidRequestError(
         f"connector {number} is unknown here; install what adds it on both replicas", reason="UNKNOWN_CONNECTOR"
     )
+
+
+def _check_added(added: Sequence[ConnectorCard]) -> None:
+    known = list(_BUILT_IN)
+    for card in added:
+        taken = any(card.name == other.name or card.number == other.number for other in known)
+        if taken or card.name == AUTO or card.number < _FIRST_ADDED_NUMBER:
+            raise NotReadyError(
+                f"connector {card.name!r} cannot be added as number {card.number}: name and number must be its own, "
+                f"the number from {_FIRST_ADDED_NUMBER} on; change its card, or uninstall what brings it",
+                reason="CONNECTOR_CLASH",
+            )
+        known.append(card)
+
+
+def _look_again() -> None:
+    cards.cache_clear()
+    name_of.cache_clear()
 
 
 class ReplicaConnectors:

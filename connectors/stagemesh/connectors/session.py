@@ -111,7 +111,7 @@ class PutSession:
         if self._peer is None:
             self._greet(request)
         if parts is not None:
-            self._guarded(parts.piece.key, lambda: self._piece(parts.piece, parts.payload))
+            self._guarded(parts.piece.key, self._piece, parts.piece, parts.payload)
         for item in request.items:
             self._take(item)
 
@@ -204,23 +204,23 @@ class PutSession:
         match item.WhichOneof("item"):
             case "chunk":
                 chunk = item.chunk
-                self._guarded(chunk.key, lambda: self._chunk(chunk))
+                self._guarded(chunk.key, self._chunk, chunk)
             case "open":
-                self._guarded(item.open.key, lambda: self._open(item.open))
+                self._guarded(item.open.key, self._open, item.open)
             case "piece":
                 piece = item.piece
-                self._guarded(piece.key, lambda: self._piece(piece, memoryview(piece.payload)))
+                self._guarded(piece.key, self._piece, piece, memoryview(piece.payload))
             case "demand":
-                self._guarded(item.demand.key, lambda: self._demand(item.demand))
+                self._guarded(item.demand.key, self._demand, item.demand)
             case "offer":
                 self._offered(item.offer)
             case _:
                 _log.warning("%s sent an item of an unknown kind", self._name)
 
-    def _guarded(self, message: chunk_pb2.EdgeKey, work: Callable[[], None]) -> None:
-        """Runs `work`; what it raises ends the one flow that the item belongs to."""
+    def _guarded(self, message: chunk_pb2.EdgeKey, work: Callable[..., None], *item: object) -> None:
+        """Does `work` with an item; what it raises ends the one flow that the item belongs to."""
         try:
-            work()
+            work(*item)
         except StagemeshError as exc:
             key = wire.key_from_wire(message)
             exc.located(edge=key.edge, request_id=key.request_id, replica=self._name)

@@ -99,15 +99,15 @@ def checked_layout(message: tensor_pb2.Tensor, *, size_bytes: int) -> tuple[np.d
     name = _WIRE_NAMES.get(message.dtype)
     if name is None:
         raise InvalidChunkError(f"tensor {message.name!r} has the unknown dtype {message.dtype}")
-    shape = tuple(message.shape)
-    if len(shape) > MAX_DIMENSIONS or any(dim < 0 for dim in shape):
+    shape, dtype = tuple(message.shape), DTYPES[name]
+    if len(shape) > MAX_DIMENSIONS or (shape and min(shape) < 0):
         raise InvalidChunkError(f"tensor {message.name!r} has the impossible shape {list(shape)[:MAX_DIMENSIONS]}")
-    expected = math.prod(shape) * DTYPES[name].itemsize
+    expected = math.prod(shape) * dtype.itemsize
     if expected != size_bytes:
         raise InvalidChunkError(
             f"tensor {message.name!r} of {name}{list(shape)} needs {expected} bytes but came with {size_bytes}"
         )
-    return DTYPES[name], shape
+    return dtype, shape
 
 
 def describe_tensor(name: str, tensor: Array) -> tensor_pb2.Tensor:
