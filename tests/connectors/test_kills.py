@@ -23,7 +23,7 @@ ALL = pytest.mark.parametrize("connector", CONNECTORS)
 
 def _shared_memory() -> set[str]:
     """What we, or UCX for us, have put into /dev/shm."""
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("stagemesh", "ucx"))}
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("stagemesh-arena", "ucx"))}
 
 
 @asynccontextmanager
