@@ -56,8 +56,9 @@ stubs: # Write the stubs into $(OUT); tests/repository compares them with the co
 	python -m grpc_tools.protoc -I protos --python_out=$(OUT) --mypy_out=$(OUT) $(PROTOS)
 	python -m grpc_tools.protoc -I protos --grpc_python_out=$(OUT) --mypy_grpc_out=$(OUT) $(SERVICES)
 
-bench: models ## Measure the speech pipeline into out/bench-speech.json
+bench: models ## Measure the speech pipeline and the edges into out/bench-*.json
 	python -m benchmarks.speech --json out/bench-speech.json
+	python -m benchmarks.edges --json out/bench-edges.json
 
 lock: venv ## Pin anew what requirements/ holds
 	python requirements/lock.py

@@ -21,6 +21,8 @@ class Figure:
     value: float
     unit: str
     goal: str = ""
+    subject: str = ""
+    """What it belongs to: figures of one subject stand together."""
 
     @property
     def met(self) -> bool | None:
@@ -28,14 +30,41 @@ class Figure:
         return _COMPARISONS[self.goal[:2]](self.value, float(self.goal[2:])) if self.goal else None
 
 
-def report(benchmark: str, figures: Sequence[Figure], *, json_file: Path | None) -> None:
-    """Prints a table, writes JSON where asked, and ends the process: 0 when every goal is met, else 1."""
+def report(
+    benchmark: str,
+    figures: Sequence[Figure],
+    *,
+    json_file: Path | None,
+    details: Sequence[Figure] = (),
+    left_out: Mapping[str, str] | None = None,
+) -> None:
+    """Prints a table, writes JSON where asked, and ends the process: 0 when every goal is met, else 1.
+
+    `details` are written and not printed. `left_out` names figures that could not be measured here, with the reason;
+    their goals are not met.
+    """
+    missing = left_out or {}
+    console = Console()
+    console.print(_table(benchmark, figures))
+    for reason in dict.fromkeys(missing.values()):
+        names = "; ".join(name for name in missing if missing[name] == reason)
+        console.print(f"left out: {names}\n  because {reason}", highlight=False, markup=False, soft_wrap=True)
+    if json_file is not None:
+        results = [asdict(figure) for figure in (*figures, *details)]
+        document = {"benchmark": benchmark, "results": results, "left_out": missing}
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(document, indent=2) + "\n")
+    sys.exit(0 if not missing and all(figure.met is not False for figure in figures) else 1)
+
+
+def _table(benchmark: str, figures: Sequence[Figure]) -> Table:
     table = Table("figure", "value", "unit", "goal", "", title=benchmark, title_justify="left")
+    subject = ""
     for figure in figures:
+        if figure.subject != subject:
+            subject = figure.subject
+            table.add_section()
+            table.add_row(f"[bold]{subject}[/]")
         verdict = {None: "", True: "[green]met[/]", False: "[red]missed[/]"}[figure.met]
         table.add_row(figure.name, f"{figure.value:.3f}", figure.unit, figure.goal, verdict)
-    Console().print(table)
-    if json_file is not None:
-        document = {"benchmark": benchmark, "results": [asdict(figure) for figure in figures]}
-        json_file.write_text(json.dumps(document, indent=2) + "\n")
-    sys.exit(0 if all(figure.met is not False for figure in figures) else 1)
+    return table

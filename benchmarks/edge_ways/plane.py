@@ -1,0 +1,211 @@
+"""Stagemesh itself: two replicas' data planes, and between them an edge by the connector that is asked for."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar
+
+import grpc
+import numpy as np
+
+from benchmarks.edge_ways.base import Bytes, Receiver, Sender, check_mark, mark, source
+from benchmarks.edge_ways.worker import readable, receive
+from stagemesh.connectors.base import GRPC, NIXL, SHM, ConnectorName, EdgeKey, Inlet, Outlet, Packet, StepPolicy
+from stagemesh.connectors.channels import SERVER_OPTIONS
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.status import to_grpc_code, to_trailing_metadata
+
+ARENA_BYTES = 512 << 20
+WINDOW_BYTES = 128 << 20
+"""Two of the largest tensors, so that credit does not limit a single one."""
+STREAMS = 32
+CHUNK_BYTES = 64 << 10
+LARGE_BYTES = 64 << 20
+PERIOD_S = 0.004
+"""Between the chunks that go beside a large transfer."""
+
+_MAIN, _LARGE = "main", "large"
+_STREAMS = [f"stream {number}" for number in range(STREAMS)]
+
+
+def _plane(replica: str) -> DataPlane:
+    return DataPlane(
+        replica=replica, pipeline="bench", generation="1", arena_bytes=ARENA_BYTES, window_bytes=WINDOW_BYTES
+    )
+
+
+def _key(request: str) -> EdgeKey:
+    return EdgeKey(request, "a->b", 1)
+
+
+class PlaneSender(Sender):
+    """The producing replica."""
+
+    connector: ClassVar[ConnectorName]
+
+    async def open(self) -> None:
+        self._plane = _plane("producer")
+        self._consumers: list[tuple[str, str]] = [await receive(peer) for peer in self.peers]
+        self._opened: dict[str, list[Outlet]] = {}
+        # The first contact: a connector that does not work here says so now.
+        await self.send(np.zeros(CHUNK_BYTES, np.uint8))
+
+    async def close(self) -> None:
+        await self._plane.close()
+
+    async def send(self, tensor: Bytes) -> None:
+        packet = Packet({"x": tensor})
+        outlets = self._outlets(_MAIN)
+        if len(outlets) == 1:
+            await outlets[0].send(packet)
+        else:
+            await asyncio.gather(*(outlet.send(packet) for outlet in outlets))
+
+    async def send_many(self, *, size_bytes: int, count: int) -> None:
+        """Sends one after the other, as fast as they go; returns when all have arrived."""
+        tensor, arrived = source(size_bytes), readable(self.peers[0])
+        for _ in range(count):
+            await self.send(tensor)
+        await arrived
+        self.peers[0].recv_bytes()
+
+    async def send_steps(self, *, steps: int) -> float:
+        """Sends a chunk of every stream a step, as an engine does with its batch; when that began, in s."""
+        outlets = [self._outlets(request)[0] for request in _STREAMS]
+        packet = Packet({"x": source(CHUNK_BYTES)})
+        begin = time.monotonic()
+        for _ in range(steps):
+            for outlet in outlets:
+                await outlet.send(packet)
+            await asyncio.sleep(0)
+        return begin
+
+    async def send_beside(self, *, count: int, large: bool) -> list[int]:
+        """Sends chunks at a steady pace, beside large transfers or alone; when each was sent, in ns."""
+        stop = asyncio.Event()
+        beside = asyncio.create_task(self._send_large(stop)) if large else None
+        tensor, starts = source(CHUNK_BYTES), list[int]()
+        for number in range(count):
+            await asyncio.sleep(PERIOD_S)
+            mark(tensor, number)
+            starts.append(time.monotonic_ns())
+            await self.send(tensor)
+        stop.set()
+        if beside is not None:
+            await beside
+        return starts
+
+    async def _send_large(self, stop: asyncio.Event) -> None:
+        """One large tensor after the other, each when the one before has arrived; a small one is the last."""
+        outlet = self._outlets(_LARGE)[0]
+        while not stop.is_set():
+            arrived = readable(self.peers[0])
+            await outlet.send(Packet({"x": source(LARGE_BYTES)}))
+            await arrived
+            self.peers[0].recv_bytes()
+        await outlet.send(Packet({"x": np.zeros(1, np.uint8)}))
+
+    def _outlets(self, request: str) -> list[Outlet]:
+        if request not in self._opened:
+            self._opened[request] = [
+                self._plane.open_outlet(
+                    _key(request), endpoint=endpoint, consumer=replica, connector=self.connector, policy=StepPolicy()
+                )
+                for replica, endpoint in self._consumers
+            ]
+        return self._opened[request]
+
+
+class PlaneReceiver(Receiver):
+    """The consuming replica."""
+
+    async def open(self) -> None:
+        replica = f"consumer {os.getpid()}"
+        self._plane = _plane(replica)
+        self._inlets: dict[str, Inlet] = {
+            request: self._plane.open_inlet(_key(request), producer="producer")
+            for request in (_MAIN, _LARGE, *_STREAMS)
+        }
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((_stage_service(self._plane),))
+        port = self._server.add_insecure_port(f"{self.place.address}:0")
+        await self._server.start()
+        self.peers[0].send((replica, f"{self.place.address}:{port}"))
+        await self.receive(CHUNK_BYTES)
+
+    async def close(self) -> None:
+        await self._plane.close()
+        await self._server.stop(None)
+
+    async def receive(self, size_bytes: int) -> Bytes:  # noqa: ARG002 - the message tells
+        return await self._next(_MAIN)
+
+    async def receive_many(self, *, count: int) -> None:
+        """The other end of `send_many`."""
+        for _ in range(count):
+            await self._next(_MAIN)
+        self.peers[0].send_bytes(b"")
+
+    async def receive_steps(self, *, steps: int) -> float:
+        """The other end of `send_steps`; when everything had come, in s."""
+
+        async def drain(request: str) -> None:
+            for _ in range(steps):
+                await self._next(request)
+
+        await asyncio.gather(*(drain(request) for request in _STREAMS))
+        return time.monotonic()
+
+    async def receive_beside(self, *, count: int, large: bool) -> list[int]:
+        """The other end of `send_beside`; when each chunk was in hand, in ns."""
+        beside = asyncio.create_task(self._receive_large()) if large else None
+        ends: list[int] = []
+        for number in range(count):
+            tensor = await self._next(_MAIN)
+            ends.append(time.monotonic_ns())
+            check_mark(tensor, number, size_bytes=CHUNK_BYTES)
+        if beside is not None:
+            await beside
+        return ends
+
+    async def _receive_large(self) -> None:
+        while (await self._next(_LARGE)).nbytes > 1:
+            self.peers[0].send_bytes(b"")
+
+    async def _next(self, request: str) -> Bytes:
+        packet = await anext(aiter(self._inlets[request]))
+        return packet.tensors["x"].view(np.uint8)
+
+
+def _stage_service(plane: DataPlane) -> grpc.GenericRpcHandler:
+    """The part of a stage that producers call."""
+
+    async def put(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        try:
+            async for response in plane.serve_put(requests):
+                yield response
+        except StagemeshError as exc:
+            await context.abort(to_grpc_code(exc), exc.message, to_trailing_metadata(exc))
+
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(put)
+    return grpc.method_handlers_generic_handler("stagemesh.v1.StageService", {"PutChunk": handler})
+
+
+class ShmSender(PlaneSender):
+    """By shared memory."""
+
+    connector = SHM
+
+
+class NixlSender(PlaneSender):
+    """By NIXL."""
+
+    connector = NIXL
+
+
+class GrpcSender(PlaneSender):
+    """By a gRPC stream."""
+
+    connector = GRPC

@@ -1,0 +1,126 @@
+"""Raw NIXL: memory registered once, transfers prepared once a size, both ends spinning.
+
+`RawNixl*` do what an edge does: copy into registered memory, notify, READ. `time_reads` takes the READ alone.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.edge_ways.base import WARM_UP, Bytes, Receiver, Sender
+from benchmarks.edge_ways.worker import receive
+
+if TYPE_CHECKING:
+    from nixl_cu12._api import nixl_agent, nixl_xfer_handle
+
+MAX_BYTES = 64 << 20
+SPIN_S = 10.0
+
+
+class RawNixlSender(Sender):
+    """Owns the memory that is read."""
+
+    async def open(self) -> None:
+        self._agent, self._memory = _registered("sender")
+        self.peers[0].send((self._agent.get_agent_metadata(), self._memory.ctypes.data))
+        self._receiver = self._agent.add_remote_agent(await receive(self.peers[0]))
+        self._agent.send_notif(self._receiver, b"hello")
+        # The two find their transports while both of them poll, and not before a first message and a first READ.
+        await self.serve()
+
+    async def close(self) -> None:
+        """The agent goes with the process."""
+
+    async def send(self, tensor: Bytes) -> None:
+        np.copyto(self._memory[: tensor.nbytes], tensor)
+        self._agent.send_notif(self._receiver, str(tensor.nbytes).encode())
+
+    async def time_sends(self, *, size_bytes: int, count: int) -> list[int]:
+        """See `Sender`."""
+        async with self._polling():
+            return await super().time_sends(size_bytes=size_bytes, count=count)
+
+    async def serve(self) -> None:
+        """Lets the receiver read until it says that it is through."""
+        async with self._polling():
+            await receive(self.peers[0])
+
+    @asynccontextmanager
+    async def _polling(self) -> AsyncGenerator[None]:
+        """Keeps the agent going meanwhile: a READ may need that of the owner of the memory."""
+
+        async def poll() -> None:
+            while True:
+                self._agent.get_new_notifs()
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(poll())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+class RawNixlReceiver(Receiver):
+    """Reads."""
+
+    async def open(self) -> None:
+        self._agent, self._memory = _registered("receiver")
+        metadata, self._address = await receive(self.peers[0])
+        self.peers[0].send(self._agent.get_agent_metadata())
+        self._sender = self._agent.add_remote_agent(metadata)
+        self._transfers: dict[int, nixl_xfer_handle] = {}
+        await self.receive(MAX_BYTES)
+        self.peers[0].send("through")
+
+    async def close(self) -> None:
+        """The agent goes with the process."""
+
+    async def receive(self, size_bytes: int) -> Bytes:
+        transfer = self._prepared(size_bytes)
+        _spin(self._agent.get_new_notifs)
+        return self._read(transfer, size_bytes)
+
+    async def time_reads(self, *, size_bytes: int, count: int) -> list[float]:
+        """Seconds of each READ alone, the memory being there."""
+        transfer = self._prepared(size_bytes)
+        times_s: list[float] = []
+        for _ in range(WARM_UP + count):
+            start = time.monotonic_ns()
+            self._read(transfer, size_bytes)
+            times_s.append((time.monotonic_ns() - start) / 1e9)
+        self.peers[0].send("through")
+        return times_s[WARM_UP:]
+
+    def _read(self, transfer: "nixl_xfer_handle", size_bytes: int) -> Bytes:
+        if self._agent.transfer(transfer) != "DONE":
+            _spin(lambda: self._agent.check_xfer_state(transfer) == "DONE")
+        return self._memory[:size_bytes]
+
+    def _prepared(self, size_bytes: int) -> "nixl_xfer_handle":
+        if size_bytes not in self._transfers:
+            mine = self._agent.prep_xfer_dlist("", [(self._memory.ctypes.data, size_bytes, 0)], "DRAM")
+            theirs = self._agent.prep_xfer_dlist(self._sender, [(self._address, size_bytes, 0)], "DRAM")
+            self._transfers[size_bytes] = self._agent.make_prepped_xfer("READ", mine, [0], theirs, [0])
+        return self._transfers[size_bytes]
+
+
+def _registered(name: str) -> "tuple[nixl_agent, Bytes]":
+    """An agent without a thread of its own, and touched memory that it has registered."""
+    from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+    agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
+    memory = np.ones(MAX_BYTES, np.uint8)
+    agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
+    return agent, memory
+
+
+def _spin(done: Callable[[], object]) -> None:
+    give_up_at = time.monotonic() + SPIN_S
+    while not done():
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(f"NIXL did nothing for {SPIN_S:.0f} s")

@@ -1,0 +1,182 @@
+"""A process of a benchmark: holds one object, and runs its methods on an event loop of its own when it is told to."""
+
+import asyncio
+import ctypes
+import logging
+import multiprocessing
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+
+import uvloop
+
+ANSWER_S = 120.0
+"""No call takes longer."""
+_CLONE_FS = 0x200
+
+Result = TypeVar("Result")
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process runs: beside which other (None: here), its address there, and what its environment adds."""
+
+    address: str = "127.0.0.1"
+    namespaces_of: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class WorkerError(Exception):
+    """A worker failed; the text says how."""
+
+
+class End(ABC):
+    """One end of a way, in a process of its own; `peers` lead to the other ends."""
+
+    def __init__(self, peers: Sequence[Connection], *, place: Place) -> None:
+        self.peers = peers
+        self.place = place
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Connects to the other ends."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Lets go."""
+
+    async def cpu_s(self) -> float:
+        """Processor time that this process has used."""
+        return time.process_time()
+
+
+Held = TypeVar("Held", bound=End)
+
+
+class Worker(Generic[Held]):
+    """One process, started by the constructor and ended by `close`. It also ends when its parent does."""
+
+    def __init__(self, make: type[Held], peers: Sequence[Connection], place: Place) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._name = make.__name__
+        self._control, theirs = context.Pipe()
+        self._process = context.Process(target=_main, args=(make, peers, place, theirs), daemon=True)
+        with ThreadPoolExecutor(1) as starter:
+            starter.submit(_start, self._process, place).result()
+        theirs.close()
+
+    def ready(self) -> None:
+        """Returns when the held object is there; raises WorkerError where it cannot be."""
+        self._answer()
+
+    def begin(
+        self, method: Callable[Concatenate[Held, P], Awaitable[Result]], *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[[], Result]:
+        """Has the worker run `method`; what this returns waits for the result. One call at a time."""
+        try:
+            self._control.send((method, args, kwargs))
+        except OSError as exc:
+            raise WorkerError(f"{self._name} is gone") from exc
+        return self._answer
+
+    def call(
+        self, method: Callable[Concatenate[Held, P], Awaitable[Result]], *args: P.args, **kwargs: P.kwargs
+    ) -> Result:
+        """Runs `method` in the worker."""
+        return self.begin(method, *args, **kwargs)()
+
+    def close(self) -> None:
+        """Ends the process. Closing twice is harmless."""
+        self._control.close()
+        self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _answer(self) -> Any:
+        try:
+            if not self._control.poll(ANSWER_S):
+                raise WorkerError(f"{self._name} did not answer within {ANSWER_S:.0f} s")
+            failure, result = self._control.recv()
+        except (EOFError, ConnectionError) as exc:
+            raise WorkerError(f"{self._name} died") from exc
+        if failure:
+            raise WorkerError(f"{self._name}: {failure}")
+        return result
+
+
+async def receive(connection: Connection) -> Any:
+    """What the other side sent, waited for without a thread."""
+    await readable(connection)
+    return connection.recv()
+
+
+def readable(connection: Connection) -> "asyncio.Future[None]":
+    """Done when there is something to receive. Watches from now on, so that it can be made ahead of a measurement."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def ready() -> None:
+        loop.remove_reader(connection.fileno())
+        if not future.done():
+            future.set_result(None)
+
+    loop.add_reader(connection.fileno(), ready)
+    return future
+
+
+def _main(make: type[End], peers: Sequence[Connection], place: Place, control: Connection) -> None:
+    logging.basicConfig(level=logging.ERROR)
+    os.environ.update(place.environment)
+    uvloop.run(_serve(make, peers, place, control))
+
+
+async def _serve(make: type[End], peers: Sequence[Connection], place: Place, control: Connection) -> None:
+    try:
+        async with make(peers, place=place) as held:
+            control.send(("", None))
+            while await _next_call(held, control):
+                pass
+    except Exception as exc:  # noqa: BLE001 - the process's outermost edge: whoever started it is told
+        control.send((f"{type(exc).__name__}: {exc}", None))
+
+
+async def _next_call(held: object, control: Connection) -> bool:
+    """Runs one method; False when the other side is gone."""
+    try:
+        method, args, kwargs = await receive(control)
+    except EOFError:
+        return False
+    control.send(("", await method(held, *args, **kwargs)))
+    return True
+
+
+def _start(process: BaseProcess, place: Place) -> None:
+    """Starts a process from a thread of its own, whose namespaces it inherits."""
+    if place.namespaces_of is not None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        with ExitStack() as stack:
+            paths = (Path(f"/proc/{place.namespaces_of}/ns/{kind}") for kind in ("net", "mnt"))
+            spaces = [stack.enter_context(path.open()) for path in paths]
+            if libc.unshare(_CLONE_FS) or any(libc.setns(space.fileno(), 0) for space in spaces):
+                raise WorkerError(f"cannot enter namespaces: {os.strerror(ctypes.get_errno())}")
+    process.start()

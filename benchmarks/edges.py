@@ -1,0 +1,262 @@
+"""Edges: each connector against what it stands on, and against the peer's way, from tensor to tensor.
+
+Two processes, both on uvloop; a message's time is from `send` of a tensor in the producer's ordinary memory until the
+consumer has a tensor in hand (see `edge_ways.base`). All ways take turns in each round; a ratio is the median over the
+rounds of the ratio of the medians within a round. Consumers look at a tensor's ends and drop it: with a producer and
+two of them on two cores, reading it all would measure the shortage of cores.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.edge_ways.base import Receiver, Sender
+from benchmarks.edge_ways.findings import Findings, Probe, Times, say, size_text
+from benchmarks.edge_ways.namespaces import two_namespaces
+from benchmarks.edge_ways.pair import Pair, ReceiverT, SenderT
+from benchmarks.edge_ways.plane import STREAMS, GrpcSender, NixlSender, PlaneReceiver, PlaneSender, ShmSender
+from benchmarks.edge_ways.raw_grpc import RawGrpcReceiver, RawGrpcSender
+from benchmarks.edge_ways.raw_nixl import RawNixlReceiver, RawNixlSender
+from benchmarks.edge_ways.raw_tcp import RawTcpReceiver, RawTcpSender
+from benchmarks.edge_ways.segment import SegmentReceiver, SegmentSender
+from benchmarks.edge_ways.worker import WorkerError
+from benchmarks.report import report
+
+KIB, MIB, GB = 1 << 10, 1 << 20, 1e9
+COUNTS = {4 * KIB: 20, 64 * KIB: 20, MIB: 12, 16 * MIB: 5, 64 * MIB: 3}
+"""Messages a turn, by size."""
+NAMESPACE_COUNTS = {MIB: 12, 16 * MIB: 5, 64 * MIB: 3}
+FANOUT_COUNTS = {16 * MIB: 5, 64 * MIB: 3}
+TURNS = 3
+STEPS = 400
+BESIDE_COUNT = 150
+BULK_BYTES, BULK_COUNT = MIB, 512
+IDLE_S = 3.0
+
+MEMCPY, PEER = "memcpy", "segment + msgpack"
+RAW_NIXL, RAW_READ, RAW_GRPC, RAW_TCP = "raw NIXL", "raw NIXL READ alone", "raw gRPC stream", "raw TCP socket"
+TWO_CONSUMERS, NAMESPACES = "shm, two consumers", "two namespaces"
+NIXL_BETWEEN, GRPC_BETWEEN, TCP_BETWEEN = (f"{way}, two namespaces" for way in ("nixl", "grpc", RAW_TCP))
+
+Speeds: TypeAlias = tuple[tuple[str, str, Mapping[int, str]], ...]
+"""A way, another that it is held against, and the goal at each size."""
+ON_ONE_HOST: Speeds = (
+    ("shm", MEMCPY, {MIB: "", 16 * MIB: ">=0.60", 64 * MIB: ">=0.80"}),
+    ("shm", PEER, {MIB: ">=6", 16 * MIB: ">=12", 64 * MIB: ""}),
+    ("nixl", RAW_NIXL, {MIB: ">=0.75", 16 * MIB: ">=0.75", 64 * MIB: ">=0.75"}),
+    ("nixl", RAW_READ, {MIB: "", 16 * MIB: "", 64 * MIB: ""}),
+    ("grpc", RAW_GRPC, {MIB: ">=0.80", 16 * MIB: ">=0.80", 64 * MIB: ">=0.80"}),
+)
+BETWEEN_NAMESPACES: Speeds = (
+    (NIXL_BETWEEN, TCP_BETWEEN, {MIB: "", 16 * MIB: ">=0.85", 64 * MIB: ""}),
+    (GRPC_BETWEEN, TCP_BETWEEN, {16 * MIB: ""}),
+)
+
+Edge: TypeAlias = Pair[PlaneSender, PlaneReceiver]
+Edges: TypeAlias = Mapping[str, Edge]
+CONNECTORS: Mapping[str, type[PlaneSender]] = {"shm": ShmSender, "nixl": NixlSender, "grpc": GrpcSender}
+
+
+@contextmanager
+def working(
+    pairs: Mapping[str, Pair[SenderT, ReceiverT]], findings: Findings
+) -> Generator[dict[str, Pair[SenderT, ReceiverT]]]:
+    """The pairs, connected, that work here; the others are noted."""
+    with ExitStack() as stack:
+        connected: dict[str, Pair[SenderT, ReceiverT]] = {}
+        for way, pair in pairs.items():
+            with findings.noting(way):
+                connected[way] = stack.enter_context(pair)
+        yield connected
+
+
+def time_on_one_host(edges: Edges, findings: Findings) -> Times:
+    """Every way at every size."""
+    raw_nixl = {RAW_NIXL: Pair(RawNixlSender, RawNixlReceiver)}
+    baselines: dict[str, Pair[Sender, Receiver]] = {
+        PEER: Pair(SegmentSender, SegmentReceiver),
+        RAW_GRPC: Pair(RawGrpcSender, RawGrpcReceiver),
+        RAW_TCP: Pair(RawTcpSender, RawTcpReceiver),
+    }
+
+    def read_alone(*, size_bytes: int, count: int) -> list[float]:
+        served = raw_nixl[RAW_NIXL].sender.begin(RawNixlSender.serve)
+        times_s = raw_nixl[RAW_NIXL].receivers[0].call(RawNixlReceiver.time_reads, size_bytes=size_bytes, count=count)
+        served()
+        return times_s
+
+    times = Times()
+    with working(baselines, findings) as others, working(raw_nixl, findings) as nixl:
+        probes: dict[str, Probe] = {MEMCPY: edges["shm"].time_copies}
+        for pairs in (edges, nixl, others):
+            probes |= {way: pair.time for way, pair in pairs.items()}
+        if nixl:
+            probes[RAW_READ] = read_alone
+        times.measure(probes, COUNTS, findings)
+    return times
+
+
+def add_speeds(speeds: Speeds, times: Times, findings: Findings) -> None:
+    """How fast a way is in terms of another."""
+    for way, other, goals in speeds:
+        for size, goal in goals.items():
+            findings.add(
+                f"speed / {other.partition(',')[0]}, {size_text(size)}",
+                partial(times.ratio, other, way, size),
+                "ratio",
+                goal=goal,
+                subject=way,
+                other=other,
+            )
+
+
+def chunks_per_s(edge: Edge) -> float:
+    """The rate at which the chunks of all streams arrive, after a first turn that opens the flows."""
+    rates: list[float] = []
+    for steps in (1, *[STEPS] * TURNS):
+        arrived_s = edge.receivers[0].begin(PlaneReceiver.receive_steps, steps=steps)
+        begun_s = edge.sender.call(PlaneSender.send_steps, steps=steps)
+        rates.append(STREAMS * steps / (arrived_s() - begun_s))
+    return statistics.median(rates[1:])
+
+
+def delay_beside_large_ms(edge: Edge) -> float:
+    """By how much the 99th percentile of a small chunk's time grows while large tensors cross, in turns with none."""
+    times_ms: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(TURNS):
+        for large, found in times_ms.items():
+            ends = edge.receivers[0].begin(PlaneReceiver.receive_beside, count=BESIDE_COUNT, large=large)
+            starts = edge.sender.call(PlaneSender.send_beside, count=BESIDE_COUNT, large=large)
+            found.extend((end - start) / 1e6 for start, end in zip(starts, ends(), strict=True))
+    alone_ms, beside_ms = (statistics.quantiles(found, n=100)[-1] for found in times_ms.values())
+    return beside_ms - alone_ms
+
+
+def cpu_s_per_gb(edge: Edge) -> float:
+    """Processor time of both replicas for a gigabyte."""
+    used_s = -edge.cpu_s()
+    arrived = edge.receivers[0].begin(PlaneReceiver.receive_many, count=BULK_COUNT)
+    edge.sender.call(PlaneSender.send_many, size_bytes=BULK_BYTES, count=BULK_COUNT)
+    arrived()
+    return (used_s + edge.cpu_s()) / (BULK_BYTES * BULK_COUNT / GB)
+
+
+def idle_cores(edge: Edge) -> float:
+    """The share of a core that both replicas use while nothing is sent."""
+    used_s = -edge.cpu_s()
+    time.sleep(IDLE_S)
+    return (used_s + edge.cpu_s()) / IDLE_S
+
+
+BEHAVIOUR: tuple[tuple[str, Callable[[Edge], float], str, Mapping[str, str]], ...] = (
+    (f"chunks of 64 KiB, {STREAMS} streams", chunks_per_s, "1/s", {"shm": ">=20000", "nixl": "", "grpc": ""}),
+    ("p99 of 64 KiB, more beside 64 MiB", delay_beside_large_ms, "ms", {"shm": "<=2", "nixl": "<=2", "grpc": "<=2"}),
+    ("processor time, both ends", cpu_s_per_gb, "s/GB", {"shm": "", "nixl": "", "grpc": ""}),
+    ("processor while idle, both ends", idle_cores, "cores", {"shm": "", "nixl": "<=0.01", "grpc": ""}),
+)
+"""What is measured of an edge, and the goal by connector."""
+
+
+def add_behaviour(edges: Edges, findings: Findings) -> None:
+    """What single messages do not show."""
+    for what, measure_edge, unit, goals in BEHAVIOUR:
+        say(what)
+        for way, goal in goals.items():
+            value = partial(_of_edge, measure_edge, edges, way)
+            findings.add(what, value, unit, goal=goal, subject=way)
+
+
+def _of_edge(measure_edge: Callable[[Edge], float], edges: Edges, way: str) -> float:
+    return measure_edge(edges[way])
+
+
+def add_fanout(edges: Edges, findings: Findings) -> None:
+    """Two consumers of a tensor against one."""
+    two = {TWO_CONSUMERS: Pair(ShmSender, PlaneReceiver, receivers=2)}
+    times = Times()
+    with working(two, findings) as connected:
+        probes: dict[str, Probe] = {way: pair.time for way, pair in connected.items()}
+        if "shm" in edges:
+            probes["shm"] = edges["shm"].time
+        times.measure(probes, FANOUT_COUNTS, findings)
+    for size in FANOUT_COUNTS:
+        findings.add(
+            f"time, two consumers / one, {size_text(size)}",
+            partial(times.ratio, TWO_CONSUMERS, "shm", size),
+            "ratio",
+            goal="<=1.15",
+            subject="shm",
+            other=TWO_CONSUMERS,
+        )
+
+
+def add_namespaces(findings: Findings) -> None:
+    """The ways that cross hosts, between two network namespaces."""
+    times = Times()
+    try:
+        with two_namespaces() as places:
+            ways: dict[str, Pair[Sender, Receiver]] = {
+                NIXL_BETWEEN: Pair(NixlSender, PlaneReceiver, places=places),
+                GRPC_BETWEEN: Pair(GrpcSender, PlaneReceiver, places=places),
+                TCP_BETWEEN: Pair(RawTcpSender, RawTcpReceiver, places=places),
+            }
+            with working(ways, findings) as connected:
+                times.measure({way: pair.time for way, pair in connected.items()}, NAMESPACE_COUNTS, findings)
+    except WorkerError as exc:
+        findings.broken |= dict.fromkeys((NIXL_BETWEEN, GRPC_BETWEEN, TCP_BETWEEN), str(exc))
+    add_speeds(BETWEEN_NAMESPACES, times, findings)
+
+
+def measure(findings: Findings) -> Times:
+    """Everything; returns what single messages take on one host."""
+    pairs = {way: Pair(sender, PlaneReceiver) for way, sender in CONNECTORS.items()}
+    with working(pairs, findings) as edges:
+        times = time_on_one_host(edges, findings)
+        add_speeds(ON_ONE_HOST, times, findings)
+        findings.add(
+            "one message, 64 KiB", lambda: times.median_us("shm", 64 * KIB) * 1e6, "µs", goal="<=250", subject="shm"
+        )
+        add_behaviour(edges, findings)
+        add_fanout(edges, findings)
+    add_namespaces(findings)
+    return times
+
+
+def print_times(times: Times) -> None:
+    """The table of single messages."""
+    table = Table("µs, one message, one way", *map(size_text, COUNTS), title="edges: times", title_justify="left")
+    for way in times.ways:
+        table.add_row(way, *(f"{times.median_us(way, size):,.0f}" for size in COUNTS))
+    Console().print(table)
+
+
+def main() -> None:
+    """Reads the command line, measures, reports."""
+    # Before gRPC and NIXL are imported, here and in the processes that this one starts.
+    os.environ |= {"GRPC_VERBOSITY": "ERROR", "NIXL_LOG_LEVEL": "ERROR"}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    findings = Findings()
+    times = measure(findings)
+    print_times(times)
+    report(
+        "edges",
+        findings.by_subject(),
+        json_file=arguments.json,
+        details=times.figures(),
+        left_out=findings.left_out,
+    )
+
+
+if __name__ == "__main__":
+    main()
