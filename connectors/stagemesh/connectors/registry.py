@@ -36,7 +36,7 @@ class ConnectorCard:
 
     def missing(self) -> str:
         """Why it cannot be used in this installation; empty where it can."""
-        return f"{self.module} is not installed: {self.remedy}" if self.module and not find_spec(self.module) else ""
+        return "" if not self.module or _is_installed(self.module) else f"{self.module} is not installed: {self.remedy}"
 
 
 _BUILT_IN = (
@@ -121,6 +121,26 @@ def _check_added(added: Sequence[ConnectorCard]) -> None:
         known.append(card)
 
 
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        # The package that the module would be part of.
+        return False
+
+
+def _factory(card: ConnectorCard) -> Callable[..., Connector]:
+    module, _, attribute = card.factory.partition(":")
+    try:
+        factory: Callable[..., Connector] = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as exc:
+        remedy = card.remedy or f"repair what {card.factory} needs"
+        raise NotReadyError(
+            f"connector {card.name} cannot be loaded: {exc}; {remedy}", reason="CONNECTOR_UNAVAILABLE"
+        ) from exc
+    return factory
+
+
 def _look_again() -> None:
     cards.cache_clear()
     name_of.cache_clear()
@@ -141,9 +161,7 @@ class ReplicaConnectors:
             missing = card.missing() or ("" if card.factory else "it reads no arena")
             if missing:
                 raise NotReadyError(f"connector {name} cannot be used: {missing}", reason="CONNECTOR_UNAVAILABLE")
-            module, _, attribute = card.factory.partition(":")
-            make: Callable[..., Connector] = getattr(import_module(module), attribute)
-            self._made[name] = make(
+            self._made[name] = _factory(card)(
                 self._arena, landing=self._landing, replica=self._replica, incarnation=self._incarnation
             )
         return self._made[name]
