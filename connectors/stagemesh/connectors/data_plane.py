@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import socket
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 
 from stagemesh.connectors import wire
 from stagemesh.connectors.arena import Arena, ArenaStats
@@ -21,6 +21,7 @@ from stagemesh.connectors.inflow import InFlow
 from stagemesh.connectors.lanes import LocalLane, ServedLane
 from stagemesh.connectors.link import Link
 from stagemesh.connectors.local import LocalListener, watch_peer
+from stagemesh.connectors.negotiation import EdgeProbe
 from stagemesh.connectors.outflow import OutFlow, Sent
 from stagemesh.connectors.producer_peer import ProducerPeer
 from stagemesh.connectors.registry import ReplicaConnectors, card_of
@@ -30,6 +31,9 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 
 RETAINED_SHARE = 4
 """Chunks that have arrived are kept up to this part of the arena."""
+
+PROBE_S = 10.0
+"""How long a consumer may take to settle which connector an edge to it uses."""
 
 REMEMBERED_FLOWS = 4096
 """Flows that were read to their end are remembered, for producers that missed the last word."""
@@ -102,9 +106,7 @@ class DataPlane:
         """Begins a flow to `consumer`; returns at once, sending waits until the consumer has taken it."""
         if connector != AUTO:
             card_of(connector)
-        link = self._links.get((consumer, endpoint))
-        if link is None:
-            link = self._links[consumer, endpoint] = self._dial(consumer, endpoint)
+        link = self._link(consumer, endpoint)
         flow = OutFlow(key, wanted=connector, policy=policy, arena=self._arena, carrier=link)
         link.add(flow)
         return flow
@@ -124,6 +126,22 @@ class DataPlane:
     def close_share(self, ticket: ShareTicket) -> None:
         """Takes a share back, for when its worker has ended."""
         self._arena.close_share(ticket)
+
+    async def probe(self, *, consumer: str, endpoint: str, connector: ConnectorName) -> EdgeProbe:
+        """What a flow to `consumer` would use, settled as for one; nothing is sent.
+
+        Raises NotReadyError (CONNECTOR_UNAVAILABLE) where the one that is wanted cannot work, and UnavailableError
+        where the consumer is out of reach or does not answer within PROBE_S.
+        """
+        if connector != AUTO:
+            card_of(connector)
+        try:
+            async with asyncio.timeout(PROBE_S):
+                return await self._link(consumer, endpoint).probe(connector)
+        except TimeoutError:
+            raise UnavailableError(
+                f"replica {consumer} at {endpoint} did not settle connector {connector} within {PROBE_S:g} s"
+            ) from None
 
     async def replay(self, key: EdgeKey, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
         """The chunks of a flow from `first_seq` on, up to its end; NotFoundError where they are gone."""
@@ -236,6 +254,23 @@ class DataPlane:
             if len(self._completed) > REMEMBERED_FLOWS:
                 self._completed.popitem(last=False)
 
+    def _link(self, consumer: str, endpoint: str) -> Link:
+        link = self._links.get((consumer, endpoint))
+        if link is None:
+            link = self._links[consumer, endpoint] = self._dial(consumer, endpoint)
+        return link
+
+    def _drop_link(self, link: Link) -> None:
+        """Nobody is at its other end, and nobody needs it: the consumer's next incarnation gets a new one."""
+        for name in [name for name, known in self._links.items() if known is link]:
+            del self._links[name]
+        self._close_soon(link.close())
+
+    def _close_soon(self, closing: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
     def _dial(self, consumer: str, endpoint: str) -> Link:
         hello = stage_pb2.Hello(
             replica=self._replica,
@@ -251,6 +286,7 @@ class DataPlane:
             connectors=self._connectors,
             inline_limit_bytes=self._inline_limit_bytes,
             on_retain=self._retain,
+            on_idle=self._drop_link,
         )
 
     def _retain(self, flow: OutFlow, sent: Sent) -> None:
@@ -306,9 +342,7 @@ class DataPlane:
     def _lose(self, peer: ProducerPeer) -> None:
         """That incarnation of a producer is gone."""
         self._peers.pop((peer.replica, peer.incarnation), None)
-        closing = asyncio.create_task(peer.close(), name=f"closing {peer.replica}")
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._close_soon(peer.close())
         for flow in list(self._inflows.values()):
             if flow.producer == peer.replica and flow.incarnation == peer.incarnation:
                 flow.fail(flow.lost_error())

@@ -153,7 +153,9 @@ class InFlow:
         """What the producer may still send."""
         return max(0, self._limit_bytes - self._received_bytes)
 
-    def open(self, session: Session, *, incarnation: str, connector: ConnectorName) -> stage_pb2.EdgeOpened:
+    def open(
+        self, session: Session, *, incarnation: str, connector: ConnectorName, opening: int = 0
+    ) -> stage_pb2.EdgeOpened:
         """The producer opens the flow (again) on a stream, to go on from what has arrived."""
         if self._session is not None and self._session is not session:
             self._session.forget(self.key, moved=True)
@@ -168,6 +170,7 @@ class InFlow:
             next_seq=self._next_seq,
             credit_limit_bytes=self._limit_bytes,
             connector=number_of(connector),
+            opening=opening,
         )
 
     def detach(self, session: Session) -> None:
@@ -337,9 +340,10 @@ class InFlow:
     def _advance(self) -> None:
         self._next_seq += 1
         self._resyncs = 0
+        # The engine first: the acknowledgement is in no hurry.
+        self._changed.fire()
         if self._session is not None:
             self._session.touch(self)
-        self._changed.fire()
 
     def _consumed(self, size_bytes: int) -> None:
         self._consumed_bytes += size_bytes

@@ -4,14 +4,15 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Container, Sequence
+from copy import copy
 
 from stagemesh.connectors import local, wire
 from stagemesh.connectors.arena import Region
-from stagemesh.connectors.base import GRPC, EdgeKey
+from stagemesh.connectors.base import GRPC, ConnectorName, EdgeKey
 from stagemesh.connectors.channels import open_channel
 from stagemesh.connectors.errors import InternalError, InvalidChunkError, StagemeshError, UnavailableError
 from stagemesh.connectors.lanes import GrpcLane, LocalLane
-from stagemesh.connectors.negotiation import Negotiation
+from stagemesh.connectors.negotiation import EdgeProbe, Negotiation
 from stagemesh.connectors.outflow import OutFlow, Sent
 from stagemesh.connectors.pulse import Pulse
 from stagemesh.connectors.put_stream import PutStream
@@ -25,6 +26,8 @@ REFUSED_S = 0.5
 _RETRY_S = 0.1
 _DIAL_S = 1.0
 _SILENCE_CHECK_S = 0.5
+_LOCAL_TRIES = 3
+"""So often may the greeting on a local stream fail before flows do without one."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,20 +49,23 @@ class Link:
         connectors: ReplicaConnectors,
         inline_limit_bytes: int,
         on_retain: Callable[[OutFlow, Sent], None],
+        on_idle: Callable[["Link"], None],
     ) -> None:
         self.inline_limit_bytes = inline_limit_bytes
         self._consumer, self._endpoint, self._hello = consumer, endpoint, hello
         self._arena_fd, self._connectors = arena_fd, connectors
-        self._on_retain = on_retain
+        self._on_retain, self._on_idle = on_retain, on_idle
         self._flows: dict[EdgeKey, OutFlow] = {}
         self._streams: dict[OutFlow, PutStream] = {}
         self._to_open: dict[OutFlow, None] = {}
+        self._probes: dict[asyncio.Future[EdgeProbe], ConnectorName] = {}
         self._leases: dict[int, Sequence[Region]] = {}
         self._lease_ids = self._transfer_ids = 0
         self._incarnation = ""
         self._main: PutStream | None = None
         self._local: PutStream | None = None
         self._negotiation: Negotiation | None = None
+        self._local_failures = 0
         self._watch: local.DeathWatch | None = None
         self._loop = asyncio.get_running_loop()
         self._seen_s = self._loop.time()
@@ -80,6 +86,17 @@ class Link:
     def find(self, key: EdgeKey) -> OutFlow | None:
         """The flow of that key, while it is not over."""
         return self._flows.get(key)
+
+    async def probe(self, wanted: ConnectorName) -> EdgeProbe:
+        """What a flow that wants this connector would use; raises why there can be none. The caller bounds it."""
+        answer: asyncio.Future[EdgeProbe] = self._loop.create_future()
+        self._probes[answer] = wanted
+        self._changed.fire()
+        self._answer_probes()
+        try:
+            return await answer
+        finally:
+            self._probes.pop(answer, None)
 
     def ready(self, flow: OutFlow) -> None:
         """See `Carrier`."""
@@ -127,15 +144,22 @@ class Link:
         """Ends the connection and all flows. Closing twice is harmless."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._fail_flows(UnavailableError(f"{self._hello.replica} shuts down"))
+        down = UnavailableError(f"{self._hello.replica} shuts down")
+        self._fail_flows(down)
+        self._fail_probes(down)
         self._reclaim_all()
         self._stop_watching()
 
     # -- the connection
 
+    @property
+    def _is_needed(self) -> bool:
+        """Whether somebody waits for a connection: also a lease comes back over one, or is known to be lost."""
+        return bool(self._flows or self._probes or self._leases)
+
     async def _run(self) -> None:
         while True:
-            while not self._flows:
+            while not self._is_needed:
                 await self._changed.wait()
             try:
                 cause = await self._connection()
@@ -146,6 +170,9 @@ class Link:
                 _log.exception("the link to %s failed", self._consumer)
                 cause = InternalError(f"the link to {self._consumer} failed: {exc!r}")
             await self._lost(cause)
+            if not self._is_needed:
+                self._on_idle(self)
+                return
             await asyncio.sleep(_RETRY_S)
 
     async def _connection(self) -> StagemeshError:
@@ -164,12 +191,12 @@ class Link:
                 streams.append(beside)
             self._main, self._local = main, beside
             negotiation = Negotiation(
-                self._connectors, consumer=self._consumer, offer=(beside or main).send, settled=self._open_flows
+                self._connectors, consumer=self._consumer, offer=(beside or main).send, settled=self._settled
             )
             stack.push_async_callback(negotiation.close)
             self._negotiation = negotiation
             self._to_open = dict.fromkeys(self._flows.values())
-            self._open_flows()
+            self._settled()
             return await self._first_end(streams)
 
     async def _first_end(self, streams: Sequence[PutStream]) -> StagemeshError:
@@ -204,10 +231,18 @@ class Link:
         stack.push_async_callback(stream.close)
         try:
             found = await stream.greet(lane, self._hello)
-            if found.incarnation != welcome.incarnation:
-                raise UnavailableError("somebody else is at the local socket that it named")
         except StagemeshError as exc:
+            self._local_failures += 1
             _log.warning("no local stream to %s: %s", self._consumer, exc.message)
+            if watch is not None:
+                watch.close()
+            if self._local_failures < _LOCAL_TRIES:
+                # It is on this host: the whole connection is made anew.
+                raise
+            return None
+        self._local_failures = 0
+        if found.incarnation != welcome.incarnation:
+            _log.warning("somebody else is at the local socket that %s named", self._consumer)
             await stream.close()
             if watch is not None:
                 watch.close()
@@ -226,6 +261,28 @@ class Link:
         self.inline_limit_bytes = min(self.inline_limit_bytes, welcome.inline_limit_bytes)
         self._refused_s = None
         _log.info("connected to %s at %s", self._consumer, self._endpoint)
+
+    def _settled(self) -> None:
+        """Something is known about the connectors that can be used."""
+        self._open_flows()
+        self._answer_probes()
+
+    def _answer_probes(self) -> None:
+        for answer, wanted in list(self._probes.items()):
+            if self._negotiation is None or answer.done():
+                continue
+            try:
+                found = self._negotiation.probe(wanted)
+            except StagemeshError as exc:
+                answer.set_exception(exc)
+                continue
+            if found is not None:
+                answer.set_result(found)
+
+    def _fail_probes(self, error: StagemeshError) -> None:
+        for answer in self._probes:
+            if not answer.done():
+                answer.set_exception(copy(error))
 
     def _open_flows(self) -> None:
         """Opens the flows that wait for it, each on the stream that its connector needs."""
@@ -294,6 +351,7 @@ class Link:
             self._seen_s = self._loop.time()
         self._main = self._local = self._negotiation = None
         self._streams.clear()
+        self._fail_probes(cause)
         for flow in self._flows.values():
             flow.disconnected()
         if not isinstance(cause, UnavailableError):

@@ -5,16 +5,31 @@ A connector that fails later counts as refused until the connection is made anew
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from stagemesh.connectors import wire
 from stagemesh.connectors.base import AUTO, GRPC, ConnectorName
 from stagemesh.connectors.connector import Connector
-from stagemesh.connectors.errors import NotReadyError, StagemeshError
+from stagemesh.connectors.errors import InternalError, NotReadyError, StagemeshError
 from stagemesh.connectors.registry import ReplicaConnectors, cards, name_of, number_of
 from stagemesh.v1 import stage_pb2
 
 _AGAIN_S = 2.0
+_PAUSE_S = 5.0
+"""After this long a connector that failed while in use is tried again."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EdgeProbe:
+    """What carries an edge between two replicas."""
+
+    connector: ConnectorName
+    refusals: Mapping[ConnectorName, StagemeshError]
+    """Better connectors, and why they cannot be used."""
 
 
 class Negotiation:
@@ -34,6 +49,7 @@ class Negotiation:
         self._agreed: dict[ConnectorName, Connector] = {}
         self._refused: dict[ConnectorName, StagemeshError] = {}
         self._offering: dict[ConnectorName, asyncio.Task[None]] = {}
+        self._paused: dict[ConnectorName, asyncio.TimerHandle] = {}
 
     def choose(self, wanted: ConnectorName) -> ConnectorName | None:
         """The connector for a flow, or None while that is being settled.
@@ -46,6 +62,8 @@ class Negotiation:
             if name not in self._refused:
                 self._begin(name)
                 return None
+        if wanted in self._paused:
+            return None
         raise NotReadyError(
             f"connector {wanted} cannot be used with replica {self._consumer}: {self._refused[wanted].message}; "
             "fix that, or set `connector: auto`",
@@ -63,22 +81,30 @@ class Negotiation:
             return
         self._offering.pop(name).cancel()
         if meeting.HasField("error"):
-            self._refuse(name, wire.error_from_wire(meeting.error))
+            self._refused[name] = wire.error_from_wire(meeting.error)
         else:
             self._agreed[name] = self._connectors.get(name)
         self._settled()
 
     def fail(self, name: ConnectorName, error: StagemeshError) -> None:
         """A connector that was agreed on does not work."""
-        self._agreed.pop(name, None)
-        self._refuse(name, error)
+        if self._agreed.pop(name, None) is not None:
+            self._refused[name] = error
+            # What failed in passing, for a moment without network say, may work again; a fixed choice waits for that.
+            self._paused[name] = asyncio.get_running_loop().call_later(_PAUSE_S, self._forgive, name)
 
-    def refusals(self) -> dict[ConnectorName, str]:
-        """Why connectors are not used, for people."""
-        return {name: error.message for name, error in self._refused.items()}
+    def probe(self, wanted: ConnectorName) -> EdgeProbe | None:
+        """The same as `choose`, with what was passed over."""
+        chosen = self.choose(wanted)
+        if chosen is None:
+            return None
+        better = {name: self._refused[name] for name in self._candidates(wanted) if name in self._refused}
+        return EdgeProbe(chosen, better)
 
     async def close(self) -> None:
         """Forgets what was settled."""
+        for pause in self._paused.values():
+            pause.cancel()
         tasks = list(self._offering.values())
         for task in tasks:
             task.cancel()
@@ -90,21 +116,29 @@ class Negotiation:
     def _candidates(wanted: ConnectorName) -> Iterator[ConnectorName]:
         yield from cards() if wanted == AUTO else (wanted,)
 
-    def _refuse(self, name: ConnectorName, error: StagemeshError) -> None:
-        self._refused[name] = error
+    def _forgive(self, name: ConnectorName) -> None:
+        del self._paused[name], self._refused[name]
+        self._settled()
 
     def _begin(self, name: ConnectorName) -> None:
         if name not in self._offering:
             self._offering[name] = asyncio.create_task(self._keep_offering(name), name=f"offer {name}")
+
+    def _cannot_offer(self, name: ConnectorName, error: StagemeshError) -> None:
+        del self._offering[name]
+        self._refused[name] = error
+        self._settled()
 
     async def _keep_offering(self, name: ConnectorName) -> None:
         """Offers until the answer ends this task, for an offer may be lost."""
         try:
             offer = await self._connectors.get(name).offer()
         except StagemeshError as exc:
-            del self._offering[name]
-            self._refuse(name, exc)
-            self._settled()
+            self._cannot_offer(name, exc)
+            return
+        except Exception as exc:  # noqa: BLE001 - the task's outermost edge, and the connector may be anybody's
+            _log.exception("connector %s failed in a way that it does not name", name)
+            self._cannot_offer(name, InternalError(f"connector {name} failed: {type(exc).__name__}: {exc}"))
             return
         item = stage_pb2.PutItem(offer=stage_pb2.Offer(connector=number_of(name), offer=offer))
         while True:

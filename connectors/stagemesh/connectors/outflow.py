@@ -14,7 +14,7 @@ from stagemesh.connectors.chunking import Chunker
 from stagemesh.connectors.connector import ArenaRange, Connector
 from stagemesh.connectors.errors import CancelledRequestError, InvalidChunkError, StagemeshError
 from stagemesh.connectors.pulse import Pulse
-from stagemesh.connectors.registry import name_of, number_of
+from stagemesh.connectors.registry import number_of
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 _REOPEN_S, _MAX_REOPEN_S = 2.0, 30.0
@@ -109,6 +109,7 @@ class OutFlow:
         self._connector = wanted
         self._reader: Connector | None = None
         self._was_opened = self._open = False
+        self._openings = 0
         self._limit_bytes = self._used_bytes = self._window_bytes = 0
         self._wanted_bytes = self._demanded_bytes = 0
         self._kept: deque[Sent] = deque()
@@ -174,14 +175,16 @@ class OutFlow:
     def opening(self, connector: ConnectorName, reader: Connector | None) -> stage_pb2.PutItem:
         """The item that opens the flow, to go on by `connector`; `reader` is this replica's end of it."""
         self._open, self._pieces = False, None
+        self._openings += 1
         self._connector, self._reader = connector, reader
         self._heard_s = self._now_s()
-        return stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=self.wire_key, connector=number_of(connector)))
+        opening = stage_pb2.OpenEdge(key=self.wire_key, connector=number_of(connector), opening=self._openings)
+        return stage_pb2.PutItem(open=opening)
 
     def opened(self, reply: stage_pb2.EdgeOpened) -> None:
         """The consumer takes the flow from `next_seq` on."""
-        if name_of(reply.connector) != self._connector:
-            # The answer to an earlier OpenEdge; that to the last one follows.
+        if reply.opening != self._openings or self._open:
+            # The answer to an earlier OpenEdge, or a repeat: what was sent since then is on its way.
             return
         self.acknowledge(reply.next_seq)
         for sent in self._unacked:
@@ -284,7 +287,7 @@ class OutFlow:
 
     def check_silence(self, now_s: float) -> None:
         """Has the flow opened again when its consumer has said nothing for long: a message may have been lost."""
-        waits = self._unacked or self._wanted_bytes or not self._open
+        waits = self._unacked or self._wanted_bytes or not self._open or self._ended
         if not waits:
             self._heard_s = now_s
         elif now_s - self._heard_s > self._silence_s:

@@ -282,7 +282,7 @@ class PutSession:
             )
         self._flows[key] = flow
         self._transfers.drop(key)
-        opened = flow.open(self, incarnation=self._producer.incarnation, connector=connector)
+        opened = flow.open(self, incarnation=self._producer.incarnation, connector=connector, opening=message.opening)
         self.reply(stage_pb2.PutReply(opened=opened))
 
     def _demand(self, demand: stage_pb2.CreditDemand) -> None:

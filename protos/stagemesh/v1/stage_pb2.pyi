@@ -741,8 +741,13 @@ class OpenEdge(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
     connector: _chunk_pb2.Connector.ValueType
     """The connector that it will use: GRPC, or one that a Meeting agreed to."""
+    opening: _builtins.int
+    """How often the producer has opened the flow before; the answer repeats it, so that an answer to an earlier call is
+    known for one.
+    """
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow."""
@@ -752,10 +757,11 @@ class OpenEdge(_message.Message):
         *,
         key: _chunk_pb2.EdgeKey | None = ...,
         connector: _chunk_pb2.Connector.ValueType = ...,
+        opening: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "key", b"key", "opening", b"opening"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -949,11 +955,14 @@ class EdgeOpened(_message.Message):
     NEXT_SEQ_FIELD_NUMBER: _builtins.int
     CREDIT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
     next_seq: _builtins.int
     """The next chunk to send; 0 for a new flow."""
     credit_limit_bytes: _builtins.int
     """Bytes that may be sent in all, counted from the flow's first chunk."""
     connector: _chunk_pb2.Connector.ValueType
+    """That of OpenEdge."""
+    opening: _builtins.int
     """That of OpenEdge."""
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
@@ -966,10 +975,11 @@ class EdgeOpened(_message.Message):
         next_seq: _builtins.int = ...,
         credit_limit_bytes: _builtins.int = ...,
         connector: _chunk_pb2.Connector.ValueType = ...,
+        opening: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "credit_limit_bytes", b"credit_limit_bytes", "key", b"key", "next_seq", b"next_seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "credit_limit_bytes", b"credit_limit_bytes", "key", b"key", "next_seq", b"next_seq", "opening", b"opening"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1333,6 +1343,10 @@ class WatchLoadResponse(_message.Message):
     ARENA_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CREDIT_BYTES_FIELD_NUMBER: _builtins.int
     FREE_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    ARENA_LARGEST_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    ARENA_WAITING_FIELD_NUMBER: _builtins.int
+    LANDING_USED_BYTES_FIELD_NUMBER: _builtins.int
+    LANDING_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Steps that the engine works on."""
     queued: _builtins.int
@@ -1347,6 +1361,14 @@ class WatchLoadResponse(_message.Message):
     """Bytes that producers may still send here."""
     free_memory_bytes: _builtins.int
     """Host memory free for this process, in bytes."""
+    arena_largest_free_bytes: _builtins.int
+    """The largest piece of the arena that is free; far below what is free in all, the arena is fragmented."""
+    arena_waiting: _builtins.int
+    """Chunks that wait for room in the arena."""
+    landing_used_bytes: _builtins.int
+    """Bytes in use of the memory that chunks are fetched into, by a connector that copies."""
+    landing_size_bytes: _builtins.int
+    """The same in all; 0 where no such connector is in use."""
     def __init__(
         self,
         *,
@@ -1357,10 +1379,14 @@ class WatchLoadResponse(_message.Message):
         arena_size_bytes: _builtins.int = ...,
         credit_bytes: _builtins.int = ...,
         free_memory_bytes: _builtins.int = ...,
+        arena_largest_free_bytes: _builtins.int = ...,
+        arena_waiting: _builtins.int = ...,
+        landing_used_bytes: _builtins.int = ...,
+        landing_size_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "credit_bytes", b"credit_bytes", "free_memory_bytes", b"free_memory_bytes", "queued", b"queued", "running", b"running", "work_s", b"work_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_largest_free_bytes", b"arena_largest_free_bytes", "arena_size_bytes", b"arena_size_bytes", "arena_used_bytes", b"arena_used_bytes", "arena_waiting", b"arena_waiting", "credit_bytes", b"credit_bytes", "free_memory_bytes", b"free_memory_bytes", "landing_size_bytes", b"landing_size_bytes", "landing_used_bytes", b"landing_used_bytes", "queued", b"queued", "running", b"running", "work_s", b"work_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

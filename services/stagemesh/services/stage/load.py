@@ -30,6 +30,10 @@ class StageLoad:
     arena_size_bytes: int
     credit_bytes: int
     free_memory_bytes: int
+    arena_largest_free_bytes: int
+    arena_waiting: int
+    landing_used_bytes: int
+    landing_size_bytes: int
 
 
 def free_memory_bytes() -> int:

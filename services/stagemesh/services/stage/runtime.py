@@ -114,14 +114,19 @@ class StageRuntime:
         """The load at this moment."""
         engine = EngineLoad(0, 0) if self.state is ReplicaState.LOADING else self._engine.load()
         plane = self.data_plane
+        arena, landing = plane.arena_stats, plane.landing_stats
         return StageLoad(
             running=engine.running,
             queued=engine.queued,
             work_s=engine.work_s,
-            arena_used_bytes=plane.arena_used_bytes,
-            arena_size_bytes=plane.arena_size_bytes,
+            arena_used_bytes=arena.used_bytes,
+            arena_size_bytes=arena.size_bytes,
             credit_bytes=plane.credit_bytes,
             free_memory_bytes=free_memory_bytes(),
+            arena_largest_free_bytes=arena.largest_free_bytes,
+            arena_waiting=arena.waiting,
+            landing_used_bytes=landing.used_bytes if landing else 0,
+            landing_size_bytes=landing.size_bytes if landing else 0,
         )
 
     # -- inner workings

@@ -177,6 +177,10 @@ def load_to_wire(load: StageLoad) -> stage_pb2.WatchLoadResponse:
         arena_size_bytes=load.arena_size_bytes,
         credit_bytes=load.credit_bytes,
         free_memory_bytes=load.free_memory_bytes,
+        arena_largest_free_bytes=load.arena_largest_free_bytes,
+        arena_waiting=load.arena_waiting,
+        landing_used_bytes=load.landing_used_bytes,
+        landing_size_bytes=load.landing_size_bytes,
     )
 
 
