@@ -209,11 +209,10 @@ class DataPlaneModel(RuleBasedStateMachine):
         if self._queue(direction):
             self._queue(direction).popleft()
 
-    @rule()
-    def repeat_a_request(self) -> None:
-        requests = self._queue(Direction.REQUESTS)
-        if requests:
-            requests.appendleft(requests[0])
+    @rule(direction=DIRECTIONS)
+    def repeat(self, direction: Direction) -> None:
+        if self._queue(direction):
+            self._queue(direction).appendleft(self._queue(direction)[0])
 
     @rule(direction=DIRECTIONS, at=st.integers(1, 5))
     def delay(self, direction: Direction, at: int) -> None:
