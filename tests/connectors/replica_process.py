@@ -105,6 +105,12 @@ class Program:
         """What carries a flow now."""
         return str(self._usage(self._outlets[request])["connector"])
 
+    async def probe(self, *, consumer: str, endpoint: str, connector: str) -> dict[str, Any]:
+        """What a flow would use, and why nothing better."""
+        found = await self._host.plane.probe(consumer=consumer, endpoint=endpoint, connector=named(connector))
+        refusals = {name: error.message for name, error in found.refusals.items()}
+        return {"connector": found.connector, "refusals": refusals}
+
     async def break_reads(self, *, after: int) -> None:
         """Has nixl fail all reads but the first ones, as when its network goes away."""
         from stagemesh.connectors.nixl.connector import NixlReader

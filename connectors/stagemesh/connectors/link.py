@@ -89,6 +89,8 @@ class Link:
 
     async def probe(self, wanted: ConnectorName) -> EdgeProbe:
         """What a flow that wants this connector would use; raises why there can be none. The caller bounds it."""
+        if not self._flows:
+            self._seen_s = self._loop.time()
         answer: asyncio.Future[EdgeProbe] = self._loop.create_future()
         self._probes[answer] = wanted
         self._changed.fire()
@@ -144,9 +146,7 @@ class Link:
         """Ends the connection and all flows. Closing twice is harmless."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        down = UnavailableError(f"{self._hello.replica} shuts down")
-        self._fail_flows(down)
-        self._fail_probes(down)
+        self._fail_flows(UnavailableError(f"{self._hello.replica} shuts down"))
         self._reclaim_all()
         self._stop_watching()
 
@@ -279,11 +279,6 @@ class Link:
             if found is not None:
                 answer.set_result(found)
 
-    def _fail_probes(self, error: StagemeshError) -> None:
-        for answer in self._probes:
-            if not answer.done():
-                answer.set_exception(copy(error))
-
     def _open_flows(self) -> None:
         """Opens the flows that wait for it, each on the stream that its connector needs."""
         if self._negotiation is None or self._main is None:
@@ -351,7 +346,6 @@ class Link:
             self._seen_s = self._loop.time()
         self._main = self._local = self._negotiation = None
         self._streams.clear()
-        self._fail_probes(cause)
         for flow in self._flows.values():
             flow.disconnected()
         if not isinstance(cause, UnavailableError):
@@ -390,6 +384,9 @@ class Link:
             self._watch = None
 
     def _fail_flows(self, error: StagemeshError, *, opened_only: bool = False) -> None:
+        for answer in () if opened_only else self._probes:
+            if not answer.done():
+                answer.set_exception(copy(error))
         for flow in list(self._flows.values()):
             if not opened_only or flow.was_opened:
                 flow.fail(error)

@@ -1,0 +1,117 @@
+"""`DataPlane.probe`: the connector that a flow would use, without a flow."""
+
+import asyncio
+
+import pytest
+
+from stagemesh.connectors import registry
+from stagemesh.connectors.base import AUTO, GRPC, NIXL, SHM, ConnectorName
+from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnavailableError
+from stagemesh.connectors.negotiation import EdgeProbe
+from stagemesh.connectors.shm import ShmConnector
+from tests.connectors.hosts import Host, open_flow, packet, two_hosts
+from tests.connectors.namespaces import ENVIRONMENT, namespaces
+from tests.connectors.replicas import ReplicaError, replica
+
+
+async def _probe(producer: Host, consumer: Host, connector: ConnectorName = AUTO) -> EdgeProbe:
+    return await producer.plane.probe(consumer=consumer.replica, endpoint=consumer.endpoint, connector=connector)
+
+
+async def test_auto_is_shm_on_one_host() -> None:
+    async with two_hosts() as (a, b):
+        assert await _probe(a, b) == EdgeProbe(SHM, {})
+
+
+@pytest.mark.parametrize("connector", [SHM, GRPC])
+async def test_fixed_choice_that_works_is_answered(connector: ConnectorName) -> None:
+    async with two_hosts() as (a, b):
+        assert await _probe(a, b, connector) == EdgeProbe(connector, {})
+
+
+async def test_probe_and_flow_share_a_link() -> None:
+    async with two_hosts() as (a, b):
+        probing = asyncio.create_task(_probe(a, b))
+        outlet, inlet = open_flow(a, b)
+        await outlet.send(packet(0, 10_000))
+        assert (await anext(aiter(inlet))).metadata["seq"] == 0
+        assert (await probing).connector == outlet.usage.connector
+
+
+async def test_better_connectors_are_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_shm(monkeypatch)
+    _without_nixl(monkeypatch)
+    async with two_hosts() as (a, b):
+        found = await _probe(a, b)
+    assert (found.connector, list(found.refusals)) == (GRPC, [SHM, NIXL])
+    assert "nixl_cu12 is not installed" in found.refusals[NIXL].message
+
+
+async def test_fixed_choice_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_nixl(monkeypatch)
+    async with two_hosts() as (a, b):
+        with pytest.raises(NotReadyError, match=r"nixl cannot be used with replica b-0: .*install stagemesh") as caught:
+            await _probe(a, b, NIXL)
+    assert caught.value.reason == "CONNECTOR_UNAVAILABLE"
+
+
+async def test_unknown_connector_is_named() -> None:
+    async with two_hosts() as (a, b):
+        with pytest.raises(InvalidRequestError, match="unknown connector 'pigeon'; use one of auto, shm"):
+            await _probe(a, b, "pigeon")
+
+
+async def test_consumer_that_is_not_there_is_unavailable() -> None:
+    async with two_hosts() as (a, b):
+        await b.server.stop(None)
+        with pytest.raises(UnavailableError, match=f"b-0 at {b.endpoint}"):
+            await _probe(a, b)
+
+
+async def test_probe_ends_with_its_replica() -> None:
+    async with two_hosts() as (a, b):
+        await b.server.stop(None)
+        probing = asyncio.create_task(_probe(a, b))
+        await asyncio.sleep(0)
+        await a.plane.close()
+        with pytest.raises(UnavailableError):
+            await probing
+
+
+async def test_consumer_that_was_restarted_is_asked_anew() -> None:
+    async with two_hosts() as (a, b):
+        await _probe(a, b)
+        await b.close()
+        with pytest.raises(UnavailableError):
+            while True:
+                await _probe(a, b)
+                await asyncio.sleep(0)
+        successor = Host("b-0")  # type: ignore[abstract]
+        successor.server.add_insecure_port(b.endpoint)
+        await successor.server.start()
+        assert (await _probe(a, b)).connector == SHM
+        await successor.close()
+
+
+async def test_shm_between_hosts_is_refused_and_auto_says_why() -> None:
+    with namespaces() as net:
+        async with (
+            replica("a-0", within=net.within(0), address=net.address(0), environment=ENVIRONMENT) as a,
+            replica("b-0", within=net.within(1), address=net.address(1), environment=ENVIRONMENT) as b,
+        ):
+            with pytest.raises(ReplicaError, match="not on one host"):
+                await a.call("probe", consumer=b.name, endpoint=b.endpoint, connector=SHM)
+            found = await a.call("probe", consumer=b.name, endpoint=b.endpoint, connector=AUTO)
+    assert found["connector"] == NIXL
+    assert "not on one host" in found["refusals"][SHM]
+
+
+def _without_shm(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(self: ShmConnector) -> bytes:
+        raise NotReadyError("no memory is shared here", reason="CONNECTOR_UNAVAILABLE")
+
+    monkeypatch.setattr(ShmConnector, "offer", refuse)
+
+
+def _without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "find_spec", lambda _: None)
