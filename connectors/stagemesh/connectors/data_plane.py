@@ -1,6 +1,7 @@
 """A replica's data plane: its arena, its links to the replicas it feeds, and the flows that feed it."""
 
 import asyncio
+import logging
 import secrets
 import socket
 from collections import OrderedDict, deque
@@ -14,6 +15,7 @@ from stagemesh.connectors.errors import (
     ExistsError,
     NotFoundError,
     NotReadyError,
+    StagemeshError,
     UnavailableError,
 )
 from stagemesh.connectors.fan_out import FanOut
@@ -28,6 +30,8 @@ from stagemesh.connectors.registry import ReplicaConnectors, card_of
 from stagemesh.connectors.session import PutSession
 from stagemesh.connectors.tensors import Tensors
 from stagemesh.v1 import chunk_pb2, stage_pb2
+
+_log = logging.getLogger(__name__)
 
 RETAINED_SHARE = 4
 """Chunks that have arrived are kept up to this part of the arena."""
@@ -57,9 +61,9 @@ class DataPlane:
         self._window_bytes, self._inline_limit_bytes = window_bytes, inline_limit_bytes
         self._arena = Arena(arena_bytes)
         self._arena.on_pressure = self._evict_oldest
-        self._landing: Arena | None = None
+        self._landing_task: asyncio.Task[Arena] | None = None
         self._connectors = ReplicaConnectors(
-            self._arena, landing=self._landing_arena, replica=replica, incarnation=self.incarnation
+            self._arena, landing=self._landing_at_once, replica=replica, incarnation=self.incarnation
         )
         self._links: dict[tuple[str, str], Link] = {}
         self._arrived: deque[tuple[OutFlow, Sent, int]] = deque()
@@ -91,7 +95,8 @@ class DataPlane:
     @property
     def landing_stats(self) -> ArenaStats | None:
         """The same of the memory that chunks are fetched into; None where none was."""
-        return self._landing.stats() if self._landing is not None else None
+        landing = self._landing_now()
+        return landing.stats() if landing is not None else None
 
     @property
     def credit_bytes(self) -> int:
@@ -213,6 +218,12 @@ class DataPlane:
             local_socket=self._listener.name,
         )
 
+    def landing(self) -> Arena | None:
+        """See `Consumer`."""
+        if self._landing_task is None:
+            self._close_soon(self._make_landing())
+        return self._landing_now()
+
     def find(self, key: EdgeKey) -> InFlow | None:
         """See `Consumer`."""
         return self._inflows.get(key)
@@ -242,8 +253,11 @@ class DataPlane:
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self._connectors.close()
         self._arena.close()
-        if self._landing is not None:
-            self._landing.close()
+        if self._landing_task is not None:
+            await asyncio.wait((self._landing_task,))
+            landing = self._landing_now()
+            if landing is not None:
+                landing.close()
 
     # -- inner workings
 
@@ -306,10 +320,32 @@ class DataPlane:
                 return True
         return False
 
-    def _landing_arena(self) -> Arena:
-        if self._landing is None:
-            self._landing = Arena(self._arena.size_bytes)
-        return self._landing
+    def _landing_now(self) -> Arena | None:
+        task = self._landing_task
+        return None if task is None or not task.done() or task.exception() else task.result()
+
+    async def _make_landing(self) -> None:
+        try:
+            await self._landing_arena()
+        except StagemeshError as exc:
+            _log.warning("chunks that come in pieces get memory of their own: %s", exc.message)
+
+    def _landing_at_once(self) -> Arena:
+        if self._landing_task is None:
+            made = Arena(self._arena.size_bytes)
+
+            async def ready() -> Arena:
+                return made
+
+            self._landing_task = asyncio.create_task(ready())
+            return made
+        return self._landing_task.result()
+
+    async def _landing_arena(self) -> Arena:
+        """The memory that chunks are fetched into; made when it is first needed, for it takes a moment and room."""
+        if self._landing_task is None:
+            self._landing_task = asyncio.create_task(asyncio.to_thread(Arena, self._arena.size_bytes))
+        return await asyncio.shield(self._landing_task)
 
     async def _accept_local(self, connection: socket.socket, arena_fd: int) -> None:
         """A producer on this host has connected."""

@@ -10,6 +10,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from stagemesh.connectors import pieces, wire
+from stagemesh.connectors.arena import Arena
 from stagemesh.connectors.base import AUTO, GRPC, EdgeKey, Packet
 from stagemesh.connectors.connector import ArenaRange, Bytes, FetchingReader, InPlaceReader
 from stagemesh.connectors.errors import (
@@ -45,6 +46,9 @@ class Consumer(Protocol):
         """The answer to it."""
         ...
 
+    def landing(self) -> Arena | None:
+        """Warm memory for chunks that come in pieces; None while there is none."""
+
     def find(self, key: EdgeKey) -> InFlow | None:
         """The flow of that key."""
 
@@ -73,7 +77,7 @@ class PutSession:
         self._peer: ProducerPeer | None = None
         self._flows: dict[EdgeKey, InFlow] = {}
         self._moved: set[EdgeKey] = set()
-        self._transfers = Transfers()
+        self._transfers = Transfers(consumer.landing)
         self._meetings: set[asyncio.Task[None]] = set()
         self._response = stage_pb2.PutChunkResponse()
         self._touched: dict[InFlow, None] = {}

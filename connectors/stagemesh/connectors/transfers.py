@@ -1,7 +1,10 @@
 """Chunks that come in pieces: the buffers that they are put together in."""
 
+from collections.abc import Callable
+
 import numpy as np
 
+from stagemesh.connectors.arena import Account, Arena
 from stagemesh.connectors.base import EdgeKey
 from stagemesh.connectors.connector import Bytes
 from stagemesh.connectors.errors import InvalidChunkError
@@ -9,16 +12,17 @@ from stagemesh.v1 import chunk_pb2, tensor_pb2
 
 
 class _Transfer:
-    def __init__(self, key: EdgeKey, total_bytes: int) -> None:
+    def __init__(self, key: EdgeKey, buffer: Bytes) -> None:
         self.key = key
-        self.buffer = np.empty(total_bytes, np.uint8)
+        self.buffer = buffer
         self.received_bytes = 0
 
 
 class Transfers:
-    """Those of one stream, at most one a flow."""
+    """Those of one stream, at most one a flow. `landing` is memory that is warm already, where there is some."""
 
-    def __init__(self) -> None:
+    def __init__(self, landing: Callable[[], Arena | None]) -> None:
+        self._landing = landing
         self._by_id: dict[int, _Transfer] = {}
         self._last_id = 0
 
@@ -30,7 +34,7 @@ class Transfers:
         """Makes room for a new transfer; it means that the one before was given up."""
         self.drop(key)
         self._last_id = piece.transfer_id
-        self._by_id[piece.transfer_id] = _Transfer(key, piece.total_bytes)
+        self._by_id[piece.transfer_id] = _Transfer(key, self._buffer(piece.total_bytes))
 
     def add(self, key: EdgeKey, piece: chunk_pb2.ChunkPiece, payload: memoryview) -> bool:
         """Takes a piece, or sees that it is a repeat; False for one that leaves a gap or fits nowhere."""
@@ -67,6 +71,14 @@ class Transfers:
     def clear(self) -> None:
         """Gives up everything."""
         self._by_id.clear()
+
+    def _buffer(self, size_bytes: int) -> Bytes:
+        """Room for a transfer. Fresh memory costs more than the copy into it, but it is there when warm is not."""
+        landing = self._landing()
+        if landing is None or size_bytes > landing.max_region_bytes:
+            return np.empty(size_bytes, np.uint8)
+        region = landing.try_allocate(size_bytes, Account())
+        return np.empty(size_bytes, np.uint8) if region is None else region.as_array()[:size_bytes]
 
     def _bytes(self, message: tensor_pb2.Tensor) -> Bytes:
         place, buffer = message.streamed, self._by_id[message.streamed.transfer_id].buffer
