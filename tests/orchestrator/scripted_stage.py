@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, TypeAlias
+from copy import copy
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from stagemesh.connectors.errors import StagemeshError
 from stagemesh.services.serving.answering import answering, streaming
-from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
+from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2, stage_pb2_grpc
 
 if TYPE_CHECKING:
     import grpc
@@ -50,6 +52,9 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self.description = stage_pb2.DescribeResponse(stage=name, state=stage_pb2.REPLICA_STATE_READY, wire_version=1)
         self.requests: list[stage_pb2.ExecuteStepRequest] = []
         self.cancels: list[stage_pb2.CancelStepRequest] = []
+        self.probes: list[stage_pb2.ProbeEdgeRequest] = []
+        self.probed: list[stage_pb2.ProbeEdgeResponse | StagemeshError] = [stage_pb2.ProbeEdgeResponse()]
+        """What ProbeEdge answers, the last one again and again; unset for what was asked for, and shm for auto."""
         self.running = 0
         self.time_left_s = 0.0
         self.idle = asyncio.Event()
@@ -75,6 +80,19 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         del context
         self.cancels.append(request)
         return stage_pb2.CancelStepResponse(stopped=self.running)
+
+    async def ProbeEdge(
+        self, request: stage_pb2.ProbeEdgeRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> stage_pb2.ProbeEdgeResponse:
+        self.probes.append(request)
+        answer = self.probed.pop(0) if len(self.probed) > 1 else self.probed[0]
+        async with answering(context, stage=self.name):
+            if isinstance(answer, StagemeshError):
+                raise copy(answer)
+        if answer.connector:
+            return answer
+        fixed = request.connector != chunk_pb2.CONNECTOR_AUTO
+        return stage_pb2.ProbeEdgeResponse(connector=request.connector if fixed else chunk_pb2.CONNECTOR_SHM)
 
     async def WatchLoad(
         self, request: stage_pb2.WatchLoadRequest, context: object

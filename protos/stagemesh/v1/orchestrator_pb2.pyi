@@ -469,6 +469,7 @@ class EdgeDescription(_message.Message):
     FROM_STAGE_FIELD_NUMBER: _builtins.int
     TO_STAGE_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     from_stage: _builtins.str
@@ -477,6 +478,10 @@ class EdgeDescription(_message.Message):
     """The consuming stage."""
     connector: _chunk_pb2.Connector.ValueType
     """What the pipeline file asks for."""
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___EdgeLink]:
+        """How it crosses now, for each pair of ready replicas that it joins."""
+
     def __init__(
         self,
         *,
@@ -484,14 +489,61 @@ class EdgeDescription(_message.Message):
         from_stage: _builtins.str = ...,
         to_stage: _builtins.str = ...,
         connector: _chunk_pb2.Connector.ValueType = ...,
+        links: _abc.Iterable[Global___EdgeLink] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "from_stage", b"from_stage", "name", b"name", "to_stage", b"to_stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "from_stage", b"from_stage", "links", b"links", "name", b"name", "to_stage", b"to_stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EdgeDescription: _TypeAlias = EdgeDescription  # noqa: Y015
+
+@_typing.final
+class EdgeLink(_message.Message):
+    """EdgeLink is an edge between two replicas as it is now. While the producer has not answered yet, it has neither
+    connector nor error.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRODUCER_FIELD_NUMBER: _builtins.int
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    CONNECTOR_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    producer: _builtins.str
+    """The producing replica's name."""
+    consumer: _builtins.str
+    """The consuming replica's name."""
+    connector: _chunk_pb2.Connector.ValueType
+    """What carries the bytes; unset where that is not known."""
+    @_builtins.property
+    def error(self) -> _chunk_pb2.Error:
+        """Why that is not known: UNAVAILABLE and DEADLINE_EXCEEDED may pass; with any other, a fixed connector cannot work, and
+        requests over the edge are refused.
+        """
+
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[_stage_pb2.ConnectorRefusal]:
+        """Better connectors that cannot be used here, best first."""
+
+    def __init__(
+        self,
+        *,
+        producer: _builtins.str = ...,
+        consumer: _builtins.str = ...,
+        connector: _chunk_pb2.Connector.ValueType = ...,
+        error: _chunk_pb2.Error | None = ...,
+        refusals: _abc.Iterable[_stage_pb2.ConnectorRefusal] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "consumer", b"consumer", "error", b"error", "producer", b"producer", "refusals", b"refusals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EdgeLink: _TypeAlias = EdgeLink  # noqa: Y015
 
 @_typing.final
 class OutputDescription(_message.Message):

@@ -1443,3 +1443,93 @@ class CancelStepResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelStepResponse: _TypeAlias = CancelStepResponse  # noqa: Y015
+
+@_typing.final
+class ProbeEdgeRequest(_message.Message):
+    """ProbeEdgeRequest names an edge between two replicas, as OutputBinding does."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EDGE_FIELD_NUMBER: _builtins.int
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    CONNECTOR_FIELD_NUMBER: _builtins.int
+    edge: _builtins.str
+    """The edge's name; for people."""
+    consumer: _builtins.str
+    """The consuming replica's name."""
+    endpoint: _builtins.str
+    """Where that replica serves StageService, "host:port"."""
+    connector: _chunk_pb2.Connector.ValueType
+    """How the bytes are to cross."""
+    def __init__(
+        self,
+        *,
+        edge: _builtins.str = ...,
+        consumer: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        connector: _chunk_pb2.Connector.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeEdgeRequest: _TypeAlias = ProbeEdgeRequest  # noqa: Y015
+
+@_typing.final
+class ProbeEdgeResponse(_message.Message):
+    """ProbeEdgeResponse says what a flow would use."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONNECTOR_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
+    connector: _chunk_pb2.Connector.ValueType
+    """The connector: the one asked for, or the best that both replicas can do."""
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConnectorRefusal]:
+        """The better ones that they cannot, best first; empty where a fixed one was asked for."""
+
+    def __init__(
+        self,
+        *,
+        connector: _chunk_pb2.Connector.ValueType = ...,
+        refusals: _abc.Iterable[Global___ConnectorRefusal] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "refusals", b"refusals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeEdgeResponse: _TypeAlias = ProbeEdgeResponse  # noqa: Y015
+
+@_typing.final
+class ConnectorRefusal(_message.Message):
+    """ConnectorRefusal says why a connector is not used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONNECTOR_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    connector: _chunk_pb2.Connector.ValueType
+    """The connector."""
+    @_builtins.property
+    def error(self) -> _chunk_pb2.Error:
+        """The cause."""
+
+    def __init__(
+        self,
+        *,
+        connector: _chunk_pb2.Connector.ValueType = ...,
+        error: _chunk_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConnectorRefusal: _TypeAlias = ConnectorRefusal  # noqa: Y015

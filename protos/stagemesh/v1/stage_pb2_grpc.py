@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class StageServiceStub(object):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad and
-    CancelStep; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad, CancelStep and
+    ProbeEdge; other stages call PutChunk and GetChunk.
     """
 
     def __init__(self, channel):
@@ -66,11 +66,16 @@ class StageServiceStub(object):
                 request_serializer=stagemesh_dot_v1_dot_stage__pb2.CancelStepRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_v1_dot_stage__pb2.CancelStepResponse.FromString,
                 _registered_method=True)
+        self.ProbeEdge = channel.unary_unary(
+                '/stagemesh.v1.StageService/ProbeEdge',
+                request_serializer=stagemesh_dot_v1_dot_stage__pb2.ProbeEdgeRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_stage__pb2.ProbeEdgeResponse.FromString,
+                _registered_method=True)
 
 
 class StageServiceServicer(object):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad and
-    CancelStep; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad, CancelStep and
+    ProbeEdge; other stages call PutChunk and GetChunk.
     """
 
     def ExecuteStep(self, request, context):
@@ -119,6 +124,15 @@ class StageServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ProbeEdge(self, request, context):
+        """ProbeEdge settles by which connector this replica would feed a consumer, and sends nothing. Called by orchestrators once
+        both are ready. A fixed connector that cannot work fails (FAILED_PRECONDITION, CONNECTOR_UNAVAILABLE), a consumer
+        out of reach too (UNAVAILABLE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StageServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -152,6 +166,11 @@ def add_StageServiceServicer_to_server(servicer, server):
                     request_deserializer=stagemesh_dot_v1_dot_stage__pb2.CancelStepRequest.FromString,
                     response_serializer=stagemesh_dot_v1_dot_stage__pb2.CancelStepResponse.SerializeToString,
             ),
+            'ProbeEdge': grpc.unary_unary_rpc_method_handler(
+                    servicer.ProbeEdge,
+                    request_deserializer=stagemesh_dot_v1_dot_stage__pb2.ProbeEdgeRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_stage__pb2.ProbeEdgeResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'stagemesh.v1.StageService', rpc_method_handlers)
@@ -161,8 +180,8 @@ def add_StageServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StageService(object):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad and
-    CancelStep; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad, CancelStep and
+    ProbeEdge; other stages call PutChunk and GetChunk.
     """
 
     @staticmethod
@@ -317,6 +336,33 @@ class StageService(object):
             '/stagemesh.v1.StageService/CancelStep',
             stagemesh_dot_v1_dot_stage__pb2.CancelStepRequest.SerializeToString,
             stagemesh_dot_v1_dot_stage__pb2.CancelStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ProbeEdge(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.StageService/ProbeEdge',
+            stagemesh_dot_v1_dot_stage__pb2.ProbeEdgeRequest.SerializeToString,
+            stagemesh_dot_v1_dot_stage__pb2.ProbeEdgeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class StageServiceStub:
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad and
-    CancelStep; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad, CancelStep and
+    ProbeEdge; other stages call PutChunk and GetChunk.
     """
 
     @_typing.overload
@@ -54,11 +54,16 @@ class StageServiceStub:
     """WatchLoad reports the load at once and then at every interval. Called by orchestrators."""
     CancelStep: _grpc.UnaryUnaryMultiCallable[_stage_pb2.CancelStepRequest, _stage_pb2.CancelStepResponse]
     """CancelStep stops a request on this stage within one engine step. Called by orchestrators."""
+    ProbeEdge: _grpc.UnaryUnaryMultiCallable[_stage_pb2.ProbeEdgeRequest, _stage_pb2.ProbeEdgeResponse]
+    """ProbeEdge settles by which connector this replica would feed a consumer, and sends nothing. Called by orchestrators once
+    both are ready. A fixed connector that cannot work fails (FAILED_PRECONDITION, CONNECTOR_UNAVAILABLE), a consumer
+    out of reach too (UNAVAILABLE).
+    """
 
 @_typing.type_check_only
 class StageServiceAsyncStub(StageServiceStub):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad and
-    CancelStep; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad, CancelStep and
+    ProbeEdge; other stages call PutChunk and GetChunk.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -81,10 +86,15 @@ class StageServiceAsyncStub(StageServiceStub):
     """WatchLoad reports the load at once and then at every interval. Called by orchestrators."""
     CancelStep: _aio.UnaryUnaryMultiCallable[_stage_pb2.CancelStepRequest, _stage_pb2.CancelStepResponse]  # type: ignore[assignment]
     """CancelStep stops a request on this stage within one engine step. Called by orchestrators."""
+    ProbeEdge: _aio.UnaryUnaryMultiCallable[_stage_pb2.ProbeEdgeRequest, _stage_pb2.ProbeEdgeResponse]  # type: ignore[assignment]
+    """ProbeEdge settles by which connector this replica would feed a consumer, and sends nothing. Called by orchestrators once
+    both are ready. A fixed connector that cannot work fails (FAILED_PRECONDITION, CONNECTOR_UNAVAILABLE), a consumer
+    out of reach too (UNAVAILABLE).
+    """
 
 class StageServiceServicer(metaclass=_abc_1.ABCMeta):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad and
-    CancelStep; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad, CancelStep and
+    ProbeEdge; other stages call PutChunk and GetChunk.
     """
 
     @_abc_1.abstractmethod
@@ -141,5 +151,16 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_stage_pb2.CancelStepResponse, _abc.Awaitable[_stage_pb2.CancelStepResponse]]:
         """CancelStep stops a request on this stage within one engine step. Called by orchestrators."""
+
+    @_abc_1.abstractmethod
+    def ProbeEdge(
+        self,
+        request: _stage_pb2.ProbeEdgeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_stage_pb2.ProbeEdgeResponse, _abc.Awaitable[_stage_pb2.ProbeEdgeResponse]]:
+        """ProbeEdge settles by which connector this replica would feed a consumer, and sends nothing. Called by orchestrators once
+        both are ready. A fixed connector that cannot work fails (FAILED_PRECONDITION, CONNECTOR_UNAVAILABLE), a consumer
+        out of reach too (UNAVAILABLE).
+        """
 
 def add_StageServiceServicer_to_server(servicer: StageServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

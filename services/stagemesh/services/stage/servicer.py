@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.connectors.probe_wire import probe_to_wire
+from stagemesh.connectors.registry import name_of
 from stagemesh.connectors.wire import key_from_wire
 from stagemesh.services.serving.answering import answering, streaming, time_left_s
 from stagemesh.services.stage.runtime import StageRuntime
@@ -96,6 +98,16 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         async with answering(context, **self._where, request_id=request.request_id):
             stopped = await self._runtime.cancel(request.request_id, attempt=request.attempt, reason=request.reason)
             return stage_pb2.CancelStepResponse(stopped=stopped)
+
+    async def ProbeEdge(  # noqa: N802
+        self, request: stage_pb2.ProbeEdgeRequest, context: _Context
+    ) -> stage_pb2.ProbeEdgeResponse:
+        """See the proto."""
+        async with answering(context, **self._where, edge=request.edge):
+            found = await self._runtime.data_plane.probe(
+                consumer=request.consumer, endpoint=request.endpoint, connector=name_of(request.connector)
+            )
+            return probe_to_wire(found)
 
 
 def _interval_s(request: stage_pb2.WatchLoadRequest) -> float:
