@@ -16,7 +16,7 @@ from stagemesh.connectors.connector import ArenaRange, Producer
 from stagemesh.connectors.errors import InvalidChunkError, NotReadyError
 from stagemesh.connectors.nixl import NixlConnector, NixlReader, describe
 from stagemesh.connectors.nixl.offer import NixlOffer
-from stagemesh.connectors.nixl.pump import READ_TIMEOUT_S
+from stagemesh.connectors.nixl.peer import READ_TIMEOUT_S
 from tests.connectors.namespaces import ENVIRONMENT, namespaces
 from tests.connectors.nixl_process import Driven, content, nixl_process
 
@@ -168,6 +168,7 @@ async def test_range_that_is_not_the_regions_is_refused(change: dict[str, int]) 
         {"metadata": b"x" * 500},
         {"token": bytes(16)},
         {"address": 4096},
+        {"settings": "UCX_TCP_TX_SEG_SIZE=8k,UCX_TCP_RX_SEG_SIZE=8k"},
         {"agent": "a-0/1/ffff"},
     ],
 )

@@ -3,13 +3,11 @@
 The library's own wrapper is passed by: it fixes the progress thread to a busy loop, and prints.
 """
 
-from collections.abc import Sequence
-
 from nixl_cu12 import _bindings as nixl
 
 from stagemesh.connectors.errors import UnavailableError
 from stagemesh.connectors.nixl.environment import backend_options, unavailable
-from stagemesh.connectors.nixl.plan import Memory, Piece
+from stagemesh.connectors.nixl.plan import Memory, Transfer
 
 PROGRESS_US = 50_000
 """The longest that a serving agent's thread sleeps; what a peer sends wakes it at once."""
@@ -42,7 +40,6 @@ class Agent:
         """Raises NotReadyError (CONNECTOR_UNAVAILABLE) where the library finds no way to work."""
         self.name = name
         self._kind = _KINDS[memory.kind]
-        self._device = memory.device
         try:
             self._agent = nixl.nixlAgent(name, _config(serves=serves))
             self._backends = [self._agent.createBackend(_BACKEND, backend_options())]
@@ -74,11 +71,9 @@ class Agent:
         except _ERRORS:
             return
 
-    def read(self, peer: str, pieces: Sequence[Piece]) -> int | None:
+    def read(self, peer: str, transfer: Transfer) -> int | None:
         """Starts to read; returns a handle for `is_done`, or None where it is done already. Raises UnavailableError."""
-        kind, device = self._kind, self._device
-        local = nixl.nixlXferDList(kind, [(piece.local, piece.size_bytes, device) for piece in pieces])
-        remote = nixl.nixlXferDList(kind, [(piece.remote, piece.size_bytes, device) for piece in pieces])
+        local, remote = nixl.nixlXferDList(self._kind, transfer.local), nixl.nixlXferDList(self._kind, transfer.remote)
         handle = 0
         try:
             handle = self._agent.createXferReq(_READ, local, remote, peer, "", self._backends)

@@ -13,7 +13,7 @@ from stagemesh.connectors.arena import Arena
 from stagemesh.connectors.base import NIXL, ConnectorName
 from stagemesh.connectors.connector import ArenaRange, Bytes, Connector, FetchingReader, Producer
 from stagemesh.connectors.errors import StagemeshError, UnavailableError
-from stagemesh.connectors.nixl.environment import quiet, unavailable
+from stagemesh.connectors.nixl.environment import quiet, shared_settings, unavailable
 from stagemesh.connectors.nixl.offer import NixlOffer
 from stagemesh.connectors.nixl.plan import Memory
 from stagemesh.connectors.nixl.pump import Pump
@@ -44,7 +44,14 @@ class NixlConnector(Connector):
             self._serving = asyncio.ensure_future(asyncio.to_thread(self._serve))
         agent = await asyncio.shield(self._serving)
         arena = self._arena
-        return NixlOffer(agent.name, agent.metadata, arena.address, arena.file_bytes, arena.token).pack()
+        return NixlOffer(
+            agent=agent.name,
+            metadata=agent.metadata,
+            address=arena.address,
+            file_bytes=arena.file_bytes,
+            token=arena.token,
+            settings=shared_settings(),
+        ).pack()
 
     async def meet(self, offer: bytes, producer: Producer) -> "NixlReader":
         """See `Connector`."""
@@ -55,6 +62,10 @@ class NixlConnector(Connector):
             raise unavailable(f"what {producer.replica} offers cannot be used: {exc}") from exc
         if not parsed.agent.startswith(f"{producer.replica}/{producer.incarnation}/"):
             raise unavailable(f"{producer.replica} offers the memory of somebody else, {parsed.agent}")
+        if parsed.settings != shared_settings():
+            raise unavailable(
+                f"{producer.replica} has {parsed.settings}, this replica {shared_settings()}: set the same"
+            )
         source = self._source(parsed)
         source.readers += 1
         try:

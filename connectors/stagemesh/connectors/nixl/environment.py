@@ -7,7 +7,8 @@ from stagemesh.connectors.errors import NotReadyError
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _SEGMENT_BYTES = "256k"
-"""UCX moves 8 KiB at a time over tcp, which is a third slower than a plain socket; with this it is on a par."""
+"""UCX moves 8 KiB at a time over tcp, a third slower than a plain socket; with this it is on a par."""
+_SEGMENTS = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
 
 
 def quiet() -> None:
@@ -17,9 +18,13 @@ def quiet() -> None:
 
 
 def backend_options() -> dict[str, str]:
-    """Settings of UCX that differ from its defaults, but for those that the user has set."""
-    names = [name for name in ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE") if f"UCX_{name}" not in os.environ]
-    return {"engine_config": ",".join(f"{name}={_SEGMENT_BYTES}" for name in names)} if names else {}
+    """Settings of UCX that differ from its defaults. What the user set goes before them."""
+    return {"engine_config": ",".join(f"{name}={_SEGMENT_BYTES}" for name in _SEGMENTS)}
+
+
+def shared_settings() -> str:
+    """What must be the same on both sides: where it is not, the side that gets the larger segments crashes."""
+    return ",".join(f"UCX_{name}={os.environ.get(f'UCX_{name}', _SEGMENT_BYTES)}" for name in _SEGMENTS)
 
 
 def describe() -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from stagemesh.connectors.memory_file import TOKEN_BYTES, data_offset_in
 
 _MAGIC = b"nixl1\0"
-_HEAD = struct.Struct(f"<{len(_MAGIC)}s{TOKEN_BYTES}sQQHI")
+_HEAD = struct.Struct(f"<{len(_MAGIC)}s{TOKEN_BYTES}sQQHHI")
 _ADDRESS_SPACE_BYTES = 1 << 64
 
 
@@ -23,6 +23,8 @@ class NixlOffer:
     file_bytes: int
     token: bytes
     """What stands at that address."""
+    settings: str
+    """Of the library; the reader needs the same."""
 
     def __post_init__(self) -> None:
         data_offset_in(self.file_bytes)
@@ -31,17 +33,25 @@ class NixlOffer:
 
     def pack(self) -> bytes:
         """The message."""
-        name = self.agent.encode()
-        head = _HEAD.pack(_MAGIC, self.token, self.address, self.file_bytes, len(name), len(self.metadata))
-        return head + name + self.metadata
+        texts = (self.agent.encode(), self.settings.encode(), self.metadata)
+        head = _HEAD.pack(_MAGIC, self.token, self.address, self.file_bytes, *map(len, texts))
+        return head + b"".join(texts)
 
     @classmethod
     def parse(cls, data: bytes) -> "NixlOffer":
         """The offer in a message; raises ValueError for anything else."""
         if len(data) < _HEAD.size:
             raise ValueError(f"an offer of {len(data)} bytes is too short")
-        magic, token, address, file_bytes, name_bytes, metadata_bytes = _HEAD.unpack_from(data)
-        if magic != _MAGIC or len(data) != _HEAD.size + name_bytes + metadata_bytes:
+        magic, token, address, file_bytes, name_bytes, settings_bytes, metadata_bytes = _HEAD.unpack_from(data)
+        settings_at = _HEAD.size + name_bytes
+        metadata_at = settings_at + settings_bytes
+        if magic != _MAGIC or len(data) != metadata_at + metadata_bytes:
             raise ValueError("the offer is of another kind or version")
-        name, metadata = data[_HEAD.size : _HEAD.size + name_bytes], data[_HEAD.size + name_bytes :]
-        return cls(name.decode(), metadata, address, file_bytes, token)
+        return cls(
+            agent=data[_HEAD.size : settings_at].decode(),
+            metadata=data[metadata_at:],
+            address=address,
+            file_bytes=file_bytes,
+            token=token,
+            settings=data[settings_at:metadata_at].decode(),
+        )

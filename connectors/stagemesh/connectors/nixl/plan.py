@@ -1,19 +1,20 @@
-"""How the ranges of one fetch become pieces of a transfer, and where each lands."""
+"""How the ranges of one fetch become transfers, and where each lands."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from stagemesh.connectors.allocator import PAGE_BYTES
 from stagemesh.connectors.connector import ArenaRange, Bytes
 from stagemesh.connectors.errors import InvalidChunkError
-from stagemesh.connectors.memory_file import ALIGNMENT_BYTES, GENERATION_BYTES, data_offset_in
+from stagemesh.connectors.memory_file import ALIGNMENT_BYTES, GENERATION_BYTES
 
-PART_BYTES = 1 << 20
-"""Bytes of a transfer. On one host its start blocks for the whole copy, so that others wait for one part at most."""
 PART_PIECES = 256
+"""The most pieces in one transfer."""
+
+Descriptor: TypeAlias = tuple[int, int, int]
+"""Address, size in bytes and device, as the library takes them."""
 
 
 class Memory(NamedTuple):
@@ -26,17 +27,16 @@ class Memory(NamedTuple):
     device: int = 0
 
 
-class Piece(NamedTuple):
-    """Bytes to read: where to in this process, and where from in the peer's."""
+class Transfer(NamedTuple):
+    """Pieces to read, each of the peer's memory into as many bytes of ours."""
 
-    local: int
-    remote: int
+    local: list[Descriptor]
+    remote: list[Descriptor]
     size_bytes: int
 
 
-@dataclass
-class _Span:
-    """Bytes that are read as one: neighbours in the arena stay neighbours."""
+class Span(NamedTuple):
+    """Bytes that are read as one: neighbours in the arena stay neighbours. Offsets are of the arena and the landing."""
 
     offset: int
     landing: int
@@ -50,87 +50,94 @@ class Plan:
     to be read last: pages that then still have the wanted one had it while they were read.
     """
 
-    def __init__(self, places: Sequence[ArenaRange], *, file_bytes: int) -> None:
+    __slots__ = ("_ends", "_generations", "_spans", "_starts", "_words_at", "data_bytes", "size_bytes")
+
+    def __init__(self, places: Sequence[ArenaRange], *, data_offset: int, file_bytes: int) -> None:
         """Raises InvalidChunkError for a range outside the arena's data, or one that no region can hold."""
-        self._spans: list[_Span] = []
+        self._spans: list[Span] = []
         self._starts: list[int] = []
-        self._sizes = [place.size_bytes for place in places]
+        self._ends: list[int] = []
         self._generations: dict[int, int] = {}
-        first_offset = data_offset_in(file_bytes)
+        self.data_bytes = 0
         for place in places:
-            _check(place, first_offset=first_offset, file_bytes=file_bytes)
+            offset, size_bytes = place.offset, place.size_bytes
+            if size_bytes < 0 or not data_offset <= offset < file_bytes or offset + size_bytes > file_bytes:
+                raise InvalidChunkError(f"{size_bytes} bytes at {offset} lie outside their producer's arena")
             self._expect(place)
-            self._starts.append(self._place(place))
-        self.data_bytes = self._end()
+            start = self._place(offset, size_bytes) if size_bytes else self.data_bytes
+            self._starts.append(start)
+            self._ends.append(start + size_bytes)
         self._words_at = _aligned(self.data_bytes)
         self.size_bytes = self._words_at + len(self._generations) * GENERATION_BYTES
 
-    def steps(self, *, local: int, remote: int) -> Iterator[Iterator[list[Piece]]]:
-        """The transfers, each of the addresses of landing and arena; a step's may run at once, steps one by one."""
-        if self._spans:
-            yield _parts(self._pieces(local=local, remote=remote))
-        yield _parts(self._words(local=local, remote=remote))
+    def data(self, *, local: int, remote: int, part_bytes: int) -> list[Transfer]:
+        """The ranges' transfers, of `part_bytes` at most, given the addresses of landing and arena."""
+        pieces = (
+            (local + landing + start, remote + offset + start, min(part_bytes, size_bytes - start))
+            for offset, landing, size_bytes in self._spans
+            for start in range(0, size_bytes, part_bytes)
+        )
+        return list(_grouped(pieces, part_bytes))
+
+    def words(self, *, local: int, remote: int) -> list[Transfer]:
+        """The generations' transfers, for when the data have come."""
+        local += self._words_at
+        remote += PAGE_BYTES
+        pieces = (
+            (local + number * GENERATION_BYTES, remote + page * GENERATION_BYTES, GENERATION_BYTES)
+            for number, page in enumerate(self._generations)
+        )
+        return list(_grouped(pieces, PART_PIECES * GENERATION_BYTES))
 
     def views(self, landing: Bytes) -> list[Bytes]:
         """The ranges as they lie in a landing that was read into. Raises InvalidChunkError (STALE_REGION)."""
-        words = np.ndarray(len(self._generations), np.uint64, landing.data, self._words_at)
+        words = landing[self._words_at : self.size_bytes].view(np.uint64)
         if words.tolist() != list(self._generations.values()):
             raise _stale()
-        return [landing[start : start + size] for start, size in zip(self._starts, self._sizes, strict=True)]
+        return [landing[start:end] for start, end in zip(self._starts, self._ends, strict=True)]
 
     def _expect(self, place: ArenaRange) -> None:
-        last = place.offset + max(place.size_bytes - 1, 0)
-        for page in (place.offset // PAGE_BYTES, last // PAGE_BYTES):
-            if self._generations.setdefault(page, place.generation) != place.generation:
-                raise _stale()
+        offset, size_bytes, generation = place
+        if not 0 < generation < 1 << 64:
+            raise _stale()
+        expected = self._generations
+        first, last = offset // PAGE_BYTES, (offset + size_bytes - 1) // PAGE_BYTES
+        if expected.setdefault(first, generation) != generation:
+            raise _stale()
+        if last > first and expected.setdefault(last, generation) != generation:
+            raise _stale()
 
-    def _place(self, place: ArenaRange) -> int:
-        if not place.size_bytes:
-            return self._end()
-        span = self._spans[-1] if self._spans else None
-        # A gap of alignment is read too: that is cheaper than another piece, and it lies in the same pages.
-        if span and 0 <= place.offset - span.offset - span.size_bytes < ALIGNMENT_BYTES:
-            span.size_bytes = place.offset + place.size_bytes - span.offset
-            return span.landing + place.offset - span.offset
-        start = _aligned(self._end()) + place.offset % ALIGNMENT_BYTES
-        self._spans.append(_Span(place.offset, start, place.size_bytes))
+    def _place(self, offset: int, size_bytes: int) -> int:
+        """Where in the landing a range comes to lie."""
+        if self._spans:
+            before = self._spans[-1]
+            gap_bytes = offset - before.offset - before.size_bytes
+            # A gap of alignment is read too: that is cheaper than another piece, and it lies in the same pages.
+            if 0 <= gap_bytes < ALIGNMENT_BYTES:
+                start = self.data_bytes + gap_bytes
+                self._spans[-1] = before._replace(size_bytes=before.size_bytes + gap_bytes + size_bytes)
+                self.data_bytes = start + size_bytes
+                return start
+        start = _aligned(self.data_bytes) + offset % ALIGNMENT_BYTES
+        self._spans.append(Span(offset, start, size_bytes))
+        self.data_bytes = start + size_bytes
         return start
 
-    def _end(self) -> int:
-        return self._spans[-1].landing + self._spans[-1].size_bytes if self._spans else 0
 
-    def _pieces(self, *, local: int, remote: int) -> Iterator[Piece]:
-        for span in self._spans:
-            for start in range(0, span.size_bytes, PART_BYTES):
-                size_bytes = min(PART_BYTES, span.size_bytes - start)
-                yield Piece(local + span.landing + start, remote + span.offset + start, size_bytes)
-
-    def _words(self, *, local: int, remote: int) -> Iterator[Piece]:
-        for number, page in enumerate(self._generations):
-            source = remote + PAGE_BYTES + page * GENERATION_BYTES
-            yield Piece(local + self._words_at + number * GENERATION_BYTES, source, GENERATION_BYTES)
-
-
-def _parts(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in groups for one transfer each."""
-    part: list[Piece] = []
-    part_bytes = 0
-    for piece in pieces:
-        if part and (part_bytes + piece.size_bytes > PART_BYTES or len(part) == PART_PIECES):
-            yield part
-            part, part_bytes = [], 0
-        part.append(piece)
-        part_bytes += piece.size_bytes
-    if part:
-        yield part
-
-
-def _check(place: ArenaRange, *, first_offset: int, file_bytes: int) -> None:
-    offset, size_bytes, generation = place
-    if size_bytes < 0 or not first_offset <= offset < file_bytes or offset + size_bytes > file_bytes:
-        raise InvalidChunkError(f"{size_bytes} bytes at {offset} lie outside their producer's arena")
-    if not 0 < generation < 1 << 64:
-        raise _stale()
+def _grouped(pieces: Iterator[tuple[int, int, int]], part_bytes: int) -> Iterator[Transfer]:
+    """Pieces, as local and remote address and size, in transfers of bounded size."""
+    local: list[Descriptor] = []
+    remote: list[Descriptor] = []
+    total = 0
+    for ours, theirs, size_bytes in pieces:
+        if local and (total + size_bytes > part_bytes or len(local) == PART_PIECES):
+            yield Transfer(local, remote, total)
+            local, remote, total = [], [], 0
+        local.append((ours, size_bytes, 0))
+        remote.append((theirs, size_bytes, 0))
+        total += size_bytes
+    if local:
+        yield Transfer(local, remote, total)
 
 
 def _aligned(offset: int) -> int:

@@ -1,16 +1,17 @@
 """A producer's arena as it is read from here: one connection, however many readers it has."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from stagemesh.connectors.arena import Account, Arena
 from stagemesh.connectors.connector import ArenaRange, Bytes
 from stagemesh.connectors.errors import UnavailableError
-from stagemesh.connectors.memory_file import LAYOUT_NAME
+from stagemesh.connectors.memory_file import LAYOUT_NAME, data_offset_in
 from stagemesh.connectors.nixl.environment import unavailable
 from stagemesh.connectors.nixl.offer import NixlOffer
-from stagemesh.connectors.nixl.plan import Piece, Plan
-from stagemesh.connectors.nixl.pump import Peer, Pump, Read
+from stagemesh.connectors.nixl.peer import Peer, Read
+from stagemesh.connectors.nixl.plan import Plan, Transfer
+from stagemesh.connectors.nixl.pump import Pump
 
 
 class Source:
@@ -20,6 +21,7 @@ class Source:
         self.offer = offer
         self.readers = 0
         self._pump, self._landing = pump, landing
+        self._data_offset = data_offset_in(offer.file_bytes)
         self._account = Account()
         self._peer: Peer | None = None
         self.greeting = asyncio.create_task(self._greet())
@@ -39,11 +41,17 @@ class Source:
         peer = self._peer
         if peer is None or peer.failure:
             raise UnavailableError(self.failure or f"{self.offer.agent} was not met")
-        plan = Plan(places, file_bytes=self.offer.file_bytes)
-        region = await self._landing.allocate(plan.size_bytes, self._account)
-        steps = plan.steps(local=self._landing.address + region.offset, remote=self.offer.address)
+        plan = Plan(places, data_offset=self._data_offset, file_bytes=self.offer.file_bytes)
+        landing = self._landing
+        region = landing.try_allocate(plan.size_bytes, self._account) or await landing.allocate(
+            plan.size_bytes, self._account
+        )
+        ours, theirs = landing.address + region.offset, self.offer.address
         array = region.as_array()
-        await self._read(steps, array, size_bytes=plan.data_bytes)
+        data = plan.data(local=ours, remote=theirs, part_bytes=peer.part_bytes)
+        read = Read(data, plan.words(local=ours, remote=theirs), landing=array)
+        self._pump.submit(peer, read, size_bytes=plan.data_bytes)
+        await read.wait()
         return plan.views(array)
 
     async def leave(self) -> None:
@@ -56,24 +64,21 @@ class Source:
         await self._pump.start()
         peer = self._peer = await self._pump.meet(self.offer.agent, self.offer.metadata)
         try:
-            await self._check(self.offer.token + LAYOUT_NAME)
+            await self._check(peer, self.offer.token + LAYOUT_NAME)
         except BaseException as exc:
             await self._pump.part(peer)
             if isinstance(exc, UnavailableError):
                 raise unavailable(exc.message) from exc
             raise
 
-    async def _check(self, beginning: bytes) -> None:
+    async def _check(self, peer: Peer, beginning: bytes) -> None:
         """Reads the file's start, which shows that this is the arena, and that it can be reached."""
         region = await self._landing.allocate(len(beginning), self._account)
         array = region.as_array()
-        piece = Piece(self._landing.address + region.offset, self.offer.address, len(beginning))
-        await self._read([[[piece]]], array, size_bytes=len(beginning))
-        if array[: len(beginning)].tobytes() != beginning:
-            raise unavailable(f"what {self.offer.agent} offers is no arena, or one of another version")
-
-    async def _read(self, steps: Iterable[Iterable[list[Piece]]], array: Bytes, *, size_bytes: int) -> None:
-        assert self._peer is not None, "nothing is read before the peer is known"
-        read = Read(steps, landing=array)
-        self._pump.submit(self._peer, read, size_bytes=size_bytes)
+        size_bytes = len(beginning)
+        ours, theirs = (self._landing.address + region.offset, size_bytes, 0), (self.offer.address, size_bytes, 0)
+        read = Read([Transfer([ours], [theirs], size_bytes)], [], landing=array)
+        self._pump.submit(peer, read, size_bytes=size_bytes)
         await read.wait()
+        if array[:size_bytes].tobytes() != beginning:
+            raise unavailable(f"what {self.offer.agent} offers is no arena, or one of another version")
