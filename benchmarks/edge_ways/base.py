@@ -18,7 +18,7 @@ from benchmarks.edge_ways.worker import End, readable
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-WARM_UP = 2
+WARM_UP = 1
 """Messages ahead of those that count, each time that a way has its turn."""
 REST_S = 0.001
 """Between messages: acknowledgements and leases go back, as they do where an engine computes between its chunks."""

@@ -54,6 +54,10 @@ class Times:
             for way, size in self._rounds
         ]
 
+    def has(self, way: str, size_bytes: int) -> bool:
+        """Whether the way was measured at that size."""
+        return (way, size_bytes) in self._rounds
+
     def median_us(self, way: str, size_bytes: int) -> float:
         """A message's time."""
         return statistics.median(self._rounds[way, size_bytes]) * 1e6
