@@ -16,7 +16,7 @@ from stagemesh.orchestrator.service import serving
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.services.serving.server import Server
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc, request_pb2, stage_pb2_grpc
-from tests.orchestrator.scripted_stage import Script, ScriptedStage, say_hello
+from tests.orchestrator.scripted_stage import Probed, Script, ScriptedStage, say_hello
 from tests.serving.health_calls import Request as HealthRequest
 from tests.serving.health_calls import Response as HealthResponse
 from tests.serving.health_calls import watch
@@ -108,6 +108,7 @@ async def mesh(
     text: str = CHAIN,
     *,
     scripts: Mapping[str, Script] | None = None,
+    probed: Mapping[str, list[Probed]] | None = None,
     ready: bool = True,
     max_request_s: float = 60.0,
     drain_s: float = 0.1,
@@ -122,6 +123,7 @@ async def mesh(
         addresses: dict[str, tuple[ReplicaAddress, ...]] = {}
         for name in pipeline.stages:
             stages[name] = ScriptedStage(name, script=(scripts or {}).get(name, say_hello))
+            stages[name].probed = (probed or {}).get(name, stages[name].probed)
             stages[name].description.pipeline = pipeline.name
             stages[name].description.generation = pipeline.generation
             servers[name], endpoint = await _serve(stages[name])

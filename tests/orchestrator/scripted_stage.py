@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Response: TypeAlias = stage_pb2.ExecuteStepResponse
 Context: TypeAlias = "grpc.aio.ServicerContext[stage_pb2.ExecuteStepRequest, Response]"
+Probed: TypeAlias = stage_pb2.ProbeEdgeResponse | StagemeshError
 Script: TypeAlias = Callable[["ScriptedStage", stage_pb2.ExecuteStepRequest], AsyncIterator[Response]]
 
 ACCEPTED = Response(accepted=stage_pb2.StepAccepted())
@@ -53,7 +54,7 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self.requests: list[stage_pb2.ExecuteStepRequest] = []
         self.cancels: list[stage_pb2.CancelStepRequest] = []
         self.probes: list[stage_pb2.ProbeEdgeRequest] = []
-        self.probed: list[stage_pb2.ProbeEdgeResponse | StagemeshError] = [stage_pb2.ProbeEdgeResponse()]
+        self.probed: list[Probed] = [stage_pb2.ProbeEdgeResponse()]
         """What ProbeEdge answers, the last one again and again; unset for what was asked for, and shm for auto."""
         self.running = 0
         self.time_left_s = 0.0

@@ -1,6 +1,11 @@
 """The pipeline as it is now, in the contract's terms."""
 
+from collections.abc import Sequence
+
+from stagemesh.connectors.probe_wire import probe_to_wire
 from stagemesh.connectors.registry import number_of
+from stagemesh.connectors.wire import error_to_wire
+from stagemesh.orchestrator.links import EdgeLink
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.replica import Replica
 from stagemesh.orchestrator.spec import Edge, PipelineOutput, Stage
@@ -14,7 +19,7 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         pipeline=pipeline.name,
         generation=pipeline.generation,
         stages=[_stage(stage, replicas.get(stage.name, ())) for stage in pipeline.stages.values()],
-        edges=[_edge(edge) for edge in pipeline.edges],
+        edges=[_edge(edge, orchestrator.fleet.links.of(edge)) for edge in pipeline.edges],
         outputs=[_output(output) for output in pipeline.outputs.values()],
         in_flight=orchestrator.admission.in_flight,
         max_in_flight=orchestrator.admission.max_in_flight,
@@ -37,10 +42,25 @@ def _replica(replica: Replica) -> orchestrator_pb2.ReplicaDescription:
     )
 
 
-def _edge(edge: Edge) -> orchestrator_pb2.EdgeDescription:
+def _edge(edge: Edge, links: Sequence[EdgeLink]) -> orchestrator_pb2.EdgeDescription:
     return orchestrator_pb2.EdgeDescription(
-        name=edge.name, from_stage=edge.producer, to_stage=edge.consumer, connector=number_of(edge.connector)
+        name=edge.name,
+        from_stage=edge.producer,
+        to_stage=edge.consumer,
+        connector=number_of(edge.connector),
+        links=[_link(link) for link in links],
     )
+
+
+def _link(link: EdgeLink) -> orchestrator_pb2.EdgeLink:
+    message = orchestrator_pb2.EdgeLink(producer=link.producer.name, consumer=link.consumer.name)
+    if link.probe is not None:
+        found = probe_to_wire(link.probe)
+        message.connector = found.connector
+        message.refusals.extend(found.refusals)
+    if link.error is not None:
+        message.error.CopyFrom(error_to_wire(link.error))
+    return message
 
 
 def _output(output: PipelineOutput) -> orchestrator_pb2.OutputDescription:

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from stagemesh.connectors.channels import open_channel
 from stagemesh.connectors.errors import StagemeshError
 from stagemesh.orchestrator.config import ReplicaAddress
+from stagemesh.orchestrator.links import EdgeLinks
 from stagemesh.orchestrator.replica import Replica, ReplicaState
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.orchestrator.stages import GrpcStageClient
@@ -27,30 +28,42 @@ class Fleet:
 
     def __init__(self, pipeline: Pipeline, addresses: Mapping[str, Sequence[ReplicaAddress]]) -> None:
         self.replicas: dict[str, tuple[Replica, ...]] = {}
+        self.links = EdgeLinks(pipeline.edges)
         self._pipeline = pipeline
         self._addresses = addresses
 
     @property
     def ready(self) -> bool:
-        """Whether every stage has a replica that takes requests."""
-        return all(
+        """Whether every stage has a replica that takes requests, and the edges between them can be crossed."""
+        return self.links.ready and all(
             any(replica.state is ReplicaState.READY for replica in self.replicas.get(stage, ()))
             for stage in self._pipeline.stages
         )
 
     @asynccontextmanager
     async def watched(self, *, on_change: Callable[[], None] = lambda: None) -> AsyncGenerator[None]:
-        """Keeps channels to all replicas open and their states current; `on_change` is called when one changes."""
+        """Keeps channels to all replicas open and what is known of them and of their links current.
+
+        `on_change` is called when any of that changes.
+        """
+
+        def replica_changed() -> None:
+            self.links.replica_changed()
+            on_change()
+
         async with AsyncExitStack() as channels, asyncio.TaskGroup() as group:
             watches: list[asyncio.Task[None]] = []
             for stage in self._pipeline.stages:
                 for address in self._addresses.get(stage, ()):
                     channel = await channels.enter_async_context(open_channel(address.endpoint))
                     client = GrpcStageClient(channel, stage=stage, replica=address.name, endpoint=address.endpoint)
-                    replica = Replica(stage, address, client, on_change=on_change)
+                    replica = Replica(stage, address, client, on_change=replica_changed)
                     self.replicas[stage] = (*self.replicas.get(stage, ()), replica)
                     watch = self._watch(replica, client, health_pb2_grpc.HealthStub(channel))
                     watches.append(group.create_task(watch, name=f"watch {address.name}"))
+            for link in self.links.join(self.replicas):
+                name = f"link {link.producer.name} to {link.consumer.name}"
+                watches.append(group.create_task(self.links.keep(link, on_change=on_change), name=name))
             try:
                 yield
             finally:

@@ -76,6 +76,7 @@ class Orchestrator:
             raise NotReadyError("the orchestrator is starting or stopping; try again", reason="NOT_RUNNING")
         with ExitStack() as stack:
             stack.callback(self.admission.admit())
+            self.fleet.links.check(self.pipeline.stages_for(request.outputs))
             plan = self._planner.plan(request.outputs)
             stack.callback(plan.release)
             held = stack.pop_all()

@@ -29,7 +29,8 @@ async def serve(config: OrchestratorConfig, stopping: asyncio.Event) -> None:
 async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenerator[int]:
     """Serves `pipeline` within the block, which is given the port; then stops in order.
 
-    The facets "" and the service's name are SERVING while every stage has a ready replica, "liveness" from the start.
+    The facets "" and the service's name are SERVING while every stage has a ready replica and every edge can be
+    crossed, "liveness" from the start.
     """
     _check_stages(config, pipeline)
     server = Server(config.listen)

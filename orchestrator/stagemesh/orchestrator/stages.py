@@ -5,7 +5,11 @@ from typing import Protocol
 
 import grpc
 
+from stagemesh.connectors.base import ConnectorName
 from stagemesh.connectors.errors import StagemeshError, UnavailableError
+from stagemesh.connectors.negotiation import EdgeProbe
+from stagemesh.connectors.probe_wire import probe_from_wire
+from stagemesh.connectors.registry import number_of
 from stagemesh.connectors.status import from_rpc_error
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
@@ -30,6 +34,12 @@ class StageClient(Protocol):
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
         """Stops a request's steps and returns once the engine has let go."""
+
+    async def probe_edge(
+        self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float
+    ) -> EdgeProbe:
+        """By which connector the replica would feed another one; raises why it cannot."""
+        ...
 
 
 class GrpcStageClient:
@@ -59,6 +69,18 @@ class GrpcStageClient:
         """See StageClient."""
         try:
             await self._stub.CancelStep(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as exc:
+            raise self._translate(exc, running=False) from exc
+
+    async def probe_edge(
+        self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float
+    ) -> EdgeProbe:
+        """See StageClient."""
+        request = stage_pb2.ProbeEdgeRequest(
+            edge=edge, consumer=consumer, endpoint=endpoint, connector=number_of(connector)
+        )
+        try:
+            return probe_from_wire(await self._stub.ProbeEdge(request, timeout=timeout_s))
         except grpc.aio.AioRpcError as exc:
             raise self._translate(exc, running=False) from exc
 
