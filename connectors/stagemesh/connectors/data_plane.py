@@ -11,6 +11,7 @@ from stagemesh.connectors import wire
 from stagemesh.connectors.arena import Arena, ArenaStats
 from stagemesh.connectors.arena_writer import Handle, ShareTicket
 from stagemesh.connectors.base import AUTO, ChunkPolicy, ConnectorName, EdgeKey, Inlet, Outlet
+from stagemesh.connectors.connection import Peer
 from stagemesh.connectors.errors import (
     ExistsError,
     NotFoundError,
@@ -293,10 +294,7 @@ class DataPlane:
             generation=self._generation,
         )
         return Link(
-            consumer=consumer,
-            endpoint=endpoint,
-            hello=hello,
-            arena_fd=self._arena.fd,
+            Peer(consumer, endpoint, hello, self._arena.fd),
             connectors=self._connectors,
             inline_limit_bytes=self._inline_limit_bytes,
             on_retain=self._retain,

@@ -1,18 +1,16 @@
 """A link: this replica's connection to one that it feeds, and the flows that go over it."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Container, Sequence
 from copy import copy
 
 from stagemesh.connectors import local, wire
 from stagemesh.connectors.arena import Region
-from stagemesh.connectors.base import GRPC, ConnectorName, EdgeKey
-from stagemesh.connectors.channels import open_channel
+from stagemesh.connectors.base import ConnectorName, EdgeKey
+from stagemesh.connectors.connection import Connection, Peer
 from stagemesh.connectors.errors import InternalError, InvalidChunkError, StagemeshError, UnavailableError
-from stagemesh.connectors.lanes import GrpcLane, LocalLane
-from stagemesh.connectors.negotiation import EdgeProbe, Negotiation
+from stagemesh.connectors.negotiation import EdgeProbe
 from stagemesh.connectors.outflow import OutFlow, Sent
 from stagemesh.connectors.pulse import Pulse
 from stagemesh.connectors.put_stream import PutStream
@@ -35,25 +33,20 @@ _log = logging.getLogger(__name__)
 class Link:
     """Implements `Carrier`. Reconnects while it has flows; an idle one stays connected until it breaks.
 
-    A connection is the PutChunk stream and, to a consumer on this host, a local stream beside it, which
-    then carries all flows but those of connector grpc.
+    It keeps what outlives a connection: the flows and the leases.
     """
 
     def __init__(
         self,
+        peer: Peer,
         *,
-        consumer: str,
-        endpoint: str,
-        hello: stage_pb2.Hello,
-        arena_fd: int,
         connectors: ReplicaConnectors,
         inline_limit_bytes: int,
         on_retain: Callable[[OutFlow, Sent], None],
         on_idle: Callable[["Link"], None],
     ) -> None:
         self.inline_limit_bytes = inline_limit_bytes
-        self._consumer, self._endpoint, self._hello = consumer, endpoint, hello
-        self._arena_fd, self._connectors = arena_fd, connectors
+        self._peer, self._connectors = peer, connectors
         self._on_retain, self._on_idle = on_retain, on_idle
         self._flows: dict[EdgeKey, OutFlow] = {}
         self._streams: dict[OutFlow, PutStream] = {}
@@ -62,16 +55,14 @@ class Link:
         self._leases: dict[int, Sequence[Region]] = {}
         self._lease_ids = self._transfer_ids = 0
         self._incarnation = ""
-        self._main: PutStream | None = None
-        self._local: PutStream | None = None
-        self._negotiation: Negotiation | None = None
+        self._connection: Connection | None = None
         self._local_failures = 0
         self._watch: local.DeathWatch | None = None
         self._loop = asyncio.get_running_loop()
         self._seen_s = self._loop.time()
         self._refused_s: float | None = None
         self._changed = Pulse()
-        self._task = asyncio.create_task(self._run(), name=f"link to {consumer}")
+        self._task = asyncio.create_task(self._run(), name=f"link to {peer.consumer}")
 
     # -- for flows
 
@@ -146,7 +137,7 @@ class Link:
         """Ends the connection and all flows. Closing twice is harmless."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._fail_flows(UnavailableError(f"{self._hello.replica} shuts down"))
+        self._fail_flows(UnavailableError(f"{self._peer.hello.replica} shuts down"))
         self._reclaim_all()
         self._stop_watching()
 
@@ -162,105 +153,64 @@ class Link:
             while not self._is_needed:
                 await self._changed.wait()
             try:
-                cause = await self._connection()
+                cause = await self._connected()
             except StagemeshError as exc:
                 cause = exc
             except Exception as exc:  # noqa: BLE001 - the task's outermost edge
                 # A fault here must fail the link's flows, not leave them waiting.
-                _log.exception("the link to %s failed", self._consumer)
-                cause = InternalError(f"the link to {self._consumer} failed: {exc!r}")
+                _log.exception("the link to %s failed", self._peer.consumer)
+                cause = InternalError(f"the link to {self._peer.consumer} failed: {exc!r}")
             await self._lost(cause)
+            if self._is_needed:
+                await asyncio.sleep(_RETRY_S)
+            # Not needed any more, or not since the consumer was found dead in the meantime.
             if not self._is_needed:
                 self._on_idle(self)
                 return
-            await asyncio.sleep(_RETRY_S)
 
-    async def _connection(self) -> StagemeshError:
+    async def _connected(self) -> StagemeshError:
         """Connects and serves; returns why the connection is over."""
-        async with open_channel(self._endpoint) as channel, contextlib.AsyncExitStack() as stack:
-            main = PutStream(self._consumer, self._take_reply)
-            lane = GrpcLane(channel, main, peer=f"replica {self._consumer} at {self._endpoint}")
-            carrying = asyncio.create_task(lane.run())
-            stack.push_async_callback(_ended, carrying)
-            stack.push_async_callback(main.close)
-            welcome = await main.greet(lane, self._hello)
+        connection = Connection(
+            self._peer, connectors=self._connectors, take_reply=self._take_reply, settled=self._settled
+        )
+        async with connection:
+            welcome = await connection.greet()
             self._welcomed(welcome)
-            streams = [main]
-            beside = await self._open_local(welcome, stack)
-            if beside is not None:
-                streams.append(beside)
-            self._main, self._local = main, beside
-            negotiation = Negotiation(
-                self._connectors, consumer=self._consumer, offer=(beside or main).send, settled=self._settled
-            )
-            stack.push_async_callback(negotiation.close)
-            self._negotiation = negotiation
+            await self._settle(connection, welcome)
+            self._connection = connection
             self._to_open = dict.fromkeys(self._flows.values())
             self._settled()
-            return await self._first_end(streams)
+            return await connection.serve(self._look_after_flows)
 
-    async def _first_end(self, streams: Sequence[PutStream]) -> StagemeshError:
-        """Why the first of the streams ended; looks after silent flows meanwhile."""
-        ends = [asyncio.create_task(stream.ended()) for stream in streams]
+    async def _settle(self, connection: Connection, welcome: stage_pb2.Welcome) -> None:
+        """A greeting on this host that fails breaks the connection, to be made anew; not for ever."""
+        with_local = self._local_failures < _LOCAL_TRIES
         try:
-            while True:
-                done, _ = await asyncio.wait(ends, timeout=_SILENCE_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
-                if done:
-                    return done.pop().result()
-                now_s = self._loop.time()
-                for flow in list(self._flows.values()):
-                    flow.check_silence(now_s)
-        finally:
-            for end in ends:
-                end.cancel()
-
-    async def _open_local(self, welcome: stage_pb2.Welcome, stack: contextlib.AsyncExitStack) -> PutStream | None:
-        """A stream beside the main one, where the consumer proves to be on this host; `stack` closes it."""
-        if not welcome.local_socket:
-            return None
-        try:
-            connection = await local.dial(welcome.local_socket, arena_fd=self._arena_fd)
-        except OSError as exc:
-            _log.info("%s is not on this host: %s", self._consumer, exc.strerror)
-            return None
-        watch = local.watch_peer(connection, self._died)
-        stream = PutStream(self._consumer, self._take_reply)
-        _, lane = await self._loop.create_unix_connection(
-            lambda: LocalLane(stream, peer=f"replica {self._consumer}"), sock=connection
-        )
-        stack.push_async_callback(stream.close)
-        try:
-            found = await stream.greet(lane, self._hello)
-        except StagemeshError as exc:
+            await connection.settle(welcome, with_local=with_local, died=self._died)
+        except StagemeshError:
             self._local_failures += 1
-            _log.warning("no local stream to %s: %s", self._consumer, exc.message)
-            if watch is not None:
-                watch.close()
-            if self._local_failures < _LOCAL_TRIES:
-                # It is on this host: the whole connection is made anew.
-                raise
-            return None
-        self._local_failures = 0
-        if found.incarnation != welcome.incarnation:
-            _log.warning("somebody else is at the local socket that %s named", self._consumer)
-            await stream.close()
-            if watch is not None:
-                watch.close()
-            return None
-        self._stop_watching()
-        self._watch = watch
-        return stream
+            raise
+        if with_local:
+            self._local_failures = 0
+        if connection.watch is not None:
+            self._stop_watching()
+            self._watch, connection.watch = connection.watch, None
+
+    def _look_after_flows(self) -> None:
+        now_s = self._loop.time()
+        for flow in list(self._flows.values()):
+            flow.check_silence(now_s)
 
     def _welcomed(self, welcome: stage_pb2.Welcome) -> None:
         if self._incarnation and self._incarnation != welcome.incarnation:
-            restarted = UnavailableError(f"replica {self._consumer} was restarted", reason="PEER_RESTARTED")
+            restarted = UnavailableError(f"replica {self._peer.consumer} was restarted", reason="PEER_RESTARTED")
             self._fail_flows(restarted, opened_only=True)
         # What was lent in messages that never arrived comes back here.
         self._reclaim_all(but=set(welcome.held_lease_ids))
         self._incarnation = welcome.incarnation
         self.inline_limit_bytes = min(self.inline_limit_bytes, welcome.inline_limit_bytes)
         self._refused_s = None
-        _log.info("connected to %s at %s", self._consumer, self._endpoint)
+        _log.info("connected to %s at %s", self._peer.consumer, self._peer.endpoint)
 
     def _settled(self) -> None:
         """Something is known about the connectors that can be used."""
@@ -269,10 +219,10 @@ class Link:
 
     def _answer_probes(self) -> None:
         for answer, wanted in list(self._probes.items()):
-            if self._negotiation is None or answer.done():
+            if self._connection is None or answer.done():
                 continue
             try:
-                found = self._negotiation.probe(wanted)
+                found = self._connection.negotiation.probe(wanted)
             except StagemeshError as exc:
                 answer.set_exception(exc)
                 continue
@@ -281,23 +231,26 @@ class Link:
 
     def _open_flows(self) -> None:
         """Opens the flows that wait for it, each on the stream that its connector needs."""
-        if self._negotiation is None or self._main is None:
+        if self._connection is None:
             return
+        negotiation = self._connection.negotiation
         for flow in list(self._to_open):
             try:
-                connector = self._negotiation.choose(flow.wanted)
+                connector = negotiation.choose(flow.wanted)
             except StagemeshError as exc:
                 flow.fail(exc)
                 continue
             if connector is None:
                 continue
+            stream = self._connection.stream(connector, bulk=flow.is_bulk)
+            if stream is None:
+                continue
             del self._to_open[flow]
-            stream = self._main if connector == GRPC or self._local is None else self._local
             former = self._streams.get(flow)
             if former is not None:
                 former.forget(flow)
             self._streams[flow] = stream
-            stream.send(flow.opening(connector, self._negotiation.reader(connector)))
+            stream.send(flow.opening(connector, negotiation.reader(connector)))
 
     # -- replies
 
@@ -307,8 +260,8 @@ class Link:
             for lease_id in reply.release.lease_ids:
                 self.reclaim(lease_id)
         elif kind == "meeting":
-            if self._negotiation is not None:
-                self._negotiation.meet(reply.meeting)
+            if self._connection is not None:
+                self._connection.negotiation.meet(reply.meeting)
         elif kind is not None:
             flow = self._flows.get(wire.key_from_wire(getattr(reply, kind).key))
             if flow is not None:
@@ -333,18 +286,18 @@ class Link:
 
     def _resync(self, flow: OutFlow, resync: stage_pb2.EdgeResync) -> None:
         error = wire.error_from_wire(resync.error)
-        _log.warning("%s asks for edge %s to be opened again: %s", self._consumer, flow.key.edge, error.message)
-        if resync.failed != chunk_pb2.CONNECTOR_UNSPECIFIED and self._negotiation is not None:
-            self._negotiation.fail(name_of(resync.failed), error)
+        _log.warning("%s asks for edge %s to be opened again: %s", self._peer.consumer, flow.key.edge, error.message)
+        if resync.failed != chunk_pb2.CONNECTOR_UNSPECIFIED and self._connection is not None:
+            self._connection.negotiation.fail(name_of(resync.failed), error)
         self.reopen(flow)
 
     # -- loss
 
     async def _lost(self, cause: StagemeshError) -> None:
-        if self._main is not None:
-            _log.warning("lost %s at %s: %s", self._consumer, self._endpoint, cause.message)
+        if self._connection is not None:
+            _log.warning("lost %s at %s: %s", self._peer.consumer, self._peer.endpoint, cause.message)
             self._seen_s = self._loop.time()
-        self._main = self._local = self._negotiation = None
+        self._connection = None
         self._streams.clear()
         for flow in self._flows.values():
             flow.disconnected()
@@ -358,7 +311,7 @@ class Link:
 
     async def _is_gone(self) -> bool:
         """Whether nobody has listened at the consumer's address for a while."""
-        host, _, port = self._endpoint.rpartition(":")
+        host, _, port = self._peer.endpoint.rpartition(":")
         try:
             async with asyncio.timeout(_DIAL_S):
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
@@ -374,7 +327,7 @@ class Link:
     def _died(self) -> None:
         """The consumer's process, on this host, is dead."""
         self._watch = None
-        died = UnavailableError(f"replica {self._consumer} died", reason="PEER_DIED")
+        died = UnavailableError(f"replica {self._peer.consumer} died", reason="PEER_DIED")
         self._fail_flows(died, opened_only=True)
         self._reclaim_all()
 
@@ -394,8 +347,3 @@ class Link:
     def _reclaim_all(self, *, but: Container[int] = ()) -> None:
         for lease_id in [lent for lent in self._leases if lent not in but]:
             self.reclaim(lease_id)
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

@@ -19,6 +19,7 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 
 _REOPEN_S, _MAX_REOPEN_S = 2.0, 30.0
 """How long a flow hears nothing before it is opened again, at first and at most."""
+BULK_BYTES = 256 << 10
 _NOWHERE = ArenaRange(0, 0, 0)
 _ITEM_BYTES = 200
 """About what a chunk takes on the wire without its payload."""
@@ -119,6 +120,8 @@ class OutFlow:
         self._transfer_id = 0
         self._next_seq = self._acked = 0
         self._ended = False
+        self.is_bulk = False
+        """Whether it has large chunks, to go beside those of other flows where they travel in pieces."""
         self._sent_chunks = self._sent_bytes = 0
         self._silence_s = _REOPEN_S
         self._now_s = asyncio.get_running_loop().time
@@ -332,6 +335,10 @@ class OutFlow:
             sent = self._placed(packet, shape) or await self._written(packet, shape)
         self._digest.add(shape)
         self._enqueue(sent)
+        if size_bytes > BULK_BYTES and not self.is_bulk:
+            self.is_bulk = True
+            if self._connector == GRPC:
+                self._carrier.reopen(self)
         self._sent_chunks += 1
         self._sent_bytes += size_bytes
 
