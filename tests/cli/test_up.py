@@ -4,9 +4,11 @@ import signal
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.cli.added_connector import add_connector
 from tests.cli.commands import COMMAND, stagemesh
 from tests.launcher.processes import ended
 
@@ -17,6 +19,7 @@ class Up:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.endpoint = ""
+        self.edges: list[dict[str, Any]] = []
         self.children: dict[str, int] = {}
 
     async def until_ready(self) -> None:
@@ -24,7 +27,7 @@ class Up:
         while not self.endpoint:
             event = json.loads(await self.next_line())
             if event["event"] == "ready":
-                self.endpoint = event["endpoint"]
+                self.endpoint, self.edges = event["endpoint"], event["edges"]
             elif event["process_id"] is not None:
                 self.children[event["name"]] = event["process_id"]
 
@@ -90,6 +93,35 @@ async def test_a_second_up_on_the_port_says_so(tiny: Path) -> None:
     assert ran.exit_code == 1
     assert port in ran.stderr
     assert "--port" in ran.stderr
+
+
+async def test_what_the_edges_use_is_told_when_it_is_ready(tiny: Path) -> None:
+    async with _up(tiny) as up:
+        ran = await stagemesh("stages", "--server", up.endpoint)
+        document = json.loads((await stagemesh("stages", "--server", up.endpoint, "--json")).stdout)
+    assert [(edge["name"], edge["links"][0]["connector"]) for edge in up.edges] == [("first->second", "shm")]
+    assert document["edges"] == up.edges
+    assert ["first->second", "first-0", "to", "second-0", "shm"] in [line.split() for line in ran.stdout.splitlines()]
+
+
+async def test_fixed_connector_that_cannot_work_ends_it_with_the_reason(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_connector(tiny.parent, monkeypatch)
+    async with asyncio.timeout(30):
+        ran = await stagemesh("up", str(tiny), "--port", "0", "--set", "edges.*.connector=pigeon")
+    assert (ran.exit_code, "ready at" in ran.stderr) == (1, False)
+    assert (
+        "error: edge first->second from first-0 to second-0: connector pigeon cannot be used with replica" in ran.stderr
+    )
+    assert "not_there is not installed: feed it; fix that, or set `connector: auto`" in ran.stderr
+
+
+async def test_better_connectors_are_told_with_why_not(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_connector(tiny.parent, monkeypatch)
+    async with _up(tiny) as up:
+        link = up.edges[0]["links"][0]
+    assert (link["connector"], list(link["refusals"])) == ("shm", ["pigeon"])
 
 
 async def test_the_demo_runs_asks_and_stops(tiny: Path) -> None:

@@ -3,6 +3,7 @@
 from stagemesh.client.aio import AsyncClient, AsyncGeneration
 from stagemesh.client.descriptions import (
     EdgeInfo,
+    LinkInfo,
     OutputInfo,
     PipelineInfo,
     ReplicaInfo,
@@ -45,6 +46,7 @@ __all__ = [
     "GenerateArguments",
     "Generation",
     "Image",
+    "LinkInfo",
     "OutputInfo",
     "PipelineInfo",
     "Progress",

@@ -1,8 +1,11 @@
 """A pipeline, its stages and its replicas as a server describes them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.connectors.registry import name_of
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 
 
@@ -39,13 +42,29 @@ class StageInfo:
 
 
 @dataclass(frozen=True)
+class LinkInfo:
+    """An edge between two ready replicas.
+
+    `connector` is what carries it, empty while that is not known; `error` then says why not. `refusals` has the better
+    connectors with why they cannot be used.
+    """
+
+    producer: str
+    consumer: str
+    connector: str
+    error: str
+    refusals: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class EdgeInfo:
-    """An edge, with the connector that the pipeline file asks for."""
+    """An edge, with the connector that the pipeline file asks for and what its replicas use."""
 
     name: str
     from_stage: str
     to_stage: str
     connector: str
+    links: tuple[LinkInfo, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +97,13 @@ def decode_pipeline(message: orchestrator_pb2.DescribePipelineResponse) -> Pipel
         generation=message.generation,
         stages=tuple(_stage(stage) for stage in message.stages),
         edges=tuple(
-            EdgeInfo(edge.name, edge.from_stage, edge.to_stage, _connector_word(edge.connector))
+            EdgeInfo(
+                edge.name,
+                edge.from_stage,
+                edge.to_stage,
+                _connector_word(edge.connector),
+                tuple(_link(link) for link in edge.links),
+            )
             for edge in message.edges
         ),
         outputs=tuple(OutputInfo(out.name, out.stage, out.kind, out.sample_rate_hz) for out in message.outputs),
@@ -104,6 +129,19 @@ def _stage(message: orchestrator_pb2.StageDescription) -> StageInfo:
     return StageInfo(message.name, message.engine, message.model, replicas)
 
 
+def _link(message: orchestrator_pb2.EdgeLink) -> LinkInfo:
+    return LinkInfo(
+        producer=message.producer,
+        consumer=message.consumer,
+        connector=_connector_word(message.connector) if message.connector else "",
+        error=message.error.message,
+        refusals={_connector_word(each.connector): each.error.message for each in message.refusals},
+    )
+
+
 def _connector_word(value: chunk_pb2.Connector.ValueType) -> str:
-    known = chunk_pb2.Connector.Name(value) if value in chunk_pb2.Connector.values() else "CONNECTOR_UNKNOWN"
-    return known.removeprefix("CONNECTOR_").lower()
+    try:
+        return name_of(value)
+    except InvalidRequestError:
+        # A newer server's, or one that is added from outside and not here.
+        return "unknown"

@@ -84,7 +84,7 @@ class _Show:
         self._endpoint = launcher.endpoint
         async with launcher.running():
             if await done_before(stopping, launcher.wait_ready):
-                self._display.ready(launcher.endpoint, hint=f"asking: {self._prompt}")
+                self._display.ready(launcher.endpoint, edges=launcher.edges, hint=f"asking: {self._prompt}")
                 await done_before(stopping, self._ask)
 
     async def _ask(self) -> None:

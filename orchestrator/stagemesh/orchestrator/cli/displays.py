@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import Enum
 from typing import Protocol
@@ -11,7 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from stagemesh.orchestrator.cli.tables import styled_state
+from stagemesh.client import EdgeInfo
+from stagemesh.orchestrator.cli.tables import links_table, styled_state
 from stagemesh.orchestrator.launcher import ProcessState, ProcessStatus
 
 
@@ -21,7 +23,7 @@ class Display(Protocol):
     def show(self, status: ProcessStatus) -> None:
         """A process has changed."""
 
-    def ready(self, endpoint: str, *, hint: str) -> None:
+    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str) -> None:
         """Everything is up; `hint` says how to go on."""
 
     def close(self, message: str = "") -> None:
@@ -46,8 +48,10 @@ class LineDisplay:
         """Writes a line."""
         self._print(Text.assemble(f"{status.name}: ", styled_state(status.state.value, status.detail)))
 
-    def ready(self, endpoint: str, *, hint: str) -> None:
-        """Says where, and how to go on."""
+    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str) -> None:
+        """Says what the edges use, where it is, and how to go on."""
+        if edges:
+            self._console.print(links_table(edges), soft_wrap=True)
         self._print(Text.assemble(("ready", "bold green"), f" at {endpoint}; {hint}"))
 
     def close(self, message: str = "") -> None:
@@ -77,10 +81,10 @@ class LiveDisplay:
         self._statuses[status.name] = status
         self._live.update(self._table())
 
-    def ready(self, endpoint: str, *, hint: str) -> None:
+    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str) -> None:
         """Leaves the table as it is and says how to go on."""
         self._stop()
-        self._lines.ready(endpoint, hint=hint)
+        self._lines.ready(endpoint, edges=edges, hint=hint)
 
     def close(self, message: str = "") -> None:
         """Gives the terminal back."""
@@ -105,9 +109,9 @@ class JsonDisplay:
         """Writes the status."""
         _write({"event": "process", **asdict(status)})
 
-    def ready(self, endpoint: str, *, hint: str) -> None:
+    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str) -> None:
         """Says where to call."""
-        _write({"event": "ready", "endpoint": endpoint, "hint": hint})
+        _write({"event": "ready", "endpoint": endpoint, "edges": [asdict(edge) for edge in edges], "hint": hint})
 
     def close(self, message: str = "") -> None:
         """Says how it ended."""

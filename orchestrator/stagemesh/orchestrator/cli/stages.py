@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def stages(server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> None:
-    """Shows the stages and replicas of a running pipeline."""
+    """Shows the stages and replicas of a running pipeline, and what its edges use."""
     from stagemesh.client import Client
-    from stagemesh.orchestrator.cli.tables import print_whole
+    from stagemesh.orchestrator.cli.tables import links_table, print_whole
 
     with Client(server) as client:
         pipeline = client.describe()
@@ -26,6 +26,9 @@ def stages(server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> None:
         typer.echo(json.dumps(asdict(pipeline), default=lambda state: state.value, ensure_ascii=False))
     else:
         print_whole(_table(pipeline))
+        if pipeline.edges:
+            typer.echo()
+            print_whole(links_table(pipeline.edges))
 
 
 def _table(pipeline: "PipelineInfo") -> "Table":

@@ -1,12 +1,13 @@
 """Pieces of output that several commands share."""
 
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stagemesh.client import Finished, Result
+from stagemesh.client import EdgeInfo, Finished, LinkInfo, Result
 
 _UNCUT_COLUMNS = 240
 _STYLES = {
@@ -47,6 +48,26 @@ def edges_table(finished: Finished) -> Table:
     for edge in finished.edges:
         table.add_row(edge.edge, edge.connector, str(edge.chunks), f"{edge.size_bytes:,}")
     return table
+
+
+def links_table(edges: Sequence[EdgeInfo]) -> Table:
+    """What each edge uses between its replicas, and why nothing better; replicas that agree share a row."""
+    table = Table("edge", "replicas", "connector", box=None, padding=(0, 2, 0, 0))
+    for edge in edges:
+        rows: dict[tuple[str, str], list[str]] = {}
+        for link in edge.links:
+            rows.setdefault((link.connector, _why(link)), []).append(f"{link.producer} to {link.consumer}")
+        for (connector, why), pairs in rows.items():
+            among = pairs[0] if len(pairs) == 1 else "all" if len(rows) == 1 else ", ".join(pairs)
+            table.add_row(Text(edge.name), Text(among), Text.assemble(connector or "not known", (why, "dim")))
+        if not rows:
+            table.add_row(Text(edge.name), "none are ready", f"{edge.connector} is asked for")
+    return table
+
+
+def _why(link: LinkInfo) -> str:
+    reasons = [f"{name}: {why}" for name, why in link.refusals.items()] or [link.error] * bool(link.error)
+    return f"  ({'; '.join(reasons)})" if reasons else ""
 
 
 def audio_s(result: Result) -> float:

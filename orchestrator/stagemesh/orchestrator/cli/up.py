@@ -56,7 +56,7 @@ async def _serve(pipeline: "Pipeline", *, listen: str, overrides: "Mapping[str, 
     began_s = loop.time()
     async with launcher.running():
         if await done_before(stopping, launcher.wait_ready):
-            display.ready(launcher.endpoint, hint=_hint(launcher.endpoint))
+            display.ready(launcher.endpoint, edges=launcher.edges, hint=_hint(launcher.endpoint))
             await stopping.wait()
     restarts = f", {counter.restarts} restarts" if counter.restarts else ""
     display.close(f"stopped {pipeline.name} after {loop.time() - began_s:.0f} s{restarts}")

@@ -5,8 +5,10 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import cast
 
+from stagemesh.client import EdgeInfo
 from stagemesh.connectors.errors import StagemeshError
 from stagemesh.orchestrator.launcher.backoff import RestartPolicy
+from stagemesh.orchestrator.launcher.edges import EdgesProbe
 from stagemesh.orchestrator.launcher.plan import plan_processes
 from stagemesh.orchestrator.launcher.ports import PortPicker, check_listen
 from stagemesh.orchestrator.launcher.run_folder import RunFolder
@@ -14,6 +16,8 @@ from stagemesh.orchestrator.launcher.states import ProcessState, ProcessStatus
 from stagemesh.orchestrator.launcher.supervisor import ProcessSpec, Supervisor
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.services.serving import settings
+
+_POLL_S = 0.1
 
 Listener = Callable[[ProcessStatus], None]
 
@@ -41,6 +45,8 @@ class Launcher:
         self._ports = PortPicker()
         self.endpoint = self._with_port(listen)
         self.processes: dict[str, ProcessStatus] = {}
+        self.edges: tuple[EdgeInfo, ...] = ()
+        """What they use, once it is ready."""
         self._ready = asyncio.Event()
 
     @asynccontextmanager
@@ -66,8 +72,21 @@ class Launcher:
             folder.close()
 
     async def wait_ready(self) -> None:
-        """Returns once every process has been ready. What keeps one from it ends the body of `running`."""
-        await self._ready.wait()
+        """Returns once every process has been ready and every edge can be crossed.
+
+        Raises NotReadyError (CONNECTOR_UNAVAILABLE) where an edge cannot; what keeps a process from being ready ends
+        the body of `running`.
+        """
+        probe = EdgesProbe(self.endpoint)
+        try:
+            while True:
+                edges = await probe.look()
+                if edges is not None and self._ready.is_set():
+                    self.edges = edges
+                    return
+                await asyncio.sleep(_POLL_S)
+        finally:
+            await probe.close()
 
     def _with_port(self, listen: str) -> str:
         host, _, port = listen.rpartition(":")

@@ -1,0 +1,21 @@
+"""A connector from outside, the best of all, whose module is missing."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+_MODULE = """\
+from stagemesh.connectors.registry import ConnectorCard
+CARD = ConnectorCard("pigeon", 1000, 5, "pigeon:Pigeon", module="not_there", remedy="feed it")
+"""
+
+
+def add_connector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every process that is started from now on know connector "pigeon"."""
+    (folder / "pigeon.py").write_text(_MODULE)
+    package = folder / "pigeon-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: pigeon\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[stagemesh.connectors]\npigeon = pigeon:CARD\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", ""))))
