@@ -149,9 +149,9 @@ class Link:
         return bool(self._flows or self._probes or self._leases)
 
     async def _run(self) -> None:
+        while not self._is_needed:
+            await self._changed.wait()
         while True:
-            while not self._is_needed:
-                await self._changed.wait()
             try:
                 cause = await self._connected()
             except StagemeshError as exc:
