@@ -36,10 +36,13 @@ class Replica:
 
     def __init__(self, name: str, *, arena_bytes: int, landing_bytes: int) -> None:
         self._arena = Arena(arena_bytes)
-        self._landing = Arena(landing_bytes)
-        self._connector = NixlConnector(
-            self._arena, landing=lambda: self._landing, replica=name, incarnation=INCARNATION
-        )
+        landing = Arena(landing_bytes)
+
+        async def make_landing() -> Arena:
+            return landing
+
+        self._landing = landing
+        self._connector = NixlConnector(self._arena, landing=make_landing, replica=name, incarnation=INCARNATION)
         self._readers: dict[str, FetchingReader] = {}
         self._written: dict[int, Written] = {}
         self._kept: list[list[Bytes]] = []
@@ -66,7 +69,7 @@ class Replica:
         return {}
 
     async def fetch(self, replica: str, places: list[list[int]], seed: int, *, keep: bool = False) -> dict[str, Any]:
-        views = await self._readers[replica].fetch([ArenaRange(*place) for place in places])
+        views = await self._readers[replica].fetch([ArenaRange(*place) for place in places], Account())
         if keep:
             self._kept.append(views)
         wanted = (content(place[1], seed + number) for number, place in enumerate(places))

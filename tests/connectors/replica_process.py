@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import uvloop
 
+from stagemesh.connectors.account import Account
 from stagemesh.connectors.base import EdgeKey, Inlet, Outlet, Packet, StepPolicy
 from stagemesh.connectors.connector import ArenaRange, Bytes
 from stagemesh.connectors.errors import StagemeshError, UnavailableError
@@ -117,10 +118,10 @@ class Program:
 
         fetch, reads = NixlReader.fetch, itertools.count()
 
-        async def fetch_or_fail(reader: NixlReader, places: Sequence[ArenaRange]) -> list[Bytes]:
+        async def fetch_or_fail(reader: NixlReader, places: Sequence[ArenaRange], account: Account) -> list[Bytes]:
             if next(reads) >= after:
                 raise UnavailableError("the network is gone")
-            return await fetch(reader, places)
+            return await fetch(reader, places, account)
 
         NixlReader.fetch = fetch_or_fail  # type: ignore[assignment,method-assign]
 

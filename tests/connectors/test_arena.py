@@ -21,6 +21,7 @@ from stagemesh.connectors.allocator import PAGE_BYTES
 from stagemesh.connectors.arena import COPY_IN_THREAD_BYTES, Account, Arena, Region, layout_of
 from stagemesh.connectors.errors import InvalidChunkError, NotReadyError, UnavailableError
 from stagemesh.connectors.memory_file import pages_are_of
+from stagemesh.connectors.pinning import pin
 from stagemesh.connectors.tensors import Array
 
 MIB = 1 << 20
@@ -454,7 +455,7 @@ async def test_pinned_arena_is_copied_to_a_device_without_waiting(arena: Arena) 
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    arena.pin()
+    pin(arena)
     tensor = torch.from_numpy((await arena.write({"x": np.arange(1000.0)}, Account())).tensors["x"])
     assert tensor.is_pinned()
     assert tensor.to("cuda", non_blocking=True).sum().item() == 499_500

@@ -102,7 +102,11 @@ async def test_fetches_wait_for_room_to_land() -> None:
 async def connector(name: str) -> AsyncIterator[tuple[NixlConnector, Arena]]:
     """A connector in this process, with an arena that is both its own and its landing."""
     arena = Arena(8 * MIB)
-    made = NixlConnector(arena, landing=lambda: arena, replica=name, incarnation="1")
+
+    async def landing() -> Arena:
+        return arena
+
+    made = NixlConnector(arena, landing=landing, replica=name, incarnation="1")
     try:
         yield made, arena
     finally:
@@ -127,13 +131,13 @@ async def test_region_that_was_given_away_is_not_delivered() -> None:
         place = place_of(written)
         written.region.release()
         with pytest.raises(InvalidChunkError) as refused:
-            await reader.fetch([place])
+            await reader.fetch([place], Account())
         assert refused.value.reason == "STALE_REGION"
         again = await arena.write({"x": content(20_000, 2)}, Account())
         assert again.region.offset == place.offset
         with pytest.raises(InvalidChunkError):
-            await reader.fetch([place_of(again), place])
-        [view] = await reader.fetch([place_of(again)])
+            await reader.fetch([place_of(again), place], Account())
+        [view] = await reader.fetch([place_of(again)], Account())
         np.testing.assert_array_equal(view, content(20_000, 2))
 
 
@@ -156,8 +160,8 @@ HUGE = (1 << 64) - 1
 async def test_range_that_is_not_the_regions_is_refused(change: dict[str, int]) -> None:
     async with met() as (reader, _, written):
         with pytest.raises(InvalidChunkError):
-            await reader.fetch([place_of(written)._replace(**change)])
-        assert (await reader.fetch([place_of(written)]))[0].nbytes == 20_000
+            await reader.fetch([place_of(written)._replace(**change)], Account())
+        assert (await reader.fetch([place_of(written)], Account()))[0].nbytes == 20_000
 
 
 @pytest.mark.parametrize(
@@ -208,11 +212,11 @@ async def test_readers_of_one_arena_share_a_connection() -> None:
         first, second = await asyncio.gather(consumer.meet(offer, whose), consumer.meet(offer, whose))
         await first.close()
         assert isinstance(second, NixlReader)
-        assert (await second.fetch([place_of(written)]))[0].nbytes == 20_000
+        assert (await second.fetch([place_of(written)], Account()))[0].nbytes == 20_000
         await second.close()
         third = await consumer.meet(offer, whose)
         assert isinstance(third, NixlReader)
-        assert (await third.fetch([place_of(written)]))[0].nbytes == 20_000
+        assert (await third.fetch([place_of(written)], Account()))[0].nbytes == 20_000
 
 
 def test_user_is_told_what_will_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

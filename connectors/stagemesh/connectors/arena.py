@@ -13,10 +13,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from stagemesh.connectors.account import Account
 from stagemesh.connectors.allocator import PAGE_BYTES, PageAllocator
 from stagemesh.connectors.arena_writer import WRITER_SHIFT, Handle, ShareTicket, read_handle
 from stagemesh.connectors.connector import Bytes
@@ -37,16 +38,6 @@ __all__ = ["Account", "Arena", "ArenaStats", "Found", "Layout", "Region", "Writt
 
 COPY_IN_THREAD_BYTES = 4 << 20
 """From here on a copy is done in a thread: below, the 0.2 ms that this costs are more than the loop is held up for."""
-
-
-class Account:
-    """What one flow holds in an arena. Regions are charged to it until they are freed."""
-
-    __slots__ = ("held_bytes", "waiting")
-
-    def __init__(self) -> None:
-        self.held_bytes = 0
-        self.waiting = 0
 
 
 class Region:
@@ -162,7 +153,6 @@ class Arena:
         self._wake_due = False
         self._returned: deque[Region] = deque()
         self._collect_due = False
-        self._pinned = False
         self.copies = 0
         self.copied_bytes = 0
         self._counting = threading.Lock()
@@ -362,13 +352,6 @@ class Arena:
 
     # -- life
 
-    def pin(self) -> None:
-        """Page-locks the arena, so that copies to and from a CUDA device are asynchronous; needs torch and a GPU."""
-        code = _cuda_runtime().cudaHostRegister(self.address, self.file_bytes, 0)
-        if int(code):
-            raise NotReadyError(f"CUDA cannot pin the arena of {self.file_bytes} bytes (error {int(code)})")
-        self._pinned = True
-
     def close(self) -> None:
         """Closes the memory file and ends those who wait; what is mapped stays so. Closing twice is harmless."""
         if self._fd < 0:
@@ -379,8 +362,6 @@ class Arena:
             self._leave(turn)
             if not turn.done():
                 turn.set_exception(_closed())
-        if self._pinned:
-            _cuda_runtime().cudaHostUnregister(self.address)
 
     def returner(self, region: Region) -> Callable[[], None]:
         """What releases `region` on the event loop when called in whatever thread, at whatever moment."""
@@ -503,12 +484,6 @@ def _address_of(tensor: Array) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(tensor.data))
     except (TypeError, ValueError):
         return tensor.ctypes.data
-
-
-def _cuda_runtime() -> Any:
-    import torch
-
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _closed() -> UnavailableError:

@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from stagemesh.connectors.account import Account
 from stagemesh.connectors.base import ConnectorName
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -58,11 +59,12 @@ class FetchingReader(Reader):
     """Reads by copying into memory of its own; the producer's lease goes back once that is done."""
 
     @abstractmethod
-    async def fetch(self, places: Sequence[ArenaRange]) -> list[Bytes]:
+    async def fetch(self, places: Sequence[ArenaRange], account: Account) -> list[Bytes]:
         """Copies of the ranges, in one transfer where that is possible; calls may overlap.
 
-        Waits for room of its own first. Raises InvalidChunkError for a range outside the arena or no longer its
-        own, and UnavailableError, within bounded time, when the bytes cannot be had: the edge then falls back.
+        Waits for room of its own first, charged to the flow's `account`. Raises InvalidChunkError for a range outside
+        the arena or no longer its own, and UnavailableError, within bounded time, when the bytes cannot be had: the
+        edge then falls back.
         """
 
 

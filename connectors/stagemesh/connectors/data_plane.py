@@ -64,7 +64,7 @@ class DataPlane:
         self._arena.on_pressure = self._evict_oldest
         self._landing_task: asyncio.Task[Arena] | None = None
         self._connectors = ReplicaConnectors(
-            self._arena, landing=self._landing_at_once, replica=replica, incarnation=self.incarnation
+            self._arena, landing=self._landing_arena, replica=replica, incarnation=self.incarnation
         )
         self._links: dict[tuple[str, str], Link] = {}
         self._arrived: deque[tuple[OutFlow, Sent, int]] = deque()
@@ -75,6 +75,11 @@ class DataPlane:
         self._peers: dict[tuple[str, str], ProducerPeer] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._listener = LocalListener(self._accept_local)
+
+    @property
+    def arena(self) -> Arena:
+        """The memory that this replica produces into."""
+        return self._arena
 
     # -- figures
 
@@ -327,17 +332,6 @@ class DataPlane:
             await self._landing_arena()
         except StagemeshError as exc:
             _log.warning("chunks that come in pieces get memory of their own: %s", exc.message)
-
-    def _landing_at_once(self) -> Arena:
-        if self._landing_task is None:
-            made = Arena(self._arena.size_bytes)
-
-            async def ready() -> Arena:
-                return made
-
-            self._landing_task = asyncio.create_task(ready())
-            return made
-        return self._landing_task.result()
 
     async def _landing_arena(self) -> Arena:
         """The memory that chunks are fetched into; made when it is first needed, for it takes a moment and room."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from stagemesh.connectors import wire
+from stagemesh.connectors.arena import Account
 from stagemesh.connectors.base import GRPC, ConnectorName, EdgeKey, Packet
 from stagemesh.connectors.errors import (
     CancelledRequestError,
@@ -87,6 +88,8 @@ class InFlow:
         self._received_bytes = self._consumed_bytes = 0
         self._demanded_bytes = 0
         self._next_seq = self._told_seq = 0
+        self.landing_account = Account()
+        """What its chunks hold of the memory that they are fetched into."""
         self._arriving: deque[Arrival] = deque()
         self._queue: deque[Packet] = deque()
         self._digest = wire.FlowDigest()
@@ -159,11 +162,11 @@ class InFlow:
         """The producer opens the flow (again) on a stream, to go on from what has arrived."""
         if self._session is not None and self._session is not session:
             self._session.forget(self.key, moved=True)
-        self._session, self.incarnation, self.connector = session, incarnation, connector
-        self._cancel_timer()
-        if self.resyncing:
+        if self.resyncing or connector != self.connector:
             self.resyncing = False
             self._drop_arriving()
+        self._session, self.incarnation, self.connector = session, incarnation, connector
+        self._cancel_timer()
         self._told_seq, self._told_limit_bytes = self._next_seq, self._limit_bytes
         return stage_pb2.EdgeOpened(
             key=self.wire_key,

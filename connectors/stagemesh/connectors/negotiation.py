@@ -49,6 +49,7 @@ class Negotiation:
         self._agreed: dict[ConnectorName, Connector] = {}
         self._refused: dict[ConnectorName, StagemeshError] = {}
         self._offering: dict[ConnectorName, asyncio.Task[None]] = {}
+        self._worked: set[ConnectorName] = set()
         self._paused: dict[ConnectorName, asyncio.TimerHandle] = {}
 
     def choose(self, wanted: ConnectorName) -> ConnectorName | None:
@@ -81,17 +82,16 @@ class Negotiation:
             return
         self._offering.pop(name).cancel()
         if meeting.HasField("error"):
-            self._refused[name] = wire.error_from_wire(meeting.error)
+            self._refuse(name, wire.error_from_wire(meeting.error))
         else:
             self._agreed[name] = self._connectors.get(name)
+            self._worked.add(name)
         self._settled()
 
     def fail(self, name: ConnectorName, error: StagemeshError) -> None:
         """A connector that was agreed on does not work."""
         if self._agreed.pop(name, None) is not None:
-            self._refused[name] = error
-            # What failed in passing, for a moment without network say, may work again; a fixed choice waits for that.
-            self._paused[name] = asyncio.get_running_loop().call_later(_PAUSE_S, self._forgive, name)
+            self._refuse(name, error)
 
     def probe(self, wanted: ConnectorName) -> EdgeProbe | None:
         """The same as `choose`, with what was passed over."""
@@ -116,6 +116,12 @@ class Negotiation:
     def _candidates(wanted: ConnectorName) -> Iterator[ConnectorName]:
         yield from cards() if wanted == AUTO else (wanted,)
 
+    def _refuse(self, name: ConnectorName, error: StagemeshError) -> None:
+        self._refused[name] = error
+        if name in self._worked:
+            # What failed in passing, for a moment without network say, may work again; a fixed choice waits for that.
+            self._paused[name] = asyncio.get_running_loop().call_later(_PAUSE_S, self._forgive, name)
+
     def _forgive(self, name: ConnectorName) -> None:
         del self._paused[name], self._refused[name]
         self._settled()
@@ -126,7 +132,7 @@ class Negotiation:
 
     def _cannot_offer(self, name: ConnectorName, error: StagemeshError) -> None:
         del self._offering[name]
-        self._refused[name] = error
+        self._refuse(name, error)
         self._settled()
 
     async def _keep_offering(self, name: ConnectorName) -> None:

@@ -43,10 +43,10 @@ class ProducerPeer:
             producer = Producer(self.replica, self.incarnation, arena_fd)
             self._readers[name] = await self._connectors.get(name).meet(offer, producer)
 
-    async def drop_reader(self, name: ConnectorName) -> None:
-        """A connector has failed; it must be agreed on anew."""
-        reader = self._readers.pop(name, None)
-        if reader is not None:
+    async def drop_reader(self, name: ConnectorName, reader: Reader) -> None:
+        """A reader has failed: its connector must be agreed on anew."""
+        if self._readers.get(name) is reader:
+            del self._readers[name]
             await reader.close()
 
     def watched_by(self, watch: DeathWatch) -> None:
@@ -88,8 +88,8 @@ class ProducerPeer:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        for name in list(self._readers):
-            await self.drop_reader(name)
+        for name, reader in list(self._readers.items()):
+            await self.drop_reader(name, reader)
 
     # -- inner workings
 

@@ -3,7 +3,7 @@
 Others come as entry points in the group `stagemesh.connectors`, each naming a `ConnectorCard`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -149,7 +149,9 @@ def _look_again() -> None:
 class ReplicaConnectors:
     """One replica's connectors, each made when it is first needed."""
 
-    def __init__(self, arena: Arena, *, landing: Callable[[], Arena], replica: str, incarnation: str) -> None:
+    def __init__(
+        self, arena: Arena, *, landing: Callable[[], Awaitable[Arena]], replica: str, incarnation: str
+    ) -> None:
         self._arena, self._landing = arena, landing
         self._replica, self._incarnation = replica, incarnation
         self._made: dict[ConnectorName, Connector] = {}

@@ -20,6 +20,7 @@ from stagemesh.connectors.errors import (
     NotReadyError,
     StagemeshError,
     StaleAttemptError,
+    UnavailableError,
 )
 from stagemesh.connectors.inflow import InFlow
 from stagemesh.connectors.lanes import Lane
@@ -381,14 +382,26 @@ class PutSession:
         else:
             assert isinstance(reader, FetchingReader), "a reader looks or fetches"
             self._producer.held_lease_ids.add(data.lease_id)
-            flow.deliver_later(self._fetched(reader, data, places), size_bytes=data.size_bytes)
+            flow.deliver_later(self._fetched(flow, reader, data, places), size_bytes=data.size_bytes)
         return True
 
-    async def _fetched(self, reader: FetchingReader, data: chunk_pb2.ChunkData, places: Sequence[ArenaRange]) -> Packet:
+    async def _fetched(
+        self, flow: InFlow, reader: FetchingReader, data: chunk_pb2.ChunkData, places: Sequence[ArenaRange]
+    ) -> Packet:
         """The packet, once its bytes are here; its lease goes back in any case."""
         by_arena = [message for message in data.tensors if message.HasField("shm")]
         try:
-            return _packet(data, _by_name(by_arena, await reader.fetch(places)))
+            return _packet(data, _by_name(by_arena, await reader.fetch(places, flow.landing_account)))
+        except UnavailableError:
+            # It is not used again: the next offer is met anew.
+            await self._producer.drop_reader(flow.connector, reader)
+            raise
+        except StagemeshError:
+            raise
+        except Exception as exc:
+            # The outermost edge of a task, and the connector may be anybody's.
+            _log.exception("connector %s failed in a way that it does not name", flow.connector)
+            raise UnavailableError(f"connector {flow.connector} failed: {type(exc).__name__}: {exc}") from exc
         finally:
             self._producer.give_back(data.lease_id)
 

@@ -6,10 +6,10 @@ of a READ works for it), so it has a thread of the library's that sleeps until t
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from stagemesh.connectors.arena import Arena
+from stagemesh.connectors.arena import Account, Arena
 from stagemesh.connectors.base import NIXL, ConnectorName
 from stagemesh.connectors.connector import ArenaRange, Bytes, Connector, FetchingReader, Producer
 from stagemesh.connectors.errors import StagemeshError, UnavailableError
@@ -28,12 +28,14 @@ class NixlConnector(Connector):
 
     name: ClassVar[ConnectorName] = NIXL
 
-    def __init__(self, arena: Arena, *, landing: Callable[[], Arena], replica: str, incarnation: str) -> None:
+    def __init__(
+        self, arena: Arena, *, landing: Callable[[], Awaitable[Arena]], replica: str, incarnation: str
+    ) -> None:
         self._arena, self._make_landing = arena, landing
         # Used once, also where one process closes its connector and makes another.
         self._name = f"{replica}/{incarnation}/{secrets.token_hex(4)}"
         self._serving: asyncio.Future[Agent] | None = None
-        self._reading: tuple[Pump, Arena] | None = None
+        self._pump: Pump | None = None
         self._sources: dict[str, Source] = {}
         self._is_closed = False
 
@@ -66,7 +68,7 @@ class NixlConnector(Connector):
             raise unavailable(
                 f"{producer.replica} has {parsed.settings}, this replica {shared_settings()}: set the same"
             )
-        source = self._source(parsed)
+        source = await self._source(parsed)
         source.readers += 1
         try:
             await asyncio.shield(source.greeting)
@@ -78,8 +80,8 @@ class NixlConnector(Connector):
     async def close(self) -> None:
         """See `Connector`. A peer can no longer read; the arena's memory stays as it is."""
         self._is_closed = True
-        if self._reading is not None:
-            await self._reading[0].close()
+        if self._pump is not None:
+            await self._pump.close()
         await asyncio.gather(*(source.greeting for source in self._sources.values()), return_exceptions=True)
         self._sources.clear()
         serving, self._serving = self._serving, None
@@ -97,22 +99,20 @@ class NixlConnector(Connector):
     def _serve(self) -> "Agent":
         return _make_agent(self._name, self._arena, serves=True)
 
-    def _source(self, offer: NixlOffer) -> Source:
+    async def _source(self, offer: NixlOffer) -> Source:
         """The source of an offer: the one that is read already, or a new one."""
+        landing = await self._make_landing()
+        self._check_open()
         self._sources = {name: source for name, source in self._sources.items() if not source.is_gone}
         source = self._sources.get(offer.agent)
         if source is None:
-            pump, landing = self._reading = self._reading or self._start_reading()
-            source = self._sources[offer.agent] = Source(offer, pump=pump, landing=landing)
+            self._pump = self._pump or Pump(lambda: _make_agent(f"{self._name}/reads", landing, serves=False))
+            source = self._sources[offer.agent] = Source(offer, pump=self._pump, landing=landing)
         elif source.offer != offer:
             raise unavailable(f"{offer.agent} offers other memory than before")
         elif source.failure:
             raise unavailable(f"earlier reads from {offer.agent} are not over yet: {source.failure}")
         return source
-
-    def _start_reading(self) -> tuple[Pump, Arena]:
-        landing = self._make_landing()
-        return Pump(lambda: _make_agent(f"{self._name}/reads", landing, serves=False)), landing
 
 
 class NixlReader(FetchingReader):
@@ -121,11 +121,11 @@ class NixlReader(FetchingReader):
     def __init__(self, source: Source) -> None:
         self._source: Source | None = source
 
-    async def fetch(self, places: Sequence[ArenaRange]) -> list[Bytes]:
+    async def fetch(self, places: Sequence[ArenaRange], account: Account) -> list[Bytes]:
         """See `FetchingReader`."""
         if self._source is None:
             raise UnavailableError("this reader is closed")
-        return await self._source.fetch(places)
+        return await self._source.fetch(places, account)
 
     async def close(self) -> None:
         """See `Reader`."""

@@ -22,7 +22,6 @@ class Source:
         self.readers = 0
         self._pump, self._landing = pump, landing
         self._data_offset = data_offset_in(offer.file_bytes)
-        self._account = Account()
         self._peer: Peer | None = None
         self.greeting = asyncio.create_task(self._greet())
 
@@ -36,16 +35,14 @@ class Source:
         """Why it is not read from any more, though something of it may be under way; empty while it is."""
         return self._peer.failure if self._peer else ""
 
-    async def fetch(self, places: Sequence[ArenaRange]) -> list[Bytes]:
+    async def fetch(self, places: Sequence[ArenaRange], account: Account) -> list[Bytes]:
         """See `FetchingReader`."""
         peer = self._peer
         if peer is None or peer.failure:
             raise UnavailableError(self.failure or f"{self.offer.agent} was not met")
         plan = Plan(places, data_offset=self._data_offset, file_bytes=self.offer.file_bytes)
         landing = self._landing
-        region = landing.try_allocate(plan.size_bytes, self._account) or await landing.allocate(
-            plan.size_bytes, self._account
-        )
+        region = landing.try_allocate(plan.size_bytes, account) or await landing.allocate(plan.size_bytes, account)
         ours, theirs = landing.address + region.offset, self.offer.address
         array = region.as_array()
         data = plan.data(local=ours, remote=theirs, part_bytes=peer.part_bytes)
@@ -73,7 +70,7 @@ class Source:
 
     async def _check(self, peer: Peer, beginning: bytes) -> None:
         """Reads the file's start, which shows that this is the arena, and that it can be reached."""
-        region = await self._landing.allocate(len(beginning), self._account)
+        region = await self._landing.allocate(len(beginning), Account())
         array = region.as_array()
         size_bytes = len(beginning)
         ours, theirs = (self._landing.address + region.offset, size_bytes, 0), (self.offer.address, size_bytes, 0)

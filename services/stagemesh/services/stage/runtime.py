@@ -13,6 +13,7 @@ from stagemesh.connectors.errors import (
     StagemeshError,
     UnavailableError,
 )
+from stagemesh.connectors.pinning import can_pin, pin
 from stagemesh.services.engines.base import Engine, EngineLoad
 from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.plugins import Signature
@@ -54,6 +55,7 @@ class StageRuntime:
             self._fail(f"{type(exc).__name__}: {exc}")
             message = f"engine {self.config.engine} of stage {self.config.stage} failed to load: {self.detail}"
             raise NotReadyError(message, reason="LOAD_FAILED", metadata=self._where) from exc
+        self._pin_arena()
         if self.state is ReplicaState.LOADING:
             self.state, self.detail = ReplicaState.READY, ""
 
@@ -130,6 +132,14 @@ class StageRuntime:
         )
 
     # -- inner workings
+
+    def _pin_arena(self) -> None:
+        """Where the engine computes on a GPU, tensors leave it for the arena without a detour."""
+        if can_pin():
+            try:
+                pin(self.data_plane.arena)
+            except NotReadyError as exc:
+                _log.warning("the arena is not page-locked: %s", exc.message)
 
     def _admit(self, order: StepOrder, *, deadline_s: float | None) -> StepRun:
         check_order(order, self.signature, engine=self.config.engine)
