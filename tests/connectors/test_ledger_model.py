@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from stagemesh.connectors import inflow, link, wire
+from stagemesh.connectors import connection, inflow, link, wire
 from stagemesh.connectors.base import EdgeKey, Packet, StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.errors import StagemeshError, UnavailableError
@@ -157,8 +157,8 @@ class DataPlaneModel(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.patches.setattr(link, "GrpcLane", self._lane)
-        self.patches.setattr(link, "open_channel", _no_channel)
+        self.patches.setattr(connection, "GrpcLane", self._lane)
+        self.patches.setattr(connection, "open_channel", _no_channel)
         self.patches.setattr(link.Link, "_is_gone", _never_gone)
         self.patches.setattr(link, "GIVE_UP_S", NEVER_S)
         self.patches.setattr(inflow, "LOST_PRODUCER_S", NEVER_S)

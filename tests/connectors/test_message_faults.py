@@ -107,7 +107,7 @@ async def _harm_each(fault: Fault, direction: Direction, *, connector: str, step
 @pytest.fixture(autouse=True)
 def _quick_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.connectors.outflow._REOPEN_S", 0.3)
-    monkeypatch.setattr("stagemesh.connectors.link._SILENCE_CHECK_S", 0.1)
+    monkeypatch.setattr("stagemesh.connectors.connection._LOOK_S", 0.1)
     monkeypatch.setattr("stagemesh.connectors.negotiation._AGAIN_S", 0.3)
     monkeypatch.setattr("stagemesh.connectors.put_stream._GREETING_S", 0.5)
     monkeypatch.setattr("stagemesh.connectors.wire.PIECE_BYTES", 4096)

@@ -23,7 +23,6 @@ REFUSED_S = 0.5
 """How long nobody may listen at a consumer's address before its flows fail: the process is gone."""
 _RETRY_S = 0.1
 _DIAL_S = 1.0
-_SILENCE_CHECK_S = 0.5
 _LOCAL_TRIES = 3
 """So often may the greeting on a local stream fail before flows do without one."""
 
