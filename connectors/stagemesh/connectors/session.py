@@ -3,16 +3,15 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
-from stagemesh.connectors import pieces, wire
+from stagemesh.connectors import decoding, pieces, wire
 from stagemesh.connectors.arena import Arena
 from stagemesh.connectors.base import AUTO, GRPC, EdgeKey, Packet
-from stagemesh.connectors.connector import ArenaRange, Bytes, FetchingReader, InPlaceReader
+from stagemesh.connectors.connector import FetchingReader, InPlaceReader
 from stagemesh.connectors.errors import (
     InvalidChunkError,
     InvalidRequestError,
@@ -27,9 +26,8 @@ from stagemesh.connectors.lanes import Lane
 from stagemesh.connectors.local import DeathWatch
 from stagemesh.connectors.producer_peer import ProducerPeer
 from stagemesh.connectors.registry import name_of
-from stagemesh.connectors.tensors import Array, checked_layout, read_inline
 from stagemesh.connectors.transfers import Transfers
-from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
+from stagemesh.v1 import chunk_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)
 
@@ -360,38 +358,36 @@ class PutSession:
         flow.check_room(data.size_bytes)
         if len(data.tensors) > wire.MAX_TENSORS:
             raise InvalidChunkError(f"{len(data.tensors)} tensors in a chunk; at most {wire.MAX_TENSORS} are taken")
-        by_arena = [message for message in data.tensors if message.HasField("shm")]
-        if not by_arena:
+        names, places = decoding.in_arena(data)
+        if not names:
             streamed = self._transfers.tensors(data)
             if streamed is None:
                 flow.resync(
                     InvalidChunkError(f"pieces of a chunk of edge {flow.key.edge} are missing", reason="PIECES_MISSING")
                 )
             else:
-                flow.deliver(_packet(data, streamed))
+                flow.deliver(decoding.packet(data, streamed))
             return False
         reader = self._producer.reader(flow.connector)
         if not data.lease_id or reader is None:
-            raise InvalidChunkError(f"tensor {by_arena[0].name!r} comes by a connector that was not agreed on")
-        places = _places(by_arena, data)
+            raise InvalidChunkError(f"tensor {names[0]!r} comes by a connector that was not agreed on")
         if isinstance(reader, InPlaceReader):
             views = [reader.view(place) for place in places]
-            packet = _packet(data, _by_name(by_arena, views))
+            packet = decoding.packet(data, dict(zip(names, views, strict=True)))
             self._producer.hold(data.lease_id, views)
             flow.deliver(packet)
         else:
             assert isinstance(reader, FetchingReader), "a reader looks or fetches"
             self._producer.held_lease_ids.add(data.lease_id)
-            flow.deliver_later(self._fetched(flow, reader, data, places), size_bytes=data.size_bytes)
+            flow.deliver_later(self._fetched(flow, reader, data), size_bytes=data.size_bytes)
         return True
 
-    async def _fetched(
-        self, flow: InFlow, reader: FetchingReader, data: chunk_pb2.ChunkData, places: Sequence[ArenaRange]
-    ) -> Packet:
+    async def _fetched(self, flow: InFlow, reader: FetchingReader, data: chunk_pb2.ChunkData) -> Packet:
         """The packet, once its bytes are here; its lease goes back in any case."""
-        by_arena = [message for message in data.tensors if message.HasField("shm")]
+        names, places = decoding.in_arena(data)
         try:
-            return _packet(data, _by_name(by_arena, await reader.fetch(places, flow.landing_account)))
+            fetched = await reader.fetch(places, flow.landing_account)
+            return decoding.packet(data, dict(zip(names, fetched, strict=True)))
         except UnavailableError:
             # It is not used again: the next offer is met anew.
             await self._producer.drop_reader(flow.connector, reader)
@@ -404,36 +400,3 @@ class PutSession:
             raise UnavailableError(f"connector {flow.connector} failed: {type(exc).__name__}: {exc}") from exc
         finally:
             self._producer.give_back(data.lease_id)
-
-
-def _places(messages: Sequence[tensor_pb2.Tensor], data: chunk_pb2.ChunkData) -> list[ArenaRange]:
-    regions = [message.shm for message in messages]
-    places = [ArenaRange(region.offset, region.size_bytes, region.generation) for region in regions]
-    if sum(place.size_bytes for place in places) > data.size_bytes:
-        raise InvalidChunkError("a chunk's tensors do not make the size that it claims")
-    return places
-
-
-def _by_name(messages: Sequence[tensor_pb2.Tensor], found: Sequence[Bytes]) -> dict[str, Bytes]:
-    return {message.name: view for message, view in zip(messages, found, strict=True)}
-
-
-def _packet(data: chunk_pb2.ChunkData, found: Mapping[str, Bytes]) -> Packet:
-    """The packet whose tensors that are not inline were found by name."""
-    tensors = {message.name: _tensor(message, found.get(message.name)) for message in data.tensors}
-    packet = Packet(tensors, wire.metadata_from_wire(data.metadata) if data.metadata else {})
-    if len(tensors) != len(data.tensors) or packet.size_bytes != data.size_bytes:
-        raise InvalidChunkError("a chunk's tensors share a name or do not make the size that it claims")
-    return packet
-
-
-def _tensor(message: tensor_pb2.Tensor, found: Bytes | None) -> Array:
-    if found is not None:
-        dtype, shape = checked_layout(message, size_bytes=found.nbytes)
-        return found.view(dtype).reshape(shape)
-    if message.HasField("inline"):
-        return read_inline(message)
-    if message.WhichOneof("location") is not None:
-        raise InvalidChunkError(f"tensor {message.name!r} comes by a connector that was not agreed on")
-    dtype, shape = checked_layout(message, size_bytes=0)
-    return np.empty(shape, dtype)
