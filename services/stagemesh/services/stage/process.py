@@ -1,6 +1,7 @@
 """Puts a stage replica together and serves it to its end."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import Coroutine
 
@@ -49,6 +50,9 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
     """Loads the engine and lets it work until `stopping` is set; raises what it failed with."""
     if not await _unless(stopping, runtime.start()):
         return
+    # What is loaded stays: the garbage collector need not look through it again, which takes it tens of milliseconds.
+    gc.collect()
+    gc.freeze()
     _set_serving(server, serving=True)
     _log.info("ready")
     await _unless(stopping, runtime.watch_engine())
