@@ -69,7 +69,7 @@ class Negotiation:
             f"connector {wanted} cannot be used with replica {self._consumer}: {self._refused[wanted].message}; "
             "fix that, or set `connector: auto`",
             reason="CONNECTOR_UNAVAILABLE",
-        )
+        ) from self._refused[wanted]
 
     def reader(self, name: ConnectorName) -> Connector | None:
         """This replica's end of a connector that was agreed on; None for grpc."""
