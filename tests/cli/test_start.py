@@ -28,7 +28,10 @@ def test_nothing_heavy_is_imported(program: str) -> None:
 def test_help_lists_the_commands() -> None:
     ran = invoke("--help")
     assert ran.exit_code == 0
-    assert all(name in ran.stdout for name in ("up", "generate", "pipeline", "stages", "models", "demo", "version"))
+    assert all(
+        name in ran.stdout
+        for name in ("up", "generate", "pipeline", "stages", "models", "probe-transport", "demo", "version")
+    )
 
 
 def test_version_names_the_version() -> None:

@@ -2,7 +2,7 @@
 
 import typer
 
-from stagemesh.orchestrator.cli import demo, generate, models, pipeline, stages, up, version
+from stagemesh.orchestrator.cli import demo, generate, models, pipeline, probe_transport, stages, up, version
 from stagemesh.orchestrator.cli.failures import FailureGroup
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app.add_typer(pipeline.app, name="pipeline")
 app.command("stages")(stages.stages)
 app.add_typer(models.app, name="models")
 app.command("demo")(demo.demo)
+app.command("probe-transport")(probe_transport.probe_transport)
 app.command("version")(version.version)
 
 

@@ -1,0 +1,126 @@
+import asyncio
+import json
+import signal
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from stagemesh.connectors import memory_file
+from stagemesh.connectors.errors import NotReadyError
+from stagemesh.connectors.probing import SIZES, ProbePeer, measure_peer, measuring, second_process
+from stagemesh.connectors.probing.peer import make_plane
+from stagemesh.services.serving.server import Server
+from tests.cli.commands import COMMAND, Ran, invoke, stagemesh
+from tests.connectors.namespaces import ENVIRONMENT, namespaces
+from tests.stage.replicas import served_stage
+
+
+@asynccontextmanager
+async def _serving(
+    address: str = "127.0.0.1:0", *, within: tuple[str, ...] = (), environment: tuple[str, ...] = ()
+) -> AsyncGenerator[str]:
+    """The endpoint of `stagemesh probe-transport --serve` as a process, which SIGINT ends in order."""
+    command = [*within, *environment, *COMMAND, "probe-transport", "--serve", address, "--json"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        yield json.loads(await process.stdout.readline())["endpoint"]
+    finally:
+        # What enters a namespace does so by a child.
+        served = [psutil.Process(process.pid), *psutil.Process(process.pid).children()][-1]
+        served.send_signal(signal.SIGINT)
+        await process.communicate()
+    assert process.returncode == 0
+
+
+def _check(ran: Ran, *, choice: str, usable: list[str]) -> None:
+    report = json.loads(ran.stdout)
+    assert report["choice"] == choice
+    assert [each["connector"] for each in report["connectors"]] == ["shm", "nixl", "grpc"]
+    assert [each["connector"] for each in report["connectors"] if not each["refusal"]] == usable
+    for figures in report["connectors"]:
+        assert list(figures["one_way_s"]) == [str(size) for size in SIZES if figures["connector"] in usable]
+        assert (figures["bytes_per_s"] > 1e6, figures["cpu_s_per_gb"] > 0) == (figures["connector"] in usable,) * 2
+
+
+async def test_this_host_is_measured_and_the_choice_told() -> None:
+    ran = await stagemesh("probe-transport")
+    assert ran.exit_code == 0
+    assert [line.split()[1] for line in ran.stdout.splitlines() if line.startswith("│")] == ["shm", "nixl", "grpc"]
+    assert "auto uses shm, the best there is" in ran.stdout
+    assert ran.stderr.splitlines()[-3:] == ["measuring shm", "measuring nixl", "measuring grpc"]
+
+
+async def test_a_peer_that_serves_probes_is_measured() -> None:
+    async with _serving() as endpoint:
+        ran = await stagemesh("probe-transport", endpoint, "--json")
+    _check(ran, choice="shm", usable=["shm", "nixl", "grpc"])
+
+
+async def test_between_hosts_shm_is_passed_over() -> None:
+    with namespaces() as net:
+        environment = ("env", *(f"{name}={value}" for name, value in ENVIRONMENT.items()))
+        there, here = (tuple(net.within(number)) for number in (1, 0))
+        async with _serving(f"{net.address(1)}:0", within=there, environment=environment) as endpoint:
+            ran = await _ran(*here, *environment, *COMMAND, "probe-transport", endpoint, "--json")
+    _check(ran, choice="nixl", usable=["nixl", "grpc"])
+    report = json.loads(ran.stdout)
+    assert not report["same_host"]
+    assert 0 < report["clock_error_s"] < 1
+    assert report["passed_over"]["shm"] == report["connectors"][0]["refusal"]
+    assert "not on one host" in report["passed_over"]["shm"]
+
+
+async def test_a_second_process_ends_with_its_body() -> None:
+    async with second_process() as endpoint:
+        host, port = endpoint.split(":")
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(host, int(port))
+
+
+async def test_a_peer_that_is_not_there_is_named_with_a_remedy() -> None:
+    ran = await stagemesh("probe-transport", "127.0.0.1:1")
+    assert ran.exit_code == 1
+    assert "nothing answers at 127.0.0.1:1" in ran.stderr
+    assert "run `stagemesh probe-transport --serve 127.0.0.1:1` there" in ran.stderr
+
+
+async def test_what_is_no_address_is_refused() -> None:
+    ran = await stagemesh("probe-transport", "nowhere", "--json")
+    assert (ran.exit_code, json.loads(ran.stderr)["error"]["reason"]) == (1, "NO_ADDRESS")
+
+
+async def test_a_replica_is_not_measured() -> None:
+    async with served_stage() as thinker:
+        with pytest.raises(NotReadyError, match="is replica thinker-0 of pipeline test, which is not measured"):
+            await measure_peer(thinker.endpoint, progress=print)
+
+
+async def test_a_peer_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server("127.0.0.1:0")
+    async with ProbePeer.added_to(server.grpc):
+        endpoint = f"127.0.0.1:{await server.start()}"
+        monkeypatch.setattr(measuring, "version", lambda _: "9.9")
+        with pytest.raises(NotReadyError, match=r"this host 9\.9 .*; install the same on both"):
+            await measure_peer(endpoint, progress=print)
+        await server.stop(grace_s=0)
+
+
+async def test_too_little_shared_memory_is_said_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_file, "available_bytes", lambda: 1 << 20)
+    with pytest.raises(NotReadyError, match=r"64 MiB of shared memory .*; give the host or container more memory"):
+        make_plane("prober")
+
+
+def test_a_host_is_measured_or_serves() -> None:
+    assert invoke("probe-transport", "127.0.0.1:1", "--serve", "127.0.0.1:0").exit_code == 2
+
+
+async def _ran(*command: str) -> Ran:
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    stdout, stderr = await process.communicate()
+    assert process.returncode is not None
+    return Ran(process.returncode, stdout.decode(), stderr.decode())
