@@ -92,7 +92,7 @@ def time_on_one_host(edges: Edges, findings: Findings) -> Times:
     def read_alone(*, size_bytes: int, count: int) -> list[float]:
         served = raw_nixl[RAW_NIXL].sender.begin(RawNixlSender.serve)
         times_s = raw_nixl[RAW_NIXL].receivers[0].call(RawNixlReceiver.time_reads, size_bytes=size_bytes, count=count)
-        served()
+        served.result()
         return times_s
 
     times = Times()
@@ -126,7 +126,7 @@ def chunks_per_s(edge: Edge) -> float:
     def rate(steps: int) -> float:
         arrived_s = edge.receivers[0].begin(PlaneReceiver.receive_steps, steps=steps)
         begun_s = edge.sender.call(PlaneSender.send_steps, steps=steps)
-        return STREAMS * steps / (arrived_s() - begun_s)
+        return STREAMS * steps / (arrived_s.result() - begun_s)
 
     rate(1)
     steps = round(rate(20) * STREAMS_S / STREAMS)
@@ -140,7 +140,7 @@ def delay_beside_large_ms(edge: Edge) -> float:
         for large, found in times_ms.items():
             ends = edge.receivers[0].begin(PlaneReceiver.receive_beside, count=BESIDE_COUNT, large=large)
             starts = edge.sender.call(PlaneSender.send_beside, count=BESIDE_COUNT, large=large)
-            found.extend((end - start) / 1e6 for start, end in zip(starts, ends(), strict=True))
+            found.extend((end - start) / 1e6 for start, end in zip(starts, ends.result(), strict=True))
     alone_ms, beside_ms = (statistics.quantiles(found, n=100)[-1] for found in times_ms.values())
     return beside_ms - alone_ms
 
@@ -150,7 +150,7 @@ def cpu_s_per_gb(edge: Edge) -> float:
     used_s = -edge.cpu_s()
     arrived = edge.receivers[0].begin(PlaneReceiver.receive_many, count=BULK_COUNT)
     edge.sender.call(PlaneSender.send_many, size_bytes=BULK_BYTES, count=BULK_COUNT)
-    arrived()
+    arrived.result()
     return (used_s + edge.cpu_s()) / (BULK_BYTES * BULK_COUNT / GB)
 
 

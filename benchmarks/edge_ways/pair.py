@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 from typing import Generic, Self, TypeVar
 
 from benchmarks.edge_ways.base import Receiver, Sender
-from benchmarks.edge_ways.worker import End, Place, Worker
+from benchmarks.edge_ways.worker import End, Place, Worker, all_of
 
 SenderT = TypeVar("SenderT", bound=Sender)
 EndT = TypeVar("EndT", bound=End)
@@ -48,8 +48,8 @@ class Pair(Generic[SenderT, ReceiverT]):
         """Seconds from `send` until the last receiver has the tensor, of each message."""
         ends = [one.begin(Receiver.time_receives, size_bytes=size_bytes, count=count) for one in self.receivers]
         starts = self.sender.begin(Sender.time_sends, size_bytes=size_bytes, count=count)
-        in_hand = [max(stamps) for stamps in zip(*(end() for end in ends), strict=True)]
-        return [(end - start) / 1e9 for start, end in zip(starts(), in_hand, strict=True)]
+        started, *in_hand = all_of([starts, *ends])
+        return [(max(all_ends) - start) / 1e9 for start, *all_ends in zip(started, *in_hand, strict=True)]
 
     def time_copies(self, *, size_bytes: int, count: int) -> list[float]:
         """Seconds of copies in the sender's memory: the baseline memcpy."""

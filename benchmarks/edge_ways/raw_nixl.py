@@ -1,4 +1,4 @@
-"""Raw NIXL: memory registered once, transfers prepared once a size, both ends spinning.
+"""Raw NIXL: memory registered once, transfers prepared once a size, the reader spinning.
 
 `RawNixl*` do what an edge does: copy into registered memory, notify, READ. `time_reads` takes the READ alone.
 """
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 << 20
 SPIN_S = 10.0
+POLL_S = 0.02
 
 
 class RawNixlSender(Sender):
@@ -51,12 +52,15 @@ class RawNixlSender(Sender):
 
     @asynccontextmanager
     async def _polling(self) -> AsyncGenerator[None]:
-        """Keeps the agent going meanwhile: a READ may need that of the owner of the memory."""
+        """Keeps the agent going meanwhile: one READ in hundreds needs that of the owner of the memory, and would hang.
+
+        Any more of it takes the core from the reader, and the median grows.
+        """
 
         async def poll() -> None:
             while True:
                 self._agent.get_new_notifs()
-                await asyncio.sleep(0)
+                await asyncio.sleep(POLL_S)
 
         task = asyncio.create_task(poll())
         try:

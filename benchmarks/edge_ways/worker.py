@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -90,19 +90,19 @@ class Worker(Generic[Held]):
 
     def begin(
         self, method: Callable[Concatenate[Held, P], Awaitable[Result]], *args: P.args, **kwargs: P.kwargs
-    ) -> Callable[[], Result]:
-        """Has the worker run `method`; what this returns waits for the result. One call at a time."""
+    ) -> "Call[Result]":
+        """Has the worker run `method`. One call at a time."""
         try:
-            self._control.send((method, args, kwargs))
+            self._control.send((method.__name__, args, kwargs))
         except OSError as exc:
-            raise WorkerError(f"{self._name} is gone") from exc
-        return self._answer
+            raise self._died() from exc
+        return Call(self._control, self._answer)
 
     def call(
         self, method: Callable[Concatenate[Held, P], Awaitable[Result]], *args: P.args, **kwargs: P.kwargs
     ) -> Result:
         """Runs `method` in the worker."""
-        return self.begin(method, *args, **kwargs)()
+        return self.begin(method, *args, **kwargs).result()
 
     def close(self) -> None:
         """Ends the process. Closing twice is harmless."""
@@ -112,16 +112,41 @@ class Worker(Generic[Held]):
             self._process.kill()
             self._process.join()
 
+    def _died(self) -> WorkerError:
+        self._process.join(1)
+        return WorkerError(f"{self._name} died with {self._process.exitcode}")
+
     def _answer(self) -> Any:
         try:
             if not self._control.poll(ANSWER_S):
                 raise WorkerError(f"{self._name} did not answer within {ANSWER_S:.0f} s")
             failure, result = self._control.recv()
         except (EOFError, ConnectionError) as exc:
-            raise WorkerError(f"{self._name} died") from exc
+            raise self._died() from exc
         if failure:
             raise WorkerError(f"{self._name}: {failure}")
         return result
+
+
+@dataclass(frozen=True)
+class Call(Generic[Result]):
+    """A call that runs in a worker."""
+
+    connection: Connection
+    """Readable when there is a result."""
+    result: Callable[[], Result]
+    """Waits for it; raises WorkerError where there will be none."""
+
+
+def all_of(calls: Sequence[Call[Result]]) -> list[Result]:
+    """The results of calls that run at once; raises the first failure, which may be why the others hang."""
+    waiting = {call.connection: call for call in calls}
+    results: dict[Connection, Result] = {}
+    while waiting:
+        ready = wait(list(waiting), ANSWER_S) or list(waiting)
+        for connection in [connection for connection in waiting if connection in ready]:
+            results[connection] = waiting.pop(connection).result()
+    return [results[call.connection] for call in calls]
 
 
 async def receive(connection: Connection) -> Any:
@@ -163,10 +188,10 @@ async def _serve(make: type[End], peers: Sequence[Connection], place: Place, con
 async def _next_call(held: object, control: Connection) -> bool:
     """Runs one method; False when the other side is gone."""
     try:
-        method, args, kwargs = await receive(control)
+        name, args, kwargs = await receive(control)
     except EOFError:
         return False
-    control.send(("", await method(held, *args, **kwargs)))
+    control.send(("", await getattr(held, name)(*args, **kwargs)))
     return True
 
 
