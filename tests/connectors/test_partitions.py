@@ -36,7 +36,7 @@ async def test_auto_is_shm_on_a_host_and_the_best_network_between_hosts() -> Non
             assert used == ["shm", ACROSS[0]]
 
 
-@pytest.mark.parametrize("connector", ["auto", "grpc"])
+@pytest.mark.parametrize("connector", ["auto", *ACROSS])
 async def test_delivery_completes_after_a_partition(connector: str) -> None:
     with namespaces() as hosts:
         async with _on_host(hosts, 0, "a-0") as a, _on_host(hosts, 1, "b-0") as b, _on_host(hosts, 2, "c-0") as c:

@@ -54,6 +54,8 @@ class Link:
         self._leases: dict[int, Sequence[Region]] = {}
         self._lease_ids = self._transfer_ids = 0
         self._incarnation = ""
+        self._worked: set[ConnectorName] = set()
+        """Connectors that have been agreed on with this incarnation of the consumer."""
         self._connection: Connection | None = None
         self._local_failures = 0
         self._watch: local.DeathWatch | None = None
@@ -176,6 +178,7 @@ class Link:
             welcome = await connection.greet()
             self._welcomed(welcome)
             await self._settle(connection, welcome)
+            connection.negotiation.worked = self._worked
             self._connection = connection
             self._to_open = dict.fromkeys(self._flows.values())
             self._settled()
@@ -204,6 +207,7 @@ class Link:
         if self._incarnation and self._incarnation != welcome.incarnation:
             restarted = UnavailableError(f"replica {self._peer.consumer} was restarted", reason="PEER_RESTARTED")
             self._fail_flows(restarted, opened_only=True)
+            self._worked.clear()
         # What was lent in messages that never arrived comes back here.
         self._reclaim_all(but=set(welcome.held_lease_ids))
         self._incarnation = welcome.incarnation

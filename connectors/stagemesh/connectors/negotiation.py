@@ -1,7 +1,7 @@
 """Which connector a flow uses: settled once a connection, the best that both replicas can do.
 
 The producer offers its arena by one connector after the other, and the consumer answers whether it can read it so.
-A connector that fails later counts as refused until the connection is made anew.
+A connector that fails later, or is refused though it has worked before, is tried again after a pause.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from stagemesh.v1 import stage_pb2
 
 _AGAIN_S = 2.0
 _PAUSE_S = 5.0
-"""After this long a connector that failed while in use is tried again."""
+"""After this long a connector that has worked is tried again."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,8 @@ class Negotiation:
         self._agreed: dict[ConnectorName, Connector] = {}
         self._refused: dict[ConnectorName, StagemeshError] = {}
         self._offering: dict[ConnectorName, asyncio.Task[None]] = {}
-        self._worked: set[ConnectorName] = set()
+        self.worked: set[ConnectorName] = set()
+        """Those that have been agreed on with this consumer, also over an earlier connection."""
         self._paused: dict[ConnectorName, asyncio.TimerHandle] = {}
 
     def choose(self, wanted: ConnectorName) -> ConnectorName | None:
@@ -85,7 +86,7 @@ class Negotiation:
             self._refuse(name, wire.error_from_wire(meeting.error))
         else:
             self._agreed[name] = self._connectors.get(name)
-            self._worked.add(name)
+            self.worked.add(name)
         self._settled()
 
     def fail(self, name: ConnectorName, error: StagemeshError) -> None:
@@ -118,7 +119,7 @@ class Negotiation:
 
     def _refuse(self, name: ConnectorName, error: StagemeshError) -> None:
         self._refused[name] = error
-        if name in self._worked:
+        if name in self.worked:
             # What failed in passing, for a moment without network say, may work again; a fixed choice waits for that.
             self._paused[name] = asyncio.get_running_loop().call_later(_PAUSE_S, self._forgive, name)
 
