@@ -67,6 +67,7 @@ async def _round(survivor: Replica, other: Replica, *, number: int, connector: s
 
 def _assert_flat(before: Mapping[str, int], after: Mapping[str, int]) -> None:
     assert after["descriptors"] <= before["descriptors"] + 1
+    assert after["tasks"] <= before["tasks"] + 1
     assert after["private_bytes"] <= before["private_bytes"] + FLAT_BYTES
 
 
