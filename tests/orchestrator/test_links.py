@@ -2,9 +2,17 @@
 
 import asyncio
 from pathlib import Path
+from typing import cast
 
+from stagemesh.connectors.base import StepPolicy
 from stagemesh.connectors.errors import NotReadyError, UnavailableError
+from stagemesh.connectors.negotiation import EdgeProbe
 from stagemesh.connectors.wire import error_to_wire
+from stagemesh.orchestrator.config import ReplicaAddress
+from stagemesh.orchestrator.links import EdgeLinks
+from stagemesh.orchestrator.replica import Replica, ReplicaState
+from stagemesh.orchestrator.spec import Edge
+from stagemesh.orchestrator.stages import StageClient
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, mesh, texts, until_health
 from tests.orchestrator.scripted_stage import Probed
@@ -14,6 +22,7 @@ BROKEN = NotReadyError(
     "connector nixl cannot be used with replica b-0: it is not installed; fix that, or set `connector: auto`",
     reason="CONNECTOR_UNAVAILABLE",
 )
+_EDGE = Edge(name="a->b", producer="a", consumer="b", transform="", connector="nixl", policy=StepPolicy())
 GONE = UnavailableError("b-0 is out of reach")
 
 
@@ -28,6 +37,12 @@ async def _until_refused(chain: Mesh) -> orchestrator_pb2.EdgeLink:
             if links and links[0].HasField("error"):
                 return links[0]
             await asyncio.sleep(0.01)
+
+
+def _replica(name: str) -> Replica:
+    replica = Replica(name[0], ReplicaAddress(name, "h:1"), cast("StageClient", None), on_change=lambda: None)
+    replica.observe(ReplicaState.READY, "")
+    return replica
 
 
 async def test_each_edge_is_described_with_what_it_uses(tmp_path: Path) -> None:
@@ -109,6 +124,14 @@ async def test_replica_that_was_away_is_probed_again(tmp_path: Path) -> None:
         chain.stages["b"].description.state = stage_pb2.REPLICA_STATE_READY
         chain.servers["b"].set_health("", serving=True)
         await until_health(chain.channel, serving=True)
-        async with asyncio.timeout(5):
-            while not all(len(chain.stages[name].probes) == 2 for name in "ab"):
-                await asyncio.sleep(0.01)
+        assert [len(chain.stages[name].probes) for name in "ab"] == [2, 2]
+
+
+def test_a_replica_that_joins_holds_nothing_up() -> None:
+    links = EdgeLinks((_EDGE,))
+    one, *others = links.join({"a": (_replica("a-0"),), "b": (_replica("b-0"), _replica("b-1"))})
+    assert not links.ready
+    one.probe = EdgeProbe("nixl", {})
+    assert links.ready
+    others[0].error = BROKEN
+    assert not links.ready

@@ -28,7 +28,6 @@ class EdgeLink:
         self.edge, self.producer, self.consumer = edge, producer, consumer
         self.probe: EdgeProbe | None = None
         self.error: StagemeshError | None = None
-        self._was_settled = False
 
     @property
     def is_up(self) -> bool:
@@ -36,9 +35,9 @@ class EdgeLink:
         return self.producer.state is self.consumer.state is ReplicaState.READY
 
     @property
-    def may_start(self) -> bool:
-        """Whether the pipeline need not wait for it: a fixed connector must have worked once, `auto` finds a way."""
-        return not self.is_up or (self._was_settled and not self.is_refused)
+    def is_settled(self) -> bool:
+        """Whether nothing more need be known: `auto` finds a way also where the question was lost."""
+        return self.probe is not None or (self.error is not None and self.edge.connector == AUTO)
 
     @property
     def is_refused(self) -> bool:
@@ -73,7 +72,6 @@ class EdgeLink:
             ends = (self.edge.name, self.producer.name, self.consumer.name)
             _log.info("edge %s from %s to %s uses %s", *ends, found.connector)
         self.probe, self.error = found, error
-        self._was_settled = self._was_settled or found is not None or self.edge.connector == AUTO
 
     def _located(self, error: StagemeshError) -> StagemeshError:
         producer, consumer = self.producer.name, self.consumer.name
@@ -95,8 +93,11 @@ class EdgeLinks:
 
     @property
     def ready(self) -> bool:
-        """Whether requests may go over every link between replicas that are ready."""
-        return all(link.may_start for link in self._links)
+        """Whether requests may go over every edge: one of its links is known to work, and none is refused.
+
+        A replica that joins those which serve holds nothing up.
+        """
+        return all(_may_cross(self.of(edge)) for edge in self._edges)
 
     def join(self, replicas: Mapping[str, Sequence[Replica]]) -> Sequence[EdgeLink]:
         """The links that join these replicas, by stage."""
@@ -138,3 +139,7 @@ class EdgeLinks:
             except TimeoutError:
                 continue
             link.forget()
+
+
+def _may_cross(links: Sequence[EdgeLink]) -> bool:
+    return any(link.is_settled for link in links) and not any(link.is_refused for link in links)
