@@ -1,7 +1,7 @@
 """A TCP relay whose connections a test can cut."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
 
@@ -18,6 +18,7 @@ class Proxy:
         """Totals of forwarded bytes at which to cut, ascending."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Relays one connection to its end."""
         self._running += 1
         try:
             async with _closing(writer):
@@ -37,8 +38,11 @@ class Proxy:
 
     async def close(self) -> None:
         """Cuts everything and returns when nothing runs through it."""
+        # A connection that was just accepted begins to run in some turns of the event loop.
+        for _ in range(10):
+            await asyncio.sleep(0)
         self.cut()
-        while self._running:
+        while self._running:  # noqa: ASYNC110 - it takes some turns of the event loop
             await asyncio.sleep(0)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -60,7 +64,7 @@ class Proxy:
 
 
 @asynccontextmanager
-async def _closing(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+async def _closing(writer: asyncio.StreamWriter) -> AsyncGenerator[None]:
     try:
         yield
     finally:
@@ -70,7 +74,7 @@ async def _closing(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def proxied(endpoint: str) -> AsyncIterator[tuple[Proxy, str]]:
+async def proxied(endpoint: str) -> AsyncGenerator[tuple[Proxy, str]]:
     """A proxy before "host:port", and its own endpoint."""
     proxy = Proxy(int(endpoint.rsplit(":", 1)[1]))
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)

@@ -1,0 +1,16 @@
+"""The conformance kit, for each connector that comes with Stagemesh."""
+
+from stagemesh.connectors.base import GRPC, NIXL, SHM
+from stagemesh.connectors.testing import ConnectorSuite, FlowSuite
+
+
+class TestShm(ConnectorSuite):
+    connector = SHM
+
+
+class TestNixl(ConnectorSuite):
+    connector = NIXL
+
+
+class TestGrpc(FlowSuite):
+    connector = GRPC
