@@ -154,6 +154,16 @@ def cpu_s_per_gb(edge: Edge) -> float:
     return (used_s + edge.cpu_s()) / (BULK_BYTES * BULK_COUNT / GB)
 
 
+def copies(edge: Edge) -> float:
+    """How often each byte is copied by a processor on its way, what the wire does not counted."""
+    copied_bytes = -edge.sender.call(PlaneSender.copied_bytes) - edge.receivers[0].call(PlaneReceiver.copied_bytes)
+    arrived = edge.receivers[0].begin(PlaneReceiver.receive_many, count=BULK_COUNT)
+    edge.sender.call(PlaneSender.send_many, size_bytes=BULK_BYTES, count=BULK_COUNT)
+    arrived.result()
+    copied_bytes += edge.sender.call(PlaneSender.copied_bytes) + edge.receivers[0].call(PlaneReceiver.copied_bytes)
+    return copied_bytes / (BULK_BYTES * BULK_COUNT)
+
+
 def idle_cores(edge: Edge) -> float:
     """The share of a core that both replicas use while nothing is sent."""
     used_s = -edge.cpu_s()
@@ -165,6 +175,7 @@ BEHAVIOUR: tuple[tuple[str, Callable[[Edge], float], str, Mapping[str, str]], ..
     (f"chunks of 64 KiB, {STREAMS} streams", chunks_per_s, "1/s", {"shm": ">=20000", "nixl": "", "grpc": ""}),
     ("p99 of 64 KiB, more beside 64 MiB", delay_beside_large_ms, "ms", {"shm": "<=2", "nixl": "<=2", "grpc": "<=2"}),
     ("processor time, both ends", cpu_s_per_gb, "s/GB", {"shm": "", "nixl": "", "grpc": ""}),
+    ("copies into an arena, each byte", copies, "", {"shm": "<=1", "nixl": "<=1"}),
     ("processor while idle, both ends", idle_cores, "cores", {"shm": "", "nixl": "<=0.01", "grpc": ""}),
 )
 """What is measured of an edge, and the goal by connector."""

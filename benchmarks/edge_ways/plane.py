@@ -15,6 +15,7 @@ from stagemesh.connectors.base import GRPC, NIXL, SHM, ConnectorName, EdgeKey, I
 from stagemesh.connectors.channels import SERVER_OPTIONS
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.fan_out import FanOut
 from stagemesh.connectors.status import to_grpc_code, to_trailing_metadata
 
 ARENA_BYTES = 512 << 20
@@ -49,6 +50,7 @@ class PlaneSender(Sender):
         self._plane = _plane("producer")
         self._consumers: list[tuple[str, str]] = [await receive(peer) for peer in self.peers]
         self._opened: dict[str, list[Outlet]] = {}
+        self._main: FanOut | None = None
         # The first contact: a connector that does not work here says so now.
         await self.send(np.zeros(CHUNK_BYTES, np.uint8))
 
@@ -57,11 +59,15 @@ class PlaneSender(Sender):
 
     async def send(self, tensor: Bytes) -> None:
         packet = Packet({"x": tensor})
-        outlets = self._outlets(_MAIN)
-        if len(outlets) == 1:
-            await outlets[0].send(packet)
-        else:
-            await asyncio.gather(*(outlet.send(packet) for outlet in outlets))
+        if self._main is None:
+            self._main = self._plane.fan_out()
+            for outlet in self._outlets(_MAIN):
+                self._main.add(outlet)
+        await self._main.send(packet)
+
+    async def copied_bytes(self) -> int:
+        """Bytes that this replica has copied into its arena."""
+        return self._plane.arena_stats.copied_bytes
 
     async def send_many(self, *, size_bytes: int, count: int) -> None:
         """Sends one after the other, as fast as they go; returns when all have arrived."""
@@ -138,6 +144,11 @@ class PlaneReceiver(Receiver):
     async def close(self) -> None:
         await self._plane.close()
         await self._server.stop(None)
+
+    async def copied_bytes(self) -> int:
+        """Bytes that this replica has copied into its arenas; what is fetched or streamed in is no copy of theirs."""
+        landing = self._plane.landing_stats
+        return self._plane.arena_stats.copied_bytes + (landing.copied_bytes if landing else 0)
 
     async def receive(self, size_bytes: int) -> Bytes:  # noqa: ARG002 - the message tells
         return await self._next(_MAIN)

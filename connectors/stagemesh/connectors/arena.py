@@ -106,6 +106,8 @@ class ArenaStats(NamedTuple):
     largest_free_bytes: int
     waiting: int
     regions: int
+    copied_bytes: int
+    """Copied in since the start."""
 
     @property
     def fragmentation(self) -> float:
@@ -188,6 +190,7 @@ class Arena:
             largest_free_bytes=allocator.largest_free_bytes,
             waiting=len(self._waiting),
             regions=len(self._regions),
+            copied_bytes=self.copied_bytes,
         )
 
     # -- room

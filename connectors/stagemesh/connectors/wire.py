@@ -12,7 +12,8 @@ from stagemesh.connectors.errors import InvalidChunkError, StagemeshError, make_
 from stagemesh.connectors.tensors import dtype_name, dtype_to_wire
 from stagemesh.v1 import chunk_pb2
 
-PIECE_BYTES = 512 << 10
+PIECE_BYTES = 256 << 10
+"""The most of a chunk in one message: larger ones take fresh memory of the allocator at each step on their way."""
 MAX_TENSORS = 1024
 MAX_METADATA = 64
 
