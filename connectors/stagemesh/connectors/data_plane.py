@@ -246,14 +246,14 @@ class DataPlane:
     async def close(self) -> None:
         """Ends all flows and frees the arena. Closing twice is harmless."""
         await self._listener.close()
-        for link in self._links.values():
+        for link in list(self._links.values()):
             await link.close()
         self._links.clear()
         for flow in list(self._inflows.values()):
             flow.fail(UnavailableError(f"{self._replica} shuts down"))
         for session in list(self._sessions):
             await session.close()
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):
             await peer.close()
         self._peers.clear()
         await asyncio.gather(*self._closing, return_exceptions=True)

@@ -17,8 +17,8 @@ from stagemesh.connectors.status import from_rpc_error
 
 PUT_CHUNK = "/stagemesh.v1.StageService/PutChunk"
 _LENGTH_BYTES = 4
-_AHEAD = 2
-"""Messages that may wait for gRPC: one that it sends, and one that is ready when it is done."""
+_AHEAD = 1
+"""Messages that may wait for gRPC beside the one that it sends."""
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
@@ -166,16 +166,18 @@ class GrpcLane:
         await self._call.code()
 
     async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             while not self._outgoing:
                 self._wake.clear()
                 await self._wake.wait()
+            data = self._outgoing.popleft()
+            # The next message is made while gRPC sends this one.
+            loop.call_soon(self._user.writable)
             try:
-                await self._call.write(self._outgoing[0])
+                await self._call.write(data)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as exc:
                 raise UnavailableError(f"the connection to {self._peer} broke") from exc
-            self._outgoing.popleft()
-            self._user.writable()
 
 
 class ServedLane:
@@ -222,11 +224,17 @@ class ServedLane:
             self._user.closed(self._error)
 
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
-        error: StagemeshError | None = None
+        loop = asyncio.get_running_loop()
         try:
             async for data in requests:
+                # gRPC gets the next message while this one is taken in.
+                loop.call_soon(self._take, data)
+        finally:
+            loop.call_soon(self.close)
+
+    def _take(self, data: bytes) -> None:
+        try:
+            if not self._over:
                 self._user.received(data)
         except StagemeshError as exc:
-            error = exc
-        finally:
-            self.close(error)
+            self.close(exc)
