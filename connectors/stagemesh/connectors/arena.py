@@ -346,6 +346,11 @@ class Arena:
         share.regions += 1
         return Written(region, views, _offsets(region, [placed.offset for placed in handle.tensors]))
 
+    def share_of(self, region: Region) -> tuple[int, int]:
+        """Whose share a region lies in, 0 for nobody's, and how many bytes that has."""
+        writer = region.generation >> WRITER_SHIFT
+        return writer, self._shares[writer].slab.size_bytes if writer else self.size_bytes
+
     def close_share(self, ticket: ShareTicket) -> None:
         """Takes a slab back once nothing adopted from it is held; for when its worker has ended. Twice is harmless."""
         share = self._shares.get(ticket.writer)

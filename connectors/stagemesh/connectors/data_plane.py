@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 
 from stagemesh.connectors import wire
@@ -28,14 +28,12 @@ from stagemesh.connectors.negotiation import EdgeProbe
 from stagemesh.connectors.outflow import OutFlow, Sent
 from stagemesh.connectors.producer_peer import ProducerPeer
 from stagemesh.connectors.registry import ReplicaConnectors, card_of
+from stagemesh.connectors.retention import Retention
 from stagemesh.connectors.session import PutSession
 from stagemesh.connectors.tensors import Tensors
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)
-
-RETAINED_SHARE = 4
-"""Chunks that have arrived are kept up to this part of the arena."""
 
 PROBE_S = 10.0
 """How long a consumer may take to settle which connector an edge to it uses."""
@@ -61,14 +59,13 @@ class DataPlane:
         self._replica, self._pipeline, self._generation = replica, pipeline, generation
         self._window_bytes, self._inline_limit_bytes = window_bytes, inline_limit_bytes
         self._arena = Arena(arena_bytes)
-        self._arena.on_pressure = self._evict_oldest
+        self._retention = Retention(self._arena)
+        self._arena.on_pressure = self._retention.evict_oldest
         self._landing_task: asyncio.Task[Arena] | None = None
         self._connectors = ReplicaConnectors(
             self._arena, landing=self._landing_arena, replica=replica, incarnation=self.incarnation
         )
         self._links: dict[tuple[str, str], Link] = {}
-        self._arrived: deque[tuple[OutFlow, Sent, int]] = deque()
-        self._retained_bytes = 0
         self._inflows: dict[EdgeKey, InFlow] = {}
         self._completed: OrderedDict[EdgeKey, None] = OrderedDict()
         self._sessions: set[PutSession] = set()
@@ -302,26 +299,9 @@ class DataPlane:
             Peer(consumer, endpoint, hello, self._arena.fd),
             connectors=self._connectors,
             inline_limit_bytes=self._inline_limit_bytes,
-            on_retain=self._retain,
+            on_retain=self._retention.keep,
             on_idle=self._drop_link,
         )
-
-    def _retain(self, flow: OutFlow, sent: Sent) -> None:
-        """Keeps a chunk that has arrived for those who ask again, and no more of them than the budget."""
-        self._arrived.append((flow, sent, sent.size_bytes))
-        self._retained_bytes += sent.size_bytes
-        while self._retained_bytes > self._arena.size_bytes // RETAINED_SHARE:
-            self._evict_oldest()
-        self._arena.wake()
-
-    def _evict_oldest(self) -> bool:
-        """Drops the oldest chunk that has arrived; says whether there was one that was still kept."""
-        while self._arrived:
-            flow, sent, size_bytes = self._arrived.popleft()
-            self._retained_bytes -= size_bytes
-            if flow.evict(sent):
-                return True
-        return False
 
     def _landing_now(self) -> Arena | None:
         task = self._landing_task

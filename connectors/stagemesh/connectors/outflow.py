@@ -245,11 +245,11 @@ class OutFlow:
         self._close()
 
     def evict(self, sent: Sent) -> bool:
-        """Drops a chunk that has arrived; says whether it was still kept."""
-        if not self._kept or self._kept[0] is not sent:
+        """Drops a chunk that has arrived, and those before it; says whether it was still kept."""
+        if not self._kept or sent.seq < self._kept[0].seq:
             return False
-        self._kept.popleft()
-        sent.let_go()
+        while self._kept and self._kept[0].seq <= sent.seq:
+            self._kept.popleft().let_go()
         return True
 
     def fill(self, request: stage_pb2.PutChunkRequest, budget_bytes: int) -> int:

@@ -4,6 +4,7 @@ Apart from `arena`, which knows nothing of torch.
 """
 
 import sys
+from importlib import import_module
 from typing import Any
 
 from stagemesh.connectors.arena import Arena
@@ -18,10 +19,8 @@ def can_pin() -> bool:
 
 def pin(arena: Arena) -> None:
     """Page-locks an arena for as long as the process lives; raises NotReadyError where CUDA refuses."""
-    import torch
-
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(runtime.cudaHostRegister(arena.address, arena.file_bytes, 0))
+    torch: Any = import_module("torch")
+    code = int(torch.cuda.cudart().cudaHostRegister(arena.address, arena.file_bytes, 0))
     if code:
         raise NotReadyError(
             f"CUDA cannot pin the arena of {arena.file_bytes} bytes (error {code}); raise the limit on locked memory, "

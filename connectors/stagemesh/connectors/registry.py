@@ -3,7 +3,7 @@
 Others come as entry points in the group `stagemesh.connectors`, each naming a `ConnectorCard`.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -67,7 +67,7 @@ def cards() -> Mapping[ConnectorName, ConnectorCard]:
 
 
 @contextmanager
-def registered(card: ConnectorCard) -> Iterator[None]:
+def registered(card: ConnectorCard) -> Generator[None]:
     """Has a card known without an entry point, in place of one of its name: to try a connector out, and for tests."""
     _registered.append(card)
     _look_again()

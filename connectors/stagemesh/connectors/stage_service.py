@@ -27,6 +27,6 @@ def add_stage_service(servicer: stage_pb2_grpc.StageServiceServicer, server: grp
     """Adds `servicer`, whose PutChunk takes and yields serialized messages (`DataPlane.serve_put`)."""
     generated = _Handlers()
     stage_pb2_grpc.add_StageServiceServicer_to_server(servicer, cast("grpc.aio.Server", generated))
-    raw: Any = grpc.stream_stream_rpc_method_handler(cast("Any", servicer.PutChunk))
+    raw = cast("Any", grpc.stream_stream_rpc_method_handler)(servicer.PutChunk)
     handlers: dict[str, Any] = {**generated.by_method, "PutChunk": raw}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))

@@ -1,11 +1,13 @@
 """What a producer tells a consumer so that it can read the arena: plain numbers and names, checked when parsed."""
 
+import hashlib
 import struct
 from dataclasses import dataclass
 
 from stagemesh.connectors.memory_file import TOKEN_BYTES, data_offset_in
 
 _MAGIC = b"nixl1\0"
+_DIGEST_BYTES = 16
 _HEAD = struct.Struct(f"<{len(_MAGIC)}s{TOKEN_BYTES}sQQHHI")
 _ADDRESS_SPACE_BYTES = 1 << 64
 
@@ -35,13 +37,18 @@ class NixlOffer:
         """The message."""
         texts = (self.agent.encode(), self.settings.encode(), self.metadata)
         head = _HEAD.pack(_MAGIC, self.token, self.address, self.file_bytes, *map(len, texts))
-        return head + b"".join(texts)
+        message = head + b"".join(texts)
+        return message + _digest(message)
 
     @classmethod
     def parse(cls, data: bytes) -> "NixlOffer":
         """The offer in a message; raises ValueError for anything else."""
-        if len(data) < _HEAD.size:
+        if len(data) < _HEAD.size + _DIGEST_BYTES:
             raise ValueError(f"an offer of {len(data)} bytes is too short")
+        data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+        if _digest(data) != digest:
+            # The library takes its metadata as it comes, and does not survive it when it is damaged.
+            raise ValueError("the offer was damaged on its way")
         magic, token, address, file_bytes, name_bytes, settings_bytes, metadata_bytes = _HEAD.unpack_from(data)
         settings_at = _HEAD.size + name_bytes
         metadata_at = settings_at + settings_bytes
@@ -55,3 +62,7 @@ class NixlOffer:
             token=token,
             settings=data[settings_at:metadata_at].decode(),
         )
+
+
+def _digest(message: bytes) -> bytes:
+    return hashlib.blake2b(message, digest_size=_DIGEST_BYTES).digest()

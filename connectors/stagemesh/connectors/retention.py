@@ -1,0 +1,42 @@
+"""Chunks that have arrived and are kept for whoever asks for them again, within a budget."""
+
+from collections import defaultdict, deque
+
+from stagemesh.connectors.arena import Arena
+from stagemesh.connectors.outflow import OutFlow, Sent
+
+RETAINED_SHARE = 4
+"""Of the arena, and of a worker's share of it, this part at most."""
+
+_ARENA = 0
+
+
+class Retention:
+    """A replica's. What lies in a worker's share has a budget of its own, for the worker can use no other room."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._kept: defaultdict[int, deque[tuple[OutFlow, Sent, int]]] = defaultdict(deque)
+        self._kept_bytes: defaultdict[int, int] = defaultdict(int)
+
+    def keep(self, flow: OutFlow, sent: Sent) -> None:
+        """Keeps a chunk that has arrived, and no more of them than the budget."""
+        share, room_bytes = self._arena.share_of(sent.regions[0]) if sent.regions else (_ARENA, self._arena.size_bytes)
+        self._kept[share].append((flow, sent, sent.size_bytes))
+        self._kept_bytes[share] += sent.size_bytes
+        while self._kept_bytes[share] > room_bytes // RETAINED_SHARE:
+            self._evict_oldest(share)
+        self._arena.wake()
+
+    def evict_oldest(self) -> bool:
+        """Drops the oldest chunk in the arena itself; says whether there was one that was still kept."""
+        return self._evict_oldest(_ARENA)
+
+    def _evict_oldest(self, share: int) -> bool:
+        kept = self._kept[share]
+        while kept:
+            flow, sent, size_bytes = kept.popleft()
+            self._kept_bytes[share] -= size_bytes
+            if flow.evict(sent):
+                return True
+        return False
