@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from stagemesh.connectors import connection, inflow, link, wire
+from stagemesh.connectors import connection, inflow, link, outflow, wire
 from stagemesh.connectors.base import EdgeKey, Packet, StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.errors import StagemeshError, UnavailableError
@@ -163,6 +163,7 @@ class DataPlaneModel(RuleBasedStateMachine):
         self.patches.setattr(link, "GIVE_UP_S", NEVER_S)
         self.patches.setattr(inflow, "LOST_PRODUCER_S", NEVER_S)
         self.patches.setattr(inflow, "MAX_RESYNCS", sys.maxsize)
+        self.patches.setattr(outflow, "MAX_RESYNCS", sys.maxsize)
         self.patches.setattr(wire, "PIECE_BYTES", 4096)
         self.loop.run_until_complete(self._begin())
         self._settle()

@@ -204,6 +204,8 @@ class Link:
             flow.check_silence(now_s)
 
     def _welcomed(self, welcome: stage_pb2.Welcome) -> None:
+        if not welcome.incarnation:
+            raise InvalidChunkError(f"replica {self._peer.consumer} did not say its incarnation")
         if self._incarnation and self._incarnation != welcome.incarnation:
             restarted = UnavailableError(f"replica {self._peer.consumer} was restarted", reason="PEER_RESTARTED")
             self._fail_flows(restarted, opened_only=True)
@@ -268,7 +270,10 @@ class Link:
         elif kind is not None:
             flow = self._flows.get(wire.key_from_wire(getattr(reply, kind).key))
             if flow is not None:
-                self._apply(flow, reply, kind)
+                try:
+                    self._apply(flow, reply, kind)
+                except StagemeshError as exc:
+                    flow.fail(exc)
 
     def _apply(self, flow: OutFlow, reply: stage_pb2.PutReply, kind: str) -> None:
         match kind:
@@ -279,17 +284,20 @@ class Link:
             case "opened":
                 flow.opened(reply.opened)
             case "commit":
+                if not flow.ended:
+                    raise InvalidChunkError(f"edge {flow.key.edge}: the consumer committed what has not ended")
                 flow.committed()
             case "rejected":
                 flow.fail(wire.error_from_wire(reply.rejected.error))
             case "resync":
                 self._resync(flow, reply.resync)
             case _:
-                flow.fail(InvalidChunkError("the consumer sent an unknown reply"))
+                raise InvalidChunkError("the consumer sent an unknown reply")
 
     def _resync(self, flow: OutFlow, resync: stage_pb2.EdgeResync) -> None:
         error = wire.error_from_wire(resync.error)
         _log.warning("%s asks for edge %s to be opened again: %s", self._peer.consumer, flow.key.edge, error.message)
+        flow.resynced(error)
         if resync.failed != chunk_pb2.CONNECTOR_UNSPECIFIED and self._connection is not None:
             self._connection.negotiation.fail(name_of(resync.failed), error)
         self.reopen(flow)

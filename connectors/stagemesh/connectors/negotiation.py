@@ -13,7 +13,7 @@ from stagemesh.connectors import wire
 from stagemesh.connectors.base import AUTO, GRPC, ConnectorName
 from stagemesh.connectors.connector import Connector
 from stagemesh.connectors.errors import InternalError, NotReadyError, StagemeshError
-from stagemesh.connectors.registry import ReplicaConnectors, cards, name_of, number_of
+from stagemesh.connectors.registry import ReplicaConnectors, cards, number_of
 from stagemesh.v1 import stage_pb2
 
 _AGAIN_S = 2.0
@@ -78,8 +78,8 @@ class Negotiation:
 
     def meet(self, meeting: stage_pb2.Meeting) -> None:
         """The consumer's answer to an offer."""
-        name = name_of(meeting.connector)
-        if name not in self._offering:
+        name = next((name for name in self._offering if number_of(name) == meeting.connector), None)
+        if name is None:
             return
         self._offering.pop(name).cancel()
         if meeting.HasField("error"):

@@ -19,7 +19,10 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 
 _REOPEN_S, _MAX_REOPEN_S = 2.0, 30.0
 """How long a flow hears nothing before it is opened again, at first and at most."""
+MAX_RESYNCS = 10
+"""How often a consumer may have a flow opened again while nothing more of it arrives."""
 BULK_BYTES = 256 << 10
+"""A flow with chunks larger than this goes apart where they travel in pieces."""
 _NOWHERE = ArenaRange(0, 0, 0)
 _ITEM_BYTES = 200
 """About what a chunk takes on the wire without its payload."""
@@ -110,7 +113,7 @@ class OutFlow:
         self._connector = wanted
         self._reader: Connector | None = None
         self._was_opened = self._open = False
-        self._openings = 0
+        self._openings = self._resyncs = 0
         self._limit_bytes = self._used_bytes = self._window_bytes = 0
         self._wanted_bytes = self._demanded_bytes = 0
         self._kept: deque[Sent] = deque()
@@ -202,6 +205,15 @@ class OutFlow:
         self.grant(reply.credit_limit_bytes)
         self._carrier.ready(self)
 
+    def resynced(self, error: StagemeshError) -> None:
+        """The consumer wants the flow opened again; raises InvalidChunkError where it does nothing else."""
+        self._resyncs += 1
+        if self._resyncs > MAX_RESYNCS:
+            raise InvalidChunkError(
+                f"edge {self.key.edge}: the consumer had it opened again and again at chunk {self._acked}: "
+                f"{error.message}"
+            )
+
     def disconnected(self) -> None:
         """The stream broke; `opened` comes again with the next one."""
         self._open, self._pieces = False, None
@@ -222,7 +234,7 @@ class OutFlow:
             return
         if next_seq <= self._acked:
             return
-        self._acked = next_seq
+        self._acked, self._resyncs = next_seq, 0
         while self._unacked and self._unacked[0].seq < next_seq:
             sent = self._unacked.popleft()
             sent.arrived()

@@ -194,6 +194,8 @@ class PutSession:
     def _greet(self, request: stage_pb2.PutChunkRequest) -> None:
         if not request.HasField("hello"):
             raise InvalidRequestError("the first message of PutChunk must hold Hello", reason="NO_HELLO")
+        if not request.hello.replica or not request.hello.incarnation:
+            raise InvalidRequestError("Hello must say the producer's name and incarnation", reason="NO_HELLO")
         self._peer = peer = self._consumer.greet(request.hello)
         welcome = self._consumer.welcome(peer)
         assert self._lane is not None, "a session begins before it receives"
