@@ -1,0 +1,252 @@
+"""What a broken or hostile consumer answers: an error to that flow or nothing at all, and no other is harmed (D7)."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+import grpc
+import pytest
+
+from stagemesh.connectors.base import AUTO, GRPC, SHM, ConnectorName, EdgeKey, Outlet, StepPolicy
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.wire import key_to_wire
+from stagemesh.v1 import chunk_pb2, stage_pb2
+from tests.connectors.hosts import packet
+
+KEY = EdgeKey("r", "a->b", 1)
+HUGE = (1 << 64) - 1
+CREDIT_BYTES = 64 << 20
+UNKNOWN: Any = 99
+"""A connector, to the contract's types none."""
+
+Reply = stage_pb2.PutReply
+Answer: TypeAlias = Callable[[Any], list[Reply]]
+"""The replies to an item of one kind."""
+
+
+def _opened(item: stage_pb2.OpenEdge, *, next_seq: int = 0, limit_bytes: int = CREDIT_BYTES) -> list[Reply]:
+    opened = stage_pb2.EdgeOpened(
+        key=item.key, next_seq=next_seq, credit_limit_bytes=limit_bytes, connector=item.connector, opening=item.opening
+    )
+    return [Reply(opened=opened)]
+
+
+def _acked(item: chunk_pb2.Chunk, *, more: int = 0) -> list[Reply]:
+    ack = Reply(ack=stage_pb2.ChunkAck(key=item.key, next_seq=min(item.seq + 1 + more, HUGE)))
+    return [ack, *_committed(item)] if item.HasField("end") else [ack]
+
+
+def _committed(item: Any) -> list[Reply]:
+    return [Reply(commit=stage_pb2.EdgeCommit(key=item.key))]
+
+
+def _resync(item: Any, **fields: Any) -> list[Reply]:
+    return [Reply(resync=stage_pb2.EdgeResync(key=item.key, error=chunk_pb2.Error(code=14, message="again"), **fields))]
+
+
+def _acked_so_far(item: Any) -> list[Reply]:
+    return [Reply(ack=stage_pb2.ChunkAck(key=item.key, next_seq=0))]
+
+
+def _rejected(item: Any, **fields: Any) -> list[Reply]:
+    return [Reply(rejected=stage_pb2.EdgeRejected(key=item.key, error=chunk_pb2.Error(**fields)))]
+
+
+def _granted(item: Any, limit_bytes: int) -> Reply:
+    return Reply(credit=stage_pb2.CreditGrant(key=item.key, limit_bytes=limit_bytes))
+
+
+def _released(*lease_ids: int) -> Reply:
+    return Reply(release=stage_pb2.LeaseRelease(lease_ids=lease_ids))
+
+
+class Consumer:
+    """Answers as it should, but where `answers` has another answer to an item of request "r"."""
+
+    def __init__(self) -> None:
+        self.welcome = stage_pb2.PutChunkResponse(
+            welcome=stage_pb2.Welcome(replica="b-0", incarnation="i", inline_limit_bytes=4 << 10)
+        )
+        self.answers: dict[str, Answer] = {}
+        self.meetings: list[bool] = []
+        """What becomes of the offers, in order; all others are agreed to."""
+        self.connections = 0
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """PutChunk alone."""
+        put = grpc.stream_stream_rpc_method_handler(
+            self._put,
+            request_deserializer=stage_pb2.PutChunkRequest.FromString,
+            response_serializer=stage_pb2.PutChunkResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler("stagemesh.v1.StageService", {"PutChunk": put})
+
+    async def _put(
+        self, requests: AsyncIterator[stage_pb2.PutChunkRequest], _: object
+    ) -> AsyncIterator[stage_pb2.PutChunkResponse]:
+        self.connections += 1
+        yield self.welcome
+        async for request in requests:
+            for item in request.items:
+                yield stage_pb2.PutChunkResponse(replies=self._replies(item))
+
+    def _replies(self, item: stage_pb2.PutItem) -> list[Reply]:
+        kind = item.WhichOneof("item") or ""
+        content = getattr(item, kind)
+        if kind == "offer":
+            return [self._met(content)]
+        if content.key.request_id == KEY.request_id and kind in self.answers:
+            return self.answers[kind](content)
+        usual: dict[str, Answer] = {"open": _opened, "chunk": _acked}
+        return usual[kind](content) if kind in usual else []
+
+    def _met(self, offer: stage_pb2.Offer) -> Reply:
+        meeting = stage_pb2.Meeting(connector=offer.connector)
+        if not (self.meetings.pop(0) if self.meetings else True):
+            meeting.error.CopyFrom(chunk_pb2.Error(code=9, message="not now"))
+        return Reply(meeting=meeting)
+
+
+class Scene:
+    """A consumer written by hand, and a real producer."""
+
+    def __init__(self, consumer: Consumer, plane: DataPlane, endpoint: str) -> None:
+        self.consumer, self.plane, self.endpoint = consumer, plane, endpoint
+
+    async def send(self, request: str = "r", *, connector: ConnectorName = GRPC, count: int = 3) -> Outlet:
+        """Sends a flow to its end."""
+        key = KEY._replace(request_id=request)
+        outlet = self.plane.open_outlet(
+            key, endpoint=self.endpoint, consumer="b-0", connector=connector, policy=StepPolicy()
+        )
+        async with asyncio.timeout(10):
+            for seq in range(count):
+                await outlet.send(packet(seq, 5000))
+            await outlet.finish()
+        return outlet
+
+    async def let_go(self) -> None:
+        """Returns when the producer holds nothing any more."""
+        async with asyncio.timeout(5):
+            while self.plane.arena_used_bytes:
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def scene() -> AsyncIterator[Scene]:
+    consumer, server = Consumer(), grpc.aio.server()
+    server.add_generic_rpc_handlers((consumer.handler(),))
+    endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    plane = DataPlane(replica="a-0", pipeline="p", generation="g", arena_bytes=1 << 20)
+    try:
+        yield Scene(consumer, plane, endpoint)
+    finally:
+        await plane.close()
+        await server.stop(None)
+
+
+FALSE_ANSWERS: list[tuple[str, str, Answer, str | None]] = [
+    ("ack of what was never sent", "chunk", lambda item: _acked(item, more=7), "never sent"),
+    ("ack beyond all numbers", "chunk", lambda item: _acked(item, more=HUGE), "never sent"),
+    ("opened beyond what was sent", "open", lambda item: _opened(item, next_seq=9), "never sent"),
+    ("opened beyond all numbers", "open", lambda item: _opened(item, next_seq=HUGE), "never sent"),
+    ("commit before the end", "open", lambda item: _opened(item) + _committed(item), "committed"),
+    ("resync without end", "open", _resync, "again and again"),
+    ("opened and resync without end", "open", lambda item: _opened(item) + _resync(item), "again and again"),
+    ("acks that say nothing new", "open", lambda item: _opened(item) + _acked_so_far(item) + _resync(item), "again"),
+    ("resync of every chunk", "chunk", _resync, "again and again"),
+    ("failure of an unknown connector", "chunk", lambda item: _resync(item, failed=UNKNOWN), "99 is unknown"),
+    ("rejection by an unknown code", "chunk", lambda item: _rejected(item, code=99, message="no"), "no"),
+    ("rejection without a cause", "chunk", _rejected, None),
+]
+
+
+@pytest.mark.parametrize(("kind", "answer", "message"), [pytest.param(*case[1:], id=case[0]) for case in FALSE_ANSWERS])
+async def test_false_answer_fails_its_flow_and_no_other(kind: str, answer: Answer, message: str | None) -> None:
+    async with scene() as it:
+        other = asyncio.create_task(it.send("other", count=200))
+        it.consumer.answers[kind] = answer
+        with pytest.raises(StagemeshError, match=message):
+            await it.send()
+        assert (await other).usage.chunks == 200
+        assert it.consumer.connections == 1
+        await it.let_go()
+
+
+NOBODYS = key_to_wire(EdgeKey("?", "a->b", 1))
+IDLE_TALK: list[tuple[str, list[Reply]]] = [
+    ("nothing", [Reply()]),
+    ("a kind of later versions", [Reply.FromString(bytes([0xBA, 0x06, 1, 0]))]),
+    ("opened, of an unknown flow", [Reply(opened=stage_pb2.EdgeOpened(key=NOBODYS, next_seq=HUGE))]),
+    ("ack, of an unknown flow", [Reply(ack=stage_pb2.ChunkAck(key=NOBODYS, next_seq=HUGE))]),
+    ("credit, of an unknown flow", [Reply(credit=stage_pb2.CreditGrant(key=NOBODYS, limit_bytes=HUGE))]),
+    ("commit, of an unknown flow", [Reply(commit=stage_pb2.EdgeCommit(key=NOBODYS))]),
+    ("rejected, of an unknown flow", [Reply(rejected=stage_pb2.EdgeRejected(key=NOBODYS))]),
+    ("resync, of an unknown flow", [Reply(resync=stage_pb2.EdgeResync(key=NOBODYS))]),
+    ("resync, of an unknown flow and connector", [Reply(resync=stage_pb2.EdgeResync(key=NOBODYS, failed=UNKNOWN))]),
+    ("leases that there are not", [_released(0, 1, 99, HUGE), _released(1, 1)]),
+    ("meeting that nobody asked for", [Reply(meeting=stage_pb2.Meeting(connector=chunk_pb2.CONNECTOR_SHM))]),
+    ("meeting of an unknown connector", [Reply(meeting=stage_pb2.Meeting(connector=UNKNOWN))]),
+]
+
+
+@pytest.mark.parametrize("talk", [pytest.param(replies, id=name) for name, replies in IDLE_TALK])
+async def test_idle_talk_is_ignored(talk: list[Reply]) -> None:
+    async with scene() as it:
+        it.consumer.answers["open"] = lambda item: talk + _opened(item)
+        it.consumer.answers["chunk"] = lambda item: talk + _acked(item) + talk
+        assert (await it.send()).usage.chunks == 3
+        assert it.consumer.connections == 1
+        await it.let_go()
+
+
+@pytest.mark.parametrize("limit_bytes", [HUGE, 1 << 40])
+async def test_endless_credit_is_bounded_by_the_arena(limit_bytes: int) -> None:
+    async with scene() as it:
+        it.consumer.answers["open"] = lambda item: _opened(item, limit_bytes=limit_bytes)
+        it.consumer.answers["chunk"] = lambda item: [*_acked(item), _granted(item, HUGE)]
+        assert (await it.send(count=200)).usage.chunks == 200
+        assert it.plane.arena_used_bytes <= it.plane.arena_size_bytes
+
+
+async def test_credit_is_never_taken_back() -> None:
+    async with scene() as it:
+        it.consumer.answers["chunk"] = lambda item: [*_acked(item), _granted(item, 1)]
+        assert (await it.send(count=20)).usage.chunks == 20
+
+
+async def test_leases_returned_twice_or_too_early_free_nothing_else() -> None:
+    async with scene() as it:
+        it.consumer.answers["chunk"] = lambda item: [_released(*range(item.data.lease_id + 9))] * 2 + _acked(item)
+        outlet = await it.send(connector=SHM, count=50)
+        assert outlet.usage.connector == SHM
+        await it.let_go()
+
+
+async def test_connector_that_worked_is_offered_again_when_it_is_refused() -> None:
+    async with scene() as it:
+        it.consumer.meetings = [True, False]
+        failures = iter([True])
+        it.consumer.answers["chunk"] = lambda item: (
+            _resync(item, failed=chunk_pb2.CONNECTOR_SHM) if next(failures, False) else _acked(item)
+        )
+        assert (await it.send(connector=SHM)).usage.connector == SHM
+
+
+async def test_welcome_without_incarnation_is_refused() -> None:
+    async with scene() as it:
+        it.consumer.welcome.welcome.incarnation = ""
+        with pytest.raises(StagemeshError, match="incarnation"):
+            await it.send()
+
+
+async def test_consumer_that_begins_with_something_else_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagemesh.connectors.put_stream._GREETING_S", 0.2)
+    monkeypatch.setattr("stagemesh.connectors.link.GIVE_UP_S", 0.5)
+    async with scene() as it:
+        it.consumer.welcome = stage_pb2.PutChunkResponse(replies=[_released(1)])
+        with pytest.raises(StagemeshError, match="did not answer"):
+            await it.send(connector=AUTO)
