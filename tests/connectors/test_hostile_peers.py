@@ -5,9 +5,10 @@ from contextlib import asynccontextmanager
 from typing import TypeAlias
 
 import grpc
+import numpy as np
 import pytest
 
-from stagemesh.connectors.base import EdgeKey
+from stagemesh.connectors.base import EdgeKey, Packet
 from stagemesh.connectors.channels import open_channel
 from stagemesh.connectors.errors import StagemeshError
 from stagemesh.connectors.status import from_rpc_error
@@ -17,6 +18,7 @@ from tests.connectors.hosts import Host, packet
 
 KEY = EdgeKey("r", "a->b", 1)
 WIRE_KEY = key_to_wire(KEY)
+HUGE = (1 << 64) - 1
 OPEN = stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=WIRE_KEY, connector=chunk_pb2.CONNECTOR_GRPC))
 
 PutCall: TypeAlias = "grpc.aio.StreamStreamCall[stage_pb2.PutChunkRequest, stage_pb2.PutChunkResponse]"
@@ -107,7 +109,7 @@ def _tensor(**fields: object) -> chunk_pb2.ChunkData:
         pytest.param(
             chunk_pb2.ChunkData(tensors=[_tensor(inline=b"1234").tensors[0]] * 2, size_bytes=8), id="same name twice"
         ),
-        pytest.param(chunk_pb2.ChunkData(tensors=[tensor_pb2.Tensor()] * 5000), id="thousands of tensors"),
+        pytest.param(chunk_pb2.ChunkData(tensors=[tensor_pb2.Tensor()] * 10**6), id="a million tensors"),
         pytest.param(chunk_pb2.ChunkData(metadata={"x": chunk_pb2.MetadataValue()}), id="unset metadata"),
         pytest.param(chunk_pb2.ChunkData(metadata={"x": chunk_pb2.MetadataValue(text="x" * 2000)}), id="long metadata"),
     ],
@@ -135,23 +137,39 @@ async def test_duplicate_is_dropped_silently() -> None:
         assert inlet.next_seq == 2
 
 
-async def test_bytes_beyond_the_credit_are_refused() -> None:
+@pytest.mark.parametrize("size_bytes", [2 << 20, HUGE])
+async def test_bytes_beyond_the_credit_are_refused(size_bytes: int) -> None:
     async with open_peer() as one:
-        piece = chunk_pb2.ChunkPiece(transfer_id=1, total_bytes=2 << 20, payload=b"x", key=WIRE_KEY)
+        piece = chunk_pb2.ChunkPiece(transfer_id=1, total_bytes=size_bytes, payload=b"x", key=WIRE_KEY)
         await one.put(stage_pb2.PutItem(piece=piece))
         assert await one.reason() == "CREDIT_EXCEEDED"
 
 
-async def test_demand_beyond_the_limit_is_refused() -> None:
+@pytest.mark.parametrize("size_bytes", [2 << 20, HUGE])
+async def test_chunk_beyond_the_credit_is_refused(size_bytes: int) -> None:
     async with open_peer() as one:
-        await one.put(stage_pb2.PutItem(demand=stage_pb2.CreditDemand(key=WIRE_KEY, size_bytes=1 << 60)))
+        data = _tensor(inline=b"1234")
+        data.size_bytes = size_bytes
+        await one.put_data(data)
+        assert await one.reason() == "CREDIT_EXCEEDED"
+
+
+@pytest.mark.parametrize("size_bytes", [1 << 60, HUGE])
+async def test_demand_beyond_the_limit_is_refused(size_bytes: int) -> None:
+    async with open_peer() as one:
+        await one.put(stage_pb2.PutItem(demand=stage_pb2.CreditDemand(key=WIRE_KEY, size_bytes=size_bytes)))
         assert await one.reason() == "CHUNK_TOO_LARGE"
 
 
-async def test_piece_out_of_order_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("total_bytes", "offset"), [(100, 50), (100, HUGE), (0, 0)], ids=["gap", "huge offset", "more than its transfer"]
+)
+async def test_piece_out_of_order_is_refused(total_bytes: int, offset: int) -> None:
     async with open_peer() as one:
-        for number in range(1, 5):
-            piece = chunk_pb2.ChunkPiece(transfer_id=number, total_bytes=100, offset=50, payload=b"x", key=WIRE_KEY)
+        for number in range(HUGE - 4, HUGE):
+            piece = chunk_pb2.ChunkPiece(
+                transfer_id=number, total_bytes=total_bytes, offset=offset, payload=b"x", key=WIRE_KEY
+            )
             await one.put(OPEN, stage_pb2.PutItem(piece=piece))
         assert (await one.answer("rejected")).rejected.error.reason == "PIECE_GAP"
 
@@ -169,6 +187,32 @@ async def test_chunk_of_an_unknown_request_is_refused() -> None:
         )
         await one.put(stage_pb2.PutItem(chunk=chunk))
         assert await one.reason() == "UNKNOWN_FLOW"
+
+
+async def test_chunk_of_a_finished_edge_is_answered_with_its_end() -> None:
+    async with open_peer() as one:
+        await one.put_data(_tensor(inline=b"1234"))
+        digest, inlet = FlowDigest(), one.host.plane.find(KEY)
+        assert inlet is not None
+        digest.add(PacketShape(Packet({"x": np.zeros(4, np.uint8)})))
+        end = stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, seq=1, end=digest.end()))
+        late = stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, seq=2, data=_tensor(inline=b"5678")))
+        await one.put(end, late)
+        assert [got.tensors["x"].tobytes() async for got in inlet] == [b"1234"]
+        await inlet.aclose()
+        assert (await one.answer("commit")).commit.key == WIRE_KEY
+        await one.put(late)
+        assert (await one.answer("commit")).commit.key == WIRE_KEY
+
+
+async def test_chunk_of_an_edge_that_nobody_reads_any_more_is_refused() -> None:
+    async with open_peer() as one:
+        inlet = one.host.plane.find(KEY)
+        assert inlet is not None
+        await inlet.aclose()
+        assert (await one.answer("rejected")).rejected.error.reason == "CANCELLED"
+        await one.put_data(_tensor(inline=b"1234"))
+        assert (await one.answer("rejected")).rejected.error.reason == "UNKNOWN_FLOW"
 
 
 async def test_refused_flow_harms_no_other() -> None:
