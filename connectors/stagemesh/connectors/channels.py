@@ -31,6 +31,10 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # What a connection may have on its way unread. The probe would let it grow to many times that on a fast network,
+    # and other connections' small messages wait while all of it is taken in.
+    ("grpc.http2.lookahead_bytes", 2 << 20),
+    ("grpc.http2.bdp_probe", 0),
     # A port in use is an error, not a second server beside the first.
     ("grpc.so_reuseport", 0),
 )
