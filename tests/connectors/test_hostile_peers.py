@@ -1,9 +1,5 @@
 """What a broken or hostile producer sends: refused by name, and no other flow is harmed (D7)."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TypeAlias
-
 import grpc
 import numpy as np
 import pytest
@@ -14,74 +10,10 @@ from stagemesh.connectors.errors import StagemeshError
 from stagemesh.connectors.status import from_rpc_error
 from stagemesh.connectors.wire import FlowDigest, PacketShape, fill_inline, key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc, tensor_pb2
-from tests.connectors.hosts import Host, packet
+from tests.connectors.handmade_producers import KEY, OPEN, WIRE_KEY, dialled, open_peer, peer
+from tests.connectors.hosts import packet
 
-KEY = EdgeKey("r", "a->b", 1)
-WIRE_KEY = key_to_wire(KEY)
 HUGE = (1 << 64) - 1
-OPEN = stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=WIRE_KEY, connector=chunk_pb2.CONNECTOR_GRPC))
-
-PutCall: TypeAlias = "grpc.aio.StreamStreamCall[stage_pb2.PutChunkRequest, stage_pb2.PutChunkResponse]"
-
-
-class Peer:
-    """A producer whose every message is written by hand."""
-
-    def __init__(self, host: Host, call: PutCall) -> None:
-        self.host, self.call = host, call
-        self._last: tuple[stage_pb2.PutItem, ...] = ()
-
-    async def put(self, *items: stage_pb2.PutItem) -> None:
-        self._last = items
-        await self.call.write(stage_pb2.PutChunkRequest(items=items))
-
-    async def put_data(self, data: chunk_pb2.ChunkData, *, seq: int = 0) -> None:
-        await self.put(stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, seq=seq, data=data)))
-
-    async def answer(self, kind: str) -> stage_pb2.PutReply:
-        """The next reply of a kind."""
-        while True:
-            response = await self.call.read()
-            assert isinstance(response, stage_pb2.PutChunkResponse), await self.call.details()
-            for reply in response.replies:
-                if reply.WhichOneof("reply") == kind:
-                    return reply
-
-    async def reason(self) -> str:
-        """Why the next refused flow was refused, by a consumer that asks again before it refuses."""
-        last = self._last
-        while True:
-            response = await self.call.read()
-            assert isinstance(response, stage_pb2.PutChunkResponse), await self.call.details()
-            for reply in response.replies:
-                if reply.HasField("rejected"):
-                    return reply.rejected.error.reason
-                if reply.HasField("resync"):
-                    await self.put(OPEN, *last)
-
-
-@asynccontextmanager
-async def peer(*, generation: str = "g", pipeline: str = "p") -> AsyncIterator[Peer]:
-    host = await Host.started("b-0", window_bytes=1 << 20, arena_bytes=2 << 20)
-    try:
-        async with open_channel(host.endpoint) as channel:
-            call = stage_pb2_grpc.StageServiceStub(channel).PutChunk()
-            hello = stage_pb2.Hello(replica="a-0", incarnation="i", pipeline=pipeline, generation=generation)
-            await call.write(stage_pb2.PutChunkRequest(hello=hello))
-            yield Peer(host, call)
-            call.cancel()
-    finally:
-        await host.close()
-
-
-@asynccontextmanager
-async def open_peer() -> AsyncIterator[Peer]:
-    async with peer() as one:
-        inlet = one.host.plane.open_inlet(KEY, producer="a-0")
-        await one.put(OPEN)
-        assert (await one.answer("opened")).opened.connector == chunk_pb2.CONNECTOR_GRPC
-        yield one
-        await inlet.aclose()
 
 
 def _tensor(**fields: object) -> chunk_pb2.ChunkData:
@@ -259,3 +191,38 @@ async def test_claim_of_the_same_host_is_found_out() -> None:
         one.host.plane.open_inlet(KEY, producer="a-0")
         await one.put(stage_pb2.PutItem(open=stage_pb2.OpenEdge(key=WIRE_KEY, connector=chunk_pb2.CONNECTOR_SHM)))
         assert await one.reason() == "CONNECTOR_UNAVAILABLE"
+
+
+@pytest.mark.parametrize(
+    "item",
+    [OPEN, stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, data=_tensor(inline=b"old!")))],
+    ids=["an OpenEdge", "a chunk"],
+)
+async def test_former_incarnation_writes_into_no_flow_of_its_successor(item: stage_pb2.PutItem) -> None:
+    async with peer() as former, dialled(former.host, incarnation="j") as successor:
+        inlet = former.host.plane.open_inlet(KEY, producer="a-0")
+        await successor.put(OPEN)
+        await successor.answer("opened")
+        await former.put(item)
+        assert (await former.answer("rejected")).rejected.error.reason == "STALE_INCARNATION"
+        await successor.put_data(_tensor(inline=b"new!"))
+        assert (await anext(aiter(inlet))).tensors["x"].tobytes() == b"new!"
+        await inlet.aclose()
+
+
+async def test_flow_that_has_failed_is_not_taken_again() -> None:
+    async with open_peer() as one:
+        await one.put_data(_tensor(inline=b"12345"))
+        assert await one.reason() == "INVALID_CHUNK"
+        await one.put(OPEN)
+        assert await one.reason() == "INVALID_CHUNK"
+
+
+@pytest.mark.parametrize("hello", [{"replica": "a-0"}, {"incarnation": "i"}], ids=str)
+async def test_producer_that_does_not_say_who_it_is_is_refused(hello: dict[str, str]) -> None:
+    async with peer() as one, open_channel(one.host.endpoint) as channel:
+        call = stage_pb2_grpc.StageServiceStub(channel).PutChunk()
+        message = stage_pb2.Hello(pipeline="p", generation="g", **hello)  # type: ignore[arg-type]
+        await call.write(stage_pb2.PutChunkRequest(hello=message))
+        with pytest.raises(grpc.aio.AioRpcError, match="name and incarnation"):
+            await call.read()

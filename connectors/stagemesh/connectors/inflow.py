@@ -142,6 +142,11 @@ class InFlow:
     # -- the session's side
 
     @property
+    def error(self) -> StagemeshError | None:
+        """Why it goes on no more."""
+        return self._error
+
+    @property
     def complete(self) -> bool:
         """Whether all of it was read."""
         return self._delivered_all

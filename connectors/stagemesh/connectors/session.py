@@ -4,13 +4,14 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from copy import copy
 from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
 from stagemesh.connectors import decoding, pieces, wire
 from stagemesh.connectors.arena import Arena
-from stagemesh.connectors.base import AUTO, GRPC, EdgeKey, Packet
+from stagemesh.connectors.base import AUTO, GRPC, ConnectorName, EdgeKey, Packet
 from stagemesh.connectors.connector import FetchingReader, InPlaceReader
 from stagemesh.connectors.errors import (
     InvalidChunkError,
@@ -78,6 +79,8 @@ class PutSession:
         self._moved: set[EdgeKey] = set()
         self._transfers = Transfers(consumer.landing)
         self._meetings: set[asyncio.Task[None]] = set()
+        self._met: set[ConnectorName] = set()
+        """Connectors that were agreed on over this stream; the reader of one that failed is gone."""
         self._response = stage_pb2.PutChunkResponse()
         self._touched: dict[InFlow, None] = {}
         self._flush_is_due = False
@@ -268,6 +271,12 @@ class PutSession:
                 f"request {key.request_id} expects nothing from {self._producer.replica} on edge {key.edge}",
                 reason="UNKNOWN_FLOW",
             )
+        if flow.incarnation not in {"", self._producer.incarnation}:
+            raise StaleAttemptError(
+                f"edge {key.edge} belongs to another incarnation of {flow.producer}", reason="STALE_INCARNATION"
+            )
+        if flow.error is not None:
+            raise copy(flow.error)
         return flow
 
     def _open(self, message: stage_pb2.OpenEdge) -> None:
@@ -279,7 +288,8 @@ class PutSession:
         flow = self._expected(key)
         connector = name_of(message.connector)
         connector = GRPC if connector == AUTO else connector
-        if connector != GRPC and self._producer.reader(connector) is None:
+        works = connector == GRPC or self._producer.reader(connector) is not None
+        if not works and connector not in self._met:
             raise NotReadyError(
                 f"edge {key.edge} was opened by connector {connector}, on which {self._producer.replica} and this "
                 "replica have not agreed",
@@ -288,7 +298,15 @@ class PutSession:
         self._flows[key] = flow
         self._transfers.drop(key)
         opened = flow.open(self, incarnation=self._producer.incarnation, connector=connector, opening=message.opening)
-        self.reply(stage_pb2.PutReply(opened=opened))
+        if works:
+            self.reply(stage_pb2.PutReply(opened=opened))
+        else:
+            self._resync_failed(flow)
+
+    def _resync_failed(self, flow: InFlow) -> None:
+        """The reader of the flow's connector failed, for this flow or another, before the producer knew."""
+        error = UnavailableError(f"connector {flow.connector} with {self._producer.replica} has failed")
+        flow.resync(error, failed=flow.connector)
 
     def _demand(self, demand: stage_pb2.CreditDemand) -> None:
         flow = self._flow(demand.key)
@@ -305,6 +323,7 @@ class PutSession:
         try:
             name = name_of(offer.connector)
             await self._producer.meet(name, offer.offer, arena_fd=self._arena_fd)
+            self._met.add(name)
         except StagemeshError as exc:
             meeting.error.CopyFrom(wire.error_to_wire(exc))
         self.reply(stage_pb2.PutReply(meeting=meeting))
@@ -371,6 +390,9 @@ class PutSession:
                 flow.deliver(decoding.packet(data, streamed))
             return False
         reader = self._producer.reader(flow.connector)
+        if reader is None and flow.connector in self._met:
+            self._resync_failed(flow)
+            return False
         if not data.lease_id or reader is None:
             raise InvalidChunkError(f"tensor {names[0]!r} comes by a connector that was not agreed on")
         if isinstance(reader, InPlaceReader):
