@@ -45,6 +45,8 @@ class Faults:
     direction: Direction = Direction.REQUESTS
     index: int = 0
     counts: Counter[Direction] = field(default_factory=Counter[Direction])
+    harmed: bytes = b""
+    """The message, once it has come by."""
     _held: dict[Direction, list[bytes]] = field(default_factory=dict[Direction, list[bytes]])
 
     @property
@@ -59,6 +61,7 @@ class Faults:
         held = self.held(direction)
         if direction is not self.direction or index != self.index:
             return [message, *held]
+        self.harmed = message
         match self.fault:
             case Fault.CUT:
                 raise CutError

@@ -2,14 +2,16 @@
 
 import asyncio
 import gc
+import random
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
 from stagemesh.connectors.base import EdgeKey, Packet, StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.v1 import stage_pb2
 from tests.connectors.connector_names import CONNECTORS, named
 from tests.connectors.contents import is_packet_of, packet_of
 from tests.connectors.hosts import Host
@@ -22,14 +24,9 @@ LIMITS = {"arena_bytes": 256 << 10, "window_bytes": 64 << 10, "inline_limit_byte
 CHUNK_BYTES = 10_000
 HELD = 4
 """Packets that a reader keeps before it looks at them."""
-MESSAGES = {"shm": CHUNKS + 5, "nixl": CHUNKS + 5, "grpc": 5 * CHUNKS}
-"""Hello twice, Offer, OpenEdge, the chunks, End; by grpc, each chunk goes in four pieces before it."""
-STEP = {"shm": 1, "nixl": 7, "grpc": 7}
-"""In the short form every so many messages are tried; `make soak` tries all."""
-GREETING = {"shm": {1}, "nixl": set[int](), "grpc": set[int]()}
-"""Without the local stream's Hello or Welcome there is no shm until the next connection."""
+REQUESTS = {"shm": CHUNKS + 5, "nixl": CHUNKS + 5, "grpc": 5 * CHUNKS + 4}
+"""Hello twice, Offer, OpenEdge, the chunks, End; by grpc no Offer, and each chunk goes in four pieces before it."""
 AT_ONCE = 20
-REPLIES = Direction.REPLIES
 
 
 @asynccontextmanager
@@ -42,7 +39,7 @@ async def _behind_a_relay() -> AsyncIterator[tuple[Host, Relay]]:
         await consumer.close()
 
 
-async def _deliver(consumer: Host, relay: Relay, *, name: str, connector: str, lossy: bool) -> None:
+async def _deliver(consumer: Host, relay: Relay, *, name: str, connector: str) -> None:
     """One flow from a producer of its own, checked packet by packet; nothing is left of it."""
     producer = DataPlane(replica=name, pipeline="p", generation="g", **LIMITS)
     key = EdgeKey(name, "a->b", 1)
@@ -73,8 +70,7 @@ async def _deliver(consumer: Host, relay: Relay, *, name: str, connector: str, l
         stack.push_async_callback(producer.close)
         async with asyncio.timeout(30):
             await asyncio.gather(send(), receive())
-            # A lease whose return was lost comes back with the connection, not before.
-            while producer.arena_used_bytes and not lossy:
+            while producer.arena_used_bytes and not _lost_a_lease(relay.faults[name]):
                 gc.collect(0)
                 await asyncio.sleep(0.01)
 
@@ -83,21 +79,43 @@ def _check(packet: Packet, name: str, seq: int, size_bytes: int) -> None:
     assert is_packet_of(packet, request=name, seq=seq, size_bytes=size_bytes), f"{seq} is {packet.metadata}"
 
 
-async def _harm_each(fault: Fault, direction: Direction, *, connector: str, step: int) -> None:
+def _lost_a_lease(faults: Faults) -> bool:
+    """Whether a lease's return was lost: it comes back with the connection, not before."""
+    if faults.fault is not Fault.DROP or faults.direction is not Direction.REPLIES:
+        return False
+    return any(reply.HasField("release") for reply in stage_pb2.PutChunkResponse.FromString(faults.harmed).replies)
+
+
+async def _replies(consumer: Host, relay: Relay, *, connector: str) -> int:
+    """How many come of a flow that nothing befalls; how many acks go into one message differs."""
+    await _deliver(consumer, relay, name="unharmed", connector=connector)
+    return relay.faults.pop("unharmed").counts[Direction.REPLIES]
+
+
+def _all(count: int) -> list[int]:
+    return list(range(count))
+
+
+def _some(count: int) -> list[int]:
+    """Where flows begin and end, and some between."""
+    return [*range(5), *sorted(random.Random(count).sample(range(5, count - 2), 4)), count - 2, count - 1]  # noqa: S311
+
+
+async def _harm_each(fault: Fault, direction: Direction, *, connector: str, chosen: Callable[[int], list[int]]) -> None:
     gate = asyncio.Semaphore(AT_ONCE)
-    lossy = fault is Fault.DROP and direction is Direction.REPLIES
 
     async def one(index: int) -> None:
         async with gate:
             name = f"{fault.name}-{direction.name}-{index}"
             relay.faults[name] = Faults(fault, direction, index)
             try:
-                await _deliver(consumer, relay, name=name, connector=connector, lossy=lossy)
+                await _deliver(consumer, relay, name=name, connector=connector)
             except Exception as exc:
                 raise AssertionError(f"{name} over {connector}: {exc!r}") from exc
 
     async with _behind_a_relay() as (consumer, relay):
-        indices = [index for index in range(0, MESSAGES[connector], step) if index not in GREETING[connector]]
+        replies = await _replies(consumer, relay, connector=connector)
+        indices = chosen(REQUESTS[connector] if direction is Direction.REQUESTS else replies)
         results = await asyncio.gather(*(one(index) for index in indices), return_exceptions=True)
         assert [result for result in results if result is not None] == []
         if direction is Direction.REQUESTS:
@@ -122,7 +140,7 @@ ALL = pytest.mark.parametrize("connector", CONNECTORS)
 @FAULTS
 @ALL
 async def test_harm_to_a_message_is_healed(connector: str, fault: Fault, direction: Direction) -> None:
-    await _harm_each(fault, direction, connector=connector, step=STEP[connector] * (1 + 2 * (direction is REPLIES)))
+    await _harm_each(fault, direction, connector=connector, chosen=_some)
 
 
 @pytest.mark.soak
@@ -131,4 +149,4 @@ async def test_harm_to_a_message_is_healed(connector: str, fault: Fault, directi
 @FAULTS
 @ALL
 async def test_harm_to_any_message_is_healed(connector: str, fault: Fault, direction: Direction) -> None:
-    await _harm_each(fault, direction, connector=connector, step=1)
+    await _harm_each(fault, direction, connector=connector, chosen=_all)
