@@ -32,9 +32,10 @@ EDGE = "a->b"
 class _AddressedHost(Host):
     @classmethod
     async def started_at(cls, address: str, replica: str, limits: dict[str, int]) -> Self:
-        """A host that serves at an address of this network namespace."""
+        """A host that serves at an address of this network namespace, at any port where it names none."""
         host = cls(replica, **limits)
-        host.endpoint = f"{address}:{host.server.add_insecure_port(f'{address}:0')}"
+        host_name, _, port = address.partition(":")
+        host.endpoint = f"{host_name}:{host.server.add_insecure_port(f'{host_name}:{port or 0}')}"
         await host.server.start()
         return host
 

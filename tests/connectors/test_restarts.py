@@ -1,0 +1,61 @@
+"""A producer that is killed and starts again at the same address: nothing of its former life is read as new data (D6)."""
+
+import asyncio
+
+import pytest
+
+from tests.connectors.connector_names import CONNECTORS
+from tests.connectors.replicas import Replica, ReplicaError, flow, replica
+
+LIMITS = {"arena_bytes": 4 << 20, "window_bytes": 1 << 20}
+"""An arena that the successor fills several times over."""
+CHUNK_BYTES = 100_000
+READ = 3
+"""Chunks that the engine takes before its producer dies; others have arrived by then."""
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_nothing_of_a_former_incarnation_is_read_as_new(connector: str) -> None:
+    async with replica("b-0", limits=LIMITS) as consumer:
+        async with replica("a-0", limits=LIMITS) as former:
+            address = former.endpoint
+            tasks = await flow(
+                former, consumer, request="old", connector=connector, count=1000, size_bytes=CHUNK_BYTES, gated=True
+            )
+            await consumer.call("allow", request="old", packets=READ)
+            await consumer.wait("progress", lambda count: count == READ, request="old")
+            await former.wait("progress", lambda count: count > 2 * READ, request="old")
+            former.kill()
+            with pytest.raises(ConnectionError):
+                await tasks[0]
+        async with replica("a-0", address=address, limits=LIMITS) as successor:
+            assert successor.endpoint == address
+            await _new_data_arrives(successor, consumer, connector)
+            await _old_flow_is_refused(successor, consumer, connector)
+            await consumer.call("allow", request="old")
+            with pytest.raises(ReplicaError) as caught:
+                await tasks[1]
+            # What had arrived is what was sent, byte for byte (`receive` looks), and then the reader is told.
+            assert caught.value.reason == "PRODUCER_LOST"
+            assert await consumer.call("progress", request="old") > READ
+
+
+async def _new_data_arrives(successor: Replica, consumer: Replica, connector: str) -> None:
+    tasks = await flow(successor, consumer, request="new", connector=connector, count=200, size_bytes=CHUNK_BYTES)
+    sent, received = await asyncio.gather(*tasks)
+    assert (sent["chunks"], sent["connector"], received["count"]) == (200, connector, 200)
+
+
+async def _old_flow_is_refused(successor: Replica, consumer: Replica, connector: str) -> None:
+    """Whoever sends the same flow again is told; none of it gets in."""
+    with pytest.raises(ReplicaError) as caught:
+        await successor.call(
+            "send",
+            request="old",
+            endpoint=consumer.endpoint,
+            consumer=consumer.name,
+            connector=connector,
+            count=5,
+            size_bytes=CHUNK_BYTES,
+        )
+    assert caught.value.reason == "STALE_INCARNATION"
