@@ -8,7 +8,7 @@ from stagemesh.connectors.base import EdgeKey, Packet
 from stagemesh.connectors.channels import open_channel
 from stagemesh.connectors.errors import StagemeshError
 from stagemesh.connectors.status import from_rpc_error
-from stagemesh.connectors.wire import FlowDigest, PacketShape, fill_inline, key_to_wire
+from stagemesh.connectors.wire import FlowDigest, PacketShape, fill_inline, fill_metadata, key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc, tensor_pb2
 from tests.connectors.handmade_producers import KEY, OPEN, WIRE_KEY, dialled, open_peer, peer
 from tests.connectors.hosts import packet
@@ -157,7 +157,8 @@ async def test_refused_flow_harms_no_other() -> None:
         digest, shape = FlowDigest(), PacketShape(packet(0))
         digest.add(shape)
         chunk = chunk_pb2.Chunk(key=key_to_wire(other), seq=0)
-        fill_inline(chunk.data, packet(0), shape)
+        fill_inline(chunk.data, packet(0).tensors, shape)
+        fill_metadata(chunk.data, packet(0).metadata)
         await one.put(
             stage_pb2.PutItem(chunk=chunk),
             stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=key_to_wire(other), seq=1, end=digest.end())),

@@ -255,15 +255,18 @@ class Arena:
 
     # -- tensors
 
-    def try_write(self, tensors: Tensors, account: Account) -> Written | None:
-        """Copies tensors in at once, None where they have to wait. Raises InvalidChunkError for too much."""
-        layout = layout_of(tensors)
+    def try_write(self, tensors: Tensors, account: Account, layout: Layout | None = None) -> Written | None:
+        """Copies tensors in at once, None where they have to wait; `layout` is theirs, where it is known.
+
+        Raises InvalidChunkError for too much.
+        """
+        layout = layout or layout_of(tensors)
         region = self.try_allocate(layout.size_bytes, account)
         return None if region is None else self._copy_now(region, layout, tensors)
 
-    async def write(self, tensors: Tensors, account: Account) -> Written:
-        """Copies tensors in, waiting in line for room. Raises InvalidChunkError for too much."""
-        layout = layout_of(tensors)
+    async def write(self, tensors: Tensors, account: Account, layout: Layout | None = None) -> Written:
+        """Copies tensors in, waiting in line for room; otherwise as `try_write`."""
+        layout = layout or layout_of(tensors)
         region = await self.allocate(layout.size_bytes, account)
         if layout.size_bytes < COPY_IN_THREAD_BYTES:
             return self._copy_now(region, layout, tensors)
@@ -279,10 +282,9 @@ class Arena:
         """Copies tensors into a region, in whatever thread; returns views of the copies."""
         assert layout.size_bytes <= region.size_bytes, "the tensors do not fit the region"
         views = copy_tensors(self.memory, start=region.offset, layout=layout, tensors=tensors)
-        copied_bytes = sum(view.nbytes for view in views.values())
         with self._counting:
             self.copies += len(views)
-            self.copied_bytes += copied_bytes
+            self.copied_bytes += layout.tensor_bytes
         return views
 
     def find(self, tensor: Array) -> Found | None:

@@ -5,7 +5,8 @@ A flow is one request's traffic over one edge in one attempt, named by its `Edge
 """
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeAlias
 
 from stagemesh.connectors.errors import StagemeshError
@@ -27,18 +28,23 @@ class EdgeKey(NamedTuple):
     attempt: int
 
 
-@dataclass(frozen=True)
+_NO_METADATA: Mapping[str, MetadataValue] = MappingProxyType({})
+
+
 class Packet:
-    """Tensors that belong together, with small facts about them. Views may be read-only."""
+    """Tensors that belong together, with small facts about them; not to be changed. Views may be read-only."""
 
-    tensors: Tensors
-    metadata: Mapping[str, MetadataValue] = field(default_factory=dict[str, MetadataValue])
+    # One is made for every chunk: a frozen dataclass takes four times as long.
+    __slots__ = ("metadata", "size_bytes", "tensors")
 
-    size_bytes: int = field(init=False, compare=False)
-    """Bytes of all tensors."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size_bytes", sum([tensor.nbytes for tensor in self.tensors.values()]))
+    def __init__(self, tensors: Tensors, metadata: Mapping[str, MetadataValue] = _NO_METADATA) -> None:
+        self.tensors = tensors
+        self.metadata = metadata
+        size_bytes = 0
+        for tensor in tensors.values():
+            size_bytes += tensor.nbytes
+        self.size_bytes = size_bytes
+        """Bytes of all tensors."""
 
 
 @dataclass(frozen=True)

@@ -357,24 +357,25 @@ class DataPlane:
 
 
 async def _replayed(key: EdgeKey, sent: Sent, transfer_id: int) -> AsyncIterator[stage_pb2.GetChunkResponse]:
-    wire_key, packet, regions = wire.key_to_wire(key), sent.packet, sent.regions
+    wire_key, tensors, shape, regions = wire.key_to_wire(key), sent.tensors, sent.shape, sent.regions
     chunk = chunk_pb2.Chunk(key=wire_key, seq=sent.seq)
-    if packet is None or sent.shape is None:
+    if shape is None or tensors is None:
         assert sent.tail is not None, "a chunk holds data or a tail"
         wire.fill_tail(chunk, sent.tail)
         yield stage_pb2.GetChunkResponse(chunk=chunk)
         return
-    if packet.size_bytes <= wire.PIECE_BYTES:
-        wire.fill_inline(chunk.data, packet, sent.shape)
+    wire.fill_metadata(chunk.data, sent.metadata or {})
+    if shape.size_bytes <= wire.PIECE_BYTES:
+        wire.fill_inline(chunk.data, tensors, shape)
         yield stage_pb2.GetChunkResponse(chunk=chunk)
         return
     for region in regions:
         region.retain()
     try:
-        for piece in wire.pieces(wire_key, packet, transfer_id=transfer_id):
+        for piece in wire.pieces(wire_key, tensors, total_bytes=shape.size_bytes, transfer_id=transfer_id):
             piece.message.payload = bytes(piece.payload)
             yield stage_pb2.GetChunkResponse(piece=piece.message)
-        wire.fill_streamed(chunk.data, packet, sent.shape, transfer_id=transfer_id)
+        wire.fill_streamed(chunk.data, shape, transfer_id=transfer_id)
         yield stage_pb2.GetChunkResponse(chunk=chunk)
     finally:
         for region in regions:

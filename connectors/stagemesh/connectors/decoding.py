@@ -6,7 +6,7 @@ import numpy as np
 
 from stagemesh.connectors import wire
 from stagemesh.connectors.base import Packet
-from stagemesh.connectors.connector import ArenaRange, Bytes
+from stagemesh.connectors.connector import ArenaRange, Bytes, InPlaceReader
 from stagemesh.connectors.errors import InvalidChunkError
 from stagemesh.connectors.tensors import Array, checked_layout, read_inline
 from stagemesh.v1 import chunk_pb2, tensor_pb2
@@ -32,9 +32,29 @@ def in_arena(data: chunk_pb2.ChunkData) -> tuple[list[str], list[ArenaRange]]:
     return names, places
 
 
+def in_place(data: chunk_pb2.ChunkData, reader: InPlaceReader) -> tuple[Packet, list[Bytes]]:
+    """The packet of a chunk in an arena that is read in place, and the views of the arena that it is made of."""
+    views: list[Bytes] = []
+    tensors: dict[str, Array] = {}
+    for message in data.tensors:
+        view = None
+        if message.HasField("shm"):
+            region = message.shm
+            view = reader.view(ArenaRange(region.offset, region.size_bytes, region.generation))
+            views.append(view)
+        tensors[message.name] = _tensor(message, view)
+    if not views:
+        raise InvalidChunkError("a chunk has a lease and nothing that it is for")
+    return _checked(data, tensors), views
+
+
 def packet(data: chunk_pb2.ChunkData, found: Mapping[str, Bytes]) -> Packet:
     """The packet of a chunk, given the bytes of those of its tensors that are not inline, by name."""
     tensors = {message.name: _tensor(message, found.get(message.name)) for message in data.tensors}
+    return _checked(data, tensors)
+
+
+def _checked(data: chunk_pb2.ChunkData, tensors: dict[str, Array]) -> Packet:
     packet = Packet(tensors, wire.metadata_from_wire(data.metadata) if data.metadata else {})
     if len(tensors) != len(data.tensors) or packet.size_bytes != data.size_bytes:
         raise InvalidChunkError("a chunk's tensors share a name or do not make the size that it claims")

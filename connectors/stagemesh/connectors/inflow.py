@@ -211,7 +211,9 @@ class InFlow:
             ack = response.replies.add().ack
             ack.key.CopyFrom(self.wire_key)
             ack.next_seq = self._told_seq = self._next_seq
-        if self._limit_bytes > self._told_limit_bytes:
+            if self._limit_bytes > self._told_limit_bytes:
+                ack.credit_limit_bytes = self._told_limit_bytes = self._limit_bytes
+        elif self._limit_bytes > self._told_limit_bytes:
             credit = response.replies.add().credit
             credit.key.CopyFrom(self.wire_key)
             credit.limit_bytes = self._told_limit_bytes = self._limit_bytes

@@ -279,6 +279,7 @@ class Link:
         match kind:
             case "ack":
                 flow.acknowledge(reply.ack.next_seq)
+                flow.grant(reply.ack.credit_limit_bytes)
             case "credit":
                 flow.grant(reply.credit.limit_bytes)
             case "opened":

@@ -64,6 +64,8 @@ class Layout(NamedTuple):
 
     offsets: tuple[int, ...]
     size_bytes: int
+    tensor_bytes: int
+    """Without what lies between them."""
 
 
 def layout_of(tensors: Tensors) -> Layout:
@@ -72,13 +74,15 @@ def layout_of(tensors: Tensors) -> Layout:
     Raises InvalidChunkError for Python objects, which mean nothing to another process.
     """
     offsets: list[int] = []
-    end = 0
+    end = tensor_bytes = 0
     for name, tensor in tensors.items():
         if tensor.dtype.hasobject:
             raise InvalidChunkError(f"tensor {name!r} holds Python objects; send numbers")
         offsets.append(end)
-        end += (tensor.nbytes or 1) + ALIGNMENT_BYTES - 1 & -ALIGNMENT_BYTES
-    return Layout(tuple(offsets), end)
+        size_bytes = tensor.nbytes
+        tensor_bytes += size_bytes
+        end += (size_bytes or 1) + ALIGNMENT_BYTES - 1 & -ALIGNMENT_BYTES
+    return Layout(tuple(offsets), end, tensor_bytes)
 
 
 def copy_tensors(memory: memoryview, *, start: int, layout: Layout, tensors: Tensors) -> dict[str, Array]:

@@ -2,19 +2,20 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
 from stagemesh.connectors import pieces, wire
 from stagemesh.connectors.arena import Account, Arena, Region, Written
-from stagemesh.connectors.base import GRPC, ChunkPolicy, ConnectorName, EdgeKey, FlowUsage, Packet
+from stagemesh.connectors.base import GRPC, ChunkPolicy, ConnectorName, EdgeKey, FlowUsage, MetadataValue, Packet
 from stagemesh.connectors.chunking import Chunker
 from stagemesh.connectors.connector import ArenaRange, Connector
 from stagemesh.connectors.errors import CancelledRequestError, InvalidChunkError, StagemeshError
 from stagemesh.connectors.pulse import Pulse
 from stagemesh.connectors.registry import number_of
+from stagemesh.connectors.tensors import Tensors
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 _REOPEN_S, _MAX_REOPEN_S = 2.0, 30.0
@@ -62,10 +63,12 @@ class Sent:
     """A chunk that has its number; kept until it is committed, evicted, or the flow is over."""
 
     seq: int
-    packet: Packet | None = None
     shape: wire.PacketShape | None = None
+    """None for a tail."""
+    tensors: Tensors | None = None
+    metadata: Mapping[str, MetadataValue] | None = None
     regions: tuple[Region, ...] = ()
-    """Where the packet lies, held; empty for one that is inline."""
+    """Where the tensors lie, held; empty for those that are inline."""
     places: Sequence[ArenaRange] = ()
     """Of each tensor."""
     tail: wire.Tail | None = None
@@ -87,7 +90,7 @@ class Sent:
     def let_go(self) -> None:
         """Gives its memory back."""
         self.arrived()
-        self.packet = None
+        self.tensors = None
         regions, self.regions = self.regions, ()
         for region in regions:
             region.release()
@@ -280,10 +283,12 @@ class OutFlow:
     def take_piece(self) -> bytes:
         """The next piece as a whole message, the last one of a chunk together with the chunk."""
         sent = self._pending[0]
-        assert sent.packet is not None, "only data is sent in pieces"
+        assert sent.tensors is not None, "only data is sent in pieces"
         if self._pieces is None:
             self._transfer_id = self._carrier.next_transfer_id()
-            self._pieces = wire.pieces(self.wire_key, sent.packet, transfer_id=self._transfer_id)
+            self._pieces = wire.pieces(
+                self.wire_key, sent.tensors, total_bytes=sent.size_bytes, transfer_id=self._transfer_id
+            )
         piece = next(self._pieces)
         if piece.message.offset + len(piece.payload) < piece.message.total_bytes:
             return pieces.encode(piece.message, piece.payload)
@@ -341,8 +346,8 @@ class OutFlow:
         if not self._take_credit(size_bytes):
             await self._credit_granted(size_bytes)
         if size_bytes <= self._carrier.inline_limit_bytes:
-            inline = Packet({name: tensor.copy() for name, tensor in packet.tensors.items()}, packet.metadata)
-            sent = Sent(self._next_seq, inline, shape)
+            copies = {name: tensor.copy() for name, tensor in packet.tensors.items()}
+            sent = Sent(self._next_seq, shape, copies, packet.metadata)
         else:
             sent = self._placed(packet, shape) or await self._written(packet, shape)
         self._digest.add(shape)
@@ -379,12 +384,14 @@ class OutFlow:
         if found is not None:
             for region in found:
                 region.retain()
-            return Sent(self._next_seq, packet, shape, tuple(found), self._places(packet))
-        written = self._arena.try_write(packet.tensors, self._account)
+            return Sent(
+                self._next_seq, shape, packet.tensors, packet.metadata, tuple(found), self._places(packet.tensors)
+            )
+        written = self._arena.try_write(packet.tensors, self._account, shape.layout)
         return None if written is None else self._sent(written, packet, shape)
 
     async def _written(self, packet: Packet, shape: wire.PacketShape) -> Sent:
-        written = await self._arena.write(packet.tensors, self._account)
+        written = await self._arena.write(packet.tensors, self._account, shape.layout)
         if self.error is not None:
             written.region.release()
         self._check()
@@ -401,19 +408,19 @@ class OutFlow:
                 regions[found.region] = None
         return regions
 
-    def _places(self, packet: Packet) -> list[ArenaRange]:
+    def _places(self, tensors: Tensors) -> list[ArenaRange]:
         """Of each tensor of a packet that lies in the arena."""
-        found = [self._arena.find(tensor) for tensor in packet.tensors.values()]
+        found = [self._arena.find(tensor) for tensor in tensors.values()]
         return [
             ArenaRange(at.offset, tensor.nbytes, at.region.generation) if at else _NOWHERE
-            for at, tensor in zip(found, packet.tensors.values(), strict=True)
+            for at, tensor in zip(found, tensors.values(), strict=True)
         ]
 
     def _sent(self, written: Written, packet: Packet, shape: wire.PacketShape) -> Sent:
         region, tensors, offsets = written
         generation = region.generation
         places = [ArenaRange(offset, field[3], generation) for offset, field in zip(offsets, shape.fields, strict=True)]
-        return Sent(self._next_seq, Packet(tensors, packet.metadata), shape, (region,), places)
+        return Sent(self._next_seq, shape, tensors, packet.metadata, (region,), places)
 
     def _end(self, tail: wire.Tail) -> None:
         self._ended = True
@@ -435,16 +442,19 @@ class OutFlow:
         if sent.tail is not None:
             wire.fill_tail(chunk, sent.tail)
             return
-        assert sent.packet is not None, "a chunk that waits is kept"
+        assert sent.tensors is not None, "a chunk that waits is kept"
         assert sent.shape is not None, "data has a shape"
+        data = chunk.data
         if not sent.regions:
-            wire.fill_inline(chunk.data, sent.packet, sent.shape)
+            wire.fill_inline(data, sent.tensors, sent.shape)
         elif self._reader is None:
-            wire.fill_streamed(chunk.data, sent.packet, sent.shape, transfer_id=self._transfer_id)
+            wire.fill_streamed(data, sent.shape, transfer_id=self._transfer_id)
         else:
             sent.lease_id, sent.reader = self._carrier.lend(sent.regions), self._reader
             self._reader.expect_reads(1)
-            wire.fill_in_arena(chunk.data, sent.packet, sent.shape, places=sent.places, lease_id=sent.lease_id)
+            wire.fill_in_arena(data, sent.shape, places=sent.places, lease_id=sent.lease_id)
+        if sent.metadata:
+            wire.fill_metadata(data, sent.metadata)
 
     def _close(self) -> None:
         self._open, self._pieces = False, None

@@ -83,6 +83,7 @@ class PutSession:
         """Connectors that were agreed on over this stream; the reader of one that failed is gone."""
         self._response = stage_pb2.PutChunkResponse()
         self._touched: dict[InFlow, None] = {}
+        self._released: list[int] = []
         self._flush_is_due = False
         self._over: asyncio.Future[None] = self._loop.create_future()
 
@@ -159,7 +160,7 @@ class PutSession:
 
     def release(self, lease_ids: list[int]) -> None:
         """See `ReleaseSink`."""
-        self._response.replies.add().release.lease_ids.extend(lease_ids)
+        self._released.extend(lease_ids)
         self._flush_soon()
 
     def forget(self, key: EdgeKey, *, moved: bool) -> None:
@@ -184,6 +185,9 @@ class PutSession:
         for flow in self._touched:
             flow.report(self._response)
         self._touched.clear()
+        if self._released:
+            self._response.replies.add().release.lease_ids.extend(self._released)
+            self._released.clear()
         if self._response.replies:
             response, self._response = self._response, stage_pb2.PutChunkResponse()
             self._lane.write(response.SerializeToString())
@@ -379,8 +383,7 @@ class PutSession:
         flow.check_room(data.size_bytes)
         if len(data.tensors) > wire.MAX_TENSORS:
             raise InvalidChunkError(f"{len(data.tensors)} tensors in a chunk; at most {wire.MAX_TENSORS} are taken")
-        names, places = decoding.in_arena(data)
-        if not names:
+        if not data.lease_id:
             streamed = self._transfers.tensors(data)
             if streamed is None:
                 flow.resync(
@@ -393,11 +396,10 @@ class PutSession:
         if reader is None and flow.connector in self._met:
             self._resync_failed(flow)
             return False
-        if not data.lease_id or reader is None:
-            raise InvalidChunkError(f"tensor {names[0]!r} comes by a connector that was not agreed on")
+        if reader is None:
+            raise InvalidChunkError("a chunk comes by a connector that was not agreed on")
         if isinstance(reader, InPlaceReader):
-            views = [reader.view(place) for place in places]
-            packet = decoding.packet(data, dict(zip(names, views, strict=True)))
+            packet, views = decoding.in_place(data, reader)
             self._producer.hold(data.lease_id, views)
             flow.deliver(packet)
         else:

@@ -84,6 +84,9 @@ class ShmReader(InPlaceReader):
 def hold_lease(tensors: Sequence[Array], release: Callable[[], None]) -> None:
     """Calls `release` once, from whatever thread, when the last of `tensors` and all views of them are gone."""
     assert tensors, "a lease is held by one tensor at least"
+    if len(tensors) == 1:
+        when_gone(tensors[0], release)
+        return
     # Taking one out is a single step, whatever the threads: exactly one finds none left.
     others = [None] * (len(tensors) - 1)
 

@@ -1,7 +1,7 @@
 """Packets and flows to and from the contract's messages."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -9,7 +9,8 @@ import numpy as np
 from stagemesh.connectors.base import EdgeKey, MetadataValue, Packet
 from stagemesh.connectors.connector import ArenaRange
 from stagemesh.connectors.errors import InvalidChunkError, StagemeshError, make_error
-from stagemesh.connectors.tensors import dtype_name, dtype_to_wire
+from stagemesh.connectors.memory_file import layout_of
+from stagemesh.connectors.tensors import Tensors, dtype_name, dtype_to_wire
 from stagemesh.v1 import chunk_pb2
 
 PIECE_BYTES = 256 << 10
@@ -61,7 +62,7 @@ def check_metadata(metadata: Mapping[str, object]) -> None:
 class PacketShape:
     """What a packet is but for its bytes. Flows keep that of the last packet: the next one mostly has the same."""
 
-    __slots__ = ("_shapes", "digested", "fields", "size_bytes")
+    __slots__ = ("_shapes", "digested", "fields", "layout", "size_bytes")
 
     def __init__(self, packet: Packet) -> None:
         """Raises InvalidChunkError for a packet that cannot be sent."""
@@ -72,6 +73,7 @@ class PacketShape:
             (name, dtype_to_wire(dtype_name(tensor)), tensor.shape, tensor.nbytes)
             for name, tensor in packet.tensors.items()
         )
+        self.layout = layout_of(packet.tensors)
         self.size_bytes = packet.size_bytes
         self.digested = ";".join(f"{name}:{dtype.str}{shape}" for name, dtype, shape in self._shapes).encode()
 
@@ -91,30 +93,36 @@ def shape_of(packet: Packet, *, last: PacketShape | None) -> PacketShape:
     return last if last is not None and last.fits(packet) else PacketShape(packet)
 
 
-def fill_inline(data: chunk_pb2.ChunkData, packet: Packet, shape: PacketShape) -> None:
-    """Puts a packet inline."""
+def fill_metadata(data: chunk_pb2.ChunkData, metadata: Mapping[str, MetadataValue]) -> None:
+    """Puts a packet's metadata in."""
+    for name, value in metadata.items():
+        _set_metadata(data.metadata[name], value)
+
+
+def fill_inline(data: chunk_pb2.ChunkData, tensors: Tensors, shape: PacketShape) -> None:
+    """Puts a packet's tensors inline."""
+    data.size_bytes = shape.size_bytes
     for name, dtype, dims, size_bytes in shape.fields:
         message = data.tensors.add(name=name, dtype=dtype, shape=dims)
         if size_bytes:
-            message.inline = packet.tensors[name].tobytes()
-    _finish(data, packet)
+            message.inline = tensors[name].tobytes()
 
 
 def fill_in_arena(
-    data: chunk_pb2.ChunkData, packet: Packet, shape: PacketShape, *, places: Sequence[ArenaRange], lease_id: int
+    data: chunk_pb2.ChunkData, shape: PacketShape, *, places: Iterable[ArenaRange], lease_id: int
 ) -> None:
-    """Says where in its producer's arena a packet lies."""
+    """Says where in its producer's arena a packet's tensors lie."""
+    data.size_bytes, data.lease_id = shape.size_bytes, lease_id
     for (name, dtype, dims, size_bytes), place in zip(shape.fields, places, strict=True):
         message = data.tensors.add(name=name, dtype=dtype, shape=dims)
         if size_bytes:
             region = message.shm
             region.offset, region.size_bytes, region.generation = place
-    data.lease_id = lease_id
-    _finish(data, packet)
 
 
-def fill_streamed(data: chunk_pb2.ChunkData, packet: Packet, shape: PacketShape, *, transfer_id: int) -> None:
+def fill_streamed(data: chunk_pb2.ChunkData, shape: PacketShape, *, transfer_id: int) -> None:
     """Says that a packet's bytes went ahead as pieces, its tensors one after the other."""
+    data.size_bytes = shape.size_bytes
     offset = 0
     for name, dtype, dims, size_bytes in shape.fields:
         message = data.tensors.add(name=name, dtype=dtype, shape=dims)
@@ -122,7 +130,6 @@ def fill_streamed(data: chunk_pb2.ChunkData, packet: Packet, shape: PacketShape,
             region = message.streamed
             region.transfer_id, region.offset, region.size_bytes = transfer_id, offset, size_bytes
         offset += size_bytes
-    _finish(data, packet)
 
 
 class Piece(NamedTuple):
@@ -133,13 +140,13 @@ class Piece(NamedTuple):
     payload: memoryview
 
 
-def pieces(key: chunk_pb2.EdgeKey, packet: Packet, *, transfer_id: int) -> Iterator[Piece]:
-    """The pieces of a packet, made one at a time."""
-    base, total = 0, packet.size_bytes
-    for tensor in packet.tensors.values():
+def pieces(key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, transfer_id: int) -> Iterator[Piece]:
+    """The pieces of a packet's tensors, made one at a time."""
+    base = 0
+    for tensor in tensors.values():
         payload = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data if tensor.nbytes else memoryview(b"")
         for start in range(0, len(payload), PIECE_BYTES):
-            message = chunk_pb2.ChunkPiece(transfer_id=transfer_id, total_bytes=total, offset=base + start, key=key)
+            message = chunk_pb2.ChunkPiece(transfer_id=transfer_id, total_bytes=total_bytes, offset=base + start, key=key)
             yield Piece(message, payload[start : start + PIECE_BYTES])
         base += len(payload)
 
@@ -150,21 +157,25 @@ class FlowDigest:
     def __init__(self) -> None:
         self.count = 0
         self._hash = hashlib.blake2b(digest_size=16)
+        self._run, self._digested = 0, b""
 
     def add(self, shape: PacketShape) -> None:
         """Takes in the flow's next data chunk."""
-        self._hash.update(b"%d|%d|%b\n" % (self.count, shape.size_bytes, shape.digested))
         self.count += 1
+        if shape.digested != self._digested:
+            self._end_run()
+            self._digested = shape.digested
+        self._run += 1
 
     def end(self) -> chunk_pb2.ChunkEnd:
-        """The End message at this point."""
+        """The End message, once, after the last chunk."""
+        self._end_run()
         return chunk_pb2.ChunkEnd(count=self.count, digest=self._hash.digest())
 
-
-def _finish(data: chunk_pb2.ChunkData, packet: Packet) -> None:
-    data.size_bytes = packet.size_bytes
-    for name, value in packet.metadata.items():
-        _set_metadata(data.metadata[name], value)
+    def _end_run(self) -> None:
+        if self._run:
+            self._hash.update(b"%d|%b\n" % (self._run, self._digested))
+            self._run = 0
 
 
 def _set_metadata(message: chunk_pb2.MetadataValue, value: MetadataValue) -> None:

@@ -240,7 +240,7 @@ class ChunkEnd(_message.Message):
     count: _builtins.int
     """How many data chunks went before it."""
     digest: _builtins.bytes
-    """BLAKE2b-128 over each data chunk's seq, size, and tensor names, types and shapes, in order."""
+    """BLAKE2b-128 over the runs of data chunks that are alike, in order: how many, and tensor names, types and shapes."""
     def __init__(
         self,
         *,

@@ -993,8 +993,11 @@ class ChunkAck(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     NEXT_SEQ_FIELD_NUMBER: _builtins.int
+    CREDIT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     next_seq: _builtins.int
     """All chunks below this have arrived."""
+    credit_limit_bytes: _builtins.int
+    """Bytes that may be sent in all, as in CreditGrant; 0 where that has not changed."""
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow."""
@@ -1004,10 +1007,11 @@ class ChunkAck(_message.Message):
         *,
         key: _chunk_pb2.EdgeKey | None = ...,
         next_seq: _builtins.int = ...,
+        credit_limit_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "next_seq", b"next_seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_limit_bytes", b"credit_limit_bytes", "key", b"key", "next_seq", b"next_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
