@@ -20,7 +20,7 @@ import uvloop
 
 from stagemesh.connectors.account import Account
 from stagemesh.connectors.base import EdgeKey, Inlet, Outlet, Packet, StepPolicy
-from stagemesh.connectors.connector import ArenaRange, Bytes
+from stagemesh.connectors.connector import ArenaRange, Bytes, FetchingReader
 from stagemesh.connectors.errors import StagemeshError, UnavailableError
 from tests.connectors.connector_names import named
 from tests.connectors.contents import is_packet_of, packet_of
@@ -125,6 +125,7 @@ class Program:
             return await fetch(reader, places, account)
 
         NixlReader.fetch = fetch_or_fail  # type: ignore[assignment,method-assign]
+        NixlReader.fetch_at_once = FetchingReader.fetch_at_once  # type: ignore[method-assign]
 
     async def forget(self, *, request: str) -> None:
         """Lets go of a flow, whatever became of it."""

@@ -67,6 +67,14 @@ class FetchingReader(Reader):
         edge then falls back.
         """
 
+    def fetch_at_once(self, places: Sequence[ArenaRange], account: Account) -> list[Bytes] | None:  # noqa: ARG002
+        """What `fetch` would give, where that can be had without waiting; None where it cannot, or has failed.
+
+        For connectors that often can: a task for each chunk costs more than a small chunk's bytes. Raises
+        InvalidChunkError as `fetch` does.
+        """
+        return None
+
 
 class Connector(ABC):
     """One object a replica, for both of its roles. Used on the event loop."""

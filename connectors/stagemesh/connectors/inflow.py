@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
@@ -277,10 +277,9 @@ class InFlow:
         else:
             self._take(packet)
 
-    def deliver_later(self, fetch: Coroutine[object, object, Packet], *, size_bytes: int) -> None:
+    def deliver_later(self, task: asyncio.Task[Packet], *, size_bytes: int) -> None:
         """Takes the next data chunk, whose bytes are on their way; what comes after it waits for it."""
         self._received_bytes += size_bytes
-        task = asyncio.create_task(fetch, name=f"fetch of {self.key.edge}")
         self._arriving.append(Arrival(task=task, size_bytes=size_bytes))
         task.add_done_callback(lambda _: self._land())
 

@@ -404,12 +404,20 @@ class PutSession:
             flow.deliver(packet)
         else:
             assert isinstance(reader, FetchingReader), "a reader looks or fetches"
+            names, places = decoding.in_arena(data)
+            fetched = reader.fetch_at_once(places, flow.landing_account)
+            if fetched is not None:
+                flow.deliver(decoding.packet(data, dict(zip(names, fetched, strict=True))))
+                return False
             self._producer.held_lease_ids.add(data.lease_id)
-            flow.deliver_later(self._fetched(flow, reader, data), size_bytes=data.size_bytes)
+            fetching = self._loop.create_task(self._fetched(flow, reader, data), name=f"fetch of {flow.key.edge}")
+            # Also of one that is cancelled before it begins.
+            fetching.add_done_callback(lambda _: self._producer.give_back(data.lease_id))
+            flow.deliver_later(fetching, size_bytes=data.size_bytes)
         return True
 
     async def _fetched(self, flow: InFlow, reader: FetchingReader, data: chunk_pb2.ChunkData) -> Packet:
-        """The packet, once its bytes are here; its lease goes back in any case."""
+        """The packet, once its bytes are here."""
         names, places = decoding.in_arena(data)
         try:
             fetched = await reader.fetch(places, flow.landing_account)
@@ -424,5 +432,3 @@ class PutSession:
             # The outermost edge of a task, and the connector may be anybody's.
             _log.exception("connector %s failed in a way that it does not name", flow.connector)
             raise UnavailableError(f"connector {flow.connector} failed: {type(exc).__name__}: {exc}") from exc
-        finally:
-            self._producer.give_back(data.lease_id)

@@ -146,7 +146,9 @@ def pieces(key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, transf
     for tensor in tensors.values():
         payload = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data if tensor.nbytes else memoryview(b"")
         for start in range(0, len(payload), PIECE_BYTES):
-            message = chunk_pb2.ChunkPiece(transfer_id=transfer_id, total_bytes=total_bytes, offset=base + start, key=key)
+            message = chunk_pb2.ChunkPiece(
+                transfer_id=transfer_id, total_bytes=total_bytes, offset=base + start, key=key
+            )
             yield Piece(message, payload[start : start + PIECE_BYTES])
         base += len(payload)
 

@@ -127,6 +127,10 @@ class NixlReader(FetchingReader):
             raise UnavailableError("this reader is closed")
         return await self._source.fetch(places, account)
 
+    def fetch_at_once(self, places: Sequence[ArenaRange], account: Account) -> list[Bytes] | None:
+        """See `FetchingReader`: on one host a read is a copy."""
+        return self._source.fetch_at_once(places, account) if self._source is not None else None
+
     async def close(self) -> None:
         """See `Reader`."""
         source, self._source = self._source, None

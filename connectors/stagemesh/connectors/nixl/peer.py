@@ -17,8 +17,8 @@ READ_TIMEOUT_S = 3.0
 WINDOW_BYTES = 4 << 20
 """Bytes under way from one peer: enough to keep a fast wire busy, few enough that a small read is soon served."""
 _FLYING_PART_BYTES = WINDOW_BYTES // 4
-_COPIED_PART_BYTES = 4 << 20
-"""Of a transfer that is a copy on one host and blocks while it lasts: others wait for one part, about a millisecond."""
+_COPIED_PART_BYTES = 2 << 20
+"""Of a transfer that is a copy on one host and blocks while it lasts: others wait for one part, half a millisecond."""
 
 
 class Read:
@@ -31,12 +31,12 @@ class Read:
         "_data",
         "_flying",
         "_is_abandoned",
-        "_landing",
         "_over",
         "_started",
         "_transfers",
         "failure",
         "is_over",
+        "landing",
     )
 
     def __init__(self, data: list[Transfer], then: list[Transfer], *, landing: Bytes) -> None:
@@ -44,7 +44,7 @@ class Read:
         self._data = len(data)
         self._started = 0
         self._flying = 0
-        self._landing = landing
+        self.landing = landing
         self._over: asyncio.Future[None] | None = None
         self._is_abandoned = False
         self.is_over = False
@@ -68,6 +68,10 @@ class Read:
         """Whether nothing is left to be done."""
         return not self._flying and (self._started == len(self._transfers) or self._is_abandoned)
 
+    def abandon(self) -> None:
+        """Nobody waits for it: nothing more of it is started."""
+        self._is_abandoned = True
+
     def expect(self) -> None:
         """Makes `wait` possible; to be called before another thread can finish it."""
         self._over = asyncio.get_running_loop().create_future()
@@ -87,7 +91,7 @@ class Read:
             try:
                 await self._over
             except asyncio.CancelledError:
-                self._is_abandoned = True
+                self.abandon()
                 raise
         if self.failure:
             raise UnavailableError(self.failure)
@@ -109,48 +113,57 @@ class Peer:
         """Why it is not read from any more; empty while it is."""
         self.is_gone = False
         """Whether nothing of it is left, so that it may be met again."""
+        self._fresh: deque[Read] = deque()
+        """Reads that have not had a turn."""
         self._reads: deque[Read] = deque()
+        """The others, which are large, or wait for what is under way."""
+        self._ahead_bytes = 0
+        """What fresh reads have had since one of the others had a turn."""
         self._flights: dict[int, _Flight] = {}
         self._flying_bytes = 0
         self.part_bytes = _COPIED_PART_BYTES
         """The most that one transfer is to have."""
+        self.copies = False
+        """Whether its transfers are over as soon as they are started, as far as is known."""
 
     @property
     def has_reads(self) -> bool:
         """Whether some are under way that somebody waits for."""
-        return bool(self._reads)
+        return bool(self._fresh or self._reads)
 
     @property
     def has_work(self) -> bool:
         """Whether it is to be asked after."""
-        return bool(self._reads or self._flights)
+        return bool(self._fresh or self._reads or self._flights)
 
     def add(self, read: Read) -> None:
         """Takes a read on."""
         if self.failure:
             read.finish(self.failure)
         else:
-            self._reads.append(read)
+            self._fresh.append(read)
 
-    def read_now(self, read: Read) -> None:
-        """Does what can be done without waiting; what is not over then is taken on."""
+    def read_now(self, read: Read) -> bool:
+        """Does a read and says whether it is done; one that is not is given up, and taken on until it is over."""
         while not self.failure and (transfer := read.take()):
             self._start(read, transfer)
-        if read.is_complete and not self.failure:
-            read.is_over = True
-        else:
+        done = read.is_complete and not self.failure
+        if not done:
+            read.abandon()
             self.add(read)
+        return done
 
     def advance(self) -> bool:
-        """Looks after what is under way and starts one transfer at most; says whether anything happened."""
+        """Looks after what is under way and starts about a part of one read; says whether anything happened."""
         landed = self._land()
         return self._launch() or landed
 
     def give_up(self, failure: str) -> None:
         """Fails its reads. What is under way keeps its landing until it is over, however long that takes."""
         self.failure = self.failure or failure
-        while self._reads:
-            self._reads.popleft().finish(self.failure)
+        for reads in (self._fresh, self._reads):
+            while reads:
+                reads.popleft().finish(self.failure)
         self._leave()
 
     def forget(self, failure: str) -> None:
@@ -178,17 +191,40 @@ class Peer:
         return landed
 
     def _launch(self) -> bool:
-        """Goes round the reads, so that a large one does not hold up those behind it."""
+        """Gives one read its turn. Fresh ones go first, up to a part: a small one waits for no more than that."""
+        if self._fresh and (not self._reads or self._ahead_bytes < self.part_bytes):
+            read = self._fresh.popleft()
+            self._ahead_bytes += self._turn(read)
+            if not self._finished(read):
+                self._reads.append(read)
+            return True
+        self._ahead_bytes = 0
         for _ in range(len(self._reads)):
-            read = self._reads[0]
-            if read.is_complete:
-                self._reads.popleft().finish()
+            read = self._reads.popleft()
+            had_bytes = self._turn(read)
+            finished = self._finished(read)
+            if not finished:
+                self._reads.append(read)
+            if had_bytes or finished:
                 return True
-            self._reads.rotate(-1)
-            transfer = read.take() if self._flying_bytes < WINDOW_BYTES else None
-            if transfer:
-                self._start(read, transfer)
-                return True
+        return False
+
+    def _turn(self, read: Read) -> int:
+        """Starts transfers of a read, about a part in all; returns their bytes."""
+        had_bytes = 0
+        while had_bytes < self.part_bytes and self._flying_bytes < WINDOW_BYTES and not self.failure:
+            transfer = read.take()
+            if transfer is None:
+                break
+            self._start(read, transfer)
+            had_bytes += transfer.size_bytes
+        return had_bytes
+
+    def _finished(self, read: Read) -> bool:
+        """Whether nothing is left of a read, or of its peer; tells who waits."""
+        if self.failure or read.is_complete:
+            read.finish(self.failure)
+            return True
         return False
 
     def _start(self, read: Read, transfer: Transfer) -> None:
@@ -199,11 +235,11 @@ class Peer:
             self.give_up(exc.message)
             return
         if handle is None:
-            self.part_bytes = _COPIED_PART_BYTES
+            self.part_bytes, self.copies = _COPIED_PART_BYTES, True
             read.landed()
             return
         # The first read of a connection flies on one host too.
-        self.part_bytes = _FLYING_PART_BYTES
+        self.part_bytes, self.copies = _FLYING_PART_BYTES, False
         self._flights[handle] = _Flight(read, transfer.size_bytes, time.monotonic() + READ_TIMEOUT_S)
         self._flying_bytes += transfer.size_bytes
 

@@ -1,8 +1,7 @@
 """The thread that carries reads: it starts transfers, asks how they are, and sleeps when there are none.
 
 Nothing in the nixl library waits, so somebody has to ask; asking again at once is quickest and burns a core. The pump
-asks at once for a moment, then more and more seldom. What is small is carried on the event loop itself, where on one
-host it is over before a thread would have woken up.
+asks at once for a moment, then more and more seldom.
 """
 
 import asyncio
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-
-INLINE_BYTES = 1 << 20
 
 _SPIN_S = 50e-6
 _FIRST_PAUSE_S = 20e-6
@@ -61,21 +58,25 @@ class Pump:
         if not self._is_closed:
             await self._call(lambda: peer.give_up("it was closed"))
 
-    def submit(self, peer: Peer, read: Read, *, size_bytes: int) -> None:
-        """Carries a read, at once where it is small. On the event loop; `Read.wait` says when it is over."""
+    def submit(self, peer: Peer, read: Read) -> None:
+        """Carries a read. On the event loop; `Read.wait` says when it is over."""
         if self._is_closed:
             read.finish(_CLOSED)
-        elif size_bytes > INLINE_BYTES or peer.has_reads or not self._lock.acquire(blocking=False):
+        else:
             read.expect()
             self._calls.put(lambda: self._take_on(peer, read))
-        else:
-            try:
-                peer.read_now(read)
-                if not read.is_over:
-                    read.expect()
-                    self._calls.put(lambda: self._peers.add(peer))
-            finally:
-                self._lock.release()
+
+    def read_at_once(self, peer: Peer, read: Read) -> bool:
+        """Carries a read on the event loop itself; False where it is not done then, and not waited for."""
+        if self._is_closed or peer.has_reads or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            done = peer.read_now(read)
+            if peer.has_work:
+                self._calls.put(lambda: self._peers.add(peer))
+        finally:
+            self._lock.release()
+        return done
 
     async def close(self) -> None:
         """Ends the thread and the agent. Closing twice is harmless."""

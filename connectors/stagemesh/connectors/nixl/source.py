@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from stagemesh.connectors.arena import Account, Arena
+from stagemesh.connectors.arena import Account, Arena, Region
 from stagemesh.connectors.connector import ArenaRange, Bytes
 from stagemesh.connectors.errors import UnavailableError
 from stagemesh.connectors.memory_file import LAYOUT_NAME, data_offset_in
@@ -12,6 +12,9 @@ from stagemesh.connectors.nixl.offer import NixlOffer
 from stagemesh.connectors.nixl.peer import Peer, Read
 from stagemesh.connectors.nixl.plan import Plan, Transfer
 from stagemesh.connectors.nixl.pump import Pump
+
+AT_ONCE_BYTES = 1 << 20
+"""The most that is copied on the event loop itself, where it is over before a thread would have woken up."""
 
 
 class Source:
@@ -40,22 +43,39 @@ class Source:
         peer = self._peer
         if peer is None or peer.failure:
             raise UnavailableError(self.failure or f"{self.offer.agent} was not met")
-        plan = Plan(places, data_offset=self._data_offset, file_bytes=self.offer.file_bytes)
-        landing = self._landing
-        region = landing.try_allocate(plan.size_bytes, account) or await landing.allocate(plan.size_bytes, account)
-        ours, theirs = landing.address + region.offset, self.offer.address
-        array = region.as_array()
-        data = plan.data(local=ours, remote=theirs, part_bytes=peer.part_bytes)
-        read = Read(data, plan.words(local=ours, remote=theirs), landing=array)
-        self._pump.submit(peer, read, size_bytes=plan.data_bytes)
+        plan = self._plan(places)
+        region = await self._landing.allocate(plan.size_bytes, account)
+        read = self._read(plan, region, peer)
+        self._pump.submit(peer, read)
         await read.wait()
-        return plan.views(array)
+        return plan.views(read.landing)
+
+    def fetch_at_once(self, places: Sequence[ArenaRange], account: Account) -> list[Bytes] | None:
+        """See `FetchingReader`."""
+        peer = self._peer
+        if peer is None or not peer.copies or sum(place.size_bytes for place in places) > AT_ONCE_BYTES:
+            return None
+        plan = self._plan(places)
+        region = self._landing.try_allocate(plan.size_bytes, account)
+        if region is None:
+            return None
+        read = self._read(plan, region, peer)
+        return plan.views(read.landing) if self._pump.read_at_once(peer, read) else None
 
     async def leave(self) -> None:
         """One reader less; the last closes the connection."""
         self.readers -= 1
         if not self.readers and self._peer is not None:
             await self._pump.part(self._peer)
+
+    def _plan(self, places: Sequence[ArenaRange]) -> Plan:
+        return Plan(places, data_offset=self._data_offset, file_bytes=self.offer.file_bytes)
+
+    def _read(self, plan: Plan, region: Region, peer: Peer) -> Read:
+        """Into a region, whose hold goes over to it."""
+        ours, theirs = self._landing.address + region.offset, self.offer.address
+        data = plan.data(local=ours, remote=theirs, part_bytes=peer.part_bytes)
+        return Read(data, plan.words(local=ours, remote=theirs), landing=region.as_array())
 
     async def _greet(self) -> None:
         await self._pump.start()
@@ -75,7 +95,7 @@ class Source:
         size_bytes = len(beginning)
         ours, theirs = (self._landing.address + region.offset, size_bytes, 0), (self.offer.address, size_bytes, 0)
         read = Read([Transfer([ours], [theirs], size_bytes)], [], landing=array)
-        self._pump.submit(peer, read, size_bytes=size_bytes)
+        self._pump.submit(peer, read)
         await read.wait()
         if array[:size_bytes].tobytes() != beginning:
             raise unavailable(f"what {self.offer.agent} offers is no arena, or one of another version")

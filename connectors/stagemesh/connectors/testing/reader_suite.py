@@ -306,6 +306,7 @@ class ReaderSuite(Suite):
             return await fetch(reader, places, account)
 
         monkeypatch.setattr(kind, "fetch", fails_later)
+        monkeypatch.setattr(kind, "fetch_at_once", FetchingReader.fetch_at_once)
         sent = [packet(seq, 50_000) for seq in range(10)]
         with registered(replace(card_of(self.connector), rank=0)):
             async with self.hosts() as (a, b):
