@@ -25,7 +25,7 @@ from benchmarks.edge_ways.namespaces import two_namespaces
 from benchmarks.edge_ways.pair import Pair, ReceiverT, SenderT
 from benchmarks.edge_ways.plane import STREAMS, GrpcSender, NixlSender, PlaneReceiver, PlaneSender, ShmSender
 from benchmarks.edge_ways.raw_grpc import RawGrpcReceiver, RawGrpcSender
-from benchmarks.edge_ways.raw_nixl import RawNixlReceiver, RawNixlSender
+from benchmarks.edge_ways.raw_nixl import RawNixlFileReceiver, RawNixlFileSender, RawNixlReceiver, RawNixlSender
 from benchmarks.edge_ways.raw_tcp import RawTcpReceiver, RawTcpSender
 from benchmarks.edge_ways.segment import SegmentReceiver, SegmentSender
 from benchmarks.edge_ways.worker import WorkerError
@@ -44,7 +44,8 @@ BULK_BYTES, BULK_COUNT = MIB, 512
 IDLE_S = 3.0
 
 MEMCPY, PEER = "memcpy", "segment + msgpack"
-RAW_NIXL, RAW_READ, RAW_GRPC, RAW_TCP = "raw NIXL", "raw NIXL READ alone", "raw gRPC stream", "raw TCP socket"
+RAW_NIXL, RAW_NIXL_FILE, RAW_READ = "raw NIXL", "raw NIXL on a memory file", "raw NIXL READ alone"
+RAW_GRPC, RAW_TCP = "raw gRPC stream", "raw TCP socket"
 TWO_CONSUMERS = "shm, two consumers"
 NIXL_BETWEEN, GRPC_BETWEEN, TCP_BETWEEN = (f"{way}, two namespaces" for way in ("nixl", "grpc", RAW_TCP))
 
@@ -54,6 +55,7 @@ ON_ONE_HOST: Speeds = (
     ("shm", MEMCPY, {MIB: "", 16 * MIB: ">=0.60", 64 * MIB: ">=0.80"}),
     ("shm", PEER, {MIB: ">=6", 16 * MIB: ">=12", 64 * MIB: ""}),
     ("nixl", RAW_NIXL, {MIB: ">=0.75", 16 * MIB: ">=0.75", 64 * MIB: ">=0.75"}),
+    ("nixl", RAW_NIXL_FILE, {MIB: "", 16 * MIB: "", 64 * MIB: ""}),
     ("nixl", RAW_READ, {MIB: "", 16 * MIB: "", 64 * MIB: ""}),
     ("grpc", RAW_GRPC, {MIB: ">=0.80", 16 * MIB: ">=0.80", 64 * MIB: ">=0.80"}),
 )
@@ -84,6 +86,7 @@ def time_on_one_host(edges: Edges, findings: Findings) -> Times:
     """Every way at every size."""
     raw_nixl = {RAW_NIXL: Pair(RawNixlSender, RawNixlReceiver)}
     baselines: dict[str, Pair[Sender, Receiver]] = {
+        RAW_NIXL_FILE: Pair(RawNixlFileSender, RawNixlFileReceiver),
         PEER: Pair(SegmentSender, SegmentReceiver),
         RAW_GRPC: Pair(RawGrpcSender, RawGrpcReceiver),
         RAW_TCP: Pair(RawTcpSender, RawTcpReceiver),

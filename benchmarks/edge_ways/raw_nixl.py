@@ -1,9 +1,13 @@
 """Raw NIXL: memory registered once, transfers prepared once a size, the reader spinning.
 
 `RawNixl*` do what an edge does: copy into registered memory, notify, READ. `time_reads` takes the READ alone.
+Private memory, which the kernel backs with huge pages, is read half as fast again as a memory file, which an arena has
+to be so that others on the host can map it: `RawNixlFile*` use one.
 """
 
 import asyncio
+import mmap
+import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -25,8 +29,12 @@ POLL_S = 0.02
 class RawNixlSender(Sender):
     """Owns the memory that is read."""
 
+    def make_memory(self) -> Bytes:
+        """The memory, touched."""
+        return np.ones(MAX_BYTES, np.uint8)
+
     async def open(self) -> None:
-        self._agent, self._memory = _registered("sender")
+        self._agent, self._memory = _registered("sender", self.make_memory())
         self.peers[0].send((self._agent.get_agent_metadata(), self._memory.ctypes.data))
         self._receiver = self._agent.add_remote_agent(await receive(self.peers[0]))
         self._agent.send_notif(self._receiver, b"hello")
@@ -72,8 +80,12 @@ class RawNixlSender(Sender):
 class RawNixlReceiver(Receiver):
     """Reads."""
 
+    def make_memory(self) -> Bytes:
+        """The memory to read into, touched."""
+        return np.ones(MAX_BYTES, np.uint8)
+
     async def open(self) -> None:
-        self._agent, self._memory = _registered("receiver")
+        self._agent, self._memory = _registered("receiver", self.make_memory())
         metadata, self._address = await receive(self.peers[0])
         self.peers[0].send(self._agent.get_agent_metadata())
         self._sender = self._agent.add_remote_agent(metadata)
@@ -113,12 +125,35 @@ class RawNixlReceiver(Receiver):
         return self._transfers[size_bytes]
 
 
-def _registered(name: str) -> "tuple[nixl_agent, Bytes]":
-    """An agent without a thread of its own, and touched memory that it has registered."""
+class RawNixlFileSender(RawNixlSender):
+    """Owns a memory file that is read."""
+
+    def make_memory(self) -> Bytes:
+        return _memory_file()
+
+
+class RawNixlFileReceiver(RawNixlReceiver):
+    """Reads into a memory file."""
+
+    def make_memory(self) -> Bytes:
+        return _memory_file()
+
+
+def _memory_file() -> Bytes:
+    """Touched memory that other processes could map."""
+    fd = os.memfd_create("raw-nixl")
+    os.ftruncate(fd, MAX_BYTES)
+    memory = np.frombuffer(mmap.mmap(fd, MAX_BYTES, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), np.uint8)
+    os.close(fd)
+    memory[:] = 1
+    return memory
+
+
+def _registered(name: str, memory: Bytes) -> "tuple[nixl_agent, Bytes]":
+    """An agent without a thread of its own that has registered `memory`."""
     from nixl_cu12._api import nixl_agent, nixl_agent_config
 
     agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
-    memory = np.ones(MAX_BYTES, np.uint8)
     agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
     return agent, memory
 

@@ -1,4 +1,4 @@
-"""A producer that is killed and starts again at the same address: nothing of its former life is read as new data (D6)."""
+"""A producer that is killed and starts again at the same address: nothing of its former life is read as new (D6)."""
 
 import asyncio
 

@@ -1,9 +1,11 @@
 """The contract between a stage's runtime and whatever computes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
+from stagemesh.connectors.arena_writer import Handle, ShareTicket
 from stagemesh.connectors.base import Packet
 from stagemesh.connectors.tensors import Tensors
 
@@ -32,13 +34,16 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True)
-class ResumePoint:
-    """Where another replica left off."""
+class Checkpoint:
+    """Enough of a task's state to continue it, here or on another replica. An event, and a task's beginning."""
 
     steps: int
-    token_ids: tuple[int, ...]
-    tensors: Tensors
-    outputs: Mapping[str, int]
+    """Engine steps done."""
+    token_ids: tuple[int, ...] = ()
+    """Tokens sampled so far."""
+    tensors: Tensors = field(default_factory=dict[str, "object"])  # type: ignore[arg-type]
+    outputs: Mapping[str, int] = field(default_factory=dict[str, int])
+    """How many outputs of each name had been made; set by the stage, not by the engine."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Task:
     inlets: Mapping[str, AsyncIterable[Packet]] = field(default_factory=dict[str, AsyncIterable[Packet]])
     """What comes over each incoming edge, transformed already, by edge name."""
     max_steps: int | None = None
-    resume_from: ResumePoint | None = None
+    resume_from: Checkpoint | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class Usage:
     steps: int = 0
 
 
-EngineEvent: TypeAlias = Emission | Progress | Usage
+EngineEvent: TypeAlias = Emission | Progress | Checkpoint | Usage
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,33 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Aborts all tasks and frees everything. Closing twice is harmless."""
+
+
+class Resumable(ABC):
+    """An ability of an engine: `submit` yields checkpoints and takes a task's `resume_from`."""
+
+
+class WritesByWorkers(ABC):
+    """An ability of an engine: its worker processes write into the replica's arena by themselves."""
+
+    @abstractmethod
+    def use_shares(self, shares: "Shares") -> None:
+        """Called once, before `start`."""
+
+
+class Shares(Protocol):
+    """Parts of the replica's arena, to be set aside for worker processes."""
+
+    def open_share(self, size_bytes: int) -> ShareTicket:
+        """Sets a share aside for one worker. Raises NotReadyError where it does not fit."""
+        ...
+
+    def adopt(self, handle: Handle) -> Tensors:
+        """What a worker wrote, as views that hold it. Raises InvalidChunkError for what it did not."""
+        ...
+
+    def close_share(self, ticket: ShareTicket) -> None:
+        """Takes a share back, for when its worker has ended."""
 
 
 class Transform(Protocol):

@@ -131,7 +131,7 @@ class StepRun:
                     await self._emit(event.packet)
                 elif isinstance(event, Progress):
                     self.journal.append(event)
-                else:
+                elif isinstance(event, Usage):
                     self._usage = event
         finally:
             # An engine that lets go is not to be broken into.

@@ -7,7 +7,7 @@ from stagemesh.connectors.base import ChunkPolicy, FlowUsage, FramesPolicy, Step
 from stagemesh.connectors.errors import InvalidRequestError
 from stagemesh.connectors.registry import cards, name_of, number_of
 from stagemesh.connectors.tensors import Array, inline_tensor, read_inline, spec_to_wire
-from stagemesh.services.engines.base import ChatMessage, Progress, Prompt, ResumePoint, SamplingOptions, Task
+from stagemesh.services.engines.base import ChatMessage, Checkpoint, Progress, Prompt, SamplingOptions, Task
 from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.plugins import Signature
 from stagemesh.services.stage.events import Accepted, Content, Finished, Output, Picture, Sound, StepEvent
@@ -44,7 +44,7 @@ def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
         sampling=_sampling(parameters.sampling),
         options=dict(parameters.options),
         max_steps=request.max_steps if request.HasField("max_steps") else None,
-        resume_from=_resume_point(request.resume_from) if request.HasField("resume_from") else None,
+        resume_from=_checkpoint(request.resume_from) if request.HasField("resume_from") else None,
     )
 
 
@@ -82,8 +82,8 @@ def _sampling(message: request_pb2.Sampling) -> SamplingOptions:
     )
 
 
-def _resume_point(message: stage_pb2.Checkpoint) -> ResumePoint:
-    return ResumePoint(
+def _checkpoint(message: stage_pb2.Checkpoint) -> Checkpoint:
+    return Checkpoint(
         steps=message.steps,
         token_ids=tuple(message.token_ids),
         tensors=_tensors(message.tensors),
