@@ -125,7 +125,7 @@ class Engine(Protocol):
         """Aborts all tasks and frees everything. Closing twice is harmless."""
 
 
-class Resumable(ABC):
+class Resumable:
     """An ability of an engine: `submit` yields checkpoints and takes a task's `resume_from`."""
 
 
