@@ -76,16 +76,30 @@ def test_stage_without_its_edge_is_refused() -> None:
     assert caught.value.reason == "MISSING_INPUT"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda r: setattr(r, "max_steps", 1), lambda r: r.resume_from.SetInParent()],
-    ids=["max_steps", "resume_from"],
-)
-def test_pausing_is_refused(change: Change) -> None:
+@pytest.mark.parametrize("resumable", [True, False])
+def test_pausing_is_refused(*, resumable: bool) -> None:
     request = step_request()
-    change(request)
-    with pytest.raises(UnsupportedError, match="engine fake cannot pause or resume"):
+    request.max_steps = 1
+    with pytest.raises(UnsupportedError, match="engine fake cannot pause; leave max_steps unset"):
+        check_order(order_from_wire(request), SOURCE, engine="fake", resumable=resumable)
+
+
+def test_resuming_is_for_engines_that_can() -> None:
+    request = step_request()
+    request.ClearField("streamed")
+    request.resume_from.SetInParent()
+    check_order(order_from_wire(request), SOURCE, engine="fake", resumable=True)
+    with pytest.raises(UnsupportedError, match="engine fake cannot resume; leave resume_from unset"):
         check_order(order_from_wire(request), SOURCE, engine="fake")
+
+
+def test_checkpoint_of_another_stage_is_refused() -> None:
+    request = step_request()
+    request.ClearField("streamed")
+    request.resume_from.outputs["audio"] = 3
+    with pytest.raises(InvalidRequestError, match="the checkpoint counts outputs of 'audio'") as caught:
+        check_order(order_from_wire(request), SOURCE, engine="fake", resumable=True)
+    assert caught.value.reason == "INVALID_CHECKPOINT"
 
 
 def test_good_request_passes_whole() -> None:

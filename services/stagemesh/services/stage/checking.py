@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
-from stagemesh.services.engines.base import Prompt, SamplingOptions, Task
+from stagemesh.services.engines.base import Checkpoint, Prompt, SamplingOptions, Task
 from stagemesh.services.serving.plugins import Signature
 from stagemesh.services.stage.order import StepOrder
 
@@ -22,8 +22,11 @@ _SAMPLING: Mapping[str, tuple[str, Callable[[float], bool]]] = {
 _ROLES = frozenset({"system", "user", "assistant"})
 
 
-def check_order(order: StepOrder, signature: Signature, *, engine: str) -> None:
-    """Raises InvalidRequestError or UnsupportedError, naming what is wrong and what is allowed."""
+def check_order(order: StepOrder, signature: Signature, *, engine: str, resumable: bool = False) -> None:
+    """Raises InvalidRequestError or UnsupportedError, naming what is wrong and what is allowed.
+
+    `engine` is the engine's name, `resumable` whether it has that ability.
+    """
     check_request_id(order.request_id)
     if not _STEP_ID.fullmatch(order.step_id):
         raise InvalidRequestError(
@@ -32,7 +35,8 @@ def check_order(order: StepOrder, signature: Signature, *, engine: str) -> None:
         )
     if order.attempt < 1:
         raise InvalidRequestError("attempt is 0; attempts count from 1")
-    _check_abilities(order.task, engine=engine)
+    _check_abilities(order.task, engine=engine, resumable=resumable)
+    _check_checkpoint(order.task.resume_from, signature)
     _check_edges(order, signature)
     _check_known("tensor", order.streamed, signature.emits)
     _check_options(order.task, signature)
@@ -50,12 +54,25 @@ def check_request_id(request_id: str) -> None:
         )
 
 
-def _check_abilities(task: Task, *, engine: str) -> None:
-    for name, asked in (("max_steps", task.max_steps), ("resume_from", task.resume_from)):
-        if asked is not None:
-            raise UnsupportedError(
-                f"engine {engine} cannot pause or resume; leave {name} unset to run the step to its end",
-                metadata={"engine": engine},
+def _check_abilities(task: Task, *, engine: str, resumable: bool) -> None:
+    if task.max_steps is not None:
+        raise UnsupportedError(
+            f"engine {engine} cannot pause; leave max_steps unset to run the step to its end",
+            metadata={"engine": engine},
+        )
+    if task.resume_from is not None and not resumable:
+        raise UnsupportedError(
+            f"engine {engine} cannot resume; leave resume_from unset to run the step from its start",
+            metadata={"engine": engine},
+        )
+
+
+def _check_checkpoint(resume_from: Checkpoint | None, signature: Signature) -> None:
+    for name in resume_from.outputs if resume_from is not None else ():
+        if name not in signature.emits:
+            raise InvalidRequestError(
+                f"the checkpoint counts outputs of {name!r}; this stage knows {', '.join(signature.emits) or 'none'}",
+                reason="INVALID_CHECKPOINT",
             )
 
 

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from stagemesh.connectors.base import FlowUsage
 from stagemesh.connectors.tensors import Array
-from stagemesh.services.engines.base import Progress, Usage
+from stagemesh.services.engines.base import Checkpoint, Progress, Usage
 
 
 @dataclass(frozen=True)
@@ -61,4 +61,4 @@ class Finished:
     edges: tuple[FlowUsage, ...]
 
 
-StepEvent: TypeAlias = Accepted | Progress | Output | Finished
+StepEvent: TypeAlias = Accepted | Progress | Output | Checkpoint | Finished

@@ -25,13 +25,21 @@ _MEDIA_TYPES: Mapping[bytes, str] = {
 class StreamedOutputs:
     """Turns one run's emissions into numbered pieces of the tensors that its caller hears."""
 
-    def __init__(self, names: Sequence[str], emits: Mapping[str, Emitted]) -> None:
+    def __init__(
+        self, names: Sequence[str], emits: Mapping[str, Emitted], *, made: Mapping[str, int] | None = None
+    ) -> None:
+        """`made` is how many pieces of each name an earlier run has made: this one numbers on from there."""
         self.size_bytes = 0
         """Of all that was pushed."""
         self._emitted = {name: emits[name] for name in names}
-        self._next_seqs = dict.fromkeys(names, 0)
+        self._next_seqs = {name: (made or {}).get(name, 0) for name in names}
         # An emission may end within a character.
         self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in names}
+
+    @property
+    def made(self) -> dict[str, int]:
+        """How many pieces of each name there are, those of earlier runs counted."""
+        return dict(self._next_seqs)
 
     def push(self, packet: Packet) -> Iterator[Output]:
         """The pieces that `packet` brings. Raises UnsupportedError for what no message can hold."""

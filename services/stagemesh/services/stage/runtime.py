@@ -14,7 +14,7 @@ from stagemesh.connectors.errors import (
     UnavailableError,
 )
 from stagemesh.connectors.pinning import can_pin, pin
-from stagemesh.services.engines.base import Engine, EngineLoad
+from stagemesh.services.engines.base import Engine, EngineLoad, WritesByWorkers, Resumable
 from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.plugins import Signature
 from stagemesh.services.stage.checking import check_order, check_request_id
@@ -142,7 +142,8 @@ class StageRuntime:
                 _log.warning("the arena is not page-locked: %s", exc.message)
 
     def _admit(self, order: StepOrder, *, deadline_s: float | None) -> StepRun:
-        check_order(order, self.signature, engine=self.config.engine)
+        resumable = isinstance(self._engine, Resumable)
+        check_order(order, self.signature, engine=self.config.engine, resumable=resumable)
         known = self._book.find(order)
         if known is not None:
             known.extend(deadline_s=deadline_s)

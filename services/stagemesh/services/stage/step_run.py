@@ -9,7 +9,7 @@ from dataclasses import replace
 from stagemesh.connectors.base import EdgeKey, Inlet, Packet
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.errors import CancelledRequestError, DeadlineError, InternalError, StagemeshError
-from stagemesh.services.engines.base import Emission, Engine, Progress, Task, Usage
+from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Progress, Task, Usage
 from stagemesh.services.serving.journal import Journal
 from stagemesh.services.serving.logs import bind_log_context
 from stagemesh.services.serving.plugins import Signature
@@ -20,6 +20,8 @@ from stagemesh.services.stage.outputs import StreamedOutputs
 from stagemesh.services.stage.stopwatch import Stopwatch
 
 _log = logging.getLogger(__name__)
+_TOKEN_BYTES = 8
+
 
 
 class StepRun:
@@ -35,7 +37,11 @@ class StepRun:
         self.journal = Journal[StepEvent](on_abandoned=self._abandoned)
         self._engine, self._data_plane, self._signature = engine, data_plane, signature
         self._where = {**where, "request_id": order.request_id}
-        self._outputs = StreamedOutputs(order.streamed, signature.emits)
+        resume_from = order.task.resume_from
+        self._outputs = StreamedOutputs(
+            order.streamed, signature.emits, made=resume_from.outputs if resume_from is not None else None
+        )
+        self._checkpoint_bytes = 0
         self._inlets: dict[str, Inlet] = {}
         self._outlets = data_plane.fan_out()
         self._stopwatch = Stopwatch()
@@ -52,8 +58,8 @@ class StepRun:
 
     @property
     def kept_bytes(self) -> int:
-        """What its outputs take in memory."""
-        return self._outputs.size_bytes
+        """What its outputs and checkpoints take in memory."""
+        return self._outputs.size_bytes + self._checkpoint_bytes
 
     def start(self, *, deadline_s: float | None, on_ended: Callable[["StepRun"], None]) -> None:
         """Begins. `deadline_s` is in the event loop's time, None for none."""
@@ -140,6 +146,8 @@ class StepRun:
             self._interruptible = True
         self._raise_cause()
 
+                elif isinstance(event, Checkpoint):
+                    self._keep(event)
     def _raise_cause(self) -> None:
         """For a stop that came where it could not break in."""
         if self._cause is not None:
@@ -186,6 +194,12 @@ class StepRun:
 
     async def _let_go(self, error: StagemeshError | None) -> None:
         if error is not None:
+    def _keep(self, checkpoint: Checkpoint) -> None:
+        """What was emitted before a checkpoint is made by it; the rest is to come after it."""
+        size_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        self._checkpoint_bytes += size_bytes + _TOKEN_BYTES * len(checkpoint.token_ids)
+        self.journal.append(replace(checkpoint, outputs=self._outputs.made))
+
             await self._outlets.abort(error)
         await asyncio.gather(*(inlet.aclose() for inlet in self._inlets.values()))
         self._set_deadline(None)

@@ -129,6 +129,8 @@ def event_to_wire(event: StepEvent) -> stage_pb2.ExecuteStepResponse:
         return stage_pb2.ExecuteStepResponse(output=_output(event))
     return stage_pb2.ExecuteStepResponse(finished=_finished(event))
 
+    if isinstance(event, Checkpoint):
+        return stage_pb2.ExecuteStepResponse(checkpoint=_checkpoint_message(event))
 
 def _output(event: Output) -> request_pb2.Output:
     output = request_pb2.Output(name=event.name, seq=event.seq)
@@ -163,6 +165,15 @@ def _finished(event: Finished) -> stage_pb2.StepFinished:
 
 def _edge_usage(usage: FlowUsage) -> request_pb2.EdgeUsage:
     return request_pb2.EdgeUsage(
+def _checkpoint_message(event: Checkpoint) -> stage_pb2.Checkpoint:
+    return stage_pb2.Checkpoint(
+        steps=event.steps,
+        token_ids=event.token_ids,
+        tensors=[inline_tensor(name, tensor) for name, tensor in event.tensors.items()],
+        outputs=event.outputs,
+    )
+
+
         edge=usage.edge, connector=usage.connector, chunks=usage.chunks, size_bytes=usage.size_bytes
     )
 

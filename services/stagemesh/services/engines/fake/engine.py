@@ -16,7 +16,16 @@ from stagemesh.connectors.errors import (
     UnsupportedError,
 )
 from stagemesh.connectors.tensors import Array
-from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage
+from stagemesh.services.engines.base import (
+    Checkpoint,
+    Emission,
+    EngineEvent,
+    EngineLoad,
+    Progress,
+    Resumable,
+    Task,
+    Usage,
+)
 from stagemesh.services.engines.fake import FRAME_WIDTH, signature
 from stagemesh.services.engines.options import parse_options
 from stagemesh.services.serving.config import StageConfig
@@ -38,9 +47,11 @@ class FakeOptions:
     """How long loading takes."""
     max_running: int = 256
     """Tasks run at once; more are queued."""
+    checkpoint_steps: int = 0
+    """Steps between two checkpoints; 0 for none."""
 
 
-class FakeEngine:
+class FakeEngine(Resumable):
     """See `stagemesh.services.engines.base.Engine`."""
 
     def __init__(self, config: StageConfig) -> None:
@@ -57,8 +68,8 @@ class FakeEngine:
         await asyncio.sleep(self._options.start_s)
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        if task.max_steps is not None or task.resume_from is not None:
-            raise UnsupportedError(f"stage {self._stage}: the fake engine can neither pause nor resume")
+        if task.max_steps is not None:
+            raise UnsupportedError(f"stage {self._stage}: the fake engine cannot pause")
         self._held += 1
         try:
             async with self._slots, aclosing(self._run(task)) as events:
@@ -69,12 +80,22 @@ class FakeEngine:
 
     async def _run(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         step = size_bytes = 0
+        done = task.resume_from.steps if task.resume_from is not None else 0
         async for text in self._texts(task):
-            await self._step(step)
-            tensor = frames_of(text) if self._emits == "frames" else text
-            yield Emission(Packet({self._emits: tensor}, {"step": step}))
+            if step >= done:
+                await self._step(step)
+                tensor = frames_of(text) if self._emits == "frames" else text
+                yield Emission(Packet({self._emits: tensor}, {"step": step}))
             step, size_bytes = step + 1, size_bytes + text.nbytes
-            yield Progress(step)
+            if step > done:
+                yield Progress(step)
+                if self._options.checkpoint_steps and not step % self._options.checkpoint_steps:
+                    yield Checkpoint(step)
+        if step <= done and task.resume_from is not None:
+            raise InvalidRequestError(
+                f"stage {self._stage}: the checkpoint is of step {done}, and all is done at {step}",
+                reason="INVALID_CHECKPOINT",
+            )
         yield Usage(prompt_tokens=len(task.prompt or ""), output_tokens=size_bytes, steps=step)
 
     async def _texts(self, task: Task) -> AsyncIterator[Array]:

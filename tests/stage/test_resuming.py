@@ -1,0 +1,71 @@
+"""A step that goes on from a checkpoint: what its caller hears is what the first one would have heard."""
+
+from dataclasses import replace
+
+import pytest
+
+from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
+from stagemesh.services.engines.base import Checkpoint
+from stagemesh.services.stage.events import Output, StepEvent
+from stagemesh.services.stage.order import StepOrder
+from stagemesh.services.stage.translate import event_to_wire, order_from_wire
+from stagemesh.v1 import stage_pb2
+from tests.stage.gated_engine import GatedEngine
+from tests.stage.replicas import events_of, order, ready_runtime, served_stage, stage_config, step_request
+
+CONFIG = stage_config(steps=5, checkpoint_steps=2)
+
+
+def _outputs(events: list[StepEvent]) -> list[Output]:
+    return [event for event in events if isinstance(event, Output)]
+
+
+def _resumed(checkpoint: Checkpoint) -> StepOrder:
+    plain = order(attempt=2)
+    return replace(plain, task=replace(plain.task, resume_from=checkpoint))
+
+
+async def test_outputs_are_numbered_on() -> None:
+    async with ready_runtime(CONFIG) as runtime:
+        whole = await events_of(runtime, order())
+        checkpoints = [event for event in whole if isinstance(event, Checkpoint)]
+        assert [(one.steps, one.outputs) for one in checkpoints] == [(2, {"text": 2}), (4, {"text": 4})]
+        rest = await events_of(runtime, _resumed(checkpoints[0]))
+    assert _outputs(rest) == _outputs(whole)[2:]
+    assert [event for event in rest if isinstance(event, Checkpoint)] == checkpoints[1:]
+
+
+async def test_what_is_not_streamed_is_not_counted() -> None:
+    async with ready_runtime(CONFIG) as runtime:
+        events = await events_of(runtime, order(streamed=()))
+    assert {event.steps: event.outputs for event in events if isinstance(event, Checkpoint)} == {2: {}, 4: {}}
+
+
+async def test_checkpoint_crosses_the_wire_and_back() -> None:
+    async with served_stage(CONFIG) as replica:
+        whole = [event async for event in replica.stub.ExecuteStep(step_request())]
+        checkpoint = next(event.checkpoint for event in whole if event.WhichOneof("event") == "checkpoint")
+        request = step_request(attempt=2)
+        request.resume_from.CopyFrom(checkpoint)
+        rest = [event async for event in replica.stub.ExecuteStep(request)]
+    heard = [[event.output for event in events if event.HasField("output")] for events in (whole, rest)]
+    assert heard[1] == heard[0][2:]
+
+
+def test_nothing_of_a_checkpoint_is_lost_on_the_wire() -> None:
+    checkpoint = Checkpoint(3, (7, 8, 9), outputs={"text": 2})
+    message = event_to_wire(checkpoint).checkpoint
+    assert order_from_wire(stage_pb2.ExecuteStepRequest(resume_from=message)).task.resume_from == checkpoint
+
+
+async def test_checkpoint_past_the_end_is_refused() -> None:
+    async with ready_runtime(CONFIG) as runtime:
+        with pytest.raises(InvalidRequestError, match="the checkpoint is of step 5") as caught:
+            await events_of(runtime, _resumed(Checkpoint(5)))
+    assert caught.value.reason == "INVALID_CHECKPOINT"
+
+
+async def test_engine_that_cannot_resume_is_not_asked_to() -> None:
+    async with ready_runtime(engine=GatedEngine()) as runtime:
+        with pytest.raises(UnsupportedError, match="leave resume_from unset"):
+            await events_of(runtime, _resumed(Checkpoint(1)))
