@@ -37,6 +37,10 @@ class Deployment:
         """A client of the orchestrator."""
         return Client(self.endpoint)
 
+    def runs(self, name: str, process_id: int) -> bool:
+        """Whether a replica is still that process."""
+        return bool(self.statuses[name]["process_id"] == process_id)
+
     def process_id(self, name: str) -> int:
         """The process of a replica, by name."""
         return int(self.statuses[name]["process_id"])

@@ -24,7 +24,7 @@ def test_card_is_found_by_name() -> None:
 
 def test_unknown_function_names_those_known() -> None:
     with pytest.raises(NotFoundError, match="known: source, relay, frames"):
-        CARD.signature("sauce")
+        CARD.signature("sauce", {})
 
 
 def test_unknown_option_is_answered_with_close_ones() -> None:

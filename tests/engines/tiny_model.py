@@ -52,3 +52,16 @@ def _config(vocabulary: int) -> dict[str, object]:
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content))
+
+
+def write_real_model(folder: Path, *, layers: int = 2) -> Path:
+    """A model with random weights on disk, which vLLM and transformers load alike."""
+    import torch
+    from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+    write_tiny_model(folder)
+    config = {**json.loads((folder / "config.json").read_text()), "num_hidden_layers": layers}
+    torch.manual_seed(0)
+    model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**config))  # type: ignore[no-untyped-call]
+    model.save_pretrained(folder)
+    return folder

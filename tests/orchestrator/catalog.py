@@ -21,12 +21,12 @@ _SIGNATURES = {
 _ENGINES = {
     "plain": EngineCard(
         factory="",
-        signature=lambda name: _find(_SIGNATURES, name or "", "function"),
+        signature=lambda name, _: _find(_SIGNATURES, name or "", "function"),
         needs_model=False,
         needs_function=True,
         stage_options=frozenset({"max_len", "device"}),
     ),
-    "heavy": EngineCard(factory="", signature=lambda _: _SIGNATURES["talk"], needs_model=True),
+    "heavy": EngineCard(factory="", signature=lambda *_: _SIGNATURES["talk"], needs_model=True),
 }
 _TRANSFORMS = {
     "text.upper": TransformCard(takes={"text": _TEXT}, gives={"text": _TEXT}, factory=""),

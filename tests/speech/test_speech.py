@@ -110,7 +110,7 @@ def test_killed_stage_is_named_and_the_next_request_succeeds(speech: Deployment,
     with speech.client() as client:
         with pytest.raises(UnavailableError, match=f"stage '{victim}'"):
             for event in client.generate(PROMPTS[0], seed=SEED, max_tokens=200):
-                if isinstance(event, AudioChunk) and speech.process_id(f"{victim}-0") == first:
+                if isinstance(event, AudioChunk) and speech.runs(f"{victim}-0", first):
                     speech.kill(f"{victim}-0")
                     killed_s = time.monotonic()
         assert time.monotonic() - killed_s < 3

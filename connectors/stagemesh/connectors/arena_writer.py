@@ -4,12 +4,13 @@ The replica sets a slab of pages aside for each worker. A page of it is free whi
 table is 0; only the worker sets entries, only the replica clears them, so that neither needs a lock.
 """
 
+import math
 import mmap
 import os
 import select
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,6 @@ from stagemesh.connectors.memory_file import (
     GENERATION_BYTES,
     MEMFD_NAME,
     TOKEN_BYTES,
-    copy_tensors,
     layout_of,
     mark_pages,
     page_bytes_for,
@@ -69,6 +69,13 @@ class Handle:
     tensors: tuple[PlacedTensor, ...]
 
 
+class Reserved(NamedTuple):
+    """Room in the arena: what the replica is told of it, and the tensors to be filled in before that."""
+
+    handle: Handle
+    tensors: Mapping[str, Array]
+
+
 class ArenaWriter:
     """A worker's end of a share. Used by one thread; one writer for a ticket, ever."""
 
@@ -91,6 +98,32 @@ class ArenaWriter:
         Raises InvalidChunkError when they can never fit, DeadlineError when there is no room in time, and
         UnavailableError when the replica is gone.
         """
+        reserved = self._reserve(tensors, timeout_s)
+        for name, tensor in tensors.items():
+            reserved.tensors[name][...] = tensor
+        return reserved.handle
+
+    def try_reserve(self, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> "Reserved | None":
+        """Room for tensors of one type (in the contract's words), for the caller to fill in; None while there is none.
+
+        Raises InvalidChunkError when they can never fit.
+        """
+        try:
+            return self._reserve(_empty(shapes, dtype), 0.0)
+        except DeadlineError:
+            return None
+
+    def reserve(self, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> "Reserved":
+        """As `try_reserve`, but waits as long as it takes. Raises UnavailableError when the replica is gone."""
+        return self._reserve(_empty(shapes, dtype), math.inf)
+
+    def close(self) -> None:
+        """Lets go of the replica; what was written stays. Closing twice is harmless."""
+        if self._replica >= 0:
+            os.close(self._replica)
+            self._replica = -1
+
+    def _reserve(self, tensors: Tensors, timeout_s: float) -> "Reserved":
         dtypes = [dtype_name(tensor) for tensor in tensors.values()]
         layout = layout_of(tensors)
         size_bytes = page_bytes_for(layout.size_bytes)
@@ -100,20 +133,12 @@ class ArenaWriter:
         generation = (self._ticket.writer << WRITER_SHIFT) + self._count
         mark_pages(self._memory, offset=offset, size_bytes=size_bytes, generation=generation)
         self._next_page = page + size_bytes // PAGE_BYTES
-        copy_tensors(self._memory, start=offset, layout=layout, tensors=tensors)
-        placed = zip(tensors.items(), dtypes, layout.offsets, strict=True)
-        return Handle(
-            generation,
-            offset,
-            size_bytes,
-            tuple(PlacedTensor(name, dtype, tensor.shape, at) for (name, tensor), dtype, at in placed),
+        placed = tuple(
+            PlacedTensor(name, dtype, tensor.shape, at)
+            for (name, tensor), dtype, at in zip(tensors.items(), dtypes, layout.offsets, strict=True)
         )
-
-    def close(self) -> None:
-        """Lets go of the replica; what was written stays. Closing twice is harmless."""
-        if self._replica >= 0:
-            os.close(self._replica)
-            self._replica = -1
+        handle = Handle(generation, offset, size_bytes, placed)
+        return Reserved(handle, {one.name: _view(one, handle, self._memory) for one in placed})
 
     def _wait_for_room(self, pages: int, timeout_s: float) -> int:
         if pages > len(self._generations):
@@ -165,11 +190,16 @@ def read_handle(handle: Handle, memory: memoryview, *, slab_offset: int, slab_by
     return {tensor.name: _view(tensor, handle, memory) for tensor in handle.tensors}
 
 
+def _empty(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, Array]:
+    """Tensors of these shapes that take no memory."""
+    return {name: np.broadcast_to(np.zeros((), DTYPES[dtype]), shape) for name, shape in shapes.items()}
+
+
 def _view(tensor: PlacedTensor, handle: Handle, memory: memoryview) -> Array:
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None or tensor.offset < 0 or any(dim < 0 for dim in tensor.shape):
         raise InvalidChunkError(f"tensor {tensor.name!r} of a worker's handle is none")
-    if tensor.offset % ALIGNMENT_BYTES or tensor.offset + prod(tensor.shape) * dtype.itemsize > handle.size_bytes:
+    if tensor.offset % ALIGNMENT_BYTES or tensor.offset + math.prod(tensor.shape) * dtype.itemsize > handle.size_bytes:
         raise InvalidChunkError(f"tensor {tensor.name!r} lies outside its worker's handle")
     return np.ndarray(tensor.shape, dtype, memory, handle.offset + tensor.offset)
 

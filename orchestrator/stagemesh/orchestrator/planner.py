@@ -110,4 +110,6 @@ def _output_binding(edge: Edge, consumer: Replica) -> stage_pb2.OutputBinding:
         endpoint=consumer.endpoint,
         connector=number_of(edge.connector),
         policy=policy_to_wire(edge.policy),
+        tensors=edge.tensors,
+        tokens=stage_pb2.TokenSelection.Value(f"TOKEN_SELECTION_{edge.tokens.upper()}"),
     )

@@ -27,6 +27,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _TokenSelection:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TokenSelectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenSelection.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOKEN_SELECTION_UNSPECIFIED: _TokenSelection.ValueType  # 0
+    """Not set; read as ALL."""
+    TOKEN_SELECTION_ALL: _TokenSelection.ValueType  # 1
+    """Every token that went through the model: the prompt's, and all sampled ones but the last."""
+    TOKEN_SELECTION_LAST: _TokenSelection.ValueType  # 2
+    """Those from which a token was sampled: the prompt's last, and all sampled ones but the last."""
+
+class TokenSelection(_TokenSelection, metaclass=_TokenSelectionEnumTypeWrapper):
+    """TokenSelection picks rows of tensors that have one for each token of a request, its prompt included. Others pass."""
+
+TOKEN_SELECTION_UNSPECIFIED: TokenSelection.ValueType  # 0
+"""Not set; read as ALL."""
+TOKEN_SELECTION_ALL: TokenSelection.ValueType  # 1
+"""Every token that went through the model: the prompt's, and all sampled ones but the last."""
+TOKEN_SELECTION_LAST: TokenSelection.ValueType  # 2
+"""Those from which a token was sampled: the prompt's last, and all sampled ones but the last."""
+Global___TokenSelection: _TypeAlias = TokenSelection  # noqa: Y015
+
 class _ReplicaState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -45,6 +69,8 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     """The engine failed; the process is about to end."""
     REPLICA_STATE_UNREACHABLE: _ReplicaState.ValueType  # 5
     """The replica does not answer. Never sent by the replica itself."""
+    REPLICA_STATE_ASLEEP: _ReplicaState.ValueType  # 6
+    """The engine sleeps, or is about to; steps are refused (NOT_READY) until StageControlService.Wake."""
 
 class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper):
     """ReplicaState is where a replica stands in its life."""
@@ -61,6 +87,8 @@ REPLICA_STATE_FAILED: ReplicaState.ValueType  # 4
 """The engine failed; the process is about to end."""
 REPLICA_STATE_UNREACHABLE: ReplicaState.ValueType  # 5
 """The replica does not answer. Never sent by the replica itself."""
+REPLICA_STATE_ASLEEP: ReplicaState.ValueType  # 6
+"""The engine sleeps, or is about to; steps are refused (NOT_READY) until StageControlService.Wake."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 @_typing.final
@@ -178,6 +206,8 @@ class OutputBinding(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
     """The edge's name."""
     consumer: _builtins.str
@@ -186,9 +216,15 @@ class OutputBinding(_message.Message):
     """Where that replica serves StageService, "host:port"."""
     connector: _chunk_pb2.Connector.ValueType
     """How the bytes are to cross."""
+    tokens: Global___TokenSelection.ValueType
+    """Which tokens' rows it carries, of tensors that have a row for each token, as hidden states have."""
     @_builtins.property
     def policy(self) -> Global___ChunkPolicy:
         """How the flow is cut into chunks."""
+
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The emitted tensors that it carries; none is all of them. One that the stage does not emit is refused (UNKNOWN_TENSOR)."""
 
     def __init__(
         self,
@@ -198,10 +234,12 @@ class OutputBinding(_message.Message):
         endpoint: _builtins.str = ...,
         connector: _chunk_pb2.Connector.ValueType = ...,
         policy: Global___ChunkPolicy | None = ...,
+        tensors: _abc.Iterable[_builtins.str] | None = ...,
+        tokens: Global___TokenSelection.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint", "policy", b"policy", "tensors", b"tensors", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

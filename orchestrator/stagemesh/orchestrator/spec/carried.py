@@ -45,6 +45,10 @@ class CarriedTensors:
             return None
         return {name: spec for name, spec in given.tensors.items() if name in taken.tensors}
 
+    def taken_by(self, transform: str) -> Mapping[str, TensorSpec]:
+        """What a transform that is known to fit takes."""
+        return self.catalog.transform(transform).takes
+
     def _transformed(self, index: int, name: str, given: Party) -> Party | None:
         try:
             card = self.catalog.transform(name)

@@ -28,6 +28,7 @@ class EdgeResolver:
         self._check_names(shape.edges)
         self._check_cycles(shape, known)
         given: dict[str, dict[str, TensorSpec]] = {}
+        names: dict[int, tuple[str, ...]] = {}
         doubtful = set[str]()
         for i in known:
             edge = shape.edges[i]
@@ -40,11 +41,12 @@ class EdgeResolver:
                 doubtful.add(edge.consumer)
             else:
                 given.setdefault(edge.consumer, {}).update(tensors)
+                names[i] = tuple(carried.taken_by(edge.transform) if edge.transform else tensors)
         # A dangling edge is problem enough: whom it was to feed is not known.
         for stage in stages.values() if len(known) == len(shape.edges) else ():
             if stage.name not in doubtful:
                 self._check_fed(stage, given.get(stage.name))
-        return tuple(_edge(shape.edges[i]) for i in known)
+        return tuple(_edge(shape.edges[i], names.get(i, ())) for i in known)
 
     def _check_ends(self, index: int, edge: EdgeShape, shape: PipelineShape) -> bool:
         ends = {"from": edge.producer, "to": edge.consumer}
@@ -101,7 +103,7 @@ class EdgeResolver:
             )
 
 
-def _edge(shape: EdgeShape) -> Edge:
+def _edge(shape: EdgeShape, tensors: tuple[str, ...]) -> Edge:
     return Edge(
         name=shape.edge_name,
         producer=shape.producer,
@@ -109,4 +111,6 @@ def _edge(shape: EdgeShape) -> Edge:
         transform=shape.transform or "",
         connector=shape.connector,
         policy=shape.policy,
+        tensors=tensors,
+        tokens=shape.tokens,
     )

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from pydantic import JsonValue
 
@@ -43,6 +44,10 @@ class Edge:
     """Empty for none."""
     connector: ConnectorName
     policy: ChunkPolicy
+    tensors: tuple[str, ...] = ()
+    """What it carries of what its producer emits."""
+    tokens: Literal["all", "last"] = "all"
+    """Which rows, of tensors that have one for each token."""
 
     @property
     def arc(self) -> Arc:

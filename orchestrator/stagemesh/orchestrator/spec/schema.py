@@ -73,6 +73,7 @@ class EdgeShape(_Shape):
     transform: str | None = None
     connector: str = AUTO
     chunk: ChunkShape = "step"
+    tokens: Literal["all", "last"] = "all"
     name: Name | None = None
 
     @property

@@ -70,9 +70,9 @@ class StageResolver:
             self.problems.add(path, f"engine {shape.engine!r} runs a function; add `function: NAME`")
             return None
         try:
-            return card.signature(shape.function)
+            return card.signature(shape.function, shape.options)
         except StagemeshError as exc:
-            self.problems.add((*path, "function"), exc.message)
+            self.problems.add((*path, "function" if shape.function else "options"), exc.message)
             return None
 
     def _check_options(self, path: KeyPath, shape: StageShape, card: EngineCard) -> None:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from stagemesh.connectors.arena_writer import Handle, ShareTicket
 from stagemesh.connectors.base import Packet
@@ -21,6 +21,25 @@ Prompt: TypeAlias = str | Sequence[ChatMessage] | Sequence[int]
 """Text (put through the chat template as a user message), a conversation, or token ids."""
 
 
+TokenSelection: TypeAlias = Literal["all", "last"]
+"""Rows for every token that goes through the model, or for those alone from which a token is sampled.
+
+Packets with such rows say in their metadata at which token they start (`token_start`) and how many the prompt has
+(`prompt_tokens`).
+"""
+
+
+StructureKind: TypeAlias = Literal["json_schema", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What the whole output of a task must be: `texts` are the choices, or the one schema, expression or grammar."""
+
+    kind: StructureKind
+    texts: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """How tokens are picked; None takes the stage's default."""
@@ -31,6 +50,16 @@ class SamplingOptions:
     top_k: int | None = None
     repetition_penalty: float | None = None
     stop: tuple[str, ...] = ()
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+    """How many alternatives each sampled token's log-probability is to come with; None for no log-probabilities."""
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True)
@@ -59,8 +88,20 @@ class Task:
     options: Mapping[str, float] = field(default_factory=dict[str, float])
     inlets: Mapping[str, AsyncIterable[Packet]] = field(default_factory=dict[str, AsyncIterable[Packet]])
     """What comes over each incoming edge, transformed already, by edge name."""
+    wanted: frozenset[str] | None = None
+    """The emitted tensors that somebody takes; None for all. What costs something is not emitted for nobody."""
+    tokens: TokenSelection = "all"
+    """Of tensors with a row for each token, the rows that somebody takes."""
     max_steps: int | None = None
     resume_from: Checkpoint | None = None
+
+
+class TokenLogprobs(NamedTuple):
+    """How probable a model took a sampled token to be, and the most probable ones in its place, the first one first."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,6 +109,8 @@ class Emission:
     """Tensors made by a step, for outgoing edges and the client alike."""
 
     packet: Packet
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the packet's tokens, one each, for the client alone; empty unless they were asked for."""
 
 
 @dataclass(frozen=True)

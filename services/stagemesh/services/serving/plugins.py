@@ -12,18 +12,20 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Literal, TypeVar
 
+from pydantic import JsonValue
+
 from stagemesh.connectors.errors import NotFoundError
 from stagemesh.connectors.tensors import TensorSpec
 
-OutputKind = Literal["text", "audio", "image", "tensor"]
+OutputKind = Literal["text", "tokens", "audio", "image", "tensor"]
 
 
 @dataclass(frozen=True)
 class Emitted:
     """A tensor that a stage emits, and what it is to a client.
 
-    "text" is UTF-8 in uint8[bytes]; "audio" is float32[samples] at `sample_rate_hz`; "image" is an encoded
-    picture in uint8[bytes].
+    "text" is UTF-8 in uint8[bytes]; "tokens" is vocabulary positions in int32[tokens]; "audio" is float32[samples] at
+    `sample_rate_hz`; "image" is an encoded picture in uint8[bytes].
     """
 
     spec: TensorSpec
@@ -68,10 +70,12 @@ class TransformCard:
 
 @dataclass(frozen=True)
 class EngineCard:
-    """An engine. `signature` gives a stage's tensors from its function name; `factory` is (StageConfig) -> Engine."""
+    """An engine. `signature` gives a stage's tensors from its function's name and its options, and raises what is wrong
+    with them; `factory` is (StageConfig) -> Engine.
+    """
 
     factory: str
-    signature: Callable[[str | None], Signature]
+    signature: Callable[[str | None, Mapping[str, JsonValue]], Signature]
     needs_model: bool
     needs_function: bool = False
     stage_options: frozenset[str] | None = None

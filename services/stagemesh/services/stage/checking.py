@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
-from stagemesh.services.engines.base import Checkpoint, Prompt, SamplingOptions, Task
+from stagemesh.services.engines.base import Checkpoint, Prompt, SamplingOptions, Structure, Task
 from stagemesh.services.serving.plugins import Signature
 from stagemesh.services.stage.order import StepOrder
 
@@ -17,7 +17,10 @@ _SAMPLING: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "max_tokens": ("at least 1", lambda value: value >= 1),
     "temperature": ("at least 0", lambda value: value >= 0),
     "top_p": ("over 0 and at most 1", lambda value: 0 < value <= 1),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
     "repetition_penalty": ("over 0", lambda value: value > 0),
+    "presence_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
+    "frequency_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
 }
 _ROLES = frozenset({"system", "user", "assistant"})
 
@@ -88,6 +91,7 @@ def _check_edges(order: StepOrder, signature: Signature) -> None:
     for binding in order.outputs:
         if not binding.consumer or not binding.endpoint:
             raise InvalidRequestError(f"edge {binding.edge} needs a consumer and an endpoint", reason="INVALID_EDGE")
+        _check_known("tensor", binding.tensors, signature.emits)
     if order.inputs and not signature.accepts:
         bound = ", ".join(binding.edge for binding in order.inputs)
         raise InvalidRequestError(f"this stage takes the prompt and no edge; unbind {bound}", reason="UNKNOWN_EDGE")
@@ -125,6 +129,29 @@ def _check_sampling(sampling: SamplingOptions) -> None:
             raise InvalidRequestError(f"{name} is {value:g}; it must be {allowed}", reason="INVALID_SAMPLING")
     if "" in sampling.stop:
         raise InvalidRequestError("a stop text is empty; leave it out", reason="INVALID_SAMPLING")
+    if not all(word.strip() for word in sampling.bad_words):
+        raise InvalidRequestError("one of bad_words is empty; leave it out", reason="INVALID_SAMPLING")
+    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens is {sampling.min_tokens} and max_tokens {sampling.max_tokens}; lower one, or raise the other",
+            reason="INVALID_SAMPLING",
+        )
+    if sampling.structure is not None:
+        _check_structure(sampling.structure, sampling)
+
+
+def _check_structure(structure: Structure, sampling: SamplingOptions) -> None:
+    if not structure.texts or not all(text.strip() for text in structure.texts):
+        problem = "holds no text, or an empty one" if structure.kind == "choice" else "is empty"
+        raise InvalidRequestError(
+            f"{structure.kind} {problem}; say what the output must be, or leave it unset", reason="INVALID_SAMPLING"
+        )
+    if sampling.min_tokens or sampling.ignore_eos:
+        other = "min_tokens" if sampling.min_tokens else "ignore_eos"
+        raise InvalidRequestError(
+            f"{other} contradicts {structure.kind}, which says where the output ends; leave one of them out",
+            reason="INVALID_SAMPLING",
+        )
 
 
 def _check_prompt(prompt: Prompt | None) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from stagemesh.connectors.base import ChunkPolicy, ConnectorName
-from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.base import Task, TokenSelection
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,9 @@ class OutputBinding:
     endpoint: str
     connector: ConnectorName
     policy: ChunkPolicy
+    tensors: frozenset[str] = frozenset()
+    """The emitted tensors that it carries; empty for all."""
+    tokens: TokenSelection = "all"
 
 
 @dataclass(frozen=True)

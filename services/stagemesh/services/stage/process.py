@@ -85,7 +85,7 @@ def _make_runtime(config: StageConfig) -> StageRuntime:
         inline_limit_bytes=limits.inline_limit_bytes,
     )
     engine: Engine = import_factory(card.factory)(config)
-    return StageRuntime(engine, data_plane, config, card.signature(config.function))
+    return StageRuntime(engine, data_plane, config, card.signature(config.function, config.options))
 
 
 def _set_serving(server: Server, *, serving: bool) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.errors import (
@@ -14,7 +14,7 @@ from stagemesh.connectors.errors import (
     UnavailableError,
 )
 from stagemesh.connectors.pinning import can_pin, pin
-from stagemesh.services.engines.base import Engine, EngineLoad, WritesByWorkers, Resumable
+from stagemesh.services.engines.base import Engine, EngineLoad, Resumable, WritesByWorkers
 from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.plugins import Signature
 from stagemesh.services.stage.checking import check_order, check_request_id
@@ -37,15 +37,24 @@ class StageRuntime:
         self.state = ReplicaState.LOADING
         self.detail = "starting"
         self.closed = asyncio.Event()
+        self.on_serving: Callable[[bool], None] = lambda _: None
+        """Told when a READY replica stops taking steps, and when it takes them again."""
         self._engine = engine
         self._where = {"stage": config.stage, "replica": config.replica}
         self._book = RunBook()
+
+    @property
+    def engine(self) -> Engine:
+        """What computes."""
+        return self._engine
 
     # -- its life
 
     async def start(self) -> None:
         """Loads the engine, which makes the replica READY; raises NotReadyError (LOAD_FAILED) and is FAILED then."""
         try:
+            if isinstance(self._engine, WritesByWorkers):
+                self._engine.use_shares(self.data_plane)
             await self._engine.start(self._report)
         except StagemeshError as exc:
             self._fail(exc.message)
@@ -79,6 +88,30 @@ class StageRuntime:
                     await _ended(running)
         left = [run for run in running if run.running]
         await self._stop(left, UnavailableError(f"replica {self.config.replica} shuts down", reason="SHUTDOWN"))
+
+    async def pause(self, why: str, *, drain: bool) -> None:
+        """Takes no more steps, and returns when none runs; `resume` ends it.
+
+        Raises NotReadyError (STEPS_RUNNING) where some run and `drain` is not set.
+        """
+        self.check_ready()
+        running = self._book.running()
+        if running and not drain:
+            raise NotReadyError(
+                f"{len(running)} steps run on replica {self.config.replica} of stage {self.config.stage}; wait for them, "
+                "or have the call drain them",
+                reason="STEPS_RUNNING",
+                metadata={"running": str(len(running))},
+            )
+        self.state, self.detail = ReplicaState.ASLEEP, why
+        self.on_serving(False)
+        await _ended(running)
+
+    def resume(self) -> None:
+        """Takes steps again after `pause`, unless the replica shuts down or has failed meanwhile."""
+        if self.state is ReplicaState.ASLEEP:
+            self.state, self.detail = ReplicaState.READY, ""
+            self.on_serving(True)
 
     async def close(self) -> None:
         """Stops everything and frees the engine and the data plane. Closing twice is harmless."""
@@ -148,7 +181,7 @@ class StageRuntime:
         if known is not None:
             known.extend(deadline_s=deadline_s)
             return known
-        self._check_ready()
+        self.check_ready()
         self._check_room()
         run = StepRun(
             order, engine=self._engine, data_plane=self.data_plane, signature=self.signature, where=self._where
@@ -157,12 +190,18 @@ class StageRuntime:
         run.start(deadline_s=deadline_s, on_ended=self._book.retire)
         return run
 
-    def _check_ready(self) -> None:
+    def check_ready(self) -> None:
+        """Raises NotReadyError, with the state, unless steps are taken."""
         if self.state is not ReplicaState.READY:
             raise NotReadyError(
                 f"replica {self.config.replica} of stage {self.config.stage} is {self.state.value}"
                 f"{': ' if self.detail else ''}{self.detail}; try again when it is ready"
             )
+
+    def check_loaded(self) -> None:
+        """Raises NotReadyError while there is no engine to ask."""
+        if self.state in {ReplicaState.LOADING, ReplicaState.FAILED}:
+            self.check_ready()
 
     def _check_room(self) -> None:
         held = len(self._book.running())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 
-from stagemesh.connectors.base import EdgeKey, Inlet, Packet
+from stagemesh.connectors.base import EdgeKey, Inlet
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.errors import CancelledRequestError, DeadlineError, InternalError, StagemeshError
 from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Progress, Task, Usage
@@ -17,11 +17,12 @@ from stagemesh.services.stage.events import Accepted, Finished, StepEvent
 from stagemesh.services.stage.feed import Feed, make_transform
 from stagemesh.services.stage.order import StepOrder
 from stagemesh.services.stage.outputs import StreamedOutputs
+from stagemesh.services.stage.selection import selection_of, tokens_of, wanted_of
 from stagemesh.services.stage.stopwatch import Stopwatch
 
-_log = logging.getLogger(__name__)
 _TOKEN_BYTES = 8
 
+_log = logging.getLogger(__name__)
 
 
 class StepRun:
@@ -126,7 +127,15 @@ class StepRun:
         self.journal.append(Accepted(self._engine.load().queued))
         if not self._inlets:
             self._stopwatch.start()
-        await self._compute(replace(self.order.task, inlets={edge: self._feed(edge) for edge in self._inlets}))
+        order = self.order
+        await self._compute(
+            replace(
+                order.task,
+                inlets={edge: self._feed(edge) for edge in self._inlets},
+                wanted=wanted_of(order),
+                tokens=tokens_of(order, order.task),
+            )
+        )
         await self._finish()
 
     async def _compute(self, task: Task) -> None:
@@ -134,9 +143,11 @@ class StepRun:
         try:
             async for event in events:
                 if isinstance(event, Emission):
-                    await self._emit(event.packet)
+                    await self._emit(event)
                 elif isinstance(event, Progress):
                     self.journal.append(event)
+                elif isinstance(event, Checkpoint):
+                    self._keep(event)
                 elif isinstance(event, Usage):
                     self._usage = event
         finally:
@@ -146,8 +157,6 @@ class StepRun:
             self._interruptible = True
         self._raise_cause()
 
-                elif isinstance(event, Checkpoint):
-                    self._keep(event)
     def _raise_cause(self) -> None:
         """For a stop that came where it could not break in."""
         if self._cause is not None:
@@ -166,7 +175,7 @@ class StepRun:
                 connector=target.connector,
                 policy=target.policy,
             )
-            self._outlets.add(outlet)
+            self._outlets.add(outlet, selection_of(target))
 
     def _feed(self, edge: str) -> Feed:
         transform = next(binding.transform for binding in self.order.inputs if binding.edge == edge)
@@ -178,12 +187,18 @@ class StepRun:
             on_first=self._stopwatch.start,
         )
 
-    async def _emit(self, packet: Packet) -> None:
+    async def _emit(self, emission: Emission) -> None:
         """To the client first: what it hears does not wait for the credit of an edge."""
         self._stopwatch.first_output()
-        for output in self._outputs.push(packet):
+        for output in self._outputs.push(emission.packet, emission.logprobs):
             self.journal.append(output)
-        await self._outlets.send(packet)
+        await self._outlets.send(emission.packet)
+
+    def _keep(self, checkpoint: Checkpoint) -> None:
+        """What was emitted before a checkpoint is made by it; the rest is to come after it."""
+        size_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+        self._checkpoint_bytes += size_bytes + _TOKEN_BYTES * len(checkpoint.token_ids)
+        self.journal.append(replace(checkpoint, outputs=self._outputs.made))
 
     async def _finish(self) -> None:
         for output in self._outputs.finish():
@@ -194,12 +209,6 @@ class StepRun:
 
     async def _let_go(self, error: StagemeshError | None) -> None:
         if error is not None:
-    def _keep(self, checkpoint: Checkpoint) -> None:
-        """What was emitted before a checkpoint is made by it; the rest is to come after it."""
-        size_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-        self._checkpoint_bytes += size_bytes + _TOKEN_BYTES * len(checkpoint.token_ids)
-        self.journal.append(replace(checkpoint, outputs=self._outputs.made))
-
             await self._outlets.abort(error)
         await asyncio.gather(*(inlet.aclose() for inlet in self._inlets.values()))
         self._set_deadline(None)

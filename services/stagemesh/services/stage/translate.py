@@ -7,10 +7,10 @@ from stagemesh.connectors.base import ChunkPolicy, FlowUsage, FramesPolicy, Step
 from stagemesh.connectors.errors import InvalidRequestError
 from stagemesh.connectors.registry import cards, name_of, number_of
 from stagemesh.connectors.tensors import Array, inline_tensor, read_inline, spec_to_wire
-from stagemesh.services.engines.base import ChatMessage, Checkpoint, Progress, Prompt, SamplingOptions, Task
+from stagemesh.services.engines.base import ChatMessage, Checkpoint, Progress, Prompt, SamplingOptions, Structure, Task
 from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.plugins import Signature
-from stagemesh.services.stage.events import Accepted, Content, Finished, Output, Picture, Sound, StepEvent
+from stagemesh.services.stage.events import Accepted, Content, Finished, Output, Picture, Sound, StepEvent, Tokens
 from stagemesh.services.stage.load import ReplicaState, StageLoad
 from stagemesh.services.stage.order import InputBinding, OutputBinding, StepOrder
 from stagemesh.v1 import request_pb2, stage_pb2, tensor_pb2
@@ -79,7 +79,26 @@ def _sampling(message: request_pb2.Sampling) -> SamplingOptions:
         top_k=message.top_k if message.HasField("top_k") else None,
         repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
         stop=tuple(message.stop),
+        min_p=message.min_p if message.HasField("min_p") else None,
+        presence_penalty=message.presence_penalty if message.HasField("presence_penalty") else None,
+        frequency_penalty=message.frequency_penalty if message.HasField("frequency_penalty") else None,
+        stop_token_ids=tuple(message.stop_token_ids),
+        min_tokens=message.min_tokens,
+        ignore_eos=message.ignore_eos,
+        bad_words=tuple(message.bad_words),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        structure=_structure(message),
     )
+
+
+def _structure(message: request_pb2.Sampling) -> Structure | None:
+    match message.WhichOneof("structure"):
+        case None:
+            return None
+        case "choice":
+            return Structure("choice", tuple(message.choice.texts))
+        case kind:
+            return Structure(kind, (getattr(message, kind),))
 
 
 def _checkpoint(message: stage_pb2.Checkpoint) -> Checkpoint:
@@ -98,6 +117,8 @@ def _output_binding(message: stage_pb2.OutputBinding) -> OutputBinding:
         endpoint=message.endpoint,
         connector=name_of(message.connector),
         policy=_policy(message),
+        tensors=frozenset(message.tensors),
+        tokens="last" if message.tokens == stage_pb2.TOKEN_SELECTION_LAST else "all",
     )
 
 
@@ -127,10 +148,10 @@ def event_to_wire(event: StepEvent) -> stage_pb2.ExecuteStepResponse:
         return stage_pb2.ExecuteStepResponse(progress=progress)
     if isinstance(event, Output):
         return stage_pb2.ExecuteStepResponse(output=_output(event))
-    return stage_pb2.ExecuteStepResponse(finished=_finished(event))
-
     if isinstance(event, Checkpoint):
         return stage_pb2.ExecuteStepResponse(checkpoint=_checkpoint_message(event))
+    return stage_pb2.ExecuteStepResponse(finished=_finished(event))
+
 
 def _output(event: Output) -> request_pb2.Output:
     output = request_pb2.Output(name=event.name, seq=event.seq)
@@ -141,6 +162,12 @@ def _output(event: Output) -> request_pb2.Output:
 def _set_content(output: request_pb2.Output, content: Content) -> None:
     if isinstance(content, str):
         output.text = content
+    elif isinstance(content, Tokens):
+        output.token_ids.ids.extend(content.ids)
+        output.logprobs.extend(
+            request_pb2.TokenLogprobs(logprob=each.logprob, top_ids=each.top_ids, top_logprobs=each.top_logprobs)
+            for each in content.logprobs
+        )
     elif isinstance(content, Sound):
         output.audio.samples.CopyFrom(inline_tensor(output.name, content.samples))
         output.audio.sample_rate_hz = content.sample_rate_hz
@@ -163,8 +190,6 @@ def _finished(event: Finished) -> stage_pb2.StepFinished:
     )
 
 
-def _edge_usage(usage: FlowUsage) -> request_pb2.EdgeUsage:
-    return request_pb2.EdgeUsage(
 def _checkpoint_message(event: Checkpoint) -> stage_pb2.Checkpoint:
     return stage_pb2.Checkpoint(
         steps=event.steps,
@@ -174,6 +199,8 @@ def _checkpoint_message(event: Checkpoint) -> stage_pb2.Checkpoint:
     )
 
 
+def _edge_usage(usage: FlowUsage) -> request_pb2.EdgeUsage:
+    return request_pb2.EdgeUsage(
         edge=usage.edge, connector=usage.connector, chunks=usage.chunks, size_bytes=usage.size_bytes
     )
 

@@ -32,7 +32,7 @@ def signature(function: str | None) -> Signature:
 
 CARD = EngineCard(
     factory="stagemesh.services.engines.fake.engine:FakeEngine",
-    signature=signature,
+    signature=lambda function, _options: signature(function),
     needs_model=False,
     stage_options=frozenset({"steps", "step_s", "size_bytes", "fail_at_step", "start_s", "max_running", "checkpoint_steps"}),
 )

@@ -1,13 +1,25 @@
 """The vllm engine: autoregressive stages on vLLM's own AsyncLLM, in which nothing of vLLM is copied."""
 
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+
 from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.services.engines.vllm.options import own_options
 from stagemesh.services.serving.plugins import Emitted, EngineCard, Signature
 
-_SIGNATURE = Signature(emits={"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")})
+_SAMPLED = {
+    "text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text"),
+    "token_ids": Emitted(TensorSpec("int32", ("tokens",)), kind="tokens"),
+}
 
 
-def _signature(_function: str | None) -> Signature:
-    return _SIGNATURE
+def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signature:
+    states = own_options(options).hidden_states
+    if states is None:
+        return Signature(emits=_SAMPLED)
+    rows = Emitted(TensorSpec(states.dtype, ("tokens", "hidden")))
+    return Signature(emits={**_SAMPLED, **dict.fromkeys(states.tensors, rows)})
 
 
 CARD = EngineCard(factory="stagemesh.services.engines.vllm.engine:VllmEngine", signature=_signature, needs_model=True)

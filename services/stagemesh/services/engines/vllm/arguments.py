@@ -9,9 +9,12 @@ from vllm.platforms import current_platform
 
 from stagemesh.connectors.errors import InvalidRequestError
 from stagemesh.services.engines.options import unknown_option
+from stagemesh.services.engines.vllm.options import HiddenStatesOptions
+from stagemesh.services.engines.vllm.rows import CONFIG_KEY
 
 # "uni" alone is turned into "mp" on CPU, which costs a third process.
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+_WORKER = "stagemesh.services.engines.vllm.worker.StageWorker"
 _CPU_KV_CACHE_BYTES = 512 << 20
 _RESERVED = frozenset({"model", "disable_log_stats"})
 
@@ -22,20 +25,43 @@ def engine_arguments(options: Mapping[str, JsonValue], *, model: str, stage: str
     for name in options:
         if name not in known:
             raise unknown_option(name, known, stage=stage)
-    chosen: dict[str, JsonValue] = {**_defaults(options), **options}
+    # An engine has one backend for structured outputs for good, and "auto" takes that of the first request. This one
+    # reads all kinds of structure, and refuses before a request runs what it cannot follow.
+    common: dict[str, JsonValue] = {"worker_cls": _WORKER, "structured_outputs_config": {"backend": "guidance"}}
+    chosen = {**common, **_defaults(options), **options}
     try:
         return AsyncEngineArgs(model=model, disable_log_stats=True, **chosen)  # type: ignore[arg-type]
     except (TypeError, ValueError) as exc:
         raise InvalidRequestError(f"stage {stage}: vLLM refuses its options: {exc}", reason="INVALID_OPTION") from exc
 
 
+def configure(arguments: AsyncEngineArgs, states: HiddenStatesOptions, *, stage: str) -> None:
+    """Has the workers make what a stage is to emit of hidden states; raises InvalidRequestError where they cannot."""
+    layers = states.inner_layers
+    count = arguments.create_model_config().hf_text_config.num_hidden_layers
+    if layers and layers[-1] >= count:
+        raise InvalidRequestError(
+            f"stage {stage}: hidden_states.layers holds {layers[-1]}; the model has layers 0 to {count - 1} and `last`",
+            reason="INVALID_OPTION",
+        )
+    if layers and arguments.pipeline_parallel_size > 1:
+        raise InvalidRequestError(
+            f"stage {stage}: hidden states of inner layers are not all on one worker with pipeline_parallel_size "
+            f"{arguments.pipeline_parallel_size}; ask for `last` alone",
+            reason="INVALID_OPTION",
+        )
+    arguments.additional_config = {**arguments.additional_config, CONFIG_KEY: layers}
+    if arguments.speculative_config is not None:
+        # Which rows count is known once a step's tokens are.
+        arguments.async_scheduling = False
+
+
 def _defaults(options: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     if not current_platform.is_cpu():
         return {}
     defaults: dict[str, JsonValue] = {
-        # Compiling takes a minute, and seeded sampling dies on a prefill that is cut in two.
+        # Compiling takes a minute.
         "enforce_eager": True,
-        "enable_chunked_prefill": False,
     }
     if "gpu_memory_utilization" not in options:
         # vLLM would take nearly all of the host's memory, and not start where something else holds some.

@@ -1,0 +1,51 @@
+"""Which part of what an engine emits goes over an edge."""
+
+from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
+
+from stagemesh.connectors.base import Packet
+from stagemesh.services.engines.base import Task, TokenSelection
+from stagemesh.services.stage.order import OutputBinding, StepOrder
+
+
+def selection_of(binding: OutputBinding) -> Callable[[Packet], Packet | None]:
+    """What picks an edge's part out of a packet; None where there is none."""
+
+    def select(packet: Packet) -> Packet | None:
+        picked = _named(packet, binding.tensors)
+        return _sampled_from(picked) if binding.tokens == "last" and picked is not None else picked
+
+    return select
+
+
+def wanted_of(order: StepOrder) -> frozenset[str] | None:
+    """The tensors that an order's edges and its caller take; None for all."""
+    if any(not binding.tensors for binding in order.outputs):
+        return None
+    return frozenset(order.streamed).union(*(binding.tensors for binding in order.outputs))
+
+
+def tokens_of(order: StepOrder, task: Task) -> TokenSelection:
+    """The rows that are taken by any of an order's edges, or by its caller."""
+    edges: Collection[TokenSelection] = {binding.tokens for binding in order.outputs}
+    return "last" if edges == {"last"} else task.tokens
+
+
+def _named(packet: Packet, names: AbstractSet[str]) -> Packet | None:
+    if not names or packet.tensors.keys() <= names:
+        return packet
+    tensors = {name: tensor for name, tensor in packet.tensors.items() if name in names}
+    return Packet(tensors, packet.metadata) if tensors else None
+
+
+def _sampled_from(packet: Packet) -> Packet | None:
+    """The rows from the prompt's last token on."""
+    start, prompt_tokens = packet.metadata.get("token_start"), packet.metadata.get("prompt_tokens")
+    if not isinstance(start, int) or not isinstance(prompt_tokens, int):
+        return packet
+    skipped = prompt_tokens - 1 - start
+    if skipped <= 0:
+        return packet
+    tensors = {name: tensor[skipped:] for name, tensor in packet.tensors.items()}
+    left = len(next(iter(tensors.values())))
+    return Packet(tensors, {**packet.metadata, "token_start": start + skipped}) if left else None
