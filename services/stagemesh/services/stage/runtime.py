@@ -98,8 +98,8 @@ class StageRuntime:
         running = self._book.running()
         if running and not drain:
             raise NotReadyError(
-                f"{len(running)} steps run on replica {self.config.replica} of stage {self.config.stage}; wait for them, "
-                "or have the call drain them",
+                f"{len(running)} steps run on replica {self.config.replica} of stage {self.config.stage}; wait for "
+                "them, or have the call drain them",
                 reason="STEPS_RUNNING",
                 metadata={"running": str(len(running))},
             )

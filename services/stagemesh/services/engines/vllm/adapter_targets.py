@@ -1,0 +1,53 @@
+"""Runs in vLLM's workers, which mix it in (`worker_extension_cls`): the layers that an adapter can change."""
+
+from typing import Any
+
+from vllm.lora.utils import parse_fine_tuned_lora_name
+
+
+class AdapterTargets:
+    """Adds a method to the worker's class, for `collective_rpc`."""
+
+    def adapter_targets(self, names: list[str]) -> dict[str, list[int]]:
+        """Inputs and outputs, over all ranks, of those of the named layers that this worker has.
+
+        Names are PEFT's. The list is empty for a layer whose sizes are not known here: vLLM checks it by itself.
+        """
+        worker: Any = self
+        manager = worker.model_runner.lora_manager._adapter_manager  # noqa: SLF001  # vLLM has no other way to it
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        renaming = None if mapper is None else mapper.get_rename_mapper()
+        sizes = _sizes(manager)
+        found: dict[str, list[int]] = {}
+        for name in names:
+            own_name, _ = parse_fine_tuned_lora_name(f"{name}.lora_A.weight", renaming)
+            if own_name in sizes:
+                found[name] = sizes[own_name]
+        return found
+
+
+def _sizes(manager: Any) -> dict[str, list[int]]:
+    """By vLLM's names; the parts of a packed layer (q, k and v in one) each by its own."""
+    sizes: dict[str, list[int]] = {}
+    for name, module in manager.modules.items():
+        layer = module.base_layer
+        parts: list[str] = manager.packed_modules.get(name, [])
+        outputs = _outputs(layer, len(parts) or 1)
+        for number, part in enumerate(parts or [name]):
+            sizes[part] = [layer.input_size, outputs[number]] if outputs else []
+    return sizes
+
+
+def _outputs(layer: Any, parts: int) -> list[int]:
+    if not hasattr(layer, "input_size"):
+        return []
+    if parts == 1:
+        return [layer.output_size]
+    if hasattr(layer, "total_num_kv_heads"):
+        # Its own output_sizes count key and value heads once for each rank that has a copy.
+        heads = [layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads]
+        widths = [layer.head_size, layer.head_size, getattr(layer, "v_head_size", layer.head_size)]
+        outputs = [count * width for count, width in zip(heads, widths, strict=True)]
+    else:
+        outputs = list(getattr(layer, "output_sizes", []))
+    return outputs if len(outputs) == parts else []
