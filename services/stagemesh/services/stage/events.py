@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from stagemesh.connectors.base import FlowUsage
 from stagemesh.connectors.tensors import Array
-from stagemesh.services.engines.base import Checkpoint, Progress, Usage
+from stagemesh.services.engines.base import Checkpoint, Progress, TokenLogprobs, Usage
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,15 @@ class Picture:
     media_type: str
 
 
-Content: TypeAlias = str | Sound | Picture | Array
+@dataclass(frozen=True)
+class Tokens:
+    """Vocabulary positions to append, with their log-probabilities where those were asked for."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+Content: TypeAlias = str | Tokens | Sound | Picture | Array
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,15 @@ from stagemesh.connectors.base import Packet
 from stagemesh.connectors.channels import MAX_MESSAGE_BYTES
 from stagemesh.connectors.errors import UnsupportedError
 from stagemesh.connectors.tensors import Array
+from stagemesh.services.engines.base import TokenLogprobs
 from stagemesh.services.serving.plugins import Emitted
-from stagemesh.services.stage.events import Content, Output, Picture, Sound
+from stagemesh.services.stage.events import Content, Output, Picture, Sound, Tokens
 
 _SOUND_PIECE_BYTES = 1 << 20
 # A message holds more than the tensor alone.
 _MAX_TENSOR_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
+# A token and the logarithm of its probability.
+_LOGPROB_BYTES = 8
 _MEDIA_TYPES: Mapping[bytes, str] = {
     b"\x89PNG": "image/png",
     b"\xff\xd8\xff": "image/jpeg",
@@ -41,13 +44,21 @@ class StreamedOutputs:
         """How many pieces of each name there are, those of earlier runs counted."""
         return dict(self._next_seqs)
 
-    def push(self, packet: Packet) -> Iterator[Output]:
-        """The pieces that `packet` brings. Raises UnsupportedError for what no message can hold."""
+    def push(self, packet: Packet, logprobs: tuple[TokenLogprobs, ...] = ()) -> Iterator[Output]:
+        """The pieces that `packet` brings, `logprobs` going with its tokens.
+
+        Raises UnsupportedError for what no message can hold.
+        """
         for name, emitted in self._emitted.items():
             tensor = packet.tensors.get(name)
             if tensor is not None and tensor.size:
                 self.size_bytes += tensor.nbytes
-                yield from self._number(name, self._contents(name, emitted, tensor))
+                if emitted.kind == "tokens":
+                    self.size_bytes += sum(_LOGPROB_BYTES * (1 + len(each.top_ids)) for each in logprobs)
+                    contents: Iterable[Content] = [Tokens(tuple(tensor.tolist()), logprobs)]
+                else:
+                    contents = self._contents(name, emitted, tensor)
+                yield from self._number(name, contents)
 
     def finish(self) -> Iterator[Output]:
         """What was held back."""

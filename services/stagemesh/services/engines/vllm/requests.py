@@ -1,17 +1,11 @@
-"""A task's prompt and sampling in vLLM's terms."""
+"""A task's prompt in vLLM's terms."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers import TokenizerLike
 
 from stagemesh.connectors.errors import InvalidRequestError
-from stagemesh.services.engines.base import ChatMessage, Prompt, Task
-
-DEFAULT_MAX_TOKENS = 256
+from stagemesh.services.engines.base import ChatMessage, Prompt
 
 
 def prompt_tokens(prompt: Prompt | None, tokenizer: TokenizerLike, *, vocabulary: int) -> list[int]:
@@ -53,36 +47,3 @@ def _encode(prompt: Prompt | None, tokenizer: TokenizerLike) -> list[int]:
     assert isinstance(text, str), "a template that does not tokenize gives text"
     # The template writes the special tokens itself.
     return tokenizer.encode(text, add_special_tokens=False)
-
-
-def sampling_params(
-    task: Task, *, prompt_length: int, max_model_len: int, defaults: Mapping[str, Any]
-) -> SamplingParams:
-    """How vLLM is to sample for a task; `defaults` are the model's own, in vLLM's names.
-
-    Raises InvalidRequestError for values that vLLM refuses, and for a prompt that leaves too little room.
-    """
-    sampling = task.sampling
-    room = max_model_len - prompt_length
-    if room < (sampling.max_tokens or 1):
-        raise InvalidRequestError(
-            f"the prompt has {prompt_length} tokens and {sampling.max_tokens or 1} are to follow, but the model takes "
-            f"{max_model_len} in all; shorten the prompt or lower max_tokens",
-            reason="PROMPT_TOO_LONG",
-        )
-    given: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "repetition_penalty": sampling.repetition_penalty,
-        "stop": list(sampling.stop) or None,
-    }
-    try:
-        return SamplingParams(
-            max_tokens=min(room, DEFAULT_MAX_TOKENS) if sampling.max_tokens is None else sampling.max_tokens,
-            seed=task.seed,
-            output_kind=RequestOutputKind.DELTA,
-            **{**defaults, **{name: value for name, value in given.items() if value is not None}},
-        )
-    except (ValueError, VLLMValidationError) as exc:
-        raise InvalidRequestError(f"sampling: {exc}", reason="INVALID_SAMPLING") from exc
