@@ -75,11 +75,13 @@ Held = TypeVar("Held", bound=End)
 class Worker(Generic[Held]):
     """One process, started by the constructor and ended by `close`. It also ends when its parent does."""
 
-    def __init__(self, make: type[Held], peers: Sequence[Connection], place: Place) -> None:
+    def __init__(
+        self, make: type[Held], peers: Sequence[Connection], place: Place, *, starts_processes: bool = False
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._name = make.__name__
         self._control, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(make, peers, place, theirs), daemon=True)
+        self._process = context.Process(target=_main, args=(make, peers, place, theirs), daemon=not starts_processes)
         with ThreadPoolExecutor(1) as starter:
             starter.submit(_start, self._process, place).result()
         theirs.close()

@@ -95,7 +95,8 @@ class Received(NamedTuple):
 async def received(engine: VllmEngine, wanted: Task) -> Received:
     rows = [one for one in packets(await collect(engine.submit(wanted))) if "hidden_states" in one.tensors]
     starts = [int(one.metadata["token_start"]) for one in rows]
-    return Received(starts, {name: np.concatenate([_floats(one, name) for one in rows]) for name in LAYERS})
+    names = [name for name in LAYERS if name in rows[0].tensors]
+    return Received(starts, {name: np.concatenate([_floats(one, name) for one in rows]) for name in names})
 
 
 def _floats(packet: Packet, name: str) -> npt.NDArray[np.float32]:
@@ -105,9 +106,11 @@ def _floats(packet: Packet, name: str) -> npt.NDArray[np.float32]:
 def assert_same(got: Received, reference: Reference, *, first: int = 0) -> None:
     assert got.starts[0] == first
     assert sorted(got.starts) == got.starts
-    for name, states in reference.states.items():
-        assert got.states[name].shape == states[first:].shape
-        assert np.abs(got.states[name] - states[first:]).max() < TOLERANCE, name
+    assert "hidden_states" in got.states
+    for name, states in got.states.items():
+        expected = reference.states[name][first:]
+        assert states.shape == expected.shape
+        assert np.abs(states - expected).max() < TOLERANCE, name
 
 
 async def assert_all_same(engine: VllmEngine, references: Sequence[Reference]) -> None:
@@ -150,3 +153,23 @@ async def test_a_layer_that_the_model_has_not_is_refused(model: Path) -> None:
     with pytest.raises(InvalidRequestError, match="layers 0 to 3"):
         async with running(model, hidden_states={"layers": [4]}):
             pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"tensor_parallel_size": 2}, id="tp"),
+        pytest.param({"pipeline_parallel_size": 2, "hidden_states": {"layers": ["last"], "dtype": "float32"}}, id="pp"),
+    ],
+)
+async def test_states_are_the_same_over_two_workers(
+    model: Path, references: list[Reference], options: dict[str, JsonValue]
+) -> None:
+    async with running(model, **options) as engine:
+        await assert_all_same(engine, references)
+
+
+async def test_states_of_rejected_drafts_are_not_taken(model: Path, references: list[Reference]) -> None:
+    drafts: JsonValue = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    async with running(model, speculative_config=drafts) as engine:
+        await assert_all_same(engine, references)

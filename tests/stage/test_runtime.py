@@ -113,11 +113,11 @@ async def test_engine_lets_go_when_the_last_caller_leaves() -> None:
 async def test_caller_that_leaves_at_once_leaves_nothing() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
-        events = runtime.execute(order(), time_left_s=None)
-        waiting = asyncio.ensure_future(anext(events))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.wait([waiting])
+        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
+            waiting = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
         with pytest.raises(CancelledRequestError):
             await events_of(runtime, order())
         assert engine.running == []

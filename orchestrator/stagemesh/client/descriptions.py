@@ -17,6 +17,7 @@ class ReplicaState(Enum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+    ASLEEP = "asleep"
     UNREACHABLE = "unreachable"
 
 

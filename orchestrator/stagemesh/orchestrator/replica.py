@@ -16,6 +16,7 @@ class ReplicaState(Enum):
     READY = "READY"
     DRAINING = "DRAINING"
     FAILED = "FAILED"
+    ASLEEP = "ASLEEP"
     UNREACHABLE = "UNREACHABLE"
 
     @property

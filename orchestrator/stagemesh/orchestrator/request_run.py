@@ -150,9 +150,11 @@ class RequestRun:
     def _step_request(self, step: PlannedStep) -> stage_pb2.ExecuteStepRequest:
         parameters = request_pb2.Parameters()
         parameters.CopyFrom(self._request.parameters)
-        # A stage refuses options that it does not know; the pipeline's were checked as a whole.
+        # A stage refuses options and adapters that it does not know; the pipeline's were checked as a whole.
         for name in set(parameters.options) - set(step.stage.signature.options):
             del parameters.options[name]
+        if not step.stage.signature.adapters:
+            parameters.ClearField("adapter")
         return stage_pb2.ExecuteStepRequest(
             request_id=self._request.request_id,
             step_id=f"{self._request.request_id}/{step.stage.name}/{_ATTEMPT}",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from stagemesh.connectors.errors import InvalidChunkError, InvalidRequestError, NotFoundError
+from stagemesh.connectors.errors import InvalidChunkError, InvalidRequestError, NotFoundError, UnsupportedError
 from stagemesh.connectors.tensors import read_inline
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
@@ -39,6 +39,8 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
     _check_outputs(request.next_seqs, pipeline)
     _check_input(request.input)
     _check_options(request.parameters.options, pipeline)
+    if request.parameters.HasField("adapter"):
+        _check_adapters(pipeline)
     parameters = request_pb2.Parameters()
     parameters.CopyFrom(request.parameters)
     if not parameters.HasField("seed"):
@@ -111,3 +113,11 @@ def _check_options(options: Mapping[str, float], pipeline: Pipeline) -> None:
                 reason="INVALID_OPTION",
                 metadata={"option": name},
             )
+
+
+def _check_adapters(pipeline: Pipeline) -> None:
+    if not any(stage.signature.adapters for stage in pipeline.stages.values()):
+        raise UnsupportedError(
+            f"no stage of pipeline {pipeline.name!r} takes adapters; leave adapter unset, or start one with the option "
+            "enable_lora where its engine has that"
+        )

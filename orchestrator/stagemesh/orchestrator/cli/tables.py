@@ -15,6 +15,7 @@ _STYLES = {
     "starting": "cyan",
     "loading": "cyan",
     "draining": "yellow",
+    "asleep": "yellow",
     "restarting": "yellow",
     "failed": "red",
     "unreachable": "red",

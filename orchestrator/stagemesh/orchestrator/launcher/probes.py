@@ -17,6 +17,7 @@ _STATES = {
     stage_pb2.REPLICA_STATE_READY: ProcessState.READY,
     stage_pb2.REPLICA_STATE_DRAINING: ProcessState.DRAINING,
     stage_pb2.REPLICA_STATE_FAILED: ProcessState.FAILED,
+    stage_pb2.REPLICA_STATE_ASLEEP: ProcessState.ASLEEP,
 }
 
 

@@ -14,6 +14,7 @@ class ProcessState(Enum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+    ASLEEP = "asleep"
     RESTARTING = "restarting"
     STOPPED = "stopped"
 

@@ -92,6 +92,8 @@ class Task:
     """The emitted tensors that somebody takes; None for all. What costs something is not emitted for nobody."""
     tokens: TokenSelection = "all"
     """Of tensors with a row for each token, the rows that somebody takes."""
+    adapter: str | None = None
+    """The adapter to compute with, by name; see `abilities.AdapterControl`."""
     max_steps: int | None = None
     resume_from: Checkpoint | None = None
 

@@ -49,6 +49,8 @@ class Signature:
     accepts: Mapping[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
     emits: Mapping[str, Emitted] = field(default_factory=dict[str, Emitted])
     options: Mapping[str, OptionSpec] = field(default_factory=dict[str, OptionSpec])
+    adapters: bool = False
+    """Whether a request may choose an adapter."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,12 @@ def check_order(order: StepOrder, signature: Signature, *, engine: str, resumabl
     _check_edges(order, signature)
     _check_known("tensor", order.streamed, signature.emits)
     _check_options(order.task, signature)
+    if order.task.adapter is not None and not signature.adapters:
+        raise UnsupportedError(
+            f"engine {engine} takes no adapters on this stage; leave adapter unset, or start it with the option "
+            "enable_lora where the engine has that",
+            metadata={"engine": engine, "ability": "adapters"},
+        )
     _check_sampling(order.task.sampling)
     if not signature.accepts:
         _check_prompt(order.task.prompt)

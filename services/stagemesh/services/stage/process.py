@@ -13,8 +13,11 @@ from stagemesh.services.serving.lifecycle import bind_forks_to_this_process
 from stagemesh.services.serving.logs import bind_log_context
 from stagemesh.services.serving.plugins import import_factory, load_engine_card
 from stagemesh.services.serving.server import Server
+from stagemesh.services.stage.control_servicer import SERVICE_NAME as CONTROL_NAME
+from stagemesh.services.stage.control_servicer import StageControlServicer
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.servicer import SERVICE_NAME, StageServicer
+from stagemesh.v1 import control_pb2_grpc
 
 LIVENESS = "liveness"
 _DRAIN_GRACE_S = 10.0
@@ -26,21 +29,27 @@ _log = logging.getLogger(__name__)
 async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     """Serves until `stopping` is set, then finishes what runs; raises what keeps the engine from working.
 
-    The facets "" and the service's name are SERVING while steps are taken, "liveness" from the start.
+    The facets "" and the service's name are SERVING while steps are taken, that of the controls while the engine is
+    there, "liveness" from the start.
     """
     bind_log_context(stage=config.stage)
     bind_forks_to_this_process()
     server = Server(config.listen)
     runtime = _make_runtime(config)
     add_stage_service(StageServicer(runtime), server.grpc)
+    control_pb2_grpc.add_StageControlServiceServicer_to_server(StageControlServicer(runtime), server.grpc)
     server.reflect(SERVICE_NAME)
+    server.reflect(CONTROL_NAME)
+    runtime.on_serving = lambda serving: _set_serving(server, serving=serving)
     server.set_health(LIVENESS, serving=True)
+    server.set_health(CONTROL_NAME, serving=False)
     _set_serving(server, serving=False)
     try:
         await server.start()
         await work(runtime, server, stopping)
     finally:
         _set_serving(server, serving=False)
+        server.set_health(CONTROL_NAME, serving=False)
         await runtime.drain(grace_s=_DRAIN_GRACE_S)
         await runtime.close()
         await server.stop(grace_s=_STOP_GRACE_S)
@@ -54,6 +63,7 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
     gc.collect()
     gc.freeze()
     _set_serving(server, serving=True)
+    server.set_health(CONTROL_NAME, serving=True)
     _log.info("ready")
     await _unless(stopping, runtime.watch_engine())
 

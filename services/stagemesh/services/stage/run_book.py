@@ -21,13 +21,14 @@ class RunBook:
 
     def __init__(self) -> None:
         self._runs: dict[str, StepRun] = {}
+        self._running: dict[str, StepRun] = {}
         self._kept: OrderedDict[str, asyncio.TimerHandle] = OrderedDict()
         self._kept_bytes = 0
         self._attempts: OrderedDict[str, int] = OrderedDict()
 
     def running(self) -> list[StepRun]:
         """The runs under way."""
-        return [run for run in self._runs.values() if run.running]
+        return list(self._running.values())
 
     def of_request(self, request_id: str, *, up_to_attempt: int = 0) -> Iterator[StepRun]:
         """The runs under way of a request's attempts up to one; 0 is all."""
@@ -61,10 +62,11 @@ class RunBook:
         self._attempts.move_to_end(order.request_id)
         if len(self._attempts) > MAX_ATTEMPTS:
             self._attempts.popitem(last=False)
-        self._runs[order.step_id] = run
+        self._runs[order.step_id] = self._running[order.step_id] = run
 
     def retire(self, run: StepRun) -> None:
         """Keeps an ended run for a while."""
+        del self._running[run.order.step_id]
         loop = asyncio.get_running_loop()
         self._kept[run.order.step_id] = loop.call_later(KEPT_S, self._forget, run.order.step_id)
         self._kept_bytes += run.kept_bytes

@@ -125,16 +125,13 @@ class StageRuntime:
 
     # -- steps
 
-    async def execute(self, order: StepOrder, *, time_left_s: float | None) -> AsyncGenerator[StepEvent]:
+    def execute(self, order: StepOrder, *, time_left_s: float | None) -> AsyncGenerator[StepEvent]:
         """The events of a step, from its first one; starts it unless it is known. Raises what it failed with.
 
-        Iterate within `contextlib.aclosing`: the step is cancelled when its last caller leaves.
+        Iterate at once, within `contextlib.aclosing`: the step is cancelled when its last caller leaves.
         """
         deadline_s = None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s
-        run = self._admit(order, deadline_s=deadline_s)
-        async with contextlib.aclosing(run.journal.follow()) as events:
-            async for event in events:
-                yield event
+        return self._admit(order, deadline_s=deadline_s).journal.follow()
 
     async def cancel(self, request_id: str, *, attempt: int, reason: str) -> int:
         """Stops a request's steps of this attempt and those before it (0: all); returns, once they ended, how many."""

@@ -148,7 +148,7 @@ class StepRun:
                     self.journal.append(event)
                 elif isinstance(event, Checkpoint):
                     self._keep(event)
-                elif isinstance(event, Usage):
+                else:
                     self._usage = event
         finally:
             # An engine that lets go is not to be broken into.
@@ -192,7 +192,8 @@ class StepRun:
         self._stopwatch.first_output()
         for output in self._outputs.push(emission.packet, emission.logprobs):
             self.journal.append(output)
-        await self._outlets.send(emission.packet)
+        if self.order.outputs:
+            await self._outlets.send(emission.packet)
 
     def _keep(self, checkpoint: Checkpoint) -> None:
         """What was emitted before a checkpoint is made by it; the rest is to come after it."""

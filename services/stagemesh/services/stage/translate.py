@@ -43,6 +43,7 @@ def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
         tensors=_tensors(request.input.tensors),
         sampling=_sampling(parameters.sampling),
         options=dict(parameters.options),
+        adapter=parameters.adapter if parameters.HasField("adapter") else None,
         max_steps=request.max_steps if request.HasField("max_steps") else None,
         resume_from=_checkpoint(request.resume_from) if request.HasField("resume_from") else None,
     )
@@ -141,22 +142,24 @@ def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
 
 def event_to_wire(event: StepEvent) -> stage_pb2.ExecuteStepResponse:
     """The message of an event."""
+    if isinstance(event, Output):
+        # In place: there is one for every token.
+        response = stage_pb2.ExecuteStepResponse()
+        _fill(response.output, event)
+        return response
     if isinstance(event, Accepted):
         return stage_pb2.ExecuteStepResponse(accepted=stage_pb2.StepAccepted(queue_position=event.queue_position))
     if isinstance(event, Progress):
         progress = stage_pb2.StepProgress(steps=event.steps, total_steps=event.total_steps)
         return stage_pb2.ExecuteStepResponse(progress=progress)
-    if isinstance(event, Output):
-        return stage_pb2.ExecuteStepResponse(output=_output(event))
     if isinstance(event, Checkpoint):
         return stage_pb2.ExecuteStepResponse(checkpoint=_checkpoint_message(event))
     return stage_pb2.ExecuteStepResponse(finished=_finished(event))
 
 
-def _output(event: Output) -> request_pb2.Output:
-    output = request_pb2.Output(name=event.name, seq=event.seq)
+def _fill(output: request_pb2.Output, event: Output) -> None:
+    output.name, output.seq = event.name, event.seq
     _set_content(output, event.content)
-    return output
 
 
 def _set_content(output: request_pb2.Output, content: Content) -> None:

@@ -34,5 +34,7 @@ CARD = EngineCard(
     factory="stagemesh.services.engines.fake.engine:FakeEngine",
     signature=lambda function, _options: signature(function),
     needs_model=False,
-    stage_options=frozenset({"steps", "step_s", "size_bytes", "fail_at_step", "start_s", "max_running", "checkpoint_steps"}),
+    stage_options=frozenset(
+        {"steps", "step_s", "size_bytes", "fail_at_step", "start_s", "max_running", "checkpoint_steps"}
+    ),
 )

@@ -15,11 +15,11 @@ _SAMPLED = {
 
 
 def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signature:
-    states = own_options(options).hidden_states
+    states, adapters = own_options(options).hidden_states, bool(options.get("enable_lora"))
     if states is None:
-        return Signature(emits=_SAMPLED)
+        return Signature(emits=_SAMPLED, adapters=adapters)
     rows = Emitted(TensorSpec(states.dtype, ("tokens", "hidden")))
-    return Signature(emits={**_SAMPLED, **dict.fromkeys(states.tensors, rows)})
+    return Signature(emits={**_SAMPLED, **dict.fromkeys(states.tensors, rows)}, adapters=adapters)
 
 
 CARD = EngineCard(factory="stagemesh.services.engines.vllm.engine:VllmEngine", signature=_signature, needs_model=True)

@@ -37,8 +37,8 @@ def check_end(output: "CompletionOutput", task: Task, *, stage: str) -> None:
         return
     if task.sampling.structure is not None:
         raise InvalidRequestError(
-            f"stage {stage}: no token is left that would fulfil the {task.sampling.structure.kind}, or it is too large to "
-            "be followed; simplify it, or leave bad_words out",
+            f"stage {stage}: no token is left that would fulfil the {task.sampling.structure.kind}, or it is too large "
+            "to be followed; simplify it, or leave bad_words out",
             reason="INVALID_SAMPLING",
         )
     raise UnavailableError(f"stage {stage}: vLLM ended the request by an error; its own log says why")

@@ -21,15 +21,17 @@ from stagemesh.services.engines.base import (
     Usage,
     WritesByWorkers,
 )
+from stagemesh.services.engines.vllm.control import Control, Controllable, prepare_control
 from stagemesh.services.engines.vllm.options import engine_options, own_options
 from stagemesh.services.serving.config import StageConfig
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from stagemesh.services.engines.vllm.hidden_states import HiddenStates, RequestStates
+    from stagemesh.services.engines.vllm.sampling import CheckedParams
 
 PROGRESS_TOKENS = 16
 _HEALTH_POLL_S = 0.2
@@ -39,7 +41,7 @@ _SHARES_OF_THE_ARENA = 4
 _log = logging.getLogger(__name__)
 
 
-class VllmEngine(Resumable, WritesByWorkers):
+class VllmEngine(Resumable, WritesByWorkers, Controllable):
     """See `stagemesh.services.engines.base.Engine`.
 
     vLLM is imported and its processes are started on a thread of their own, which lives as long as the engine: the
@@ -53,12 +55,20 @@ class VllmEngine(Resumable, WritesByWorkers):
         self._options = own_options(config.options, stage=config.stage)
         self._owner = ThreadPoolExecutor(1, thread_name_prefix="vllm-owner")
         self._llm: AsyncLLM | None = None
+        self._control: Control | None = None
         self._shares: Shares | None = None
         self._states: HiddenStates | None = None
         self._tokens_left: dict[str, int] = {}
         self._numbers = itertools.count()
         self._token_s = 0.0
         self._tokens_at_s = time.monotonic()
+
+    @property
+    def control(self) -> Control:
+        """See `Controllable`."""
+        if self._control is None:
+            raise UnavailableError(f"the engine of stage {self._config.stage} is closed")
+        return self._control
 
     def use_shares(self, shares: Shares) -> None:
         """See `WritesByWorkers`."""
@@ -75,6 +85,7 @@ class VllmEngine(Resumable, WritesByWorkers):
         await loop.run_in_executor(self._owner, self._load, report_soon, loop)
         # vLLM asks its core for these at the first request, and would wait for ever if the core died meanwhile.
         await self._running().get_supported_tasks()
+        self._control = Control(self._running(), stage=self._config.stage, profile_dir=self._options.profile_dir)
         await self._attach_workers()
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
@@ -84,6 +95,7 @@ class VllmEngine(Resumable, WritesByWorkers):
         if task.max_steps is not None:
             raise UnsupportedError(f"stage {self._config.stage}: the vllm engine cannot pause")
         llm = self._running()
+        self.control.check_awake()
         # One thread only: a tokenizer must not be used from two at once.
         ids, params = await asyncio.get_running_loop().run_in_executor(self._owner, self._prepare, task)
         resumed = resumed_tokens(
@@ -98,10 +110,13 @@ class VllmEngine(Resumable, WritesByWorkers):
         self._tokens_left[name] = params.max_tokens or 0
         states = self._states.open(name, task, params, prompt_tokens=len(ids)) if self._states else None
         try:
-            generated = self._generate(llm, name, task, ids=ids, resumed=resumed, params=params, states=states)
-            async with aclosing(generated) as events:
-                async for event in events:
-                    yield event
+            async with self.control.adapters.using(task.adapter) as adapter:
+                generated = self._generate(
+                    llm, name, task, ids=ids, resumed=resumed, params=params, states=states, adapter=adapter
+                )
+                async with aclosing(generated) as events:
+                    async for event in events:
+                        yield event
         finally:
             del self._tokens_left[name]
             if self._states is not None:
@@ -124,6 +139,9 @@ class VllmEngine(Resumable, WritesByWorkers):
     async def close(self) -> None:
         """See `Engine`."""
         llm, self._llm = self._llm, None
+        control, self._control = self._control, None
+        if control is not None:
+            control.profiles.discard()
         if llm is not None:
             # On the thread that made its children.
             await asyncio.get_running_loop().run_in_executor(self._owner, llm.shutdown)
@@ -154,6 +172,7 @@ class VllmEngine(Resumable, WritesByWorkers):
         arguments = engine_arguments(engine_options(self._config.options), model=self._model, stage=self._config.stage)
         if self._options.hidden_states is not None:
             configure(arguments, self._options.hidden_states, stage=self._config.stage)
+        prepare_control(arguments, profile_dir=self._options.profile_dir)
         report(f"loading {self._config.model}")
         try:
             # Not returned: the future would keep it alive after `close`, and vLLM fails when it is freed at exit.
@@ -182,7 +201,7 @@ class VllmEngine(Resumable, WritesByWorkers):
             raise UnavailableError(f"the engine of stage {self._config.stage} is closed")
         return self._llm
 
-    def _prepare(self, task: Task) -> "tuple[list[int], SamplingParams]":
+    def _prepare(self, task: Task) -> "tuple[list[int], CheckedParams]":
         """The prompt and the sampling, checked."""
         from stagemesh.services.engines.vllm.sampling import check, sampling_params
 
@@ -213,6 +232,7 @@ class VllmEngine(Resumable, WritesByWorkers):
         resumed: list[int],
         params: object,
         states: "RequestStates | None",
+        adapter: "LoRARequest | None",
     ) -> AsyncGenerator[EngineEvent, None]:
         from vllm.exceptions import VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -223,7 +243,8 @@ class VllmEngine(Resumable, WritesByWorkers):
         (prompt,) = llm.renderer.render_cmpl([{"prompt_token_ids": ids + resumed}])
         sampled, count = list(resumed), len(resumed)
         try:
-            async with aclosing(llm.generate(prompt, params, name)) as outputs:  # type: ignore[arg-type]
+            generated = llm.generate(prompt, params, name, lora_request=adapter)  # type: ignore[arg-type]
+            async with aclosing(generated) as outputs:
                 async for output in outputs:
                     new = self._count(name, output)
                     check_end(output.outputs[0], task, stage=self._config.stage)
@@ -256,4 +277,6 @@ class VllmEngine(Resumable, WritesByWorkers):
             self._token_s += _SMOOTHING * (sample_s - self._token_s)
             self._tokens_at_s = now_s
         self._tokens_left[name] = max(0, self._tokens_left[name] - new)
+        if output.finished:
+            self.control.count_prompt(output)
         return new

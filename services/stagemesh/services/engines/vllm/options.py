@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from pydantic import JsonValue
@@ -52,10 +53,14 @@ class StageOptions:
     hidden_states: HiddenStatesOptions | None = None
     checkpoint_tokens: int = 64
     """Tokens of a request between two of its checkpoints; 0 for none."""
+    profile_dir: str | None = None
+    """The folder within which profiles may be put, absolute; None for no profiles."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_tokens < 0:
             raise ValueError(f"checkpoint_tokens is {self.checkpoint_tokens}; it must be 0 or more")
+        if self.profile_dir is not None and not Path(self.profile_dir).is_absolute():
+            raise ValueError(f"profile_dir is {self.profile_dir!r}; it must be an absolute path")
 
 
 _OWN = frozenset(field.name for field in fields(StageOptions))

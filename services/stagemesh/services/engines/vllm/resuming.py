@@ -7,6 +7,7 @@ led through the tokens first. What the sampler knows of them is `resuming_runner
 import copy
 import hashlib
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from vllm import SamplingParams
@@ -22,6 +23,7 @@ from stagemesh.services.engines.base import Checkpoint
 RESUMED_ARGUMENT = "stagemesh_resumed"
 """The key of `SamplingParams.extra_args` under which stands how many tokens at a prompt's end are output."""
 _PROMPT = "prompt"
+_Params = TypeVar("_Params", bound=SamplingParams)
 _DIGEST_BYTES = 8
 
 
@@ -59,12 +61,12 @@ def resumed_tokens(
     return tokens
 
 
-def continued(params: SamplingParams, *, resumed: int) -> SamplingParams:
+def continued(params: _Params, *, resumed: int) -> _Params:
     """The sampling of the rest, after so many tokens."""
     if not resumed:
         return params
     assert params.max_tokens is not None, "a stage's requests are limited"
-    rest = params.clone()
+    rest = copy.copy(params)
     rest.max_tokens = params.max_tokens - resumed
     rest.min_tokens = max(0, params.min_tokens - resumed)
     rest.extra_args = {**(params.extra_args or {}), RESUMED_ARGUMENT: [resumed, params.min_tokens]}

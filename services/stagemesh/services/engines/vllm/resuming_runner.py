@@ -4,7 +4,7 @@ Both parts are mixed into a runner's class once the runner is there, so they hav
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,7 +28,7 @@ class ResumesV1:
     def _update_states(self, scheduler_output: "SchedulerOutput") -> Any:
         runner: Any = self
         fresh = [new for new in scheduler_output.scheduled_new_reqs if new.req_id not in runner.requests]
-        result = super()._update_states(scheduler_output)  # type: ignore[misc]
+        result = cast("Any", super())._update_states(scheduler_output)
         for request_id in scheduler_output.finished_req_ids:
             self._resumed.pop(request_id, None)
         for new in fresh:
@@ -42,7 +42,7 @@ class ResumesV1:
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         """Penalties and bad words look at what was sampled; the runner itself must not, it counts the tokens twice."""
-        batch = self.input_batch  # type: ignore[attr-defined]
+        batch = cast("Any", self).input_batch
         # Empty where nothing looks at them.
         lists = batch.sampling_metadata.output_token_ids
         resumed_tokens = self._resumed if lists else {}

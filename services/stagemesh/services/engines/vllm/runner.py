@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -121,6 +122,15 @@ class EmitsHiddenStates:
 
 class RunnerV1(EmitsHiddenStates):
     """For `vllm.v1.worker.gpu_model_runner` and what derives from it, on CPU too."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Makes the room for what the pipeline rank before sends: vLLM leaves it to a warm-up that a CPU skips."""
+        super().load_model(*args, **kwargs)
+        runner = cast("Any", self)
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
 
     def _batch(self) -> Batch | None:
         runner = cast("Any", self)

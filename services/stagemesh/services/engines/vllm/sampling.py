@@ -9,7 +9,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
 
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
 from stagemesh.services.engines.base import SamplingOptions, Structure, Task
 
 DEFAULT_MAX_TOKENS = 256
@@ -17,12 +17,12 @@ TOKEN_IDS = "token_ids"  # noqa: S105  # tokens of a vocabulary
 
 
 class CheckedParams(SamplingParams):
-    """Sampling for `check`, which takes place off the event loop: vLLM's own, which would be on it, does nothing more."""
+    """Sampling that `check` has checked off the event loop; vLLM's own check, on the loop, has nothing left to do."""
 
-    def verify(self, *_args: object) -> None:
+    def verify(self, *args: object, **kwargs: object) -> None:
         """Does nothing."""
 
-    def update_from_tokenizer(self, _tokenizer: TokenizerLike) -> None:
+    def update_from_tokenizer(self, tokenizer: TokenizerLike) -> None:
         """Does nothing."""
 
 
@@ -31,9 +31,15 @@ def sampling_params(
 ) -> CheckedParams:
     """How vLLM is to sample for a task, yet to be checked; `defaults` are the model's own, in vLLM's names.
 
-    Raises InvalidRequestError for values that vLLM refuses, and for a prompt that leaves too little room.
+    Raises InvalidRequestError for values that vLLM refuses, and for a prompt that leaves too little room;
+    UnsupportedError for what vLLM cannot do.
     """
     sampling = task.sampling
+    if sampling.structure is not None and task.resume_from is not None:
+        raise UnsupportedError(
+            f"a request with {sampling.structure.kind} cannot go on from a checkpoint: vLLM would begin the structure "
+            "anew; leave resume_from unset to start over"
+        )
     wanted = sampling.max_tokens or max(1, sampling.min_tokens)
     room = max_model_len - prompt_length
     if room < wanted:

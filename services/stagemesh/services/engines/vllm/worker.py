@@ -29,7 +29,7 @@ class StageWorker(Worker):
         runner = cast("Any", self.model_runner)
         parts = (RunnerV2, ResumesV2) if isinstance(runner, GPUModelRunnerV2) else (RunnerV1, ResumesV1)
         seeding = (DrawsOnlyWhatCounts,) if current_platform.is_cpu() else ()
-        kind: type[object] = type(runner)
+        kind: type[Any] = runner.__class__
         _mix(runner, type(f"Stage{kind.__name__}", (*parts, *seeding, kind), {}))
 
     def attach_replica(self, attachments: list[bytes]) -> bool:

@@ -1,0 +1,57 @@
+"""Who calls the stage: a process that reads every message and unpacks the last one alone."""
+
+import grpc
+
+from benchmarks.ar_ways.workload import OUTPUT_TOKENS, SEED, Outcome, run_streams
+from benchmarks.edge_ways.worker import End
+from stagemesh.connectors.channels import CHANNEL_OPTIONS
+from stagemesh.v1 import request_pb2, stage_pb2
+
+
+class StageClient(End):
+    """Calls one stage."""
+
+    _channel: grpc.aio.Channel | None = None
+
+    async def open(self) -> None:
+        """Nothing yet; see `connect`."""
+
+    async def connect(self, endpoint: str) -> None:
+        """Which stage."""
+        self._channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+
+    async def close(self) -> None:
+        """Hangs up."""
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def run(self, *, streams: int, requests: int, turn: int) -> Outcome:
+        """One turn."""
+        assert self._channel is not None, "connect comes first"
+        execute: grpc.aio.UnaryStreamMultiCallable[stage_pb2.ExecuteStepRequest, bytes] = self._channel.unary_stream(
+            "/stagemesh.v1.StageService/ExecuteStep", request_serializer=stage_pb2.ExecuteStepRequest.SerializeToString
+        )
+
+        async def ask(request_id: str, prompt: list[int]) -> int:
+            call = execute(_request(request_id, prompt))
+            messages, last = 0, b""
+            async for data in call:
+                messages, last = messages + 1, data
+            tokens = stage_pb2.ExecuteStepResponse.FromString(last).finished.usage.output_tokens
+            assert tokens == OUTPUT_TOKENS, f"{tokens} tokens came"
+            return messages
+
+        return await run_streams(ask, streams=streams, requests=requests, turn=turn)
+
+
+def _request(request_id: str, prompt: list[int]) -> stage_pb2.ExecuteStepRequest:
+    return stage_pb2.ExecuteStepRequest(
+        request_id=request_id,
+        step_id=request_id,
+        attempt=1,
+        input=request_pb2.Input(token_ids=request_pb2.TokenIds(ids=prompt)),
+        parameters=request_pb2.Parameters(
+            seed=SEED, sampling=request_pb2.Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0)
+        ),
+        streamed=["text"],
+    )

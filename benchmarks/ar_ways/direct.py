@@ -1,0 +1,61 @@
+"""The baseline: AsyncLLM in a process of its own, called without anything between."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.ar_ways.workload import OPTIONS, OUTPUT_TOKENS, SEED, Outcome, run_streams
+from benchmarks.edge_ways.worker import End
+from stagemesh.services.engines.vllm import environment
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+MODEL = "STAGEMESH_BENCHMARK_MODEL"
+
+
+class DirectEngine(End):
+    """Loads the model that the environment names."""
+
+    _llm: "AsyncLLM"
+
+    async def open(self) -> None:
+        """Returns when the engine answers."""
+        environment.prepare()
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from stagemesh.services.engines.vllm.arguments import engine_arguments
+
+        options = {**OPTIONS, "worker_cls": "auto"}
+        self._llm = AsyncLLM.from_engine_args(
+            engine_arguments(options, model=str(Path(os.environ[MODEL])), stage="direct")
+        )
+        await self._llm.get_supported_tasks()
+
+    async def close(self) -> None:
+        """Ends the engine's processes."""
+        self._llm.shutdown()
+
+    async def process_id(self) -> int:
+        """This process; the engine's are its children."""
+        return os.getpid()
+
+    async def run(self, *, streams: int, requests: int, turn: int) -> Outcome:
+        """One turn."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=OUTPUT_TOKENS, seed=SEED, output_kind=RequestOutputKind.DELTA
+        )
+
+        async def ask(request_id: str, prompt: list[int]) -> int:
+            (rendered,) = self._llm.renderer.render_cmpl([{"prompt_token_ids": prompt}])
+            messages = tokens = 0
+            async for output in self._llm.generate(rendered, params, request_id):
+                tokens += len(output.outputs[0].token_ids)
+                messages += bool(output.outputs[0].text)
+            assert tokens == OUTPUT_TOKENS, f"{tokens} tokens came"
+            return messages
+
+        return await run_streams(ask, streams=streams, requests=requests, turn=turn)

@@ -1,0 +1,63 @@
+"""Random models that are only a configuration and a tokenizer: vLLM makes up the weights."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+MAX_MODEL_LEN = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen3's measures."""
+
+    name: str
+    layers: int
+    width: int
+    inner_width: int
+    vocabulary: int
+    tied: bool
+
+
+LARGER = Shape("24 M", layers=8, width=256, inner_width=1024, vocabulary=32_000, tied=False)
+SMALLER = Shape("1.3 M", layers=3, width=128, inner_width=512, vocabulary=4_096, tied=True)
+
+
+def write_model(folder: Path, shape: Shape) -> Path:
+    """A folder for load_format="dummy". No token ends a text, so that a request makes all that it may."""
+    folder.mkdir(parents=True)
+    tokenizer = _tokenizer(shape.vocabulary)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.inner_width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": shape.width // 4,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "tie_word_embeddings": shape.tied,
+    }
+    _write(folder / "config.json", config)
+    return folder
+
+
+def _tokenizer(vocabulary: int) -> Tokenizer:
+    """Every token is a word of four letters or so, but for those that stand for single bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġw{number}" for number in range(vocabulary - len(letters))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(letters + words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _write(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content))

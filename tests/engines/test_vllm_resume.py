@@ -1,0 +1,188 @@
+"""The vllm engine goes on from a checkpoint as if it had never stopped."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.services.engines.base import Checkpoint, EngineEvent, Prompt, SamplingOptions, Task
+from stagemesh.services.engines.vllm.engine import VllmEngine
+from stagemesh.services.engines.vllm.resuming import continued
+from tests.engines.support import collect, stage_config, text_of
+from tests.engines.tiny_model import OPTIONS, write_tiny_model
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(180),
+]
+
+MAX_TOKENS = 40
+PROMPT = (20, 30, 40, 50)
+GREEDY = SamplingOptions(temperature=0.0)
+RANDOM = SamplingOptions(temperature=1.0)
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "seeded": RANDOM,
+    "seeded, top-p and top-k": SamplingOptions(temperature=1.3, top_p=0.9, top_k=50),
+    "seeded, repetition penalty": SamplingOptions(temperature=1.0, repetition_penalty=1.2),
+}
+END = 0
+"""The tiny model's end-of-text token."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
+    model = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    engine = VllmEngine(stage_config("vllm", model=str(model), options={**OPTIONS, "checkpoint_tokens": 1}))
+    await engine.start(lambda _: None)
+    yield engine
+    await engine.close()
+
+
+def task(
+    sampling: SamplingOptions = GREEDY,
+    resume_from: Checkpoint | None = None,
+    *,
+    prompt: Prompt = PROMPT,
+    max_tokens: int = MAX_TOKENS,
+) -> Task:
+    return Task("r", 5, prompt, sampling=replace(sampling, max_tokens=max_tokens), resume_from=resume_from)
+
+
+def checkpoints(events: Iterable[EngineEvent]) -> list[Checkpoint]:
+    return [event for event in events if isinstance(event, Checkpoint)]
+
+
+def place(events: list[EngineEvent], checkpoint: Checkpoint) -> int:
+    return next(i for i, event in enumerate(events) if event is checkpoint)
+
+
+async def assert_the_same_follows(
+    engine: VllmEngine, sampling: SamplingOptions, whole: list[EngineEvent], checkpoint: Checkpoint
+) -> None:
+    rest = await collect(engine.submit(task(sampling, checkpoint)))
+    expected = whole[place(whole, checkpoint) + 1 :]
+    assert text_of(rest) == text_of(expected)
+    assert rest[-1] == whole[-1]
+    # Two tokens may come at once, and make one checkpoint.
+    tokens = checkpoints(whole)[-1].token_ids
+    for one in checkpoints(rest):
+        shared = min(one.steps, len(tokens))
+        assert one.token_ids[:shared] == tokens[:shared]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+async def test_what_follows_a_checkpoint_is_the_same(engine: VllmEngine, sampling: SamplingOptions) -> None:
+    whole = await collect(engine.submit(task(sampling)))
+    made = checkpoints(whole)
+    assert len(made) > MAX_TOKENS // 2, "the text must not end early"
+    for steps in (1, 17, MAX_TOKENS - 1):
+        checkpoint = min(made, key=lambda one: abs(one.steps - steps))
+        await assert_the_same_follows(engine, sampling, whole, checkpoint)
+
+
+async def test_text_goes_on_within_a_character(engine: VllmEngine) -> None:
+    whole = await collect(engine.submit(task(RANDOM)))
+    within = [
+        one for one in checkpoints(whole) if isinstance(whole[place(whole, one) - 1], Checkpoint) and one.steps > 1
+    ]
+    assert within, "some token must end within a character"
+    for checkpoint in within:
+        await assert_the_same_follows(engine, RANDOM, whole, checkpoint)
+
+
+async def test_stop_text_is_found_across_the_cut(engine: VllmEngine) -> None:
+    text = text_of(await collect(engine.submit(task(RANDOM))))
+    stop = text[len(text) // 2 :][:6]
+    sampling = replace(RANDOM, stop=(stop, "never there at all"))
+    whole = await collect(engine.submit(task(sampling)))
+    assert text_of(whole) == text[: text.index(stop)]
+    for checkpoint in checkpoints(whole)[-8:]:
+        await assert_the_same_follows(engine, sampling, whole, checkpoint)
+
+
+async def test_penalties_know_what_was_sampled_before(engine: VllmEngine) -> None:
+    async def sampled(prompt: list[int], params: SamplingParams, name: str) -> list[int]:
+        assert engine._llm is not None
+        (rendered,) = engine._llm.renderer.render_cmpl([{"prompt_token_ids": prompt}])
+        outputs = engine._llm.generate(rendered, params, name)
+        return [token async for output in outputs for token in output.outputs[0].token_ids]
+
+    plain = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, min_tokens=30, output_kind=RequestOutputKind.DELTA)
+    params = plain.clone()
+    params.presence_penalty, params.frequency_penalty = 0.4, 0.3
+    whole = await sampled(list(PROMPT), params, "whole")
+    assert whole != await sampled(list(PROMPT), plain, "plain"), "the penalties must matter"
+    for count in (1, 17, 29, MAX_TOKENS - 1):
+        rest = await sampled([*PROMPT, *whole[:count]], continued(params, resumed=count), f"after {count}")
+        assert rest == whole[count:]
+
+
+async def test_resumed_requests_may_share_a_batch(engine: VllmEngine) -> None:
+    whole = await collect(engine.submit(task(RANDOM)))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(collect(engine.submit(task(RANDOM))))
+        for checkpoint in checkpoints(whole)[::5]:
+            group.create_task(assert_the_same_follows(engine, RANDOM, whole, checkpoint))
+
+
+async def test_checkpoint_made_by_hand_is_taken(engine: VllmEngine) -> None:
+    whole = await collect(engine.submit(task()))
+    made = checkpoints(whole)[4]
+    rest = await collect(engine.submit(task(resume_from=Checkpoint(5, made.token_ids))))
+    assert text_of(rest) == text_of(whole[place(whole, made) + 1 :])
+
+
+async def test_empty_checkpoint_is_the_beginning(engine: VllmEngine) -> None:
+    whole, again = [await collect(engine.submit(task(resume_from=one))) for one in (None, Checkpoint(0))]
+    assert text_of(whole) == text_of(again)
+
+
+async def _refused(engine: VllmEngine, wrong: Task) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as caught:
+        await collect(engine.submit(wrong))
+    assert engine.load().running == 0
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [
+        (Checkpoint(1, (10**6,)), "token id 1000000, which is outside the model's vocabulary"),
+        (Checkpoint(2, (10,)), "counts 2 steps and has 1 tokens"),
+        (Checkpoint(2), "counts 2 steps and has 0 tokens"),
+        (Checkpoint(MAX_TOKENS, (10,) * MAX_TOKENS), "has 40 tokens already and max_tokens is 40"),
+        (Checkpoint(3, (10, END, 10)), "past its end: it holds the stop token 0"),
+    ],
+)
+async def test_impossible_checkpoint_is_refused(engine: VllmEngine, checkpoint: Checkpoint, message: str) -> None:
+    assert message in (await _refused(engine, task(resume_from=checkpoint))).message
+
+
+async def test_checkpoint_of_another_prompt_is_refused(engine: VllmEngine) -> None:
+    made = checkpoints(await collect(engine.submit(task())))[0]
+    error = await _refused(engine, task(resume_from=made, prompt=[21, 30, 40, 50]))
+    assert "belongs to another prompt" in error.message
+    assert error.reason == "INVALID_CHECKPOINT"
+
+
+async def test_checkpoint_past_a_stop_text_is_refused(engine: VllmEngine) -> None:
+    assert engine._llm is not None
+    (letter,) = engine._llm.get_tokenizer().encode("x")
+    wrong = task(replace(GREEDY, stop=("xx",)), Checkpoint(3, (letter, letter, letter)))
+    assert "its text holds the stop text 'xx'" in (await _refused(engine, wrong)).message
+
+
+async def test_refused_checkpoint_leaves_the_others_alone(engine: VllmEngine) -> None:
+    whole = await collect(engine.submit(task(RANDOM)))
+    async with aclosing(engine.submit(task(RANDOM))) as running:
+        first = await anext(running)
+        with pytest.raises(InvalidRequestError):
+            await collect(engine.submit(task(resume_from=Checkpoint(2, (10, END)))))
+        assert text_of([first, *await collect(running)]) == text_of(whole)

@@ -1,0 +1,313 @@
+"""Sampling through the vllm engine on a tiny random model, with prompts cut at 64 tokens, against vLLM itself."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
+from stagemesh.services.engines.base import (
+    Checkpoint,
+    EngineEvent,
+    Prompt,
+    SamplingOptions,
+    Structure,
+    Task,
+    TokenLogprobs,
+    Usage,
+)
+from stagemesh.services.engines.vllm.engine import VllmEngine
+from tests.engines.support import collect, packets, stage_config, text_of
+from tests.engines.tiny_model import MAX_MODEL_LEN, write_real_model
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(240),
+]
+
+VOCABULARY = 260
+CHUNK_TOKENS = 64
+KV_BYTES = 8 << 20
+LONG = [10 + number % 200 for number in range(200)]
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}, "side": {"enum": ["left", "right"]}},
+        "required": ["age", "side"],
+        "additionalProperties": False,
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_real_model(tmp_path_factory.mktemp("tiny"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|beyond|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model: Path) -> AsyncIterator[VllmEngine]:
+    options = {"kv_cache_memory_bytes": KV_BYTES, "max_num_batched_tokens": CHUNK_TOKENS}
+    engine = VllmEngine(stage_config("vllm", model=str(model), options=options))
+    await engine.start(lambda _: None)
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def direct(model: Path) -> AsyncIterator[AsyncLLM]:
+    """vLLM as it comes, which must not cut a seeded prompt on a CPU."""
+    arguments = AsyncEngineArgs(
+        model=str(model),
+        enforce_eager=True,
+        enable_chunked_prefill=False,
+        disable_log_stats=True,
+        kv_cache_memory_bytes=KV_BYTES,
+        distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    )
+    llm = AsyncLLM.from_engine_args(arguments)
+    yield llm
+    llm.shutdown()
+
+
+def task(prompt: Prompt = "hello", *, seed: int = 3, request_id: str = "r", **sampling: object) -> Task:
+    return Task(request_id, seed, prompt, sampling=sampled(sampling))
+
+
+def sampled(sampling: Mapping[str, object]) -> SamplingOptions:
+    return SamplingOptions(**{"max_tokens": 24, "temperature": 1.0, **sampling})  # type: ignore[arg-type]
+
+
+def tokens_of(events: Sequence[EngineEvent]) -> list[int]:
+    return [token for packet in packets(events) for token in packet.tensors["token_ids"].tolist()]
+
+
+def logprobs_of(events: Sequence[EngineEvent]) -> list[TokenLogprobs]:
+    return [each for event in events for each in getattr(event, "logprobs", ())]
+
+
+async def tokens(engine: VllmEngine, asked: Task) -> list[int]:
+    return tokens_of(await collect(engine.submit(asked)))
+
+
+async def direct_tokens(llm: AsyncLLM, ids: Sequence[int], **sampling: object) -> list[int]:
+    params = SamplingParams(**{"max_tokens": 24, "temperature": 1.0} | sampling)  # type: ignore[arg-type]
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    (prompt,) = llm.renderer.render_cmpl([{"prompt_token_ids": list(ids)}])
+    (output,) = [output async for output in llm.generate(prompt, params, f"direct-{params.seed}")]
+    return list(output.outputs[0].token_ids)
+
+
+SAMPLINGS: Sequence[Mapping[str, object]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "top_p": 0.8},
+    {"top_k": 5},
+    {"min_p": 0.5},
+    {"repetition_penalty": 0.5},
+    {"presence_penalty": 1.5, "frequency_penalty": -1.0},
+    {"min_tokens": 20, "ignore_eos": True},
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: ",".join(sampling) or "plain")
+async def test_seeded_tokens_equal_vllms_own(
+    engine: VllmEngine, direct: AsyncLLM, sampling: Mapping[str, object]
+) -> None:
+    ours = await asyncio.gather(
+        *(tokens(engine, task(LONG[seed:], seed=seed, request_id=str(seed), **sampling)) for seed in range(4))
+    )
+    theirs = [await direct_tokens(direct, LONG[seed:], seed=seed, **sampling) for seed in range(4)]
+    assert ours == theirs
+
+
+async def test_a_prompt_cut_in_pieces_draws_what_a_short_one_draws(engine: VllmEngine) -> None:
+    alone = [await tokens(engine, task(LONG, seed=seed)) for seed in range(3)]
+    among = await asyncio.gather(
+        *(tokens(engine, task(LONG, seed=number % 3, request_id=str(number))) for number in range(9))
+    )
+    assert among == alone * 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": 0.0},
+        {"top_p": 0.1},
+        {"top_k": 1},
+        {"min_p": 1.0},
+        {"repetition_penalty": 0.1},
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 2.0},
+        {"max_tokens": 5},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+async def test_option_changes_what_is_sampled(engine: VllmEngine, change: dict[str, object]) -> None:
+    plain = await tokens(engine, task(ignore_eos=True, temperature=0.8, max_tokens=100))
+    usual = {"ignore_eos": True, "temperature": 0.8, "max_tokens": 100}
+    assert await tokens(engine, Task("r", 3, "hello", sampling=sampled(usual | change))) != plain
+
+
+async def test_a_stop_token_ends_the_output(engine: VllmEngine) -> None:
+    plain = await tokens(engine, task())
+    stopped = await tokens(engine, task(stop_token_ids=(plain[5],)))
+    assert stopped == plain[: plain.index(plain[5]) + 1]
+
+
+async def test_a_stop_text_ends_the_output_before_it(engine: VllmEngine) -> None:
+    plain = text_of(await collect(engine.submit(task(structure=Structure("regex", ("[a-z]{20}",))))))
+    stopped = task(structure=Structure("regex", ("[a-z]{20}",)), stop=(plain[6:8],))
+    assert text_of(await collect(engine.submit(stopped))) == plain[: plain.index(plain[6:8])]
+
+
+async def test_min_tokens_holds_the_end_off(engine: VllmEngine) -> None:
+    stop = tuple(range(VOCABULARY - 10))
+    early = await tokens(engine, task(stop_token_ids=stop))
+    late = await tokens(engine, task(stop_token_ids=stop, min_tokens=6))
+    assert len(early) < 6
+    assert len(late) >= 6
+    assert not set(late[:6]) & set(stop)
+
+
+async def test_min_tokens_beyond_the_usual_length_are_kept(engine: VllmEngine) -> None:
+    events = await collect(engine.submit(task([10], max_tokens=None, min_tokens=254)))
+    assert len(tokens_of(events)) >= 254
+
+
+async def test_ignoring_the_models_end_goes_on_to_max_tokens(engine: VllmEngine) -> None:
+    tasks = [task([10], seed=seed, max_tokens=200, request_id=str(seed)) for seed in range(8)]
+    lengths = [len(await tokens(engine, each)) for each in tasks]
+    shortest = tasks[lengths.index(min(lengths))]
+    assert min(lengths) < 200
+    assert len(await tokens(engine, replace(shortest, sampling=replace(shortest.sampling, ignore_eos=True)))) == 200
+
+
+async def test_a_bad_word_never_comes(engine: VllmEngine) -> None:
+    letters = task(structure=Structure("regex", ("[ab]{20}",)))
+    plain = text_of(await collect(engine.submit(letters)))
+    without = task(structure=Structure("regex", ("[ab]{20}",)), bad_words=("ab",))
+    text = text_of(await collect(engine.submit(without)))
+    assert "ab" in plain
+    assert len(text) == 20
+    assert "ab" not in text
+
+
+async def test_logprobs_come_one_a_token_and_best_first(engine: VllmEngine) -> None:
+    events = await collect(engine.submit(task(logprobs=3)))
+    logprobs = logprobs_of(events)
+    assert len(logprobs) == len(tokens_of(events)) > 5
+    for token, each in zip(tokens_of(events), logprobs, strict=True):
+        assert len(each.top_ids) == len(each.top_logprobs) == 3
+        assert list(each.top_logprobs) == sorted(each.top_logprobs, reverse=True)
+        assert each.logprob <= each.top_logprobs[0] <= 0
+        assert token not in each.top_ids or each.logprob == each.top_logprobs[each.top_ids.index(token)]
+
+
+async def test_greedy_tokens_are_the_most_probable(engine: VllmEngine) -> None:
+    events = await collect(engine.submit(task(temperature=0.0, logprobs=1)))
+    assert tokens_of(events) == [each.top_ids[0] for each in logprobs_of(events)]
+
+
+async def test_no_alternatives_are_still_logprobs(engine: VllmEngine) -> None:
+    assert {each.top_ids for each in logprobs_of(await collect(engine.submit(task(logprobs=0))))} == {()}
+    assert logprobs_of(await collect(engine.submit(task()))) == []
+
+
+async def test_tokens_come_only_where_they_are_wanted(engine: VllmEngine) -> None:
+    asked = replace(task(logprobs=2), wanted=frozenset({"text"}))
+    events = await collect(engine.submit(asked))
+    assert {name for packet in packets(events) for name in packet.tensors} == {"text"}
+    assert logprobs_of(events) == []
+
+
+async def test_tokens_spell_the_text(engine: VllmEngine, direct: AsyncLLM) -> None:
+    events = await collect(engine.submit(task(structure=Structure("regex", ("[a-z]{12}",)))))
+    assert direct.get_tokenizer().decode(tokens_of(events), skip_special_tokens=True) == text_of(events)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_json_fulfils_its_schema(engine: VllmEngine, seed: int) -> None:
+    asked = task(seed=seed, max_tokens=200, structure=Structure("json_schema", (SCHEMA,)))
+    made = json.loads(text_of(await collect(engine.submit(asked))))
+    assert made.keys() == {"age", "side"}
+    assert 0 <= made["age"] <= 99
+    assert made["side"] in {"left", "right"}
+
+
+@pytest.mark.parametrize(
+    ("structure", "expected"),
+    [
+        (Structure("regex", ("[0-9]{3}-[a-f]{4}",)), "[0-9]{3}-[a-f]{4}"),
+        (Structure("choice", ("yes", "no")), "yes|no"),
+        (Structure("grammar", ('root ::= "a" | "b" root',)), "b*a"),
+        (Structure("grammar", ('start: "a" | "b" start',)), "b*a"),
+    ],
+)
+async def test_text_has_the_structure_asked_for(engine: VllmEngine, structure: Structure, expected: str) -> None:
+    texts = [text_of(await collect(engine.submit(task(LONG, seed=seed, structure=structure)))) for seed in range(4)]
+    assert all(re.fullmatch(expected, text) for text in texts), texts
+
+
+WRONG: Sequence[tuple[Mapping[str, object], str, str]] = [
+    ({"structure": Structure("json_schema", ("{not json",))}, "INVALID_SAMPLING", "key must be a string"),
+    ({"structure": Structure("json_schema", ("[1]",))}, "INVALID_SAMPLING", "Expecting object"),
+    (
+        {"structure": Structure("json_schema", ('{"type": "number one"}',))},
+        "INVALID_SAMPLING",
+        "Invalid type: number one",
+    ),
+    ({"structure": Structure("json_schema", ('{"$ref": "#/nowhere"}',))}, "INVALID_SAMPLING", "nowhere"),
+    ({"structure": Structure("regex", ("[0-9",))}, "INVALID_SAMPLING", "unclosed character class"),
+    ({"structure": Structure("regex", ("(?<=a)b",))}, "INVALID_SAMPLING", "look-around"),
+    ({"structure": Structure("grammar", ("start: (((",))}, "INVALID_SAMPLING", "Expected token"),
+    ({"structure": Structure("choice", ("ab",)), "bad_words": ("a",)}, "INVALID_SAMPLING", "no token is left"),
+    ({"stop_token_ids": (5, 10**6)}, "UNKNOWN_TOKEN", "token id 1000000 is outside the model's vocabulary of 260"),
+    ({"bad_words": ("<|beyond|>",)}, "UNKNOWN_TOKEN", "bad_words: one has token id 260, outside"),
+    ({"logprobs": 21}, "INVALID_SAMPLING", "greater than max allowed: 20"),
+    ({"top_k": -3}, "INVALID_SAMPLING", "top_k"),
+    ({"min_p": 2.0}, "INVALID_SAMPLING", "min_p"),
+    ({"presence_penalty": 3.0}, "INVALID_SAMPLING", "presence_penalty"),
+    ({"min_tokens": 9, "max_tokens": 8}, "INVALID_SAMPLING", "min_tokens"),
+    ({"max_tokens": MAX_MODEL_LEN}, "PROMPT_TOO_LONG", "takes 256 in all; shorten the prompt or lower max_tokens"),
+    ({"max_tokens": None, "min_tokens": MAX_MODEL_LEN}, "PROMPT_TOO_LONG", "256 are to follow"),
+]
+
+
+@pytest.mark.parametrize(("sampling", "reason", "message"), WRONG, ids=lambda value: str(value)[:40])
+async def test_what_cannot_be_sampled_harms_nobody_else(
+    engine: VllmEngine, sampling: Mapping[str, object], reason: str, message: str
+) -> None:
+    other = task(LONG, max_tokens=30, ignore_eos=True, request_id="other")
+    alone = await tokens(engine, other)
+    async with aclosing(engine.submit(other)) as events:
+        first = await anext(events)
+        with pytest.raises(InvalidRequestError, match=re.escape(message)) as caught:
+            await collect(engine.submit(Task("r", 3, "hello", sampling=sampled(sampling))))
+        assert caught.value.reason == reason
+        assert tokens_of([first, *await collect(events)]) == alone
+
+
+async def test_a_structure_is_not_begun_in_the_middle(engine: VllmEngine) -> None:
+    asked = replace(task(structure=Structure("regex", ("a+",))), resume_from=Checkpoint(1, (70,)))
+    with pytest.raises(UnsupportedError, match="cannot go on from a checkpoint"):
+        await collect(engine.submit(asked))
+
+
+async def test_usage_counts_what_was_sampled(engine: VllmEngine) -> None:
+    events = await collect(engine.submit(task(LONG, ignore_eos=True)))
+    assert events[-1] == Usage(prompt_tokens=len(LONG), output_tokens=24, steps=24)
