@@ -28,7 +28,7 @@ class ResumesV1:
     def _update_states(self, scheduler_output: "SchedulerOutput") -> Any:
         runner: Any = self
         fresh = [new for new in scheduler_output.scheduled_new_reqs if new.req_id not in runner.requests]
-        result = cast("Any", super())._update_states(scheduler_output)
+        result = cast("Any", super())._update_states(scheduler_output)  # noqa: SLF001  # our own class
         for request_id in scheduler_output.finished_req_ids:
             self._resumed.pop(request_id, None)
         for new in fresh:
