@@ -18,7 +18,7 @@ from stagemesh.client import Client
 from stagemesh.connectors.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
-READY_TIMEOUT_S = 50.0
+READY_TIMEOUT_S = 150.0
 
 
 class Deployment:
@@ -93,14 +93,14 @@ class Deployment:
 
 
 @contextmanager
-def deployed(pipeline: str | Path, *arguments: str, ready_within_s: float = READY_TIMEOUT_S) -> Iterator[Deployment]:
+def deployed(pipeline: str | Path, *arguments: str) -> Iterator[Deployment]:
     """Runs `stagemesh up`, waits until it is ready, and stops it; asserts that it stops clean."""
     stagemesh = str(Path(sys.executable).with_name("stagemesh"))
     command = [stagemesh, "up", str(pipeline), "--port", "0", "--json"]
     process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
     deployment = Deployment(process)
     try:
-        deployment.wait(Deployment.all_ready, timeout_s=ready_within_s)
+        deployment.wait(Deployment.all_ready)
         yield deployment
     finally:
         process.send_signal(signal.SIGTERM)

@@ -277,7 +277,7 @@ WRONG: Sequence[tuple[Mapping[str, object], str, str]] = [
     ({"structure": Structure("grammar", ("start: (((",))}, "INVALID_SAMPLING", "Expected token"),
     ({"structure": Structure("choice", ("ab",)), "bad_words": ("a",)}, "INVALID_SAMPLING", "no token is left"),
     ({"stop_token_ids": (5, 10**6)}, "UNKNOWN_TOKEN", "token id 1000000 is outside the model's vocabulary of 260"),
-    ({"bad_words": ("<|beyond|>",)}, "UNKNOWN_TOKEN", "bad_words: one has token id 260, outside"),
+    ({"bad_words": ("<|beyond|>",)}, "UNKNOWN_TOKEN", "bad_words: token id 260 is outside"),
     ({"logprobs": 21}, "INVALID_SAMPLING", "greater than max allowed: 20"),
     ({"top_k": -3}, "INVALID_SAMPLING", "top_k"),
     ({"min_p": 2.0}, "INVALID_SAMPLING", "min_p"),

@@ -33,7 +33,7 @@ ON_ONE_CONNECTOR = pytest.mark.parametrize("speech", ["shm"], indirect=True)
 
 @pytest.fixture(scope="module", params=["shm", "grpc"])
 def speech(request: pytest.FixtureRequest) -> Iterator[Deployment]:
-    with deployed("speech", "--set", f"edges.*.connector={request.param}", ready_within_s=150) as up:
+    with deployed("speech", "--set", f"edges.*.connector={request.param}") as up:
         yield up
 
 

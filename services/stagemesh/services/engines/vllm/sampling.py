@@ -89,7 +89,7 @@ def check(params: CheckedParams, config: VllmConfig, tokenizer: TokenizerLike) -
     # vLLM takes the tokenizer's word for it that the model has such tokens.
     for tokens in params.bad_words_token_ids or ():
         for token in tokens:
-            _check_token(token, vocabulary, what="bad_words: one has token id")
+            _check_token(token, vocabulary, what="bad_words: token id")
 
 
 def _check_token(token: int, vocabulary: int, *, what: str) -> None:
