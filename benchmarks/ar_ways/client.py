@@ -1,11 +1,24 @@
 """Who calls the stage: a process that reads every message and unpacks the last one alone."""
 
+from dataclasses import dataclass
+
 import grpc
 
-from benchmarks.ar_ways.workload import OUTPUT_TOKENS, SEED, Outcome, run_streams
+from benchmarks.ar_ways.workload import OUTPUT_TOKENS, SEED, Outcome, Turn, run_streams
 from benchmarks.edge_ways.worker import End
 from stagemesh.connectors.channels import CHANNEL_OPTIONS
-from stagemesh.v1 import request_pb2, stage_pb2
+from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2
+
+EDGE = "ar->taker"
+STATES = "hidden_states"
+
+
+@dataclass(frozen=True)
+class Taker:
+    """A replica that takes the hidden states of every token."""
+
+    replica: str
+    endpoint: str
 
 
 class StageClient(End):
@@ -25,26 +38,25 @@ class StageClient(End):
         if self._channel is not None:
             await self._channel.close()
 
-    async def run(self, *, streams: int, requests: int, turn: int) -> Outcome:
-        """One turn."""
+    async def run(self, turn: Turn, taker: Taker | None) -> Outcome:
+        """One turn; hidden states go to the taker, where there is one."""
         assert self._channel is not None, "connect comes first"
         execute: grpc.aio.UnaryStreamMultiCallable[stage_pb2.ExecuteStepRequest, bytes] = self._channel.unary_stream(
             "/stagemesh.v1.StageService/ExecuteStep", request_serializer=stage_pb2.ExecuteStepRequest.SerializeToString
         )
 
         async def ask(request_id: str, prompt: list[int]) -> int:
-            call = execute(_request(request_id, prompt))
             messages, last = 0, b""
-            async for data in call:
+            async for data in execute(_request(request_id, prompt, taker)):
                 messages, last = messages + 1, data
             tokens = stage_pb2.ExecuteStepResponse.FromString(last).finished.usage.output_tokens
             assert tokens == OUTPUT_TOKENS, f"{tokens} tokens came"
             return messages
 
-        return await run_streams(ask, streams=streams, requests=requests, turn=turn)
+        return await run_streams(ask, turn)
 
 
-def _request(request_id: str, prompt: list[int]) -> stage_pb2.ExecuteStepRequest:
+def _request(request_id: str, prompt: list[int], taker: Taker | None) -> stage_pb2.ExecuteStepRequest:
     return stage_pb2.ExecuteStepRequest(
         request_id=request_id,
         step_id=request_id,
@@ -54,4 +66,16 @@ def _request(request_id: str, prompt: list[int]) -> stage_pb2.ExecuteStepRequest
             seed=SEED, sampling=request_pb2.Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0)
         ),
         streamed=["text"],
+        outputs=[_binding(taker)] if taker is not None else [],
+    )
+
+
+def _binding(taker: Taker) -> stage_pb2.OutputBinding:
+    return stage_pb2.OutputBinding(
+        edge=EDGE,
+        consumer=taker.replica,
+        endpoint=taker.endpoint,
+        connector=chunk_pb2.CONNECTOR_SHM,
+        tensors=[STATES],
+        tokens=stage_pb2.TOKEN_SELECTION_ALL,
     )

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.ar_ways.workload import OPTIONS, OUTPUT_TOKENS, SEED, Outcome, run_streams
+from benchmarks.ar_ways.workload import OPTIONS, OUTPUT_TOKENS, SEED, Outcome, Turn, run_streams
 from benchmarks.edge_ways.worker import End
 from stagemesh.services.engines.vllm import environment
 
@@ -40,7 +40,7 @@ class DirectEngine(End):
         """This process; the engine's are its children."""
         return os.getpid()
 
-    async def run(self, *, streams: int, requests: int, turn: int) -> Outcome:
+    async def run(self, turn: Turn) -> Outcome:
         """One turn."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -58,4 +58,4 @@ class DirectEngine(End):
             assert tokens == OUTPUT_TOKENS, f"{tokens} tokens came"
             return messages
 
-        return await run_streams(ask, streams=streams, requests=requests, turn=turn)
+        return await run_streams(ask, turn)

@@ -19,10 +19,12 @@ class Shape:
     inner_width: int
     vocabulary: int
     tied: bool
+    dtype: str
 
 
-LARGER = Shape("24 M", layers=8, width=256, inner_width=1024, vocabulary=32_000, tied=False)
-SMALLER = Shape("1.3 M", layers=3, width=128, inner_width=512, vocabulary=4_096, tied=True)
+LARGER = Shape("24 M", layers=8, width=256, inner_width=1024, vocabulary=32_000, tied=False, dtype="bfloat16")
+SMALLER = Shape("1.3 M", layers=3, width=128, inner_width=512, vocabulary=4_096, tied=True, dtype="float32")
+"""Where the host is all there is: in bfloat16 a processor that does not know it would be busy with numbers."""
 
 
 def write_model(folder: Path, shape: Shape) -> Path:
@@ -34,7 +36,7 @@ def write_model(folder: Path, shape: Shape) -> Path:
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "dtype": "bfloat16",
+        "dtype": shape.dtype,
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.width,
         "intermediate_size": shape.inner_width,

@@ -7,17 +7,21 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 import grpc
+from pydantic import JsonValue
 
 from benchmarks.ar_ways.probed_stage import Stalls
+from benchmarks.ar_ways.taker import GENERATION, PIPELINE, PRODUCER
 from benchmarks.ar_ways.workload import OPTIONS
 from benchmarks.edge_ways.worker import WorkerError
 from stagemesh.services.serving.config import StageConfig, dump_stage_config
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
+EMITS_STATES: Mapping[str, JsonValue] = {"hidden_states": {"layers": ["last"], "dtype": "bfloat16"}}
 _READY_S = 120.0
 _POLL_S = 0.02
 
@@ -25,19 +29,19 @@ _POLL_S = 0.02
 class StagedEngine:
     """Started by the constructor, READY within `with`."""
 
-    def __init__(self, folder: Path, *, model: Path, name: str) -> None:
+    def __init__(self, folder: Path, *, model: Path, name: str, options: Mapping[str, JsonValue] | None = None) -> None:
         port = _free_port()
         self.endpoint = f"127.0.0.1:{port}"
         self._log = folder / f"{name}.log"
         config = StageConfig(
-            pipeline="benchmark",
-            generation="1",
+            pipeline=PIPELINE,
+            generation=GENERATION,
             stage="ar",
-            replica="ar-0",
+            replica=PRODUCER,
             engine="vllm",
             listen=self.endpoint,
             model=str(model),
-            options=OPTIONS,
+            options={**OPTIONS, **(options or {})},
             parent_pid=os.getpid(),
         )
         file = folder / f"{name}.json"

@@ -2,20 +2,39 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pydantic import JsonValue
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
+PROMPT_TOKENS, OUTPUT_TOKENS = 8, 64
 SEED = 3
 OPTIONS: Mapping[str, JsonValue] = {"load_format": "dummy", "kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 64}
 """What a stage is told of its engine, and the engine called directly too."""
 
 
 @dataclass(frozen=True)
+class Turn:
+    """So many streams at once, each with so many requests one after the other."""
+
+    name: str
+    """Another for each turn of a way."""
+    streams: int
+    requests: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """That come of it."""
+        return self.streams * self.requests * OUTPUT_TOKENS
+
+    def request_ids(self, stream: int) -> Iterator[str]:
+        """A stream's requests."""
+        return (f"{self.name}-s{stream}-r{request}" for request in range(self.requests))
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """A turn: so many tokens, in so many messages, in so long."""
+    """How a turn went."""
 
     tokens: int
     messages: int
@@ -27,27 +46,22 @@ class Outcome:
         return self.tokens / self.seconds
 
 
-def prompt_of(stream: int, request: int) -> list[int]:
-    """Another for each request."""
-    return [(stream * 131 + request * 17 + place) % 1000 for place in range(PROMPT_TOKENS)]
+async def run_streams(ask: Callable[[str, list[int]], Awaitable[int]], turn: Turn) -> Outcome:
+    """Runs a turn.
 
-
-async def run_streams(
-    ask: Callable[[str, list[int]], Awaitable[int]], *, streams: int, requests: int, turn: int
-) -> Outcome:
-    """Streams at once, each with one request after the other.
-
-    `ask` takes a request's id and prompt, and returns how many messages it heard; all
-    tokens must have come.
+    `ask` takes a request's id and prompt, and returns how many messages it heard; all tokens must have come.
     """
 
-    async def stream(number: int) -> int:
+    async def run(stream: int) -> int:
         heard = 0
-        for request in range(requests):
-            heard += await ask(f"t{turn}-s{number}-r{request}", prompt_of(number, request))
+        for number, request_id in enumerate(turn.request_ids(stream)):
+            heard += await ask(request_id, _prompt(stream, number))
         return heard
 
     began_s = time.perf_counter()
-    messages = sum(await asyncio.gather(*(stream(number) for number in range(streams))))
-    seconds = time.perf_counter() - began_s
-    return Outcome(streams * requests * OUTPUT_TOKENS, messages, seconds)
+    messages = sum(await asyncio.gather(*(run(stream) for stream in range(turn.streams))))
+    return Outcome(turn.tokens, messages, time.perf_counter() - began_s)
+
+
+def _prompt(stream: int, number: int) -> list[int]:
+    return [(stream * 131 + number * 17 + place) % 1000 for place in range(PROMPT_TOKENS)]

@@ -135,7 +135,7 @@ class PlaneReceiver(Receiver):
             for request in (_MAIN, _LARGE, *_STREAMS)
         }
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._server.add_generic_rpc_handlers((_stage_service(self._plane),))
+        self._server.add_generic_rpc_handlers((stage_service(self._plane),))
         port = self._server.add_insecure_port(f"{self.place.address}:0")
         await self._server.start()
         self.peers[0].send((replica, f"{self.place.address}:{port}"))
@@ -190,7 +190,7 @@ class PlaneReceiver(Receiver):
         return packet.tensors["x"].view(np.uint8)
 
 
-def _stage_service(plane: DataPlane) -> grpc.GenericRpcHandler:
+def stage_service(plane: DataPlane) -> grpc.GenericRpcHandler:
     """The part of a stage that producers call."""
 
     async def put(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:

@@ -1,0 +1,61 @@
+"""The replica that hidden states go to: a process that takes every chunk and counts the rows."""
+
+import asyncio
+
+import grpc
+
+from benchmarks.ar_ways.client import EDGE, STATES, Taker
+from benchmarks.ar_ways.workload import OUTPUT_TOKENS, PROMPT_TOKENS, Turn
+from benchmarks.edge_ways.plane import stage_service
+from benchmarks.edge_ways.worker import End
+from stagemesh.connectors.base import EdgeKey, Inlet
+from stagemesh.connectors.channels import SERVER_OPTIONS
+from stagemesh.connectors.data_plane import DataPlane
+
+PIPELINE, GENERATION, PRODUCER = "benchmark", "1", "ar-0"
+_REPLICA = "taker-0"
+# The last token that is sampled goes through the model no more.
+_ROWS = PROMPT_TOKENS + OUTPUT_TOKENS - 1
+
+
+class StatesTaker(End):
+    """Takes the hidden states of a turn at a time."""
+
+    async def open(self) -> None:
+        """Listens."""
+        self._plane = DataPlane(replica=_REPLICA, pipeline=PIPELINE, generation=GENERATION)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((stage_service(self._plane),))
+        port = self._server.add_insecure_port(f"{self.place.address}:0")
+        await self._server.start()
+        self._taker = Taker(_REPLICA, f"{self.place.address}:{port}")
+        self._taking: list[asyncio.Task[None]] = []
+
+    async def close(self) -> None:
+        """Ends what is left."""
+        await self._plane.close()
+        await self._server.stop(None)
+
+    async def where(self) -> Taker:
+        """How it is reached."""
+        return self._taker
+
+    async def begin(self, turn: Turn) -> None:
+        """Expects the chunks of all requests, and takes them as they come."""
+        for stream in range(turn.streams):
+            for request_id in turn.request_ids(stream):
+                inlet = self._plane.open_inlet(EdgeKey(request_id, EDGE, 1), producer=PRODUCER)
+                self._taking.append(asyncio.create_task(_take(inlet)))
+
+    async def end(self) -> None:
+        """Returns when all have come."""
+        await asyncio.gather(*self._taking)
+        self._taking.clear()
+
+
+async def _take(inlet: Inlet) -> None:
+    rows = 0
+    async for packet in inlet:
+        assert packet.metadata["token_start"] == rows, "rows come in order"
+        rows += len(packet.tensors[STATES])
+    assert rows == _ROWS, f"{rows} rows came of {_ROWS}"
