@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 
 from stagemesh.connectors.tensors import TensorSpec
-from stagemesh.services.engines.vllm.options import own_options
+from stagemesh.services.engines.vllm.options import INPUTS_EMBEDS, own_options
 from stagemesh.services.serving.plugins import Emitted, EngineCard, Signature
 
 _SAMPLED = {
@@ -15,11 +15,14 @@ _SAMPLED = {
 
 
 def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signature:
-    states, adapters = own_options(options).hidden_states, bool(options.get("enable_lora"))
-    if states is None:
-        return Signature(emits=_SAMPLED, adapters=adapters)
-    rows = Emitted(TensorSpec(states.dtype, ("tokens", "hidden")))
-    return Signature(emits={**_SAMPLED, **dict.fromkeys(states.tensors, rows)}, adapters=adapters)
+    own = own_options(options)
+    accepts, emits = dict[str, TensorSpec](), dict(_SAMPLED)
+    if own.embeddings is not None:
+        accepts[INPUTS_EMBEDS] = TensorSpec(own.embeddings.dtype, ("tokens", "hidden"))
+    if own.hidden_states is not None:
+        rows = Emitted(TensorSpec(own.hidden_states.dtype, ("tokens", "hidden")))
+        emits |= dict.fromkeys(own.hidden_states.tensors, rows)
+    return Signature(accepts, emits, adapters=bool(options.get("enable_lora")))
 
 
 CARD = EngineCard(factory="stagemesh.services.engines.vllm.engine:VllmEngine", signature=_signature, needs_model=True)

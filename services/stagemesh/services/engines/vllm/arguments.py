@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Mapping
 
 from pydantic import JsonValue
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from stagemesh.connectors.errors import InvalidRequestError
 from stagemesh.services.engines.options import unknown_option
+from stagemesh.services.engines.vllm import limiting
 from stagemesh.services.engines.vllm.options import HiddenStatesOptions
 from stagemesh.services.engines.vllm.rows import CONFIG_KEY
 
@@ -54,6 +56,23 @@ def configure(arguments: AsyncEngineArgs, states: HiddenStatesOptions, *, stage:
     if arguments.speculative_config is not None:
         # Which rows count is known once a step's tokens are.
         arguments.async_scheduling = False
+
+
+def take_embeddings(arguments: AsyncEngineArgs, *, stage: str) -> None:
+    """Has the workers take embeddings; raises InvalidRequestError where they cannot."""
+    if arguments.speculative_config is not None:
+        raise InvalidRequestError(
+            f"stage {stage}: embeddings are added to those of sampled tokens, which speculative_config guesses; leave "
+            "one of them out",
+            reason="INVALID_OPTION",
+        )
+    arguments.enable_prompt_embeds = True
+
+
+def limit_requests(config: VllmConfig) -> None:
+    """Has requests computed as far as `limits` says."""
+    kind = limiting.LimitingAsyncScheduler if config.scheduler_config.async_scheduling else limiting.LimitingScheduler
+    config.scheduler_config.scheduler_cls = kind
 
 
 def _defaults(options: Mapping[str, JsonValue]) -> dict[str, JsonValue]:

@@ -3,39 +3,36 @@
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING
 
 from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.services.engines.base import (
-    Emission,
     EngineEvent,
     EngineLoad,
-    Progress,
     Resumable,
     Shares,
     Task,
-    Usage,
     WritesByWorkers,
 )
 from stagemesh.services.engines.vllm.control import Control, Controllable, prepare_control
+from stagemesh.services.engines.vllm.embedding_memory import PLACEHOLDER
+from stagemesh.services.engines.vllm.load_meter import LoadMeter
 from stagemesh.services.engines.vllm.options import engine_options, own_options
 from stagemesh.services.serving.config import StageConfig
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
-    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from stagemesh.services.engines.vllm.hidden_states import HiddenStates, RequestStates
+    from stagemesh.services.engines.vllm.embeddings import Embeddings
+    from stagemesh.services.engines.vllm.generation import Generation
+    from stagemesh.services.engines.vllm.hidden_states import HiddenStates
+    from stagemesh.services.engines.vllm.limits import Limits
     from stagemesh.services.engines.vllm.sampling import CheckedParams
 
-PROGRESS_TOKENS = 16
 _HEALTH_POLL_S = 0.2
-_SMOOTHING = 0.1
 _SHARES_OF_THE_ARENA = 4
 
 _log = logging.getLogger(__name__)
@@ -58,10 +55,10 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         self._control: Control | None = None
         self._shares: Shares | None = None
         self._states: HiddenStates | None = None
-        self._tokens_left: dict[str, int] = {}
+        self._embeddings: Embeddings | None = None
+        self._limits: Limits | None = None
+        self._meter = LoadMeter()
         self._numbers = itertools.count()
-        self._token_s = 0.0
-        self._tokens_at_s = time.monotonic()
 
     @property
     def control(self) -> Control:
@@ -90,45 +87,18 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """See `Engine`."""
-        from stagemesh.services.engines.vllm.resuming import continued, resumed_tokens
-
         if task.max_steps is not None:
             raise UnsupportedError(f"stage {self._config.stage}: the vllm engine cannot pause")
-        llm = self._running()
         self.control.check_awake()
-        # One thread only: a tokenizer must not be used from two at once.
-        ids, params = await asyncio.get_running_loop().run_in_executor(self._owner, self._prepare, task)
-        resumed = resumed_tokens(
-            task.resume_from,
-            prompt=ids,
-            vocabulary=llm.model_config.get_vocab_size(),
-            max_tokens=params.max_tokens or 0,
-        )
-        params = continued(params, resumed=len(resumed))
-        # A new attempt may begin while vLLM still ends the last, so the request's id alone is no name.
-        name = f"{task.request_id}/{next(self._numbers)}"
-        self._tokens_left[name] = params.max_tokens or 0
-        states = self._states.open(name, task, params, prompt_tokens=len(ids)) if self._states else None
-        try:
-            async with self.control.adapters.using(task.adapter) as adapter:
-                generated = self._generate(
-                    llm, name, task, ids=ids, resumed=resumed, params=params, states=states, adapter=adapter
-                )
-                async with aclosing(generated) as events:
-                    async for event in events:
-                        yield event
-        finally:
-            del self._tokens_left[name]
-            if self._states is not None:
-                self._states.forget(name)
+        async with AsyncExitStack() as held:
+            generation = await self._prepared(task, held)
+            async with aclosing(generation.events(self._running(), self._meter, self.control)) as events:
+                async for event in events:
+                    yield event
 
     def load(self) -> EngineLoad:
         """See `Engine`."""
-        held = len(self._tokens_left)
-        limit = self._llm.vllm_config.scheduler_config.max_num_seqs if self._llm else held
-        running = min(held, limit)
-        rounds = sum(self._tokens_left.values()) / max(1, running)
-        return EngineLoad(running, held - running, work_s=rounds * self._token_s)
+        return self._meter.load(max_running=self._llm.vllm_config.scheduler_config.max_num_seqs if self._llm else 1)
 
     async def wait_failed(self) -> str:
         """See `Engine`."""
@@ -145,9 +115,10 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         if llm is not None:
             # On the thread that made its children.
             await asyncio.get_running_loop().run_in_executor(self._owner, llm.shutdown)
-        if self._states is not None:
-            self._states.close()
-            self._states = None
+        for worker_memory in (self._states, self._embeddings):
+            if worker_memory is not None:
+                worker_memory.close()
+        self._states = self._embeddings = self._limits = None
         self._owner.shutdown(wait=False)
 
     # -- inner workings
@@ -159,9 +130,15 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         # vLLM's client makes its asyncio sockets where it is constructed; they belong to the service's loop.
         asyncio.set_event_loop(loop)
         try:
+            from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            from stagemesh.services.engines.vllm.arguments import configure, engine_arguments
+            from stagemesh.services.engines.vllm.arguments import (
+                configure,
+                engine_arguments,
+                limit_requests,
+                take_embeddings,
+            )
             from stagemesh.services.engines.vllm.resuming import ResumingOutputProcessor
         except ImportError as exc:
             raise NotReadyError(
@@ -172,11 +149,18 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         arguments = engine_arguments(engine_options(self._config.options), model=self._model, stage=self._config.stage)
         if self._options.hidden_states is not None:
             configure(arguments, self._options.hidden_states, stage=self._config.stage)
+        if self._options.embeddings is not None:
+            take_embeddings(arguments, stage=self._config.stage)
         prepare_control(arguments, profile_dir=self._options.profile_dir)
         report(f"loading {self._config.model}")
         try:
             # Not returned: the future would keep it alive after `close`, and vLLM fails when it is freed at exit.
-            self._llm = AsyncLLM.from_engine_args(arguments)
+            config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+            if self._limits_requests:
+                limit_requests(config)
+            self._llm = AsyncLLM.from_vllm_config(
+                config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True
+            )
             self._llm.output_processor.__class__ = ResumingOutputProcessor
         except (OSError, RuntimeError, ValueError) as exc:
             raise NotReadyError(
@@ -186,27 +170,93 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
             ) from exc
 
     async def _attach_workers(self) -> None:
+        from stagemesh.services.engines.vllm.embeddings import Embeddings
+        from stagemesh.services.engines.vllm.hidden_states import HiddenStates
+        from stagemesh.services.engines.vllm.limits import Limits
+
+        llm = self._running()
+        if self._limits_requests:
+            self._limits = Limits(llm)
+        if self._options.embeddings is not None:
+            self._embeddings = Embeddings(llm, dtype=self._options.embeddings.dtype)
+            await self._embeddings.attach()
         options = self._options.hidden_states
         if options is None:
             return
-        from stagemesh.services.engines.vllm.hidden_states import HiddenStates
-
         assert self._shares is not None, "a stage's runtime hands the arena over before it starts the engine"
         share_bytes = options.share_bytes or self._config.data_plane.arena_bytes // _SHARES_OF_THE_ARENA
         self._states = HiddenStates(options, self._shares, share_bytes=share_bytes)
-        await self._states.attach(self._running())
+        await self._states.attach(llm)
+
+    @property
+    def _limits_requests(self) -> bool:
+        """Whether requests may have to wait for those who feed them, or take what they emit."""
+        return self._options.embeddings is not None or self._options.hidden_states is not None
 
     def _running(self) -> "AsyncLLM":
         if self._llm is None:
             raise UnavailableError(f"the engine of stage {self._config.stage} is closed")
         return self._llm
 
-    def _prepare(self, task: Task) -> "tuple[list[int], CheckedParams]":
-        """The prompt and the sampling, checked."""
+    async def _prepared(self, task: Task, held: AsyncExitStack) -> "Generation":
+        """What is to be generated; what is held for it goes with `held`."""
+        from stagemesh.services.engines.vllm.generation import Generation
+        from stagemesh.services.engines.vllm.resuming import continued, resumed_tokens
+
+        llm, embedded, placeholders = self._running(), None, None
+        if task.inlets:
+            if self._embeddings is None:
+                raise InvalidRequestError(f"stage {self._config.stage} takes no embeddings", reason="UNKNOWN_EDGE")
+            embedded = await held.enter_async_context(self._embeddings.reading(task))
+            placeholders = [PLACEHOLDER] * await embedded.begin()
+        # One thread only: a tokenizer must not be used from two at once.
+        loop = asyncio.get_running_loop()
+        ids, params = await loop.run_in_executor(self._owner, self._checked, task, placeholders)
+        resumed = resumed_tokens(
+            task.resume_from,
+            prompt=ids,
+            vocabulary=llm.model_config.get_vocab_size(),
+            max_tokens=params.max_tokens or 0,
+        )
+        params = continued(params, resumed=len(resumed))
+        # A new attempt may begin while vLLM still ends the last, so the request's id alone is no name.
+        name = f"{task.request_id}/{next(self._numbers)}"
+        self._meter.begin(name, params.max_tokens or 0)
+        held.callback(self._meter.end, name)
+        states = self._states.open(name, task, params, prompt_tokens=len(ids)) if self._states else None
+        if states is not None and self._states is not None:
+            held.callback(self._states.forget, name)
+        limit = None
+        if self._limits is not None and (embedded is not None or states is not None):
+            limit = self._limits.open(name)
+            held.callback(self._limits.forget, name)
+            if embedded is not None:
+                embedded.enter(params, limit)
+            if states is not None:
+                limit.take(len(ids) + len(resumed))
+            limit.begin(params)
+        return Generation(
+            stage=self._config.stage,
+            name=name,
+            task=task,
+            ids=ids,
+            resumed=resumed,
+            params=params,
+            adapter=await held.enter_async_context(self.control.adapters.using(task.adapter)),
+            states=states,
+            embedded=embedded,
+            limit=limit,
+            checkpoint_tokens=self._options.checkpoint_tokens,
+        )
+
+    def _checked(self, task: Task, ids: list[int] | None) -> "tuple[list[int], CheckedParams]":
+        """The prompt, unless it is there already, and the sampling."""
+        from stagemesh.services.engines.vllm.requests import prompt_tokens
         from stagemesh.services.engines.vllm.sampling import check, sampling_params
 
         llm = self._running()
-        ids = self._tokenize(task)
+        if ids is None:
+            ids = prompt_tokens(task.prompt, llm.get_tokenizer(), vocabulary=llm.model_config.get_vocab_size())
         params = sampling_params(
             task,
             prompt_length=len(ids),
@@ -215,68 +265,3 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         )
         check(params, llm.vllm_config, llm.get_tokenizer())
         return ids, params
-
-    def _tokenize(self, task: Task) -> list[int]:
-        from stagemesh.services.engines.vllm.requests import prompt_tokens
-
-        llm = self._running()
-        return prompt_tokens(task.prompt, llm.get_tokenizer(), vocabulary=llm.model_config.get_vocab_size())
-
-    async def _generate(
-        self,
-        llm: "AsyncLLM",
-        name: str,
-        task: Task,
-        *,
-        ids: list[int],
-        resumed: list[int],
-        params: object,
-        states: "RequestStates | None",
-        adapter: "LoRARequest | None",
-    ) -> AsyncGenerator[EngineEvent, None]:
-        from vllm.exceptions import VLLMValidationError
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        from stagemesh.services.engines.vllm.emissions import check_end, emission
-        from stagemesh.services.engines.vllm.resuming import checkpoint, crossed
-
-        (prompt,) = llm.renderer.render_cmpl([{"prompt_token_ids": ids + resumed}])
-        sampled, count = list(resumed), len(resumed)
-        try:
-            generated = llm.generate(prompt, params, name, lora_request=adapter)  # type: ignore[arg-type]
-            async with aclosing(generated) as outputs:
-                async for output in outputs:
-                    new = self._count(name, output)
-                    check_end(output.outputs[0], task, stage=self._config.stage)
-                    if made := emission(output.outputs[0], task):
-                        yield made
-                    if crossed(PROGRESS_TOKENS, count, count + new):
-                        yield Progress(count + new)
-                    count += new
-                    sampled += output.outputs[0].token_ids
-                    for packet in states.take(before=len(ids) + count - 1) if states else ():
-                        yield Emission(packet)
-                    if crossed(self._options.checkpoint_tokens, count - new, count) and not output.finished:
-                        yield checkpoint(ids, sampled)
-        except (EngineDeadError, EngineGenerateError) as exc:
-            raise UnavailableError(f"stage {self._config.stage}: vLLM failed: {exc}") from exc
-        except (ValueError, VLLMValidationError) as exc:
-            raise InvalidRequestError(f"stage {self._config.stage}: vLLM refuses the request: {exc}") from exc
-        if states is not None:
-            async with aclosing(states.up_to(len(ids) + count - 1)) as rows:
-                async for packet in rows:
-                    yield Emission(packet)
-        yield Usage(prompt_tokens=len(ids), output_tokens=count, steps=count)
-
-    def _count(self, name: str, output: "RequestOutput") -> int:
-        """Counts an output's tokens, and keeps the mean time between a request's tokens."""
-        new = len(output.outputs[0].token_ids)
-        now_s = time.monotonic()
-        if new:
-            sample_s = min(1.0, now_s - self._tokens_at_s) * len(self._tokens_left)
-            self._token_s += _SMOOTHING * (sample_s - self._token_s)
-            self._tokens_at_s = now_s
-        self._tokens_left[name] = max(0, self._tokens_left[name] - new)
-        if output.finished:
-            self.control.count_prompt(output)
-        return new

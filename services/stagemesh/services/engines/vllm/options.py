@@ -46,11 +46,24 @@ class HiddenStatesOptions:
         return [tensor_name(layer) for layer in self.layers]
 
 
+INPUTS_EMBEDS = "inputs_embeds"
+"""The tensor that a stage with embeddings accepts."""
+
+
+@dataclass(frozen=True)
+class EmbeddingsOptions:
+    """Embeddings that a stage takes from an edge, in the place of a prompt."""
+
+    dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
+    """That of the accepted tensors, whatever the model computes in."""
+
+
 @dataclass(frozen=True)
 class StageOptions:
     """The project's own options of a vllm stage."""
 
     hidden_states: HiddenStatesOptions | None = None
+    embeddings: EmbeddingsOptions | None = None
     checkpoint_tokens: int = 64
     """Tokens of a request between two of its checkpoints; 0 for none."""
     profile_dir: str | None = None

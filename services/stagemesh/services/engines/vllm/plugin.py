@@ -4,15 +4,20 @@ import multiprocessing
 
 from vllm.platforms import current_platform
 
+from stagemesh.services.engines.vllm import limiting
 from stagemesh.services.serving.lifecycle import die_with_parent
 
 
 def register() -> None:
-    """Has vLLM's own processes (engine core, workers) end with the process that started them, however that ends."""
+    """Has vLLM's own processes (engine core, workers) end with the process that started them, however that ends.
+
+    Also gives the engine core the method that a replica calls there.
+    """
     if current_platform.is_cpu():
         # vLLM compiles small functions of its sampler whatever `enforce_eager` says. On a CPU the first request for
         # log-probabilities would hold all others up for seconds, and end the engine where there is no C++ compiler.
         type(current_platform).simple_compile_backend = "eager"
+    limiting.offer()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)

@@ -6,6 +6,8 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 
+from stagemesh.services.engines.vllm.embedding_memory import EmbeddingMemory, decode_ticket
+from stagemesh.services.engines.vllm.embedding_runner import EmbeddedV1, EmbeddedV2
 from stagemesh.services.engines.vllm.resuming_runner import ResumesV1, ResumesV2
 from stagemesh.services.engines.vllm.row_writer import RowWriter
 from stagemesh.services.engines.vllm.rows import decode_attachment
@@ -27,7 +29,8 @@ class StageWorker(Worker):
         """Mixes our part into whatever runner vLLM has made."""
         super().init_device()
         runner = cast("Any", self.model_runner)
-        parts = (RunnerV2, ResumesV2) if isinstance(runner, GPUModelRunnerV2) else (RunnerV1, ResumesV1)
+        second = isinstance(runner, GPUModelRunnerV2)
+        parts = (RunnerV2, ResumesV2, EmbeddedV2) if second else (RunnerV1, ResumesV1, EmbeddedV1)
         seeding = (DrawsOnlyWhatCounts,) if current_platform.is_cpu() else ()
         kind: type[Any] = runner.__class__
         _mix(runner, type(f"Stage{kind.__name__}", (*parts, *seeding, kind), {}))
@@ -40,6 +43,11 @@ class StageWorker(Worker):
         runner: Any = self.model_runner
         runner.attach(RowWriter(decode_attachment(attachments[0]), device=self.device))
         return True
+
+    def attach_embeddings(self, ticket: bytes) -> None:
+        """Called through `collective_rpc`: requests may have their embeddings in this memory."""
+        runner: Any = self.model_runner
+        runner.attach_embeddings(EmbeddingMemory(decode_ticket(ticket)))
 
     def writes_rows(self) -> bool:
         """Whether all rows of the last layer are here, and no other rank is to write them."""
