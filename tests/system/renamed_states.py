@@ -1,0 +1,33 @@
+"""A transform from outside: a stage's hidden states are the next one's embeddings, position by position."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+_MODULE = """\
+from stagemesh.connectors.base import Packet
+from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.services.serving.plugins import TransformCard
+
+_ROWS = TensorSpec("float32", ("tokens", "hidden"))
+CARD = TransformCard({"hidden_states": _ROWS}, {"inputs_embeds": _ROWS}, "renamed_states:Renamed")
+
+
+class Renamed:
+    def push(self, packet):
+        return [Packet({"inputs_embeds": packet.tensors["hidden_states"]}, packet.metadata)]
+
+    def finish(self):
+        return []
+"""
+
+
+def add_transform(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every process that is started from now on know the transform "renamed"."""
+    (folder / "renamed_states.py").write_text(_MODULE)
+    package = folder / "renamed_states-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: renamed_states\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[stagemesh.transforms]\nrenamed = renamed_states:CARD\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", ""))))

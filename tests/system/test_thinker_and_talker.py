@@ -1,0 +1,71 @@
+"""Two language models in services of their own: the second is fed the first one's hidden states while it samples."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stagemesh.client import Result
+from tests.deployment import deployed, eventually
+from tests.engines.tiny_model import write_real_model
+from tests.system.renamed_states import add_transform
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 12
+PROMPTS = [[20 + (7 * number + at) % 200 for at in range(3 + 20 * number)] for number in range(4)]
+PIPELINE = """\
+pipeline: pair
+stages:
+  thinker:
+    engine: vllm
+    model: {model}
+    options: {{dtype: float32, kv_cache_memory_bytes: 8388608, hidden_states: {{dtype: float32}}}}
+  talker:
+    engine: vllm
+    model: {model}
+    options: {{dtype: float32, kv_cache_memory_bytes: 8388608, embeddings: {{dtype: float32}}}}
+edges:
+  - {{from: thinker, to: talker, transform: renamed}}
+outputs: {{thought: thinker.token_ids, said: talker.token_ids}}
+"""
+
+
+def test_talker_says_what_transformers_makes_of_the_thoughts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_transform(tmp_path, monkeypatch)
+    model = write_real_model(tmp_path / "model")
+    (tmp_path / "pair.yaml").write_text(PIPELINE.format(model=model))
+    with deployed(tmp_path / "pair.yaml") as up, up.client() as client, ThreadPoolExecutor(4) as pool:
+
+        def generate(prompt: Sequence[int]) -> Result:
+            return client.generate(token_ids=prompt, seed=1, temperature=0.0, max_tokens=STEPS).result()
+
+        results = list(pool.map(generate, PROMPTS))
+        eventually(up.idle, timeout_s=2)
+    assert [(result.tokens["thought"], result.tokens["said"]) for result in results] == _expected(model)
+
+
+def _expected(folder: Path) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return [_thought_and_said(model, prompt) for prompt in PROMPTS]
+
+
+def _thought_and_said(model: Any, prompt: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    embed = model.get_input_embeddings()
+    ids = list(prompt)
+    while len(ids) < len(prompt) + STEPS:
+        thought = model(torch.tensor([ids]), output_hidden_states=True)
+        ids.append(int(thought.logits[0, -1].argmax()))
+    states = thought.hidden_states[-1][0]
+    inputs, said = states[: len(prompt)], list[int]()
+    while len(said) < STEPS:
+        said.append(int(model(inputs_embeds=inputs[None]).logits[0, -1].argmax()))
+        added = states[len(inputs)] if len(inputs) < len(states) else 0
+        inputs = torch.cat([inputs, embed(torch.tensor([said[-1]])) + added])
+    return tuple(ids[len(prompt) :]), tuple(said)
