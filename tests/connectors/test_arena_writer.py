@@ -127,12 +127,14 @@ def test_slab_of_a_killed_worker_comes_back_when_its_views_are_gone(arena: Arena
     arena.close_share(ticket)
     with pytest.raises(InvalidChunkError):
         arena.adopt(late)
-    assert arena.used_bytes == MIB
+    assert arena.used_bytes == held.region.size_bytes
+    assert arena.max_region_bytes < arena.size_bytes // 2
     assert (held.tensors["x"] == 7).all()
     found = arena.find(held.tensors["x"])
     assert found is not None
     held.region.release()
     assert (arena.used_bytes, arena.stats().regions) == (0, 0)
+    assert arena.max_region_bytes == arena.size_bytes // 2
     assert not any(arena._generations)
 
 

@@ -122,6 +122,7 @@ class _Share:
 
     slab: Region
     regions: int = 0
+    held_bytes: int = 0
     closed: bool = False
 
 
@@ -173,8 +174,9 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in regions that are held."""
-        return self._allocator.used_bytes
+        """Bytes in regions that are held; of a worker's slab, those in what was adopted from it."""
+        adopted_bytes = sum(share.held_bytes for share in self._shares.values())
+        return self._allocator.used_bytes - self._shared_bytes + adopted_bytes
 
     @property
     def max_region_bytes(self) -> int:
@@ -186,7 +188,7 @@ class Arena:
         allocator = self._allocator
         return ArenaStats(
             size_bytes=allocator.size_bytes,
-            used_bytes=allocator.used_bytes,
+            used_bytes=self.used_bytes,
             largest_free_bytes=allocator.largest_free_bytes,
             waiting=len(self._waiting),
             regions=len(self._regions),
@@ -246,7 +248,8 @@ class Arena:
         mark_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes, generation=0)
         writer = region.generation >> WRITER_SHIFT
         if writer:
-            self._shares[writer].regions -= 1
+            share = self._shares[writer]
+            share.regions, share.held_bytes = share.regions - 1, share.held_bytes - region.size_bytes
             self._drop_if_over(writer)
             return
         self._allocator.release(region.offset - self.data_offset)
@@ -345,7 +348,7 @@ class Arena:
             account=slab.account,
         )
         self._regions[handle.generation] = region
-        share.regions += 1
+        share.regions, share.held_bytes = share.regions + 1, share.held_bytes + handle.size_bytes
         return Written(region, views, _offsets(region, [placed.offset for placed in handle.tensors]))
 
     def share_of(self, region: Region) -> tuple[int, int]:

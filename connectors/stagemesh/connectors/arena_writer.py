@@ -117,6 +117,11 @@ class ArenaWriter:
         """As `try_reserve`, but waits as long as it takes. Raises UnavailableError when the replica is gone."""
         return self._reserve(_empty(shapes, dtype), math.inf)
 
+    @property
+    def room(self) -> memoryview:
+        """The slab's bytes, for whoever has to pin them."""
+        return self._memory[self._ticket.offset : self._ticket.offset + self._ticket.size_bytes]
+
     def close(self) -> None:
         """Lets go of the replica; what was written stays. Closing twice is harmless."""
         if self._replica >= 0:

@@ -13,9 +13,9 @@ import numpy as np
 
 from stagemesh.connectors.arena_writer import ShareTicket
 from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import StagemeshError, UnavailableError
+from stagemesh.connectors.errors import InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.connectors.pulse import Pulse
-from stagemesh.connectors.tensors import Array, Tensors
+from stagemesh.connectors.tensors import DTYPES, Array, Tensors
 from stagemesh.services.engines.base import Shares, Task
 from stagemesh.services.engines.vllm.options import HiddenStatesOptions
 from stagemesh.services.engines.vllm.rows import (
@@ -25,6 +25,7 @@ from stagemesh.services.engines.vllm.rows import (
     Wish,
     decode_rows,
     encode_attachment,
+    least_passing_bytes,
 )
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ _MAX_MESSAGE_BYTES = 1 << 20
 _GREETING_S = 10.0
 _LATE_S = 10.0
 """How long rows may come after the tokens that they made."""
-_HELD_SHARE = 8
-"""A request's rows that are not asked for hold this part of the share at most; then they are copied out of it."""
+_PASSING_SHARE = 4
+"""This part of the share is emptied at once: however many rows lie in the rest, others get past them."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,12 +45,10 @@ _log = logging.getLogger(__name__)
 class RequestStates:
     """One request's rows: each position once and in order, whatever comes again."""
 
-    def __init__(self, *, first_position: int, prompt_tokens: int, max_held_bytes: int) -> None:
+    def __init__(self, *, first_position: int, prompt_tokens: int) -> None:
         self.next_position = first_position
         """All rows before it have come."""
         self._prompt_tokens = prompt_tokens
-        self._max_held_bytes = max_held_bytes
-        self._held_bytes = 0
         self._ready: deque[Packet] = deque()
         self._error: StagemeshError | None = None
         self._changed = Pulse()
@@ -67,12 +66,7 @@ class RequestStates:
             return
         rows = {name: tensor[skipped:] for name, tensor in tensors.items()}
         metadata = {"token_start": self.next_position, "prompt_tokens": self._prompt_tokens}
-        packet = Packet(rows, metadata)
-        if self._held_bytes + packet.size_bytes > self._max_held_bytes:
-            # Whoever reads these is slow; the worker's room is not theirs alone.
-            packet = Packet({name: np.array(tensor) for name, tensor in rows.items()}, metadata)
-        self._held_bytes += packet.size_bytes
-        self._ready.append(packet)
+        self._ready.append(Packet(rows, metadata))
         self.next_position = position + count
         self._changed.fire()
 
@@ -88,12 +82,9 @@ class RequestStates:
         taken: list[Packet] = []
         while self._ready and _start(self._ready[0]) < before:
             packet = self._ready.popleft()
-            self._held_bytes -= packet.size_bytes
             count = before - _start(packet)
             if count < _length(packet):
-                rest = _cut(packet, count, None)
-                self._ready.appendleft(rest)
-                self._held_bytes += rest.size_bytes
+                self._ready.appendleft(_cut(packet, count, None))
                 packet = _cut(packet, 0, count)
             taken.append(packet)
         return taken
@@ -121,7 +112,8 @@ class HiddenStates:
         """Raises NotReadyError where the arena has no room for the share."""
         self.options = options
         self._shares = shares
-        self._ticket: ShareTicket = shares.open_share(share_bytes)
+        self._passing: ShareTicket = shares.open_share(share_bytes // _PASSING_SHARE)
+        self._ticket: ShareTicket = shares.open_share(share_bytes - share_bytes // _PASSING_SHARE)
         self._token = secrets.token_bytes(16)
         self._address = f"stagemesh-rows-{secrets.token_hex(16)}"
         self._requests: dict[str, RequestStates] = {}
@@ -129,12 +121,18 @@ class HiddenStates:
         self._loop = asyncio.get_running_loop()
 
     async def attach(self, llm: "AsyncLLM") -> None:
-        """Has the engine's worker write; raises UnavailableError where none does."""
+        """Has the engine's worker write; raises UnavailableError where none does.
+
+        Raises InvalidRequestError where not even a row has room in the share.
+        """
+        self._check_room(llm.model_config.get_hidden_size())
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         with listener:
             listener.bind("\0" + self._address)
             listener.listen(4)
-            attachment = Attachment(self._address, self._token, self._ticket, self.options.dtype, self.options.tensors)
+            attachment = Attachment(
+                self._address, self._token, self._ticket, self._passing, self.options.dtype, self.options.tensors
+            )
             told = asyncio.create_task(_tell(llm, encode_attachment(attachment)))
             try:
                 async with asyncio.timeout(_GREETING_S):
@@ -156,11 +154,7 @@ class HiddenStates:
         if not first_position:
             # What is found there is not computed, and gives no rows.
             params.skip_reading_prefix_cache = True
-        states = RequestStates(
-            first_position=first_position,
-            prompt_tokens=prompt_tokens,
-            max_held_bytes=self._ticket.size_bytes // _HELD_SHARE,
-        )
+        states = RequestStates(first_position=first_position, prompt_tokens=prompt_tokens)
         self._requests[name] = states
         return states
 
@@ -174,9 +168,21 @@ class HiddenStates:
             self._loop.remove_reader(self._connection)
             self._connection.close()
             self._connection = None
-        self._shares.close_share(self._ticket)
+        for ticket in (self._ticket, self._passing):
+            self._shares.close_share(ticket)
 
     # -- inner workings
+
+    def _check_room(self, width: int) -> None:
+        tensors = len(self.options.tensors)
+        row_bytes = tensors * width * DTYPES[self.options.dtype].itemsize
+        least_bytes = least_passing_bytes(row_bytes=row_bytes, tensors=tensors)
+        if self._passing.size_bytes < least_bytes:
+            raise InvalidRequestError(
+                f"hidden_states.share_bytes is {self._ticket.size_bytes + self._passing.size_bytes}; for rows of "
+                f"{tensors} times {width} values it must be at least {_PASSING_SHARE * least_bytes}",
+                reason="INVALID_OPTION",
+            )
 
     async def _greeted(self, listener: socket.socket) -> socket.socket:
         """The connection that knows the token."""
@@ -204,6 +210,8 @@ class HiddenStates:
 
     def _take(self, step: StepRows) -> None:
         tensors = self._shares.adopt(step.handle)
+        if step.passes:
+            tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
         for one in step.requests:
             states = self._requests.get(one.name)
             if states is not None and one.count:

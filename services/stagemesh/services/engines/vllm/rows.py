@@ -5,11 +5,24 @@ from dataclasses import dataclass
 import msgspec
 
 from stagemesh.connectors.arena_writer import Handle, ShareTicket
+from stagemesh.connectors.memory_file import ALIGNMENT_BYTES
 
 EXTRA_ARGUMENT = "stagemesh"
 """Under this name a request's `SamplingParams.extra_args` hold a `Wish`, as builtins."""
 CONFIG_KEY = "stagemesh_layers"
 """Under this name vLLM's `additional_config` lists the layers before the last."""
+_PARTS = 2
+"""A write takes this part of the passing room at most, so that the next finds room while one is copied."""
+
+
+def max_rows(passing_bytes: int, *, row_bytes: int, tensors: int) -> int:
+    """How many rows are written at once where the passing room has that size; a row has `row_bytes` in all tensors."""
+    return (passing_bytes // _PARTS - tensors * ALIGNMENT_BYTES) // row_bytes
+
+
+def least_passing_bytes(*, row_bytes: int, tensors: int) -> int:
+    """The passing room that one row needs."""
+    return _PARTS * (row_bytes + tensors * ALIGNMENT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -20,6 +33,9 @@ class Attachment:
     """An abstract unix socket that takes messages: first `token`, then a `StepRows` each."""
     token: bytes
     ticket: ShareTicket
+    """Room for rows, which stay there until they are read."""
+    passing: ShareTicket
+    """Room that the replica empties at once, for when the other is full of rows that nobody reads."""
     dtype: str
     """That of the emitted tensors, in the contract's and torch's words."""
     tensors: list[str]
@@ -50,6 +66,8 @@ class StepRows(msgspec.Struct, frozen=True, array_like=True):
 
     handle: Handle
     requests: list[RequestRows]
+    passes: bool
+    """Whether they lie where the replica is to copy them out at once."""
 
 
 encode_attachment = msgspec.msgpack.Encoder().encode
