@@ -22,7 +22,7 @@ from benchmarks.ar_ways.direct import MODEL, DirectEngine
 from benchmarks.ar_ways.models import LARGER, SMALLER, Shape, write_model
 from benchmarks.ar_ways.probed_stage import Stalls
 from benchmarks.ar_ways.processes import tree_mb
-from benchmarks.ar_ways.staged import EMITS_STATES, StagedEngine
+from benchmarks.ar_ways.staged import EMITS_STATES, READY_S, StagedEngine
 from benchmarks.ar_ways.taker import StatesTaker
 from benchmarks.ar_ways.turns import Times, Way, take_turns
 from benchmarks.ar_ways.workload import Outcome, Turn
@@ -166,7 +166,7 @@ def _direct(stack: ExitStack, model: Path) -> Worker[DirectEngine]:
 
 def _entered(stack: ExitStack, worker: Worker[Held]) -> Worker[Held]:
     stack.callback(worker.close)
-    worker.ready()
+    worker.ready(within_s=READY_S)
     return worker
 
 

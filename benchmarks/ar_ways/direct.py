@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.ar_ways.workload import OPTIONS, OUTPUT_TOKENS, SEED, Outcome, Turn, run_streams
+from benchmarks.ar_ways.models import options_of
+from benchmarks.ar_ways.workload import OUTPUT_TOKENS, SEED, Outcome, Turn, run_streams
 from benchmarks.edge_ways.worker import End
 from stagemesh.services.engines.vllm import environment
 
@@ -26,10 +27,9 @@ class DirectEngine(End):
 
         from stagemesh.services.engines.vllm.arguments import engine_arguments
 
-        options = {**OPTIONS, "worker_cls": "auto"}
-        self._llm = AsyncLLM.from_engine_args(
-            engine_arguments(options, model=str(Path(os.environ[MODEL])), stage="direct")
-        )
+        model = Path(os.environ[MODEL])
+        options = {**options_of(model), "worker_cls": "auto"}
+        self._llm = AsyncLLM.from_engine_args(engine_arguments(options, model=str(model), stage="direct"))
         await self._llm.get_supported_tasks()
 
     async def close(self) -> None:

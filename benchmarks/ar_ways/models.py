@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import JsonValue
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 MAX_MODEL_LEN = 256
@@ -49,6 +50,17 @@ def write_model(folder: Path, shape: Shape) -> Path:
     }
     _write(folder / "config.json", config)
     return folder
+
+
+def options_of(model: Path) -> dict[str, JsonValue]:
+    """What a stage on the model is told of its engine, and the engine called directly too."""
+    return {
+        "load_format": "dummy",
+        # vLLM takes float32 for bfloat16 unless it is told.
+        "dtype": json.loads((model / "config.json").read_text())["dtype"],
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_num_seqs": 64,
+    }
 
 
 def _tokenizer(vocabulary: int) -> Tokenizer:

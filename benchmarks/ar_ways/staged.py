@@ -14,15 +14,16 @@ from typing import Self
 import grpc
 from pydantic import JsonValue
 
+from benchmarks.ar_ways.models import options_of
 from benchmarks.ar_ways.probed_stage import Stalls
 from benchmarks.ar_ways.taker import GENERATION, PIPELINE, PRODUCER
-from benchmarks.ar_ways.workload import OPTIONS
 from benchmarks.edge_ways.worker import WorkerError
 from stagemesh.services.serving.config import StageConfig, dump_stage_config
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 EMITS_STATES: Mapping[str, JsonValue] = {"hidden_states": {"layers": ["last"], "dtype": "bfloat16"}}
-_READY_S = 120.0
+READY_S = 180.0
+"""For an engine to start in, on a machine that has much else to do."""
 _POLL_S = 0.02
 
 
@@ -41,7 +42,7 @@ class StagedEngine:
             engine="vllm",
             listen=self.endpoint,
             model=str(model),
-            options={**OPTIONS, **(options or {})},
+            options={**options_of(model), **(options or {})},
             parent_pid=os.getpid(),
         )
         file = folder / f"{name}.json"
@@ -85,7 +86,7 @@ class StagedEngine:
         return Stalls(**json.loads(self._probe.recv(4096)))
 
     def _wait_ready(self) -> None:
-        end_s = time.monotonic() + _READY_S
+        end_s = time.monotonic() + READY_S
         with grpc.insecure_channel(self.endpoint) as channel:
             stub = stage_pb2_grpc.StageServiceStub(channel)
             while self._state(stub) != stage_pb2.REPLICA_STATE_READY:

@@ -2,15 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-
-from pydantic import JsonValue
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 8, 64
 SEED = 3
-OPTIONS: Mapping[str, JsonValue] = {"load_format": "dummy", "kv_cache_memory_bytes": 64 << 20, "max_num_seqs": 64}
-"""What a stage is told of its engine, and the engine called directly too."""
 
 
 @dataclass(frozen=True)
