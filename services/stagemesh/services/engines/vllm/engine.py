@@ -3,10 +3,10 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.services.engines.base import (
@@ -57,6 +57,7 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         self._states: HiddenStates | None = None
         self._embeddings: Embeddings | None = None
         self._limits: Limits | None = None
+        self._sampling_defaults: Mapping[str, Any] = {}
         self._meter = LoadMeter()
         self._numbers = itertools.count()
 
@@ -162,6 +163,8 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
                 config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True
             )
             self._llm.output_processor.__class__ = ResumingOutputProcessor
+            # vLLM reads files for it each time.
+            self._sampling_defaults = config.model_config.get_diff_sampling_param()
         except (OSError, RuntimeError, ValueError) as exc:
             raise NotReadyError(
                 f"stage {self._config.stage}: vLLM cannot load {self._model}: {exc}; its own lines in the log of this "
@@ -261,7 +264,7 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
             task,
             prompt_length=len(ids),
             max_model_len=llm.model_config.max_model_len,
-            defaults=llm.model_config.get_diff_sampling_param(),
+            defaults=self._sampling_defaults,
         )
         check(params, llm.vllm_config, llm.get_tokenizer())
         return ids, params
