@@ -1,0 +1,1 @@
+# The part of scikit-learn that Stagemesh uses.

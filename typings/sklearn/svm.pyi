@@ -1,0 +1,9 @@
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+class SVC:
+    def __init__(self) -> None: ...
+    def fit(self, X: npt.NDArray[np.float64], y: npt.NDArray[np.int64]) -> Self: ...
+    def predict(self, X: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]: ...
