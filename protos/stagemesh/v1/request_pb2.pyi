@@ -33,7 +33,7 @@ class Input(_message.Message):
     """One user message, put through the model's chat template where it has one."""
     @_builtins.property
     def conversation(self) -> Global___Conversation:
-        """A conversation, put through the model's chat template."""
+        """A conversation, put through the model's chat template. Pictures, sound and films come in its parts."""
 
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -93,23 +93,105 @@ class Message(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Who speaks: "system", "user" or "assistant"."""
     content: _builtins.str
-    """What is said."""
+    """What is said, where it is text alone. Beside parts it is refused (INVALID_PROMPT)."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
+        """What is said and shown, in order; the model's chat template gives each piece its place."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        parts: _abc.Iterable[Global___Part] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "parts", b"parts", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Message: _TypeAlias = Message  # noqa: Y015
+
+@_typing.final
+class Part(_message.Message):
+    """Part is a piece of a message. A stage refuses kinds that its model does not take (UNSUPPORTED), more of a kind than it
+    takes (TOO_MANY_MEDIA), more than it would hold decoded (MEDIA_TOO_LARGE), and what cannot be read (INVALID_MEDIA).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    AUDIO_FIELD_NUMBER: _builtins.int
+    AUDIO_FILE_FIELD_NUMBER: _builtins.int
+    VIDEO_FILE_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text."""
+    @_builtins.property
+    def image(self) -> Global___Image:
+        """A picture: image/png, image/jpeg, image/webp, image/gif (its first frame) or image/bmp."""
+
+    @_builtins.property
+    def audio(self) -> Global___Audio:
+        """Sound as samples, finite, at 1,000 to 384,000 Hz; channels are averaged."""
+
+    @_builtins.property
+    def audio_file(self) -> Global___MediaFile:
+        """Sound as a file, for example audio/wav, audio/mpeg, audio/flac, audio/ogg or audio/mp4."""
+
+    @_builtins.property
+    def video_file(self) -> Global___MediaFile:
+        """A film without its sound, for example video/mp4, video/webm, video/quicktime or image/gif."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        image: Global___Image | None = ...,
+        audio: Global___Audio | None = ...,
+        audio_file: Global___MediaFile | None = ...,
+        video_file: Global___MediaFile | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "audio_file", b"audio_file", "content", b"content", "image", b"image", "text", b"text", "video_file", b"video_file"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audio", b"audio", "audio_file", b"audio_file", "content", b"content", "image", b"image", "text", b"text", "video_file", b"video_file"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "image", "audio", "audio_file", "video_file"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___Part: _TypeAlias = Part  # noqa: Y015
+
+@_typing.final
+class MediaFile(_message.Message):
+    """MediaFile is an encoded sound or film."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The encoded bytes, at least one."""
+    media_type: _builtins.str
+    """Their media type, for example "audio/wav"."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        media_type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MediaFile: _TypeAlias = MediaFile  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):

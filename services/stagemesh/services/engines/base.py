@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 from stagemesh.connectors.arena_writer import Handle, ShareTicket
 from stagemesh.connectors.base import Packet
 from stagemesh.connectors.tensors import Tensors
+from stagemesh.services.engines.media import Medium, Part
 
 
 class ChatMessage(NamedTuple):
@@ -15,10 +16,20 @@ class ChatMessage(NamedTuple):
 
     role: str
     content: str
+    parts: Sequence[Part] = ()
+    """Instead of `content`: what is said and shown, in order."""
 
 
 Prompt: TypeAlias = str | Sequence[ChatMessage] | Sequence[int]
 """Text (put through the chat template as a user message), a conversation, or token ids."""
+
+
+def media_of(prompt: Prompt | None) -> Sequence[Medium]:
+    """The pictures, sounds and films of a prompt, in order."""
+    if not prompt or isinstance(prompt, str) or isinstance(prompt[0], int):
+        return ()
+    messages = [message for message in prompt if isinstance(message, ChatMessage)]
+    return [part for message in messages for part in message.parts if not isinstance(part, str)]
 
 
 TokenSelection: TypeAlias = Literal["all", "last"]

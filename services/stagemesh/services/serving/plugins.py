@@ -51,6 +51,8 @@ class Signature:
     options: Mapping[str, OptionSpec] = field(default_factory=dict[str, OptionSpec])
     adapters: bool = False
     """Whether a request may choose an adapter."""
+    media: bool = False
+    """Whether messages may hold more than text; the model then decides."""
 
 
 @dataclass(frozen=True)

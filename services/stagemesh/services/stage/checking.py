@@ -3,10 +3,13 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
 
 from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
-from stagemesh.services.engines.base import Checkpoint, Prompt, SamplingOptions, Structure, Task
+from stagemesh.services.engines.base import Checkpoint, Prompt, SamplingOptions, Structure, Task, media_of
+from stagemesh.services.engines.media import MEDIA_TYPES, MediaFile, Medium, Samples
 from stagemesh.services.serving.plugins import Signature
 from stagemesh.services.stage.order import StepOrder
 
@@ -23,6 +26,7 @@ _SAMPLING: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "frequency_penalty": ("from -2 to 2", lambda value: -2 <= value <= 2),
 }
 _ROLES = frozenset({"system", "user", "assistant"})
+_SAMPLE_RATES_HZ = range(1_000, 384_001)
 
 
 def check_order(order: StepOrder, signature: Signature, *, engine: str, resumable: bool = False) -> None:
@@ -52,6 +56,7 @@ def check_order(order: StepOrder, signature: Signature, *, engine: str, resumabl
     _check_sampling(order.task.sampling)
     if not signature.accepts:
         _check_prompt(order.task.prompt)
+        _check_media(media_of(order.task.prompt), signature, engine=engine)
 
 
 def check_request_id(request_id: str) -> None:
@@ -172,3 +177,38 @@ def _check_prompt(prompt: Prompt | None) -> None:
             raise InvalidRequestError(
                 f"a message's role is {message.role!r}; it must be {', '.join(sorted(_ROLES))}", reason="INVALID_ROLE"
             )
+
+
+def _check_media(media: Sequence[Medium], signature: Signature, *, engine: str) -> None:
+    """What can be said without decoding anything."""
+    if media and not signature.media:
+        raise UnsupportedError(
+            f"engine {engine} takes text alone on this stage; leave the {media[0].kind} out",
+            metadata={"engine": engine, "ability": "media"},
+        )
+    for medium in media:
+        if not isinstance(medium, MediaFile):
+            _check_sound(medium)
+        elif medium.media_type not in MEDIA_TYPES[medium.kind]:
+            raise InvalidRequestError(
+                f"{medium.kind} of media type {medium.media_type[:100]!r}; use one of "
+                f"{', '.join(MEDIA_TYPES[medium.kind])}",
+                reason="INVALID_MEDIA",
+            )
+        elif not medium.data:
+            raise InvalidRequestError(f"{medium.kind} without data; leave it out", reason="INVALID_MEDIA")
+
+
+def _check_sound(sound: Samples) -> None:
+    samples = sound.samples
+    if samples.dtype != np.float32 or samples.ndim not in (1, 2) or not samples.size:
+        raise InvalidRequestError(
+            f"audio is {samples.dtype}{list(samples.shape)}; it must be float32[samples] or float32[samples, "
+            "channels], and not empty",
+            reason="INVALID_MEDIA",
+        )
+    if sound.sample_rate_hz not in _SAMPLE_RATES_HZ:
+        raise InvalidRequestError(
+            f"audio is at {sound.sample_rate_hz} Hz; it must be at {_SAMPLE_RATES_HZ[0]} to {_SAMPLE_RATES_HZ[-1]} Hz",
+            reason="INVALID_MEDIA",
+        )

@@ -8,6 +8,7 @@ from stagemesh.connectors.errors import InvalidRequestError
 from stagemesh.connectors.registry import cards, name_of, number_of
 from stagemesh.connectors.tensors import Array, inline_tensor, read_inline, spec_to_wire
 from stagemesh.services.engines.base import ChatMessage, Checkpoint, Progress, Prompt, SamplingOptions, Structure, Task
+from stagemesh.services.engines.media import MediaFile, Part, Samples
 from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.plugins import Signature
 from stagemesh.services.stage.events import Accepted, Content, Finished, Output, Picture, Sound, StepEvent, Tokens
@@ -54,11 +55,41 @@ def _prompt(message: request_pb2.Input) -> Prompt | None:
         case "text":
             return message.text
         case "conversation":
-            return [ChatMessage(each.role, each.content) for each in message.conversation.messages]
+            return [_message(each) for each in message.conversation.messages]
         case "token_ids":
             return list(message.token_ids.ids)
         case _:
             return None
+
+
+def _message(message: request_pb2.Message) -> ChatMessage:
+    if message.content and message.parts:
+        raise InvalidRequestError(
+            "a message holds content and parts; put the content into a part, at its place", reason="INVALID_PROMPT"
+        )
+    return ChatMessage(message.role, message.content, tuple(map(_part, message.parts)))
+
+
+def _part(message: request_pb2.Part) -> Part:
+    match message.WhichOneof("content"):
+        case "text":
+            return message.text
+        case "image":
+            return MediaFile("image", message.image.data, message.image.media_type)
+        case "audio":
+            return _samples(message.audio)
+        case "audio_file":
+            return MediaFile("audio", message.audio_file.data, message.audio_file.media_type)
+        case "video_file":
+            return MediaFile("video", message.video_file.data, message.video_file.media_type)
+        case None:
+            raise InvalidRequestError("a message holds a part without content; leave it out", reason="INVALID_PROMPT")
+
+
+def _samples(message: request_pb2.Audio) -> Samples:
+    if message.samples.WhichOneof("location") not in {"inline", None}:
+        raise InvalidRequestError("samples of a message must be sent inline", reason="INVALID_MEDIA")
+    return Samples(read_inline(message.samples), message.sample_rate_hz)
 
 
 def _tensors(messages: Iterable[tensor_pb2.Tensor]) -> dict[str, Array]:

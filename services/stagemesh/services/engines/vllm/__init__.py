@@ -22,7 +22,7 @@ def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signa
     if own.hidden_states is not None:
         rows = Emitted(TensorSpec(own.hidden_states.dtype, ("tokens", "hidden")))
         emits |= dict.fromkeys(own.hidden_states.tensors, rows)
-    return Signature(accepts, emits, adapters=bool(options.get("enable_lora")))
+    return Signature(accepts, emits, adapters=bool(options.get("enable_lora")), media=not accepts)
 
 
 CARD = EngineCard(factory="stagemesh.services.engines.vllm.engine:VllmEngine", signature=_signature, needs_model=True)

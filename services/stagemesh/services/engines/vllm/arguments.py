@@ -29,7 +29,12 @@ def engine_arguments(options: Mapping[str, JsonValue], *, model: str, stage: str
             raise unknown_option(name, known, stage=stage)
     # An engine has one backend for structured outputs for good, and "auto" takes that of the first request. This one
     # reads all kinds of structure, and refuses before a request runs what it cannot follow.
-    common: dict[str, JsonValue] = {"worker_cls": _WORKER, "structured_outputs_config": {"backend": "guidance"}}
+    common: dict[str, JsonValue] = {
+        "worker_cls": _WORKER,
+        "structured_outputs_config": {"backend": "guidance"},
+        # Up to 4 GB in each process otherwise.
+        "mm_processor_cache_gb": 0,
+    }
     chosen = {**common, **_defaults(options), **options}
     try:
         return AsyncEngineArgs(model=model, disable_log_stats=True, **chosen)  # type: ignore[arg-type]

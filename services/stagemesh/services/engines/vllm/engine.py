@@ -16,6 +16,7 @@ from stagemesh.services.engines.base import (
     Shares,
     Task,
     WritesByWorkers,
+    media_of,
 )
 from stagemesh.services.engines.vllm.control import Control, Controllable, prepare_control
 from stagemesh.services.engines.vllm.embedding_memory import PLACEHOLDER
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from stagemesh.services.engines.vllm.generation import Generation
     from stagemesh.services.engines.vllm.hidden_states import HiddenStates
     from stagemesh.services.engines.vllm.limits import Limits
+    from stagemesh.services.engines.vllm.media_prompts import MediaPrompts
     from stagemesh.services.engines.vllm.sampling import CheckedParams
 
 _HEALTH_POLL_S = 0.2
@@ -57,6 +59,7 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         self._states: HiddenStates | None = None
         self._embeddings: Embeddings | None = None
         self._limits: Limits | None = None
+        self._media: MediaPrompts | None = None
         self._sampling_defaults: Mapping[str, Any] = {}
         self._meter = LoadMeter()
         self._numbers = itertools.count()
@@ -81,6 +84,7 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
             loop.call_soon_threadsafe(report, line)
 
         await loop.run_in_executor(self._owner, self._load, report_soon, loop)
+        await loop.run_in_executor(self._owner, self._make_media_prompts)
         # vLLM asks its core for these at the first request, and would wait for ever if the core died meanwhile.
         await self._running().get_supported_tasks()
         self._control = Control(self._running(), stage=self._config.stage, profile_dir=self._options.profile_dir)
@@ -119,7 +123,9 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         for worker_memory in (self._states, self._embeddings):
             if worker_memory is not None:
                 worker_memory.close()
-        self._states = self._embeddings = self._limits = None
+        if self._media is not None:
+            self._media.close()
+        self._states = self._embeddings = self._limits = self._media = None
         self._owner.shutdown(wait=False)
 
     # -- inner workings
@@ -172,6 +178,16 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
                 reason="MODEL_NOT_LOADED",
             ) from exc
 
+    def _make_media_prompts(self) -> None:
+        llm = self._running()
+        if not llm.model_config.supports_multimodal_inputs:
+            return
+        from stagemesh.services.engines.vllm.media_prompts import MediaPrompts
+
+        self._media = MediaPrompts(
+            llm, stage=self._config.stage, owner=self._owner, media_bytes=self._options.media_bytes
+        )
+
     async def _attach_workers(self) -> None:
         from stagemesh.services.engines.vllm.embeddings import Embeddings
         from stagemesh.services.engines.vllm.hidden_states import HiddenStates
@@ -206,20 +222,29 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         from stagemesh.services.engines.vllm.generation import Generation
         from stagemesh.services.engines.vllm.resuming import continued, resumed_tokens
 
-        llm, embedded, placeholders = self._running(), None, None
+        llm, embedded, media, there = self._running(), None, None, None
         if task.inlets:
             if self._embeddings is None:
                 raise InvalidRequestError(f"stage {self._config.stage} takes no embeddings", reason="UNKNOWN_EDGE")
             embedded = await held.enter_async_context(self._embeddings.reading(task))
-            placeholders = [PLACEHOLDER] * await embedded.begin()
+            there = [PLACEHOLDER] * await embedded.begin()
+        elif task.prompt is not None and media_of(task.prompt):
+            if self._media is None:
+                raise UnsupportedError(
+                    f"stage {self._config.stage}: the model {self._model} takes text alone",
+                    metadata={"ability": "media"},
+                )
+            media = await self._media.made(task.prompt)
+            there = media.ids
         # One thread only: a tokenizer must not be used from two at once.
         loop = asyncio.get_running_loop()
-        ids, params = await loop.run_in_executor(self._owner, self._checked, task, placeholders)
+        ids, params = await loop.run_in_executor(self._owner, self._checked, task, there)
         resumed = resumed_tokens(
             task.resume_from,
             prompt=ids,
             vocabulary=llm.model_config.get_vocab_size(),
             max_tokens=params.max_tokens or 0,
+            media=media.digest if media is not None else b"",
         )
         params = continued(params, resumed=len(resumed))
         # A new attempt may begin while vLLM still ends the last, so the request's id alone is no name.
@@ -248,6 +273,7 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
             adapter=await held.enter_async_context(self.control.adapters.using(task.adapter)),
             states=states,
             embedded=embedded,
+            media=media,
             limit=limit,
             checkpoint_tokens=self._options.checkpoint_tokens,
         )
@@ -259,7 +285,7 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
 
         llm = self._running()
         if ids is None:
-            ids = prompt_tokens(task.prompt, llm.get_tokenizer(), vocabulary=llm.model_config.get_vocab_size())
+            ids = prompt_tokens(task.prompt, llm.renderer, vocabulary=llm.model_config.get_vocab_size())
         params = sampling_params(
             task,
             prompt_length=len(ids),

@@ -16,6 +16,7 @@ from stagemesh.services.engines.vllm.emissions import check_end, emission
 from stagemesh.services.engines.vllm.resuming import checkpoint, crossed
 
 if TYPE_CHECKING:
+    from vllm.inputs import EngineInput
     from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from stagemesh.services.engines.vllm.hidden_states import RequestStates
     from stagemesh.services.engines.vllm.limits import RequestLimit
     from stagemesh.services.engines.vllm.load_meter import LoadMeter
+    from stagemesh.services.engines.vllm.media_prompts import MediaPrompt
     from stagemesh.services.engines.vllm.sampling import CheckedParams
 
 PROGRESS_TOKENS = 16
@@ -46,6 +48,7 @@ class Generation:
     adapter: "LoRARequest | None"
     states: "RequestStates | None"
     embedded: "EmbeddedInput | None"
+    media: "MediaPrompt | None"
     limit: "RequestLimit | None"
     checkpoint_tokens: int
 
@@ -85,7 +88,7 @@ class Generation:
             for packet in self.states.take(before=self._computed(sampled)):
                 yield Emission(packet)
         if crossed(self.checkpoint_tokens, before, len(sampled)) and not finished:
-            yield checkpoint(self.ids, sampled)
+            yield checkpoint(self.ids, sampled, media=self.media.digest if self.media is not None else b"")
 
     def _computed(self, sampled: list[int]) -> int:
         """How many positions have gone through the model; the last token has not."""
@@ -93,13 +96,8 @@ class Generation:
 
     async def _outputs(self, llm: "AsyncLLM") -> AsyncGenerator["RequestOutput"]:
         """Those of vLLM, with its failures in our words."""
-        prompt = TokensPrompt(prompt_token_ids=self.ids + self.resumed)
-        if self.embedded is not None:
-            # The same placeholders mean something else each time.
-            prompt["cache_salt"] = self.name
-        (rendered,) = llm.renderer.render_cmpl([prompt])
         try:
-            generated = llm.generate(rendered, self.params, self.name, lora_request=self.adapter)
+            generated = llm.generate(self._rendered(llm), self.params, self.name, lora_request=self.adapter)
             async with aclosing(generated) as outputs:
                 async for output in outputs:
                     yield output
@@ -107,3 +105,13 @@ class Generation:
             raise UnavailableError(f"stage {self.stage}: vLLM failed: {exc}") from exc
         except (ValueError, VLLMValidationError) as exc:
             raise InvalidRequestError(f"stage {self.stage}: vLLM refuses the request: {exc}") from exc
+
+    def _rendered(self, llm: "AsyncLLM") -> "EngineInput":
+        if self.media is not None:
+            return self.media.followed_by(self.resumed)
+        prompt = TokensPrompt(prompt_token_ids=self.ids + self.resumed)
+        if self.embedded is not None:
+            # The same placeholders mean something else each time.
+            prompt["cache_salt"] = self.name
+        rendered: list[EngineInput] = llm.renderer.render_cmpl([prompt])
+        return rendered[0]

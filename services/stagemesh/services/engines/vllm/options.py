@@ -68,10 +68,14 @@ class StageOptions:
     """Tokens of a request between two of its checkpoints; 0 for none."""
     profile_dir: str | None = None
     """The folder within which profiles may be put, absolute; None for no profiles."""
+    media_bytes: int = 256 << 20
+    """What the pictures, sounds and films of one request may take once they are decoded."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_tokens < 0:
             raise ValueError(f"checkpoint_tokens is {self.checkpoint_tokens}; it must be 0 or more")
+        if self.media_bytes < 0:
+            raise ValueError(f"media_bytes is {self.media_bytes}; it must be 0 or more")
         if self.profile_dir is not None and not Path(self.profile_dir).is_absolute():
             raise ValueError(f"profile_dir is {self.profile_dir!r}; it must be an absolute path")
 

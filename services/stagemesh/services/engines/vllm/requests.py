@@ -1,49 +1,100 @@
 """A task's prompt in vLLM's terms."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
-from vllm.tokenizers import TokenizerLike
+from vllm.exceptions import VLLMValidationError
+from vllm.renderers import BaseRenderer, ChatParams
 
 from stagemesh.connectors.errors import InvalidRequestError
 from stagemesh.services.engines.base import ChatMessage, Prompt
+from stagemesh.services.engines.media import MediaKind, Part
+
+if TYPE_CHECKING:
+    from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
+    from vllm.renderers.chat_utils import ChatCompletionMessageParam
+
+# vLLM's parts for media that it does not hold: what they hold is given beside them, decoded.
+_EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
+    "image": {"type": "image_pil", "image_pil": None},
+    "audio": {"type": "input_audio", "input_audio": {"data": "", "format": ""}},
+    "video": {"type": "video_url", "video_url": {"url": ""}},
+}
 
 
-def prompt_tokens(prompt: Prompt | None, tokenizer: TokenizerLike, *, vocabulary: int) -> list[int]:
-    """The token ids of a prompt, put through the model's chat template where it has one.
+def prompt_tokens(prompt: Prompt | None, renderer: BaseRenderer, *, vocabulary: int) -> list[int]:
+    """The token ids of a prompt, put through the model's chat template where it has one; a medium is a placeholder.
 
-    Raises InvalidRequestError for one that is empty, or holds ids that the model does not have.
+    Raises InvalidRequestError for one that is empty, that the template refuses, or that holds ids that the model does
+    not have.
     """
     given = [] if prompt is None or isinstance(prompt, str) else [part for part in prompt if isinstance(part, int)]
-    if given:
-        ids = given
-        beyond = next((token for token in ids if not 0 <= token < vocabulary), None)
-        if beyond is not None:
-            raise InvalidRequestError(
-                f"token id {beyond} is outside the model's vocabulary of {vocabulary}", reason="UNKNOWN_TOKEN"
-            )
-    else:
-        ids = _encode(prompt, tokenizer)
+    ids = given or _encode(prompt, renderer)
     if not ids:
         raise InvalidRequestError("the prompt is empty; send text, messages or token ids", reason="EMPTY_PROMPT")
+    if given:
+        check_tokens(ids, vocabulary=vocabulary)
     return ids
 
 
-def _encode(prompt: Prompt | None, tokenizer: TokenizerLike) -> list[int]:
+def check_tokens(ids: Sequence[int], *, vocabulary: int) -> None:
+    """Raises InvalidRequestError for ids that the model does not have."""
+    beyond = next((token for token in ids if not 0 <= token < vocabulary), None)
+    if beyond is not None:
+        raise InvalidRequestError(
+            f"token id {beyond} is outside the model's vocabulary of {vocabulary}", reason="UNKNOWN_TOKEN"
+        )
+
+
+def has_template(renderer: BaseRenderer) -> bool:
+    """Whether the model has a chat template, in its tokenizer or its processor."""
+    if getattr(renderer.get_tokenizer(), "chat_template", None) is not None:
+        return True
+    processor = cast("BaseMultiModalProcessor[BaseProcessingInfo] | None", renderer.mm_processor)
+    if processor is None:
+        return False
+    return getattr(processor.info.get_hf_processor(), "chat_template", None) is not None
+
+
+def _encode(prompt: Prompt | None, renderer: BaseRenderer) -> list[int]:
     if not prompt:
         return []
-    has_template = getattr(tokenizer, "chat_template", None) is not None
     if isinstance(prompt, str):
-        if not has_template:
-            return tokenizer.encode(prompt)
+        if not has_template(renderer):
+            return renderer.get_tokenizer().encode(prompt)
         messages = [ChatMessage("user", prompt)]
     else:
         messages = [part for part in prompt if isinstance(part, ChatMessage)]
-    if not has_template:
+    if not has_template(renderer):
         raise InvalidRequestError(
             "this model has no chat template; send the prompt as text or token ids", reason="NO_CHAT_TEMPLATE"
         )
-    conversation: list[Any] = [message._asdict() for message in messages]
-    text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-    assert isinstance(text, str), "a template that does not tokenize gives text"
+    return _conversation_tokens(messages, renderer)
+
+
+def _conversation_tokens(messages: Sequence[ChatMessage], renderer: BaseRenderer) -> list[int]:
+    conversation = [
+        {"role": message.role, "content": [_part(part) for part in message.parts] or message.content}
+        for message in messages
+    ]
+    tokenizer = renderer.get_tokenizer()
+    # That of a processor, which alone knows of media, goes before the tokenizer's; where there is none, vLLM is not to
+    # look for it.
+    template = None if renderer.mm_processor is not None else getattr(tokenizer, "chat_template", None)
+    params = ChatParams(
+        chat_template=template if isinstance(template, str) else None,
+        chat_template_kwargs={"add_generation_prompt": True, "tokenize": False},
+    )
+    try:
+        _, rendered = renderer.render_messages(cast("list[ChatCompletionMessageParam]", conversation), params)
+    except (ValueError, VLLMValidationError) as exc:
+        raise InvalidRequestError(f"the model's chat template refuses the conversation: {exc}") from exc
+    made: Mapping[str, Any] = dict(rendered)
+    if "prompt_token_ids" in made:
+        return list(made["prompt_token_ids"])
     # The template writes the special tokens itself.
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(made["prompt"], add_special_tokens=False)
+
+
+def _part(part: Part) -> Mapping[str, object]:
+    return {"type": "text", "text": part} if isinstance(part, str) else _EMPTY_PARTS[part.kind]

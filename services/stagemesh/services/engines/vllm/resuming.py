@@ -27,9 +27,12 @@ _Params = TypeVar("_Params", bound=SamplingParams)
 _DIGEST_BYTES = 8
 
 
-def checkpoint(prompt: Sequence[int], token_ids: Sequence[int]) -> Checkpoint:
-    """What a request has reached; it also names its prompt, by a digest, so that no other is continued from it."""
-    return Checkpoint(len(token_ids), tuple(token_ids), {_PROMPT: _digest(prompt)})
+def checkpoint(prompt: Sequence[int], token_ids: Sequence[int], *, media: bytes = b"") -> Checkpoint:
+    """What a request has reached; it also names its prompt, by a digest, so that no other is continued from it.
+
+    `media` are their digest.
+    """
+    return Checkpoint(len(token_ids), tuple(token_ids), {_PROMPT: _digest(prompt, media)})
 
 
 def crossed(interval: int, before: int, after: int) -> bool:
@@ -38,7 +41,7 @@ def crossed(interval: int, before: int, after: int) -> bool:
 
 
 def resumed_tokens(
-    resume_from: Checkpoint | None, *, prompt: Sequence[int], vocabulary: int, max_tokens: int
+    resume_from: Checkpoint | None, *, prompt: Sequence[int], vocabulary: int, max_tokens: int, media: bytes = b""
 ) -> list[int]:
     """The tokens of a checkpoint, none without one.
 
@@ -51,7 +54,7 @@ def resumed_tokens(
     if resume_from.steps != len(tokens):
         raise _invalid(f"counts {resume_from.steps} steps and has {len(tokens)} tokens; send it back as it came")
     digest = resume_from.tensors.get(_PROMPT)
-    if digest is not None and not np.array_equal(digest, _digest(prompt)):
+    if digest is not None and not np.array_equal(digest, _digest(prompt, media)):
         raise _invalid("belongs to another prompt; send the one that it was made with")
     beyond = next((token for token in tokens if not 0 <= token < vocabulary), None)
     if beyond is not None:
@@ -119,8 +122,8 @@ class ResumingOutputProcessor(OutputProcessor):
         return decoder
 
 
-def _digest(prompt: Sequence[int]) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    data = np.asarray(prompt, np.int64).tobytes()
+def _digest(prompt: Sequence[int], media: bytes) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    data = np.asarray(prompt, np.int64).tobytes() + media
     return np.frombuffer(hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest(), np.uint8)
 
 

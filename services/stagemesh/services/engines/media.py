@@ -1,0 +1,67 @@
+"""What a message may hold beside text."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from stagemesh.connectors.tensors import Array
+
+MediaKind: TypeAlias = Literal["image", "audio", "video"]
+
+MEDIA_TYPES: Mapping[MediaKind, Mapping[str, str]] = {
+    "image": {
+        "image/png": "PNG",
+        "image/jpeg": "JPEG",
+        "image/webp": "WEBP",
+        "image/gif": "GIF",
+        "image/bmp": "BMP",
+    },
+    "audio": {
+        "audio/wav": "wav",
+        "audio/x-wav": "wav",
+        "audio/mpeg": "mp3",
+        "audio/flac": "flac",
+        "audio/x-flac": "flac",
+        "audio/ogg": "ogg",
+        "audio/aac": "aac",
+        "audio/mp4": "mp4",
+        "audio/x-m4a": "mp4",
+        "audio/webm": "matroska",
+    },
+    "video": {
+        "video/mp4": "mp4",
+        "video/quicktime": "mov",
+        "video/webm": "matroska",
+        "video/x-matroska": "matroska",
+        "video/x-msvideo": "avi",
+        "image/gif": "gif",
+    },
+}
+"""The media types of each kind, with the names of their formats: Pillow's for images, FFmpeg's for the rest."""
+
+
+@dataclass(frozen=True)
+class MediaFile:
+    """An encoded picture, sound or film."""
+
+    kind: MediaKind
+    data: bytes
+    media_type: str
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Sound: float32 in [-1, 1], [samples] or [samples, channels]."""
+
+    samples: Array
+    sample_rate_hz: int
+
+    @property
+    def kind(self) -> MediaKind:
+        """What it is."""
+        return "audio"
+
+
+Medium: TypeAlias = MediaFile | Samples
+Part: TypeAlias = str | Medium
+"""A piece of a message: text, or a medium."""

@@ -1,0 +1,68 @@
+"""Pictures, sounds and films made for tests."""
+
+import io
+import wave
+from collections.abc import Sequence
+from fractions import Fraction
+
+import av
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from stagemesh.services.engines.media import MediaFile, Samples
+
+
+def pixels(width: int = 56, height: int = 56, *, seed: int = 0) -> npt.NDArray[np.uint8]:
+    """A picture of noise."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def encoded(picture: npt.NDArray[np.uint8], file_format: str = "PNG") -> bytes:
+    """A picture's file."""
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, file_format)
+    return file.getvalue()
+
+
+def image(width: int = 56, height: int = 56, *, seed: int = 0) -> MediaFile:
+    """A PNG of noise."""
+    return MediaFile("image", encoded(pixels(width, height, seed=seed)), "image/png")
+
+
+def tone(seconds: float = 1.0, *, rate_hz: int = 16_000, pitch_hz: float = 440.0) -> npt.NDArray[np.float32]:
+    """A tone with a little noise."""
+    times_s = np.arange(int(seconds * rate_hz)) / rate_hz
+    noise = np.random.default_rng(0).standard_normal(len(times_s))
+    return (0.5 * np.sin(2 * np.pi * pitch_hz * times_s) + 0.01 * noise).astype(np.float32)
+
+
+def sound(seconds: float = 1.0, *, rate_hz: int = 16_000, pitch_hz: float = 440.0) -> Samples:
+    """A tone as samples."""
+    return Samples(tone(seconds, rate_hz=rate_hz, pitch_hz=pitch_hz), rate_hz)
+
+
+def wav(samples: npt.NDArray[np.float32], rate_hz: int = 16_000) -> bytes:
+    """A WAV file of 16-bit samples, [samples] or [samples, channels]."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(samples.shape[1] if samples.ndim > 1 else 1)
+        writer.setsampwidth(2)
+        writer.setframerate(rate_hz)
+        writer.writeframes((samples * 32767).astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def film(
+    grays: Sequence[int], *, rate_hz: int = 10, width: int = 64, height: int = 48, file_format: str = "mp4"
+) -> bytes:
+    """A film whose pictures are each of one gray."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=file_format) as container:
+        stream = container.add_stream("mpeg4", rate=Fraction(rate_hz))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for gray in grays:
+            frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), gray, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return file.getvalue()

@@ -1,0 +1,141 @@
+"""What comes from strangers is read within limits, or refused."""
+
+import io
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.services.engines.media import MediaFile, Samples
+from stagemesh.services.engines.vllm.media_files import (
+    DecodedBytes,
+    read_film,
+    read_image,
+    read_samples,
+    read_sound,
+)
+from tests.engines.media_files import encoded, film, pixels, tone, wav
+
+PLENTY = 64 << 20
+
+
+def picture(data: bytes, media_type: str = "image/png") -> MediaFile:
+    return MediaFile("image", data, media_type)
+
+
+def video(data: bytes, media_type: str = "video/mp4") -> MediaFile:
+    return MediaFile("video", data, media_type)
+
+
+def audio(data: bytes, media_type: str = "audio/wav") -> MediaFile:
+    return MediaFile("audio", data, media_type)
+
+
+@pytest.mark.parametrize("name", ["png", "jpeg", "webp", "gif", "bmp"])
+def test_pictures_of_each_type_are_read(name: str) -> None:
+    read = read_image(picture(encoded(pixels(30, 20), name), f"image/{name}"), DecodedBytes(PLENTY))
+    assert read.size == (30, 20)
+
+
+def test_sound_keeps_its_rate_and_length() -> None:
+    read = read_sound(audio(wav(tone(rate_hz=8_000), 8_000)), DecodedBytes(PLENTY))
+    assert read.sample_rate_hz == 8_000
+    np.testing.assert_allclose(read.samples, tone(rate_hz=8_000), atol=1e-4)
+
+
+def test_channels_of_a_file_are_averaged() -> None:
+    both = np.stack([tone(), np.zeros_like(tone())], axis=1)
+    read = read_sound(audio(wav(both)), DecodedBytes(PLENTY))
+    assert read.samples.shape == tone().shape
+    assert np.corrcoef(read.samples, tone())[0, 1] > 0.99
+
+
+def test_a_film_is_sampled_evenly() -> None:
+    read = read_film(video(film([10 * number for number in range(20)])), DecodedBytes(PLENTY), max_frames=5)
+    assert read.numbers == (0, 5, 10, 14, 19)
+    np.testing.assert_allclose(read.frames.mean(axis=(1, 2, 3)), [0, 50, 100, 140, 190], atol=3)
+    assert (read.frames.shape, read.frames_in_all, read.duration_s) == ((5, 48, 64, 3), 20, 2.0)
+
+
+def test_a_short_film_is_taken_whole() -> None:
+    read = read_film(
+        video(film([0, 100, 200], file_format="avi"), "video/x-msvideo"), DecodedBytes(PLENTY), max_frames=32
+    )
+    assert read.numbers == (0, 1, 2)
+
+
+PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://127.0.0.1:9/a.ts\n"
+WRONG: list[tuple[Callable[[DecodedBytes], object], str, str]] = [
+    (lambda counted: read_image(picture(b"%!PS-Adobe"), counted), "INVALID_MEDIA", "the image cannot be read"),
+    (lambda counted: read_image(picture(encoded(pixels()), "image/gif"), counted), "INVALID_MEDIA", "cannot be read"),
+    (
+        lambda counted: read_image(picture(encoded(np.zeros((1, 900, 3), np.uint8))), counted),
+        "INVALID_MEDIA",
+        "900 by 1",
+    ),
+    (lambda counted: read_image(picture(encoded(pixels(600, 600))), counted), "MEDIA_TOO_LARGE", "of 1000000"),
+    (lambda counted: read_sound(audio(PLAYLIST), counted), "INVALID_MEDIA", "the audio cannot be read"),
+    (lambda counted: read_sound(audio(film([0]), "audio/mp4"), counted), "INVALID_MEDIA", "it has no sound track"),
+    (lambda counted: read_sound(audio(wav(tone(20.0))), counted), "MEDIA_TOO_LARGE", "the audio went beyond it"),
+    (lambda counted: read_samples(Samples(np.full(5, np.inf, np.float32), 8_000), counted), "INVALID_MEDIA", "is inf"),
+    (lambda counted: read_film(video(PLAYLIST), counted, max_frames=4), "INVALID_MEDIA", "the video cannot be read"),
+    (lambda counted: read_film(video(wav(tone())), counted, max_frames=4), "INVALID_MEDIA", "the video cannot be read"),
+    (
+        lambda counted: read_film(video(film([0] * 9, width=400, height=400)), counted, max_frames=4),
+        "MEDIA_TOO_LARGE",
+        "video",
+    ),
+]
+
+
+@pytest.mark.parametrize(("read", "reason", "message"), WRONG, ids=lambda value: str(value)[:30])
+def test_what_cannot_be_read_is_refused(read: Callable[[DecodedBytes], object], reason: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=re.escape(message)) as caught:
+        read(DecodedBytes(1_000_000))
+    assert caught.value.reason == reason
+
+
+def test_a_small_file_that_grows_large_is_refused_before_it_is_decoded() -> None:
+    bomb = io.BytesIO()
+    Image.new("1", (9_000, 9_000)).save(bomb, "PNG")
+    assert len(bomb.getvalue()) < 1 << 20
+    with pytest.raises(InvalidRequestError, match="once decoded"):
+        read_image(picture(bomb.getvalue()), DecodedBytes(PLENTY))
+
+
+def test_a_request_has_one_limit_for_all_its_media() -> None:
+    counted = DecodedBytes(1_000_000)
+    read_image(picture(encoded(pixels(500, 500))), counted)
+    with pytest.raises(InvalidRequestError, match="once decoded"):
+        read_samples(Samples(np.zeros(100_000, np.float32), 8_000), counted)
+
+
+GOOD = {
+    "image": encoded(pixels(20, 20)),
+    "audio": wav(tone(0.1)),
+    "video": film([0, 50, 100]),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(sorted(GOOD)))
+def test_damaged_files_are_read_or_refused(data: st.DataObject, kind: str) -> None:
+    damaged = bytearray(GOOD[kind])
+    for _ in range(data.draw(st.integers(1, 8))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(damaged[: data.draw(st.integers(1, len(damaged)))])
+    try:
+        match kind:
+            case "image":
+                read_image(picture(cut), DecodedBytes(PLENTY))
+            case "audio":
+                read_sound(audio(cut), DecodedBytes(PLENTY))
+            case _:
+                read_film(video(cut), DecodedBytes(PLENTY), max_frames=4)
+    except InvalidRequestError as exc:
+        assert exc.reason in {"INVALID_MEDIA", "MEDIA_TOO_LARGE"}  # noqa: PT017  # either is right

@@ -1,0 +1,159 @@
+"""Tiny random models that look and listen, with processors built here: Idefics3 for images, Qwen2-Audio for sound."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+IMAGE_TOKEN = "<image>"  # noqa: S105  # tokens of a vocabulary
+AUDIO_TOKEN = "<|AUDIO|>"  # noqa: S105
+IMAGE_SIDE = 28
+PATCH_SIDE = 7
+SAMPLE_RATE_HZ = 16_000
+_SPECIAL = (
+    "<|end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    IMAGE_TOKEN,
+    "<fake_token_around_image>",
+    "<end_of_utterance>",
+    "<global-img>",
+    AUDIO_TOKEN,
+    "<|audio_bos|>",
+    "<|audio_eos|>",
+)
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}<image>"
+    "{% elif part.type == 'audio' %}<|audio_bos|><|AUDIO|><|audio_eos|>{% endif %}{% endfor %}{% endif %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_idefics3(folder: Path) -> Path:
+    """An Idefics3 of 4 tokens an image and a few around them, which vLLM and transformers load alike."""
+    import torch
+    from transformers import (
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+        Idefics3ImageProcessorPil,
+        Idefics3Processor,
+        Idefics3VisionConfig,
+        LlamaConfig,
+    )
+
+    tokenizer = _tokenizer()
+    vision = Idefics3VisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=IMAGE_SIDE,
+        patch_size=PATCH_SIDE,
+    )
+    config = Idefics3Config(
+        vision_config=vision,
+        text_config=LlamaConfig(**_text_config(len(tokenizer))),
+        image_token_id=_SPECIAL.index(IMAGE_TOKEN),
+        pad_token_id=0,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    _save(Idefics3ForConditionalGeneration(config), folder)  # type: ignore[no-untyped-call]
+    side = {"longest_edge": IMAGE_SIDE}
+    Idefics3Processor(
+        image_processor=Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False),
+        tokenizer=tokenizer,
+        image_seq_len=(IMAGE_SIDE // PATCH_SIDE // config.scale_factor) ** 2,
+        chat_template=_TEMPLATE,
+    ).save_pretrained(folder)
+    return folder
+
+
+def write_qwen2_audio(folder: Path) -> Path:
+    """A Qwen2-Audio of 25 tokens a second, which vLLM and transformers load alike."""
+    import torch
+    from transformers import (
+        Qwen2AudioConfig,
+        Qwen2AudioEncoderConfig,
+        Qwen2AudioForConditionalGeneration,
+        Qwen2AudioProcessor,
+        Qwen2Config,
+        WhisperFeatureExtractor,
+    )
+
+    tokenizer = _tokenizer()
+    audio = Qwen2AudioEncoderConfig(
+        num_mel_bins=16,
+        encoder_layers=2,
+        encoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        d_model=32,
+    )
+    config = Qwen2AudioConfig(
+        audio_config=audio,
+        text_config=Qwen2Config(**_text_config(len(tokenizer))),
+        audio_token_index=_SPECIAL.index(AUDIO_TOKEN),
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    _save(Qwen2AudioForConditionalGeneration(config), folder)
+    _rename(folder / "model.safetensors", "language_model.model.model.", "language_model.model.")
+    Qwen2AudioProcessor(  # type: ignore[no-untyped-call]
+        feature_extractor=WhisperFeatureExtractor(feature_size=16, sampling_rate=SAMPLE_RATE_HZ),  # type: ignore[no-untyped-call]
+        tokenizer=tokenizer,
+        chat_template=_TEMPLATE,
+    ).save_pretrained(folder)
+    return folder
+
+
+def _text_config(vocabulary: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,
+    }
+
+
+def _tokenizer() -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(_SPECIAL))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_SPECIAL[0], pad_token=_SPECIAL[0])  # type: ignore[no-untyped-call]
+
+
+def _rename(path: Path, name: str, other: str) -> None:
+    """Gives weights the names that published ones have, where transformers does not."""
+    from safetensors import torch as files
+
+    weights: dict[str, torch.Tensor] = files.load_file(path)
+    files.save_file(
+        {key.replace(name, other): weight for key, weight in weights.items()}, path, metadata={"format": "pt"}
+    )
+
+
+def _save(model: Any, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))
