@@ -1,0 +1,187 @@
+"""Real pipelines with a few hundred thousand random weights: complete, without a hub, the same each time.
+
+Their VAEs shrink eight times a side and have 16 channels, as the real ones; hidden sizes are multiples of 32, so that a
+row's arithmetic need not depend on the batch it is in (MKL's strict mode).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import diffusers as _diffusers
+import torch
+
+from tests.diffusion import tiny_text_encoders as encoders
+from tests.diffusion.tiny_tokenizers import clip_tokenizer, qwen_tokenizer, t5_tokenizer
+
+diffusers: Any = _diffusers
+"""Its classes are typed in part, and not as they are where something optional is absent."""
+
+_LAYERS = 2
+_HEADS = 2
+_HEAD = 32
+_ROPE = (8, 12, 12)
+"""Adds up to a head."""
+_CHANNELS = 16
+
+
+def write_qwen_image(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Qwen-Image: true CFG, packed latents, a VAE for films of one frame."""
+    with _seeded():
+        tokenizer = qwen_tokenizer()
+        pipeline = diffusers.QwenImagePipeline(
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+                max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02, use_dynamic_shifting=True
+            ),
+            vae=diffusers.AutoencoderKLQwenImage(base_dim=8, num_res_blocks=1),
+            text_encoder=encoders.qwen_vl(tokenizer),
+            tokenizer=tokenizer,
+            transformer=diffusers.QwenImageTransformer2DModel(
+                num_layers=_LAYERS,
+                attention_head_dim=_HEAD,
+                num_attention_heads=_HEADS,
+                joint_attention_dim=encoders.HIDDEN,
+                axes_dims_rope=_ROPE,
+            ),
+        )
+    return _save(pipeline, folder, dtype)
+
+
+def write_flux(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Flux.1 dev: guidance is an input of the model."""
+    with _seeded():
+        short, long = clip_tokenizer(), t5_tokenizer()
+        pipeline = diffusers.FluxPipeline(
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+            vae=_image_vae(),
+            text_encoder=encoders.clip(short),
+            tokenizer=short,
+            text_encoder_2=encoders.t5(long),
+            tokenizer_2=long,
+            transformer=diffusers.FluxTransformer2DModel(
+                num_layers=_LAYERS,
+                num_single_layers=_LAYERS,
+                attention_head_dim=_HEAD,
+                num_attention_heads=_HEADS,
+                joint_attention_dim=encoders.HIDDEN,
+                pooled_projection_dim=encoders.CLIP_HIDDEN,
+                guidance_embeds=True,
+                axes_dims_rope=_ROPE,
+            ),
+        )
+    return _save(pipeline, folder, dtype)
+
+
+def write_sd3(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Stable Diffusion 3: three text encoders, a learnt position for each patch up to 512 pixels a side."""
+    with _seeded():
+        short, long = clip_tokenizer(), t5_tokenizer()
+        pipeline = diffusers.StableDiffusion3Pipeline(
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+            vae=_image_vae(),
+            text_encoder=encoders.clip_with_projection(short),
+            tokenizer=short,
+            text_encoder_2=encoders.clip_with_projection(short),
+            tokenizer_2=short,
+            text_encoder_3=encoders.t5(long),
+            tokenizer_3=long,
+            transformer=diffusers.SD3Transformer2DModel(
+                sample_size=32,
+                pos_embed_max_size=32,
+                num_layers=_LAYERS,
+                attention_head_dim=_HEAD,
+                num_attention_heads=_HEADS,
+                joint_attention_dim=encoders.HIDDEN,
+                caption_projection_dim=_HEADS * _HEAD,
+                pooled_projection_dim=2 * encoders.CLIP_HIDDEN,
+                qk_norm="rms_norm",
+            ),
+        )
+    return _save(pipeline, folder, dtype)
+
+
+def write_wan(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Wan 2.1, text to video, with its multistep solver."""
+    with _seeded():
+        tokenizer = t5_tokenizer()
+        pipeline = diffusers.WanPipeline(
+            scheduler=diffusers.UniPCMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+            ),
+            vae=diffusers.AutoencoderKLWan(base_dim=8, num_res_blocks=1),
+            text_encoder=encoders.umt5(tokenizer),
+            tokenizer=tokenizer,
+            transformer=diffusers.WanTransformer3DModel(
+                num_layers=_LAYERS,
+                attention_head_dim=_HEAD,
+                num_attention_heads=_HEADS,
+                text_dim=encoders.HIDDEN,
+                freq_dim=64,
+                ffn_dim=128,
+            ),
+        )
+    return _save(pipeline, folder, dtype)
+
+
+def write_z_image(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Z-Image: lists of latents and of prompts, padded by learnt tokens."""
+    with _seeded():
+        tokenizer = qwen_tokenizer()
+        transformer = diffusers.ZImageTransformer2DModel(
+            dim=_HEADS * _HEAD,
+            n_layers=_LAYERS,
+            n_refiner_layers=1,
+            n_heads=_HEADS,
+            n_kv_heads=_HEADS,
+            cap_feat_dim=encoders.HIDDEN,
+            axes_dims=list(_ROPE),
+        )
+        # Zero in a new model, and an error in them would not show.
+        torch.nn.init.normal_(transformer.x_pad_token)
+        torch.nn.init.normal_(transformer.cap_pad_token)
+        pipeline = diffusers.ZImagePipeline(
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+            vae=_image_vae(),
+            text_encoder=encoders.qwen3(tokenizer),
+            tokenizer=tokenizer,
+            transformer=transformer,
+        )
+    return _save(pipeline, folder, dtype)
+
+
+WRITERS: Mapping[str, Callable[..., Path]] = {
+    "qwen-image": write_qwen_image,
+    "flux": write_flux,
+    "sd3": write_sd3,
+    "wan": write_wan,
+    "z-image": write_z_image,
+}
+
+
+def _image_vae() -> Any:
+    return diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(8, 16, 32, 32),
+        norm_num_groups=8,
+        latent_channels=_CHANNELS,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def _save(pipeline: Any, folder: Path, dtype: torch.dtype) -> Path:
+    if dtype != torch.float32:
+        pipeline.to(dtype)
+    pipeline.save_pretrained(folder)
+    return folder

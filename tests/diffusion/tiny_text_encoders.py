@@ -1,0 +1,121 @@
+"""Text encoders of the real classes with random weights, for the tokenizers beside."""
+
+from typing import Any
+
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3Model,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+from tests.diffusion.tiny_tokenizers import QWEN_SPECIAL
+
+HIDDEN = 64
+"""The width of all but CLIP's."""
+CLIP_HIDDEN = 32
+_HEAD = 32
+_LAYERS = 2
+
+
+def qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+    """Qwen-Image's: a language model that could see."""
+    text = {
+        **_decoder(tokenizer),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 1,
+        "out_hidden_size": HIDDEN,
+        "fullatt_block_indexes": [0],
+    }
+    ids = QWEN_SPECIAL.index
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
+        tie_word_embeddings=True,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)  # type: ignore[no-untyped-call]
+
+
+def qwen3(tokenizer: Qwen2Tokenizer) -> Qwen3Model:
+    """Z-Image's."""
+    return Qwen3Model(Qwen3Config(**_decoder(tokenizer), head_dim=_HEAD, tie_word_embeddings=True))
+
+
+def clip(tokenizer: CLIPTokenizer) -> CLIPTextModel:
+    """Flux's, of which the pooled output is used."""
+    return CLIPTextModel(_clip_config(tokenizer))
+
+
+def clip_with_projection(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
+    """Stable Diffusion 3's, twice."""
+    return CLIPTextModelWithProjection(_clip_config(tokenizer))
+
+
+def t5(tokenizer: T5Tokenizer) -> T5EncoderModel:
+    """Flux's and Stable Diffusion 3's."""
+    return T5EncoderModel(T5Config(**_t5_sizes(tokenizer)))
+
+
+def umt5(tokenizer: T5Tokenizer) -> UMT5EncoderModel:
+    """Wan's."""
+    return UMT5EncoderModel(UMT5Config(**_t5_sizes(tokenizer)))  # type: ignore[no-untyped-call]
+
+
+def _decoder(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": HIDDEN // _HEAD,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+
+
+def _clip_config(tokenizer: CLIPTokenizer) -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=CLIP_HIDDEN,
+        intermediate_size=2 * CLIP_HIDDEN,
+        projection_dim=CLIP_HIDDEN,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=1,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _t5_sizes(tokenizer: T5Tokenizer) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "d_model": HIDDEN,
+        "d_kv": _HEAD,
+        "d_ff": 2 * HIDDEN,
+        "num_layers": _LAYERS,
+        "num_heads": HIDDEN // _HEAD,
+        "feed_forward_proj": "gated-gelu",
+    }

@@ -1,0 +1,74 @@
+"""Tokenizers of a few hundred tokens for tiny pipelines: one token a character, made in memory."""
+
+from itertools import chain
+
+from diffusers.modular_pipelines.qwenimage.prompt_templates import (
+    QWENIMAGE_EDIT_PROMPT_TEMPLATE,
+    QWENIMAGE_PROMPT_TEMPLATE,
+)
+from tokenizers import pre_tokenizers
+from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
+
+QWEN_SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+"""Their ids are their places."""
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """Bytes, and the words of Qwen-Image's templates: the pipelines drop a template by its number of tokens."""
+    pieces = _template_pieces()
+    merges = list(dict.fromkeys((word[:end], word[end]) for word in pieces for end in range(1, len(word))))
+    tokens = [*QWEN_SPECIAL, *_alphabet(), *("".join(merge) for merge in merges)]
+    tokenizer = Qwen2Tokenizer(vocab=_numbered(tokens), merges=merges, model_max_length=2048)  # type: ignore[arg-type]
+    tokenizer.add_special_tokens({"additional_special_tokens": list(QWEN_SPECIAL)})
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """Bytes, of which the last of a word is another token than elsewhere; at most 77 tokens."""
+    ends = [f"{letter}</w>" for letter in _alphabet()]
+    tokens = ["<|startoftext|>", "<|endoftext|>", *_alphabet(), *ends]
+    return CLIPTokenizer(vocab=_numbered(tokens), model_max_length=77)
+
+
+def t5_tokenizer() -> T5Tokenizer:
+    """The printable characters of ASCII, all equally likely."""
+    letters = [("\N{LOWER ONE EIGHTH BLOCK}", -2.0), *((chr(code), -2.0) for code in range(33, 127))]
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    return T5Tokenizer(vocab=[*special, *letters], extra_ids=0, model_max_length=512)
+
+
+def _template_pieces() -> list[str]:
+    # Words that begin with a space come first: a merge inside of one would otherwise be done before the one at its
+    # beginning, and the word would be two tokens.
+    split = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
+    templates = (QWENIMAGE_PROMPT_TEMPLATE, QWENIMAGE_EDIT_PROMPT_TEMPLATE)
+    texts = chain.from_iterable(_without_special(template) for template in templates)
+    pieces = {piece for text in texts for piece, _ in split.pre_tokenize_str(text)}
+    return sorted(pieces, key=lambda piece: (not piece.startswith("Ġ"), piece))
+
+
+def _without_special(text: str) -> list[str]:
+    for token in (*QWEN_SPECIAL, "{}"):
+        text = text.replace(token, "\0")
+    return text.split("\0")
+
+
+def _alphabet() -> list[str]:
+    return sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def _numbered(tokens: list[str]) -> dict[str, int]:
+    return {token: number for number, token in enumerate(tokens)}
