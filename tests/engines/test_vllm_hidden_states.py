@@ -1,175 +1,178 @@
 """Hidden states that leave vLLM's worker for the arena: they are those of transformers, whatever else happens."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import pytest_asyncio
-import torch
 from pydantic import JsonValue
 
 from stagemesh.connectors.base import Packet
-from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.errors import InvalidRequestError
-from stagemesh.services.engines.base import SamplingOptions, Task
-from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import collect, packets, stage_config
+from stagemesh.connectors.testing.hosts import emptied
+from stagemesh.services.engines.base import Emission, EngineEvent
+from tests.engines.emitted_states import (
+    HIDDEN,
+    MODEL_LAYERS,
+    ONLY_LAST,
+    PROMPTS,
+    ROWS,
+    Reference,
+    Running,
+    assert_same,
+    load_reference,
+    received,
+    reference,
+    running,
+    task,
+)
+from tests.engines.support import collect, packets
+from tests.engines.tiny_adapter import merge, write_adapter
 from tests.engines.tiny_model import write_real_model
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
-LAYERS = {"hidden_states": -1, "hidden_states_1": 1, "hidden_states_2": 2}
-"""What is asked for, and its place among transformers' `hidden_states`."""
-HIDDEN: JsonValue = {"layers": ["last", 1, 2], "dtype": "float32"}
-OPTIONS: Mapping[str, JsonValue] = {"kv_cache_memory_bytes": 8 << 20, "dtype": "float32", "hidden_states": HIDDEN}
-TOLERANCE = 1e-4
-PROMPTS = [[10 + (7 * number + at) % 200 for at in range(3 + 11 * number)] for number in range(16)]
-STEPS = 12
-
-
-class Reference(NamedTuple):
-    """What transformers makes of a prompt."""
-
-    tokens: list[int]
-    states: Mapping[str, npt.NDArray[np.float32]]
+SHARE_BYTES = 64 << 10
+"""Less than the rows of one of the long prompts."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_real_model(tmp_path_factory.mktemp("real"), layers=4)
+    return write_real_model(tmp_path_factory.mktemp("real"), layers=MODEL_LAYERS)
 
 
 @pytest.fixture(scope="module")
 def references(model: Path) -> list[Reference]:
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return [_reference(reference, prompt) for prompt in PROMPTS]
-
-
-def _reference(reference: torch.nn.Module, prompt: Sequence[int]) -> Reference:
-    ids = list(prompt)
-    with torch.inference_mode():
-        for _ in range(STEPS):
-            ids.append(int(reference(torch.tensor([ids])).logits[0, -1].argmax()))
-        states = reference(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
-    return Reference(ids[len(prompt) :], {name: states[at][0].numpy() for name, at in LAYERS.items()})
-
-
-@asynccontextmanager
-async def running(model: Path, **options: JsonValue) -> AsyncGenerator[VllmEngine]:
-    plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=64 << 20, window_bytes=8 << 20)
-    engine = VllmEngine(stage_config("vllm", model=str(model), options={**OPTIONS, **options}))
-    engine.use_shares(plane)
-    try:
-        await engine.start(lambda _: None)
-        yield engine
-    finally:
-        await engine.close()
-        await plane.close()
+    loaded = load_reference(model)
+    return [reference(loaded, prompt) for prompt in PROMPTS]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(model: Path) -> AsyncIterator[VllmEngine]:
-    async with running(model) as engine:
-        yield engine
+async def shared(model: Path) -> AsyncIterator[Running]:
+    options: dict[str, JsonValue] = {
+        "hidden_states": {**HIDDEN, "share_bytes": SHARE_BYTES},
+        "enable_lora": True,
+        "worker_cls": "tests.engines.watching_worker.WatchingWorker",
+    }
+    async with running(model, **options) as host:
+        yield host
 
 
-def task(number: int, **changes: object) -> Task:
-    sampling = SamplingOptions(max_tokens=STEPS, temperature=0.0)
-    return Task(f"r{number}", 1, PROMPTS[number], sampling=sampling, **changes)  # type: ignore[arg-type]
+async def assert_all_same(host: Running, references: Sequence[Reference], **changes: Any) -> None:
+    """All requests at once. `changes` are of the tasks with odd numbers."""
+    tasks = [task(number, **(changes if number % 2 else {})) for number in range(len(PROMPTS))]
+    got = await asyncio.gather(*(received(host.engine, each) for each in tasks))
+    for one, expected in zip(got, references, strict=True):
+        assert_same(one, expected)
+    await emptied(host.used_bytes)
 
 
-class Received(NamedTuple):
-    """A request's rows, put together."""
-
-    starts: list[int]
-    states: Mapping[str, npt.NDArray[np.float32]]
-
-
-async def received(engine: VllmEngine, wanted: Task) -> Received:
-    rows = [one for one in packets(await collect(engine.submit(wanted))) if "hidden_states" in one.tensors]
-    starts = [int(one.metadata["token_start"]) for one in rows]
-    names = [name for name in LAYERS if name in rows[0].tensors]
-    return Received(starts, {name: np.concatenate([_floats(one, name) for one in rows]) for name in names})
-
-
-def _floats(packet: Packet, name: str) -> npt.NDArray[np.float32]:
-    return packet.tensors[name].view(np.float32)
-
-
-def assert_same(got: Received, reference: Reference, *, first: int = 0) -> None:
-    assert got.starts[0] == first
-    assert sorted(got.starts) == got.starts
-    assert "hidden_states" in got.states
-    for name, states in got.states.items():
-        expected = reference.states[name][first:]
-        assert states.shape == expected.shape
-        assert np.abs(states - expected).max() < TOLERANCE, name
-
-
-async def assert_all_same(engine: VllmEngine, references: Sequence[Reference]) -> None:
-    got = await asyncio.gather(*(received(engine, task(number)) for number in range(len(PROMPTS))))
-    for one, reference in zip(got, references, strict=True):
-        assert_same(one, reference)
+async def first_rows(events: AsyncGenerator[EngineEvent]) -> Packet:
+    async for event in events:
+        if isinstance(event, Emission) and "hidden_states" in event.packet.tensors:
+            return event.packet
+    raise AssertionError("the request ended without any")
 
 
 async def test_states_of_sixteen_requests_equal_those_of_transformers(
-    engine: VllmEngine, references: list[Reference]
+    shared: Running, references: list[Reference]
 ) -> None:
-    await assert_all_same(engine, references)
+    before = shared.shares.rows
+    await assert_all_same(shared, references)
+    assert shared.shares.rows - before == ROWS
 
 
-async def test_last_takes_only_rows_that_tokens_are_sampled_from(
-    engine: VllmEngine, references: list[Reference]
+async def test_states_with_an_adapter_on_half_of_the_requests_equal_merged_weights(
+    shared: Running, model: Path, references: list[Reference], tmp_path: Path
 ) -> None:
-    got = await received(engine, task(5, tokens="last"))
+    adapter = write_adapter(tmp_path / "poet", layers=MODEL_LAYERS)
+    await shared.engine.control.adapters.load("poet", str(adapter))
+    merged = merge(load_reference(model), adapter)
+    expected = [reference(merged, prompt) if n % 2 else references[n] for n, prompt in enumerate(PROMPTS)]
+    assert expected[1].tokens != references[1].tokens
+    await assert_all_same(shared, expected, adapter="poet")
+
+
+async def test_last_takes_only_rows_that_tokens_are_sampled_from(shared: Running, references: list[Reference]) -> None:
+    before = shared.shares.rows
+    got = await received(shared.engine, task(5, tokens="last"))
     assert_same(got, references[5], first=len(PROMPTS[5]) - 1)
+    assert shared.shares.rows - before == len(got.states["hidden_states"])
 
 
-async def test_nothing_is_emitted_that_nobody_takes(engine: VllmEngine) -> None:
-    events = await collect(engine.submit(task(2, wanted=frozenset({"text"}))))
-    assert {name for packet in packets(events) for name in packet.tensors} <= {"text", "token_ids"}
+async def test_nothing_is_written_that_nobody_takes(shared: Running) -> None:
+    before = shared.shares.rows
+    events = await collect(shared.engine.submit(task(2, wanted=frozenset({"text"}))))
+    assert {name for packet in packets(events) for name in packet.tensors} == {"text"}
+    assert shared.shares.rows == before
 
 
-async def test_states_are_the_same_with_a_prefill_cut_into_pieces(model: Path, references: list[Reference]) -> None:
-    options: dict[str, JsonValue] = {"enable_chunked_prefill": True, "max_num_batched_tokens": 64}
-    async with running(model, **options) as engine:
-        await assert_all_same(engine, references)
+async def test_rows_that_nobody_reads_hold_up_no_other_request(shared: Running, references: list[Reference]) -> None:
+    async with AsyncExitStack() as stack:
+        slow = [await stack.enter_async_context(aclosing(shared.engine.submit(task(n)))) for n in (13, 14, 15)]
+        held = [await first_rows(events) for events in slow]
+        got = await asyncio.gather(*(received(shared.engine, task(number)) for number in range(len(PROMPTS))))
+        for one, expected in zip(got, references, strict=True):
+            assert_same(one, expected)
+        assert shared.used_bytes() > sum(packet.size_bytes for packet in held[:1])
+    del held
+    await emptied(shared.used_bytes)
+
+
+async def test_cancelled_request_frees_its_rows(shared: Running) -> None:
+    async with aclosing(shared.engine.submit(task(15))) as events:
+        assert await first_rows(events)
+    await emptied(shared.used_bytes)
+
+
+async def test_pooler_output_is_left_alone(shared: Running) -> None:
+    """That of a generating model, which has none; `test_vllm_pooling` has one that does."""
+    await collect(shared.engine.submit(task(0)))
+    llm = shared.engine._llm
+    assert llm is not None
+    (pooled,) = await llm.collective_rpc("pooler_outputs")
+    assert pooled
+    assert all(not one for one in pooled)
 
 
 async def test_states_are_the_same_after_preemptions(model: Path, references: list[Reference]) -> None:
     # Room for a few of the requests at once: the others are put off, and some begin again.
-    async with running(model, num_gpu_blocks_override=16) as engine:
-        await assert_all_same(engine, references)
+    async with running(model, num_gpu_blocks_override=16) as host:
+        await assert_all_same(host, references)
+        assert host.shares.rows > ROWS, "rows come again only after a preemption"
 
 
-async def test_a_layer_that_the_model_has_not_is_refused(model: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="layers 0 to 3"):
-        async with running(model, hidden_states={"layers": [4]}):
-            pass
+async def test_states_of_rejected_drafts_are_not_taken(model: Path, references: list[Reference]) -> None:
+    drafts: JsonValue = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    async with running(model, speculative_config=drafts) as host:
+        await assert_all_same(host, references)
+        assert host.shares.rows > ROWS, "a draft's row is written before it is known to be rejected"
+
+
+async def test_float32_states_of_a_bfloat16_model_are_its_own(model: Path, references: list[Reference]) -> None:
+    async with running(model, dtype="bfloat16") as host:
+        got = await asyncio.gather(*(received(host.engine, task(number)) for number in range(len(PROMPTS))))
+        for one, expected, prompt in zip(got, references, PROMPTS, strict=True):
+            for name, states in one.states.items():
+                assert not (states.view(np.uint32) & 0xFFFF).any(), "more digits than the model has"
+                assert np.abs(states[: len(prompt)] - expected.states[name][: len(prompt)]).max() < 0.1
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"tensor_parallel_size": 2}, id="tp"),
-        pytest.param({"pipeline_parallel_size": 2, "hidden_states": {"layers": ["last"], "dtype": "float32"}}, id="pp"),
+        pytest.param(
+            {"tensor_parallel_size": 2, "enable_chunked_prefill": True, "max_num_batched_tokens": 64}, id="tp-chunked"
+        ),
+        pytest.param({"pipeline_parallel_size": 2, "hidden_states": ONLY_LAST}, id="pp"),
     ],
 )
 async def test_states_are_the_same_over_two_workers(
     model: Path, references: list[Reference], options: dict[str, JsonValue]
 ) -> None:
-    async with running(model, **options) as engine:
-        await assert_all_same(engine, references)
-
-
-async def test_states_of_rejected_drafts_are_not_taken(model: Path, references: list[Reference]) -> None:
-    drafts: JsonValue = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-    async with running(model, speculative_config=drafts) as engine:
-        await assert_all_same(engine, references)
+    async with running(model, **options) as host:
+        await assert_all_same(host, references)
+        assert host.shares.rows == ROWS, "one of them writes"

@@ -1,11 +1,14 @@
 """vLLM's `vllm.general_plugins` entry point: called in every process that vLLM starts, before anything else there."""
 
 import multiprocessing
+from typing import Any
 
 from vllm.platforms import current_platform
 
 from stagemesh.services.engines.vllm import limiting
 from stagemesh.services.serving.lifecycle import die_with_parent
+
+_PUNICA = "stagemesh.services.engines.vllm.adapter_rows.AppliesOnlyChosen"
 
 
 def register() -> None:
@@ -16,7 +19,10 @@ def register() -> None:
     if current_platform.is_cpu():
         # vLLM compiles small functions of its sampler whatever `enforce_eager` says. On a CPU the first request for
         # log-probabilities would hold all others up for seconds, and end the engine where there is no C++ compiler.
-        type(current_platform).simple_compile_backend = "eager"
+        platform: Any = type(current_platform)
+        platform.simple_compile_backend = "eager"
+        # Named, not imported: few stages have adapters.
+        platform.get_punica_wrapper = classmethod(lambda _: _PUNICA)
     limiting.offer()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:

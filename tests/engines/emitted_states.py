@@ -1,0 +1,171 @@
+"""Hidden states that a vllm stage emits, beside those that transformers makes of the same prompts."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import JsonValue
+
+from stagemesh.connectors.arena_writer import Handle, ShareTicket
+from stagemesh.connectors.base import Packet
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.tensors import Array, Tensors
+from stagemesh.services.engines.base import EngineEvent, SamplingOptions, Task
+from stagemesh.services.engines.vllm.engine import VllmEngine
+from tests.engines.support import collect, packets, stage_config
+
+Floats = npt.NDArray[np.float32]
+
+LAYERS = {"hidden_states": -1, "hidden_states_1": 1, "hidden_states_2": 2}
+"""What is emitted, and its place among transformers' `hidden_states`."""
+HIDDEN: Mapping[str, JsonValue] = {"layers": ["last", 1, 2], "dtype": "float32"}
+ONLY_LAST: JsonValue = {"layers": ["last"], "dtype": "float32"}
+OPTIONS: Mapping[str, JsonValue] = {"kv_cache_memory_bytes": 8 << 20, "dtype": "float32", "hidden_states": {**HIDDEN}}
+MODEL_LAYERS = 4
+TOLERANCE = 1e-4
+PROMPTS = [[10 + (7 * number + at) % 200 for at in range(3 + 11 * number)] for number in range(16)]
+STEPS = 12
+ROWS = sum(len(prompt) + STEPS - 1 for prompt in PROMPTS)
+"""Of all prompts together, each once."""
+
+
+class Reference(NamedTuple):
+    """What transformers makes of a prompt."""
+
+    tokens: list[int]
+    states: Mapping[str, Floats]
+
+
+def load_reference(folder: Path) -> Any:
+    """The model in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def reference(model: Any, prompt: Sequence[int]) -> Reference:
+    """Greedy tokens, and the states of all positions but the last token's."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(STEPS):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        states = model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
+    return Reference(ids[len(prompt) :], {name: states[at][0].numpy() for name, at in LAYERS.items()})
+
+
+@dataclass
+class CountedShares:
+    """A data plane's shares, and the rows that were written into them."""
+
+    plane: DataPlane
+    rows: int = 0
+    tickets: list[ShareTicket] = field(default_factory=list[ShareTicket])
+
+    def open_share(self, size_bytes: int) -> ShareTicket:
+        """See `Shares`."""
+        self.tickets.append(self.plane.open_share(size_bytes))
+        return self.tickets[-1]
+
+    def adopt(self, handle: Handle) -> Tensors:
+        """See `Shares`."""
+        tensors = self.plane.adopt(handle)
+        self.rows += len(tensors["hidden_states"])
+        return tensors
+
+    def close_share(self, ticket: ShareTicket) -> None:
+        """See `Shares`."""
+        self.plane.close_share(ticket)
+
+
+@dataclass(frozen=True)
+class Running:
+    """An engine, and the memory that its worker writes into."""
+
+    engine: VllmEngine
+    shares: CountedShares
+
+    def used_bytes(self) -> int:
+        """What is held of that memory."""
+        return self.shares.plane.arena_used_bytes
+
+
+@asynccontextmanager
+async def running(model: Path, **options: JsonValue) -> AsyncGenerator[Running]:
+    """An engine with `OPTIONS`, but for `options`."""
+    plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=64 << 20, window_bytes=8 << 20)
+    shares = CountedShares(plane)
+    engine = VllmEngine(stage_config("vllm", model=str(model), options={**OPTIONS, **options}))
+    engine.use_shares(shares)
+    try:
+        await engine.start(lambda _: None)
+        yield Running(engine, shares)
+    finally:
+        await engine.close()
+        await plane.close()
+
+
+def task(number: int, **changes: Any) -> Task:
+    """The prompt of that number, greedily."""
+    sampling = SamplingOptions(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
+    return Task(f"r{number}", 1, PROMPTS[number], sampling=sampling, **changes)
+
+
+class Received(NamedTuple):
+    """A request's rows, put together."""
+
+    tokens: list[int]
+    starts: list[int]
+    states: Mapping[str, Floats]
+
+
+async def received(engine: VllmEngine, wanted: Task) -> Received:
+    """What a task emits, held until its end."""
+    return put_together(await collect(engine.submit(wanted)))
+
+
+def put_together(events: Sequence[EngineEvent]) -> Received:
+    """A request's tokens and rows."""
+    made = packets(events)
+    rows = [one for one in made if "hidden_states" in one.tensors]
+    tokens = [int(token) for one in made for token in one.tensors.get("token_ids", np.empty(0)).view(np.int32)]
+    starts = [_start(one) for one in rows]
+    for one, after in zip(rows, starts[1:], strict=False):
+        assert _start(one) + len(one.tensors["hidden_states"]) == after, "rows follow each other"
+    names = [name for name in LAYERS if name in rows[0].tensors]
+    return Received(
+        tokens, starts, {name: np.concatenate([as_floats(one.tensors[name]) for one in rows]) for name in names}
+    )
+
+
+def as_floats(tensor: Array) -> Floats:
+    """A tensor's numbers; the contract's bfloat16 is uint16 to numpy."""
+    if tensor.dtype == np.uint16:
+        return (tensor.astype(np.uint32) << 16).view(np.float32)
+    return tensor.astype(np.float32)
+
+
+def _start(packet: Packet) -> int:
+    start = packet.metadata["token_start"]
+    assert isinstance(start, int)
+    return start
+
+
+def assert_same(got: Received, expected: Reference, *, first: int = 0, tolerance: float = TOLERANCE) -> None:
+    """The same tokens, and the same states from position `first` on."""
+    assert got.tokens == expected.tokens
+    assert_same_states(got, expected, first=first, tolerance=tolerance)
+
+
+def assert_same_states(got: Received, expected: Reference, *, first: int = 0, tolerance: float = TOLERANCE) -> None:
+    """Every row from position `first` on, once."""
+    assert got.starts[0] == first
+    assert "hidden_states" in got.states
+    for name, states in got.states.items():
+        wanted = expected.states[name][first:]
+        assert states.shape == wanted.shape
+        assert np.abs(states - wanted).max() < tolerance, name

@@ -1,0 +1,24 @@
+"""A worker that keeps what its runner answers, for those who use that in process."""
+
+from typing import Any
+
+from stagemesh.services.engines.vllm.worker import StageWorker
+
+
+class WatchingWorker(StageWorker):
+    """Named by a test as `worker_cls`."""
+
+    pooled: list[Any]
+
+    def init_device(self) -> None:
+        super().init_device()
+        self.pooled = []
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output: Any = super().sample_tokens(*args, **kwargs)
+        self.pooled.append(output.pooler_output)
+        return output
+
+    def pooler_outputs(self) -> list[Any]:
+        """The `pooler_output` of each step."""
+        return self.pooled
