@@ -39,6 +39,55 @@ async def test_options_reach_the_server(orchestrator: ScriptedOrchestrator) -> N
     assert (request.parameters.sampling.max_tokens, request.parameters.options["speed"]) == (9, 1.5)
 
 
+async def test_all_of_sampling_can_be_said(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), finished()])
+    numbers: dict[str, float] = {
+        "max_tokens": 9, "temperature": 0.5, "top_p": 0.25, "top_k": 4, "min_p": 0.125, "repetition_penalty": 1.5,
+        "presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 2, "logprobs": 0,
+    }
+    arguments = [text for name, value in numbers.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    arguments += ["--stop", "end", "--stop", "fin", "--stop-token", "3", "--bad-word", "bad", "--ignore-eos"]
+    arguments += ["--choice", "yes", "--choice", "no", "--adapter", "style"]
+    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, *arguments)
+    assert ran.exit_code == 0, ran.stderr
+    parameters = orchestrator.requests[0].parameters
+    sampling = parameters.sampling
+    assert {name: getattr(sampling, name) for name in numbers} == numbers
+    assert (list(sampling.stop), list(sampling.stop_token_ids), list(sampling.bad_words)) == (
+        ["end", "fin"],
+        [3],
+        ["bad"],
+    )
+    assert (sampling.ignore_eos, list(sampling.choice.texts), parameters.adapter) == (True, ["yes", "no"], "style")
+
+
+async def test_structures_are_read_from_files(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+    orchestrator.scripts.append([admitted(), finished()])
+    (tmp_path / "a").write_text("content")
+    for option in ("--json-schema", "--grammar"):
+        await stagemesh("generate", "hello", "--server", orchestrator.endpoint, option, str(tmp_path / "a"))
+    sent = [request.parameters.sampling for request in orchestrator.requests]
+    assert (sent[0].json_schema, sent[1].grammar) == ("content", "content")
+
+
+async def test_attached_files_go_before_the_prompt(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+    orchestrator.scripts.append([admitted(), finished()])
+    for name in ("cat.png", "purr.wav", "cat.mp4"):
+        (tmp_path / name).write_bytes(name.encode())
+    arguments = [text for name in ("cat.png", "purr.wav", "cat.mp4") for text in ("--attach", str(tmp_path / name))]
+    ran = await stagemesh("generate", "what?", "--server", orchestrator.endpoint, *arguments)
+    assert ran.exit_code == 0, ran.stderr
+    parts = orchestrator.requests[0].input.conversation.messages[0].parts
+    assert [part.WhichOneof("content") for part in parts] == ["image", "audio_file", "video_file", "text"]
+    assert (parts[1].audio_file.data, parts[3].text) == (b"purr.wav", "what?")
+
+
+async def test_an_attachment_that_is_none_is_an_error(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+    ran = await stagemesh("generate", "hi", "--server", orchestrator.endpoint, "--attach", str(tmp_path / "cat.txt"))
+    assert (ran.exit_code, orchestrator.requests) == (1, [])
+    assert "is no picture, sound or film by its name" in ran.stderr
+
+
 async def test_the_result_can_be_had_as_json(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), text("Hi"), finished()])
     ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--json")

@@ -1,4 +1,5 @@
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,11 +8,17 @@ from stagemesh.client import (
     Admitted,
     AsyncClient,
     AudioChunk,
+    AudioFile,
+    Content,
     Finished,
     Progress,
     ReplicaState,
     RetryPolicy,
+    Sound,
     Text,
+    TokenLogprobs,
+    VideoFile,
+    read_media,
 )
 from stagemesh.connectors.errors import (
     DeadlineError,
@@ -21,8 +28,11 @@ from stagemesh.connectors.errors import (
     OverloadedError,
     UnavailableError,
 )
+from stagemesh.connectors.tensors import read_inline
 from stagemesh.services.serving.server import Server
+from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
+from stagemesh.v1.request_pb2 import Output, TokenIds
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, text
 
 QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1)
@@ -72,6 +82,87 @@ async def test_a_conversation_reaches_the_server(orchestrator: ScriptedOrchestra
         _ = [event async for event in client.generate(messages=[("system", "Be brief."), ("user", "Hi")])]
     turns = orchestrator.requests[0].input.conversation.messages
     assert [(turn.role, turn.content) for turn in turns] == [("system", "Be brief."), ("user", "Hi")]
+
+
+async def test_media_reach_the_server_in_their_places(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+    (tmp_path / "cat.JPG").write_bytes(b"jpeg")
+    orchestrator.scripts.append([finished()])
+    samples = np.array([0.5, -0.5], np.float32)
+    prompt: Content = [
+        read_media(tmp_path / "cat.JPG"),
+        "and",
+        Sound(samples, 8_000),
+        AudioFile(b"wav", "audio/wav"),
+        VideoFile(b"mp4", "video/mp4"),
+    ]
+    async with AsyncClient(orchestrator.endpoint) as client:
+        _ = [event async for event in client.generate(prompt)]
+    (message,) = orchestrator.requests[0].input.conversation.messages
+    kinds = [part.WhichOneof("content") for part in message.parts]
+    assert kinds == ["image", "text", "audio", "audio_file", "video_file"]
+    assert (message.role, message.content, message.parts[0].image.media_type) == ("user", "", "image/jpeg")
+    assert (read_inline(message.parts[2].audio.samples).tolist(), message.parts[2].audio.sample_rate_hz) == (
+        [0.5, -0.5],
+        8_000,
+    )
+
+
+@pytest.mark.parametrize(("name", "problem"), [("cat.txt", "by its name"), ("cat.png", "No such file")])
+def test_a_file_that_is_no_medium_is_refused(tmp_path: Path, name: str, problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem):
+        read_media(tmp_path / name)
+
+
+async def test_all_of_sampling_reaches_the_server(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([finished()])
+    numbers: dict[str, float] = {
+        "max_tokens": 9, "temperature": 0.5, "top_p": 0.25, "top_k": 4, "min_p": 0.125, "repetition_penalty": 1.5,
+        "presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 2, "ignore_eos": True, "logprobs": 0,
+    }
+    lists = {"stop": ["end", "fin"], "stop_token_ids": [3, 4], "bad_words": ["bad"]}
+    async with AsyncClient(orchestrator.endpoint) as client:
+        call = client.generate("hello", adapter="style", **numbers, **lists)  # type: ignore[arg-type]
+        _ = [event async for event in call]
+    parameters = orchestrator.requests[0].parameters
+    assert {name: getattr(parameters.sampling, name) for name in numbers} == numbers
+    assert {name: list(getattr(parameters.sampling, name)) for name in lists} == lists
+    assert parameters.adapter == "style"
+    assert parameters.sampling.HasField("logprobs")
+    known = {field.name for field in parameters.sampling.DESCRIPTOR.fields if field.containing_oneof is None}
+    assert known <= numbers.keys() | lists.keys()
+
+
+@pytest.mark.parametrize(
+    ("structure", "sent"),
+    [
+        ({"json_schema": {"type": "object"}}, '{"type": "object"}'),
+        ({"json_schema": '{"type": "string"}'}, '{"type": "string"}'),
+        ({"regex": "a+"}, "a+"),
+        ({"grammar": 'start: "a"'}, 'start: "a"'),
+        ({"choice": ["yes", "no"]}, ["yes", "no"]),
+    ],
+)
+async def test_a_structure_reaches_the_server(
+    orchestrator: ScriptedOrchestrator, structure: dict[str, object], sent: object
+) -> None:
+    orchestrator.scripts.append([finished()])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        _ = [event async for event in client.generate("hello", **structure)]  # type: ignore[arg-type]
+    sampling = orchestrator.requests[0].parameters.sampling
+    (name,) = structure
+    assert sampling.WhichOneof("structure") == name
+    assert (list(sampling.choice.texts) if name == "choice" else getattr(sampling, name)) == sent
+
+
+async def test_logprobs_come_with_their_tokens(orchestrator: ScriptedOrchestrator) -> None:
+    output = Output(name="codes", token_ids=TokenIds(ids=[5, 6]))
+    output.logprobs.add(logprob=-0.5, top_ids=[5, 9], top_logprobs=[-0.5, -1.5])
+    output.logprobs.add(logprob=-2.0)
+    orchestrator.scripts.append([admitted(), GenerateResponse(output=output), finished()])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        result = await client.generate("hello").result()
+    assert result.tokens["codes"] == (5, 6)
+    assert result.logprobs["codes"] == (TokenLogprobs(-0.5, (5, 9), (-0.5, -1.5)), TokenLogprobs(-2.0))
 
 
 async def test_timeout_travels_as_deadline(orchestrator: ScriptedOrchestrator) -> None:
@@ -187,7 +278,13 @@ async def test_a_prompt_over_the_message_limit_is_refused_with_sizes(orchestrato
 
 @pytest.mark.parametrize(
     ("prompt", "arguments", "message"),
-    [(None, {}, "nothing to work on"), ("a", {"token_ids": [1]}, "one of them"), ("a", {"seed": -1}, "cannot be sent")],
+    [
+        (None, {}, "nothing to work on"),
+        ("a", {"token_ids": [1]}, "one of them"),
+        ("a", {"seed": -1}, "cannot be sent"),
+        ("a", {"regex": "a", "choice": ["b"]}, "regex and choice are given"),
+        ("a", {"stop_token_ids": [-1]}, "cannot be sent"),
+    ],
 )
 async def test_arguments_that_make_no_request_are_refused(
     prompt: str | None, arguments: dict[str, object], message: str

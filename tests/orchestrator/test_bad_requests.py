@@ -69,6 +69,40 @@ def test_an_unknown_role_is_refused(pipeline: Pipeline) -> None:
     assert error.message == "a message's role is 'robot'; use one of system, user, assistant"
 
 
+@pytest.mark.parametrize(
+    ("message", "reason", "problem"),
+    [
+        (request_pb2.Message(content="a", parts=[request_pb2.Part(text="b")]), "INVALID_PROMPT", "content and parts"),
+        (
+            request_pb2.Message(parts=[request_pb2.Part(text="a"), request_pb2.Part()]),
+            "INVALID_PROMPT",
+            "without content",
+        ),
+        (request_pb2.Message(parts=[request_pb2.Part(text=" ")]), "EMPTY_PROMPT", "is empty"),
+        (
+            request_pb2.Message(parts=[request_pb2.Part(image=request_pb2.Image())]),
+            "UNSUPPORTED",
+            "no stage of pipeline",
+        ),
+        (
+            request_pb2.Message(
+                parts=[request_pb2.Part(audio=request_pb2.Audio(samples=tensor_pb2.Tensor(shape=[4], inline=b"1")))]
+            ),
+            "INVALID_CHUNK",
+            "",
+        ),
+    ],
+)
+def test_parts_that_hold_nothing_usable_are_refused(
+    message: request_pb2.Message, reason: str, problem: str, pipeline: Pipeline
+) -> None:
+    message.role = "user"
+    given = request_pb2.Input(conversation=request_pb2.Conversation(messages=[message]))
+    error = _refused(orchestrator_pb2.GenerateRequest(input=given), pipeline)
+    assert error.reason == reason
+    assert problem in error.message
+
+
 def test_a_tensor_with_too_few_bytes_is_refused(pipeline: Pipeline) -> None:
     request = ask()
     request.input.tensors.add(name="x", dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[2], inline=b"1234")

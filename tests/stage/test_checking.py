@@ -68,6 +68,68 @@ def test_bad_request_is_refused_with_a_remedy(change: Change, reason: str, messa
     assert caught.value.reason == reason
 
 
+def _part(**content: object) -> Change:
+    """Has the prompt be a message of this one part."""
+
+    def change(request: Request) -> None:
+        part = request_pb2.Part(**content)  # type: ignore[arg-type]
+        request.input.conversation.messages.add(role="user", parts=[part])
+
+    return change
+
+
+def _sound(
+    rate_hz: int, *, dtype: tensor_pb2.DataType.ValueType = tensor_pb2.DATA_TYPE_FLOAT32, samples: int = 2
+) -> Change:
+    tensor = tensor_pb2.Tensor(dtype=dtype, shape=[samples], inline=bytes(4 * samples))
+    return _part(audio=request_pb2.Audio(samples=tensor, sample_rate_hz=rate_hz))
+
+
+SEEING = Signature(media=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "message"),
+    [
+        (_part(), "INVALID_PROMPT", "a part without content"),
+        (_part(image=request_pb2.Image(data=b"x", media_type="image/tiff")), "INVALID_MEDIA", "use one of image/png"),
+        (_part(image=request_pb2.Image(media_type="image/png")), "INVALID_MEDIA", "image without data"),
+        (_part(audio_file=request_pb2.MediaFile(data=b"x")), "INVALID_MEDIA", "audio of media type ''"),
+        (
+            _part(video_file=request_pb2.MediaFile(data=b"x", media_type="audio/wav")),
+            "INVALID_MEDIA",
+            "use one of video",
+        ),
+        (_sound(999), "INVALID_MEDIA", "audio is at 999 Hz; it must be at 1000 to 384000 Hz"),
+        (_sound(8_000, samples=0), "INVALID_MEDIA", "not empty"),
+        (_sound(8_000, dtype=tensor_pb2.DATA_TYPE_INT32), "INVALID_MEDIA", "audio is int32"),
+    ],
+)
+def test_a_medium_that_cannot_be_one_is_refused(change: Change, reason: str, message: str) -> None:
+    request = step_request()
+    request.ClearField("streamed")
+    change(request)
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        check_order(order_from_wire(request), SEEING, engine="fake")
+    assert caught.value.reason == reason
+
+
+def test_content_and_parts_exclude_each_other() -> None:
+    request = step_request()
+    request.input.conversation.messages.add(role="user", content="a", parts=[request_pb2.Part(text="b")])
+    with pytest.raises(InvalidRequestError, match="content and parts"):
+        order_from_wire(request)
+
+
+def test_media_are_for_engines_that_take_them() -> None:
+    request = step_request()
+    request.ClearField("streamed")
+    _sound(8_000)(request)
+    check_order(order_from_wire(request), SEEING, engine="fake")
+    with pytest.raises(UnsupportedError, match="engine fake takes text alone on this stage; leave the audio out"):
+        check_order(order_from_wire(request), SOURCE, engine="fake")
+
+
 def test_stage_without_its_edge_is_refused() -> None:
     request = step_request()
     request.ClearField("streamed")

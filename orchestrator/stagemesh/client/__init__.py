@@ -22,9 +22,11 @@ from stagemesh.client.events import (
     TensorOutput,
     Text,
     Timings,
+    TokenLogprobs,
     Tokens,
     Usage,
 )
+from stagemesh.client.media import AudioFile, Content, ImageFile, Part, Sound, VideoFile, read_media
 from stagemesh.client.requests import Conversation, GenerateArguments
 from stagemesh.client.results import Audio, Result
 from stagemesh.client.retries import RetryPolicy
@@ -37,7 +39,9 @@ __all__ = [
     "AsyncGeneration",
     "Audio",
     "AudioChunk",
+    "AudioFile",
     "Client",
+    "Content",
     "Conversation",
     "EdgeInfo",
     "EdgeUsage",
@@ -46,20 +50,26 @@ __all__ = [
     "GenerateArguments",
     "Generation",
     "Image",
+    "ImageFile",
     "LinkInfo",
     "OutputInfo",
+    "Part",
     "PipelineInfo",
     "Progress",
     "ReplicaInfo",
     "ReplicaState",
     "Result",
     "RetryPolicy",
+    "Sound",
     "StageInfo",
     "StageReport",
     "TensorOutput",
     "Text",
     "Timings",
+    "TokenLogprobs",
     "Tokens",
     "Usage",
+    "VideoFile",
     "WavWriter",
+    "read_media",
 ]

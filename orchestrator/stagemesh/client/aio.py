@@ -11,6 +11,7 @@ import grpc.aio
 from stagemesh.client.decoding import decode_event
 from stagemesh.client.descriptions import PipelineInfo, decode_pipeline
 from stagemesh.client.events import Event
+from stagemesh.client.media import Content
 from stagemesh.client.requests import GenerateArguments, build_request
 from stagemesh.client.results import Result, ResultBuilder
 from stagemesh.client.retries import Attempts, RetryPolicy
@@ -84,9 +85,9 @@ class AsyncClient:
         self.stub = OrchestratorServiceStub(self._channel)
 
     def generate(
-        self, prompt: str | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
+        self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
     ) -> AsyncGeneration:
-        """A request for `prompt`, to be read with `async for` or `await ….result()`.
+        """A request for `prompt`, text or text and media, to be read with `async for` or `await ….result()`.
 
         It is sent again, under the same request_id, while the server cannot be reached or asks to come back, and never
         once it has begun. Raises InvalidRequestError for arguments that cannot be sent.

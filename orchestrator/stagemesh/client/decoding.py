@@ -14,6 +14,7 @@ from stagemesh.client.events import (
     TensorOutput,
     Text,
     Timings,
+    TokenLogprobs,
     Tokens,
     Usage,
 )
@@ -49,7 +50,10 @@ def _output(message: request_pb2.Output) -> Event | None:
         case "text":
             return Text(message.name, message.text)
         case "token_ids":
-            return Tokens(message.name, tuple(message.token_ids.ids))
+            logprobs = tuple(
+                TokenLogprobs(each.logprob, tuple(each.top_ids), tuple(each.top_logprobs)) for each in message.logprobs
+            )
+            return Tokens(message.name, tuple(message.token_ids.ids), logprobs)
         case "audio":
             return _audio(message.name, message.audio)
         case "image":

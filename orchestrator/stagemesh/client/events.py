@@ -37,11 +37,21 @@ class Text:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """How probable the model took a token to be, and the most probable ones in its place, the first one first."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Tokens:
-    """Vocabulary positions to append to an output."""
+    """Vocabulary positions to append to an output, with their log-probabilities where those were asked for."""
 
     output: str
     ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

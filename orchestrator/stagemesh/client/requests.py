@@ -1,19 +1,21 @@
 """From a caller's arguments to a GenerateRequest, checked before anything is sent."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, TypedDict
+from typing import TypeAlias
 from uuid import uuid4
 
+from stagemesh.client.media import Content, message_to_wire
+from stagemesh.client.sampling import SamplingArguments, sampling_to_wire
 from stagemesh.connectors.channels import MAX_MESSAGE_BYTES
 from stagemesh.connectors.errors import InvalidRequestError
 from stagemesh.connectors.tensors import Tensors, inline_tensor
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
-Conversation: TypeAlias = Sequence[tuple[str, str]]
+Conversation: TypeAlias = Sequence[tuple[str, Content]]
 """Turns as (role, content), oldest first; roles are system, user and assistant."""
 
 
-class GenerateArguments(TypedDict, total=False):
+class GenerateArguments(SamplingArguments, total=False):
     """What `generate` takes beside the prompt; what is left out is left to the server."""
 
     messages: Conversation
@@ -24,12 +26,8 @@ class GenerateArguments(TypedDict, total=False):
     """Inputs by name, for pipelines that take them."""
     outputs: Sequence[str]
     """The outputs wanted; all when left out."""
-    max_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    repetition_penalty: float | None
-    stop: Sequence[str]
+    adapter: str | None
+    """The LoRA adapter, for stages that take adapters."""
     seed: int | None
     """0 to 2**32 - 1; drawn by the server when left out, and reported in `Admitted`."""
     options: Mapping[str, float]
@@ -41,7 +39,7 @@ class GenerateArguments(TypedDict, total=False):
     priority: int
 
 
-def build_request(prompt: str | None, arguments: GenerateArguments) -> orchestrator_pb2.GenerateRequest:
+def build_request(prompt: Content | None, arguments: GenerateArguments) -> orchestrator_pb2.GenerateRequest:
     """The message for these arguments, always with a request_id, so that it can be sent again safely.
 
     Raises InvalidRequestError for a value that the wire cannot carry, or more bytes than it takes.
@@ -61,7 +59,7 @@ def build_request(prompt: str | None, arguments: GenerateArguments) -> orchestra
     return request
 
 
-def _input(prompt: str | None, arguments: GenerateArguments) -> request_pb2.Input:
+def _input(prompt: Content | None, arguments: GenerateArguments) -> request_pb2.Input:
     given = [name for name in ("messages", "token_ids") if name in arguments] + ["prompt"] * (prompt is not None)
     if len(given) > 1:
         raise InvalidRequestError(f"{' and '.join(given)} are given; a request takes one of them")
@@ -70,10 +68,12 @@ def _input(prompt: str | None, arguments: GenerateArguments) -> request_pb2.Inpu
     message = request_pb2.Input(
         tensors=[inline_tensor(name, tensor) for name, tensor in arguments.get("tensors", {}).items()]
     )
-    if prompt is not None:
+    if isinstance(prompt, str):
         message.text = prompt
+    elif prompt is not None:
+        message.conversation.messages.append(message_to_wire("user", prompt))
     if "messages" in arguments:
-        turns = [request_pb2.Message(role=role, content=content) for role, content in arguments["messages"]]
+        turns = [message_to_wire(role, content) for role, content in arguments["messages"]]
         message.conversation.CopyFrom(request_pb2.Conversation(messages=turns))
     if "token_ids" in arguments:
         message.token_ids.CopyFrom(request_pb2.TokenIds(ids=arguments["token_ids"]))
@@ -81,15 +81,12 @@ def _input(prompt: str | None, arguments: GenerateArguments) -> request_pb2.Inpu
 
 
 def _parameters(arguments: GenerateArguments) -> request_pb2.Parameters:
-    sampling = request_pb2.Sampling(
-        max_tokens=arguments.get("max_tokens"),
-        temperature=arguments.get("temperature"),
-        top_p=arguments.get("top_p"),
-        top_k=arguments.get("top_k"),
-        repetition_penalty=arguments.get("repetition_penalty"),
-        stop=arguments.get("stop", ()),
+    return request_pb2.Parameters(
+        seed=arguments.get("seed"),
+        sampling=sampling_to_wire(arguments),
+        options=arguments.get("options", {}),
+        adapter=arguments.get("adapter"),
     )
-    return request_pb2.Parameters(seed=arguments.get("seed"), sampling=sampling, options=arguments.get("options", {}))
 
 
 def _check_size(request: orchestrator_pb2.GenerateRequest) -> None:

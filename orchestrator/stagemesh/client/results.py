@@ -16,6 +16,7 @@ from stagemesh.client.events import (
     Image,
     TensorOutput,
     Text,
+    TokenLogprobs,
     Tokens,
 )
 from stagemesh.client.wav import WavWriter
@@ -43,6 +44,8 @@ class Result:
     seed: int
     texts: Mapping[str, str]
     tokens: Mapping[str, tuple[int, ...]]
+    logprobs: Mapping[str, tuple[TokenLogprobs, ...]]
+    """Of the tokens, one each, where they were asked for."""
     audios: Mapping[str, Audio]
     images: Mapping[str, Image]
     tensors: Mapping[str, tuple[TensorOutput, ...]]
@@ -86,6 +89,7 @@ class ResultBuilder:
         self._finished: Finished | None = None
         self._texts: dict[str, list[str]] = {}
         self._tokens: dict[str, list[int]] = {}
+        self._logprobs: dict[str, list[TokenLogprobs]] = {}
         self._audios: dict[str, list[AudioChunk]] = {}
         self._images: dict[str, Image] = {}
         self._tensors: dict[str, list[TensorOutput]] = {}
@@ -105,6 +109,8 @@ class ResultBuilder:
                 self._audios.setdefault(event.output, []).append(event)
             case Tokens():
                 self._tokens.setdefault(event.output, []).extend(event.ids)
+                if event.logprobs:
+                    self._logprobs.setdefault(event.output, []).extend(event.logprobs)
             case Image():
                 self._images[event.output] = event
             case TensorOutput():
@@ -123,6 +129,7 @@ class ResultBuilder:
             seed=self._admitted.seed,
             texts={output: "".join(deltas) for output, deltas in self._texts.items()},
             tokens={output: tuple(ids) for output, ids in self._tokens.items()},
+            logprobs={output: tuple(logprobs) for output, logprobs in self._logprobs.items()},
             audios={output: _join(chunks) for output, chunks in self._audios.items()},
             images=self._images,
             tensors={output: tuple(tensors) for output, tensors in self._tensors.items()},

@@ -38,6 +38,7 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
     outputs = _check_outputs(request.outputs, pipeline)
     _check_outputs(request.next_seqs, pipeline)
     _check_input(request.input)
+    _check_media(request.input, pipeline)
     _check_options(request.parameters.options, pipeline)
     if request.parameters.HasField("adapter"):
         _check_adapters(pipeline)
@@ -87,15 +88,50 @@ def _check_input(given: request_pb2.Input) -> None:
             raise InvalidRequestError(
                 f"a message's role is {message.role!r}; use one of {', '.join(_ROLES)}", reason="INVALID_PROMPT"
             )
+        if message.content and message.parts:
+            raise InvalidRequestError(
+                "a message holds content and parts; put the content into a part, at its place", reason="INVALID_PROMPT"
+            )
+        for part in message.parts:
+            _check_part(part)
     for tensor in given.tensors:
         if tensor.WhichOneof("location") not in ("inline", None):
             raise InvalidChunkError(f"tensor {tensor.name!r} is not inline; a request's tensors must be")
         read_inline(tensor)
 
 
+def _check_part(part: request_pb2.Part) -> None:
+    match part.WhichOneof("content"):
+        case None:
+            raise InvalidRequestError("a message holds a part without content; leave it out", reason="INVALID_PROMPT")
+        case "audio":
+            if part.audio.samples.WhichOneof("location") not in ("inline", None):
+                raise InvalidChunkError("samples of a message are not inline; they must be")
+            read_inline(part.audio.samples)
+        case _:
+            pass
+
+
+def _check_media(given: request_pb2.Input, pipeline: Pipeline) -> None:
+    """What a medium holds is for the stage to say, which decodes it."""
+    if not any(_is_medium(part) for message in given.conversation.messages for part in message.parts):
+        return
+    if not any(stage.signature.media for stage in pipeline.stages.values()):
+        raise UnsupportedError(
+            f"no stage of pipeline {pipeline.name!r} takes pictures, sound or films; leave them out, or choose one "
+            "with a model that does"
+        )
+
+
+def _is_medium(part: request_pb2.Part) -> bool:
+    return part.WhichOneof("content") not in ("text", None)
+
+
 def _has_prompt(given: request_pb2.Input) -> bool:
-    texts = chain([given.text], (message.content for message in given.conversation.messages))
-    return bool(given.token_ids.ids) or any(text.strip() for text in texts)
+    messages = given.conversation.messages
+    parts = list(chain.from_iterable(message.parts for message in messages))
+    texts = chain([given.text], (message.content for message in messages), (part.text for part in parts))
+    return bool(given.token_ids.ids) or any(map(_is_medium, parts)) or any(text.strip() for text in texts)
 
 
 def _check_options(options: Mapping[str, float], pipeline: Pipeline) -> None:

@@ -7,8 +7,9 @@ import typer
 
 from stagemesh.connectors.errors import InternalError
 from stagemesh.orchestrator.cli.failures import EXIT_INTERRUPTED, AsJson
-from stagemesh.orchestrator.cli.generate import Audio, MaxTokens, Seed, show_result, stream
+from stagemesh.orchestrator.cli.generate import Audio, show_result, stream
 from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings, read_overrides
+from stagemesh.orchestrator.cli.sampling import MaxTokens, Seed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

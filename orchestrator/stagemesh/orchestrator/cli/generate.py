@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stagemesh.orchestrator.cli import sampling
 from stagemesh.orchestrator.cli.failures import AsJson
 from stagemesh.orchestrator.cli.options import DEFAULT_SERVER, Server, read_pairs
 
 if TYPE_CHECKING:
-    from stagemesh.client import AsyncClient, GenerateArguments, Result
+    from stagemesh.client import AsyncClient, Content, GenerateArguments, Result
     from stagemesh.orchestrator.cli.sinks import Sinks
 
 Prompt = Annotated[str, typer.Argument(help="What to work on; - reads it from stdin.")]
 Audio = Annotated[Path | None, typer.Option(help="Write audio to this WAV file as it comes.")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="At most so many new tokens.")]
-Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")]
-TopP = Annotated[float | None, typer.Option(help="Over 0, up to 1.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Makes a repeat repeat; drawn when left out.")]
+Attach = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="A picture, sound or film to go before the prompt; may be given again."),
+]
 
 
 def generate(
@@ -28,10 +29,27 @@ def generate(
     output: Annotated[Path | None, typer.Option(help="Write audio, images and tensors into this folder.")] = None,
     audio: Audio = None,
     outputs: Annotated[str | None, typer.Option(help="The outputs wanted, with commas; all when left out.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    seed: Seed = None,
+    attach: Attach = None,
+    max_tokens: sampling.MaxTokens = None,
+    temperature: sampling.Temperature = None,
+    top_p: sampling.TopP = None,
+    top_k: sampling.TopK = None,
+    min_p: sampling.MinP = None,
+    repetition_penalty: sampling.RepetitionPenalty = None,
+    presence_penalty: sampling.PresencePenalty = None,
+    frequency_penalty: sampling.FrequencyPenalty = None,
+    stop: sampling.Stop = None,
+    stop_token: sampling.StopToken = None,
+    min_tokens: sampling.MinTokens = None,
+    ignore_eos: sampling.IgnoreEnd = False,
+    bad_word: sampling.BadWord = None,
+    logprobs: sampling.Logprobs = None,
+    json_schema: sampling.JsonSchema = None,
+    regex: sampling.Regex = None,
+    choice: sampling.Choice = None,
+    grammar: sampling.Grammar = None,
+    seed: sampling.Seed = None,
+    adapter: sampling.Adapter = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of a function stage.")
     ] = None,
@@ -40,6 +58,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Sends a prompt to a running pipeline; text goes to stdout, audio to files, timings to stderr."""
+    from stagemesh.client import read_media
     from stagemesh.orchestrator.cli.sinks import Sinks
 
     arguments: GenerateArguments = {
@@ -47,18 +66,35 @@ def generate(
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "stop": stop or (),
+        "stop_token_ids": stop_token or (),
+        "min_tokens": min_tokens,
+        "ignore_eos": ignore_eos,
+        "bad_words": bad_word or (),
+        "logprobs": logprobs,
+        "json_schema": sampling.read_text(json_schema, option="--json-schema"),
+        "regex": regex,
+        "choice": choice or None,
+        "grammar": sampling.read_text(grammar, option="--grammar"),
         "seed": seed,
+        "adapter": adapter,
         "options": read_pairs(option, option="--option", convert=float),
         "request_id": request_id,
     }
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
+    content = [*map(read_media, attach), text] if attach else text
     with Sinks(folder=output, audio=audio, quiet=as_json) as sinks:
-        result = asyncio.run(_request(server, text, arguments=arguments, timeout_s=timeout, sinks=sinks))
+        result = asyncio.run(_request(server, content, arguments=arguments, timeout_s=timeout, sinks=sinks))
     show_result(result, sinks, as_json=as_json)
 
 
 async def _request(
-    server: str, prompt: str, *, arguments: "GenerateArguments", timeout_s: float | None, sinks: "Sinks"
+    server: str, prompt: "Content", *, arguments: "GenerateArguments", timeout_s: float | None, sinks: "Sinks"
 ) -> "Result":
     from stagemesh.client import AsyncClient
 
@@ -68,7 +104,7 @@ async def _request(
 
 async def stream(
     client: "AsyncClient",
-    prompt: str,
+    prompt: "Content",
     *,
     arguments: "GenerateArguments",
     timeout_s: float | None,
@@ -111,6 +147,8 @@ def _document(result: "Result", sinks: "Sinks") -> dict[str, object]:
         "request_id": result.request_id,
         "seed": result.seed,
         "texts": dict(result.texts),
+        "tokens": dict(result.tokens),
+        "logprobs": {output: [asdict(each) for each in logprobs] for output, logprobs in result.logprobs.items()},
         "files": {output: [str(path) for path in paths] for output, paths in sinks.files.items()},
         "first_text_s": result.first_text_s,
         "first_audio_s": result.first_audio_s,
