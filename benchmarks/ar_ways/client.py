@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from benchmarks.ar_ways.workload import OUTPUT_TOKENS, SEED, Outcome, Turn, run_streams
+from benchmarks.ar_ways.workload import SEED, Outcome, Turn, run_streams
 from benchmarks.edge_ways.worker import End
 from stagemesh.connectors.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2
@@ -45,26 +45,24 @@ class StageClient(End):
             "/stagemesh.v1.StageService/ExecuteStep", request_serializer=stage_pb2.ExecuteStepRequest.SerializeToString
         )
 
-        async def ask(request_id: str, prompt: list[int]) -> int:
+        async def ask(request_id: str, prompt: list[int], wanted: int) -> int:
             messages, last = 0, b""
-            async for data in execute(_request(request_id, prompt, taker)):
+            async for data in execute(_request(request_id, prompt, wanted, taker)):
                 messages, last = messages + 1, data
             tokens = stage_pb2.ExecuteStepResponse.FromString(last).finished.usage.output_tokens
-            assert tokens == OUTPUT_TOKENS, f"{tokens} tokens came"
+            assert tokens == wanted, f"{tokens} tokens came of {wanted}"
             return messages
 
         return await run_streams(ask, turn)
 
 
-def _request(request_id: str, prompt: list[int], taker: Taker | None) -> stage_pb2.ExecuteStepRequest:
+def _request(request_id: str, prompt: list[int], wanted: int, taker: Taker | None) -> stage_pb2.ExecuteStepRequest:
     return stage_pb2.ExecuteStepRequest(
         request_id=request_id,
         step_id=request_id,
         attempt=1,
         input=request_pb2.Input(token_ids=request_pb2.TokenIds(ids=prompt)),
-        parameters=request_pb2.Parameters(
-            seed=SEED, sampling=request_pb2.Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0)
-        ),
+        parameters=request_pb2.Parameters(seed=SEED, sampling=request_pb2.Sampling(max_tokens=wanted, temperature=0.0)),
         streamed=["text"],
         outputs=[_binding(taker)] if taker is not None else [],
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.ar_ways.models import options_of
-from benchmarks.ar_ways.workload import OUTPUT_TOKENS, SEED, Outcome, Turn, run_streams
+from benchmarks.ar_ways.workload import SEED, Outcome, Turn, run_streams
 from benchmarks.edge_ways.worker import End
 from stagemesh.services.engines.vllm import environment
 
@@ -45,17 +45,14 @@ class DirectEngine(End):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            temperature=0.0, max_tokens=OUTPUT_TOKENS, seed=SEED, output_kind=RequestOutputKind.DELTA
-        )
-
-        async def ask(request_id: str, prompt: list[int]) -> int:
+        async def ask(request_id: str, prompt: list[int], wanted: int) -> int:
+            params = SamplingParams(temperature=0.0, max_tokens=wanted, seed=SEED, output_kind=RequestOutputKind.DELTA)
             (rendered,) = self._llm.renderer.render_cmpl([{"prompt_token_ids": prompt}])
             messages = tokens = 0
             async for output in self._llm.generate(rendered, params, request_id):
                 tokens += len(output.outputs[0].token_ids)
                 messages += bool(output.outputs[0].text)
-            assert tokens == OUTPUT_TOKENS, f"{tokens} tokens came"
+            assert tokens == wanted, f"{tokens} tokens came of {wanted}"
             return messages
 
         return await run_streams(ask, turn)

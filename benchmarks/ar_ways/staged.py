@@ -18,9 +18,11 @@ from benchmarks.ar_ways.models import options_of
 from benchmarks.ar_ways.probed_stage import Stalls
 from benchmarks.ar_ways.taker import GENERATION, PIPELINE, PRODUCER
 from benchmarks.edge_ways.worker import WorkerError
-from stagemesh.services.serving.config import StageConfig, dump_stage_config
+from stagemesh.services.serving.config import DataPlaneConfig, StageConfig, dump_stage_config
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
+ARENA_BYTES = 32 << 20
+"""All of an arena is in memory from the start; the default has twice as much."""
 EMITS_STATES: Mapping[str, JsonValue] = {"hidden_states": {"layers": ["last"], "dtype": "bfloat16"}}
 READY_S = 180.0
 """For an engine to start in, on a machine that has much else to do."""
@@ -42,6 +44,7 @@ class StagedEngine:
             engine="vllm",
             listen=self.endpoint,
             model=str(model),
+            data_plane=DataPlaneConfig(arena_bytes=ARENA_BYTES),
             options={**options_of(model), **(options or {})},
             parent_pid=os.getpid(),
         )

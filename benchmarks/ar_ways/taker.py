@@ -59,3 +59,4 @@ async def _take(inlet: Inlet) -> None:
         assert packet.metadata["token_start"] == rows, "rows come in order"
         rows += len(packet.tensors[STATES])
     assert rows == _ROWS, f"{rows} rows came of {_ROWS}"
+    await inlet.aclose()

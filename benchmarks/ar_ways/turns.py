@@ -10,7 +10,7 @@ from benchmarks.ar_ways.workload import Outcome, Turn
 
 TURN_S, MAX_REQUESTS = 0.8, 12
 """How long a turn lasts at least, unless its streams would make more requests than that."""
-ALL_S, MIN_REPEATS, MAX_REPEATS = 30.0, 3, 11
+ALL_S, MIN_REPEATS, MAX_REPEATS = 20.0, 3, 11
 """How long all repeats with so many streams may last, within these numbers of them."""
 
 

@@ -17,11 +17,17 @@ class Turn:
     """Another for each turn of a way."""
     streams: int
     requests: int = 1
+    falling: bool = False
+    """Whether each stream asks for more tokens than the one before, so that the batch is of every size once."""
+
+    def tokens_of(self, stream: int) -> int:
+        """That a stream's requests ask for."""
+        return OUTPUT_TOKENS * (stream + 1) // self.streams if self.falling else OUTPUT_TOKENS
 
     @property
     def tokens(self) -> int:
         """That come of it."""
-        return self.streams * self.requests * OUTPUT_TOKENS
+        return self.requests * sum(map(self.tokens_of, range(self.streams)))
 
     def request_ids(self, stream: int) -> Iterator[str]:
         """A stream's requests."""
@@ -42,16 +48,17 @@ class Outcome:
         return self.tokens / self.seconds
 
 
-async def run_streams(ask: Callable[[str, list[int]], Awaitable[int]], turn: Turn) -> Outcome:
+async def run_streams(ask: Callable[[str, list[int], int], Awaitable[int]], turn: Turn) -> Outcome:
     """Runs a turn.
 
-    `ask` takes a request's id and prompt, and returns how many messages it heard; all tokens must have come.
+    `ask` takes a request's id, its prompt and how many tokens it asks for, which must have come when it returns how
+    many messages it heard.
     """
 
     async def run(stream: int) -> int:
         heard = 0
         for number, request_id in enumerate(turn.request_ids(stream)):
-            heard += await ask(request_id, _prompt(stream, number))
+            heard += await ask(request_id, _prompt(stream, number), turn.tokens_of(stream))
         return heard
 
     began_s = time.perf_counter()

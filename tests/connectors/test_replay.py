@@ -1,11 +1,12 @@
 """GetChunk: what an edge still holds."""
 
 import asyncio
+import weakref
 
 import grpc
 import pytest
 
-from stagemesh.connectors.base import GRPC, EdgeKey
+from stagemesh.connectors.base import GRPC, EdgeKey, Inlet, Outlet
 from stagemesh.connectors.channels import open_channel
 from stagemesh.connectors.wire import key_to_wire
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
@@ -22,6 +23,14 @@ async def _get(host: Host, key: EdgeKey, first_seq: int) -> tuple[list[int], int
                 seqs.append(response.chunk.seq)
             streamed += len(response.piece.payload)
     return seqs, streamed
+
+
+async def _carry(outlet: Outlet, inlet: Inlet, count: int) -> None:
+    for seq in range(count):
+        await outlet.send(packet(seq, 10))
+        await anext(aiter(inlet))
+    await outlet.finish()
+    await inlet.aclose()
 
 
 async def test_kept_chunks_are_read_again_to_the_end() -> None:
@@ -45,3 +54,14 @@ async def test_chunk_that_was_dropped_is_gone() -> None:
         await outlet.finish()
         with pytest.raises(grpc.aio.AioRpcError, match="no longer kept"):
             await _get(a, EdgeKey("r", "a->b", 1), 0)
+
+
+async def test_flow_that_is_over_is_not_kept_for_its_chunks() -> None:
+    async with two_hosts() as (a, b):
+        first, inlet = open_flow(a, b, connector=GRPC, request="first")
+        await _carry(first, inlet, 1)
+        known = weakref.ref(first)
+        del first, inlet
+        for number in range(2):
+            await _carry(*open_flow(a, b, connector=GRPC, request=f"r{number}"), 600)
+        assert known() is None

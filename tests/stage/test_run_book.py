@@ -1,6 +1,8 @@
 """How long ended runs are kept."""
 
 import asyncio
+import gc
+import weakref
 from contextlib import aclosing
 
 import pytest
@@ -37,6 +39,20 @@ async def test_endless_requests_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) 
             await events_of(runtime, order(f"r{number}"))
         book = runtime._book
         assert (len(book._runs), len(book._kept), len(book._attempts)) == (3, 3, 3)
+
+
+async def test_forgotten_run_leaves_nothing_to_the_garbage_collector() -> None:
+    async with ready_runtime(stage_config(steps=1)) as runtime:
+        await events_of(runtime, order())
+        (run,) = runtime._book._runs.values()
+        known = weakref.ref(run)
+        del run
+        gc.disable()
+        try:
+            runtime._book.close()
+            assert known() is None
+        finally:
+            gc.enable()
 
 
 async def _runs_of_two_calls() -> int:

@@ -259,9 +259,13 @@ class OutFlow:
         self._acked = self._next_seq
         self._close()
 
+    def keeps(self, sent: Sent) -> bool:
+        """Whether a chunk that has arrived is still kept."""
+        return bool(self._kept) and sent.seq >= self._kept[0].seq
+
     def evict(self, sent: Sent) -> bool:
         """Drops a chunk that has arrived, and those before it; says whether it was still kept."""
-        if not self._kept or sent.seq < self._kept[0].seq:
+        if not self.keeps(sent):
             return False
         while self._kept and self._kept[0].seq <= sent.seq:
             self._kept.popleft().let_go()

@@ -9,6 +9,8 @@ RETAINED_SHARE = 4
 """Of the arena, and of a worker's share of it, this part at most."""
 
 _ARENA = 0
+_SWEPT_FROM = 1024
+"""Chunks that are remembered before those of flows that are over are looked for."""
 
 
 class Retention:
@@ -18,6 +20,7 @@ class Retention:
         self._arena = arena
         self._kept: defaultdict[int, deque[tuple[OutFlow, Sent, int]]] = defaultdict(deque)
         self._kept_bytes: defaultdict[int, int] = defaultdict(int)
+        self._swept_at: defaultdict[int, int] = defaultdict(lambda: _SWEPT_FROM)
 
     def keep(self, flow: OutFlow, sent: Sent) -> None:
         """Keeps a chunk that has arrived, and no more of them than the budget."""
@@ -26,6 +29,8 @@ class Retention:
         self._kept_bytes[share] += sent.size_bytes
         while self._kept_bytes[share] > room_bytes // RETAINED_SHARE:
             self._evict_oldest(share)
+        if len(self._kept[share]) > self._swept_at[share]:
+            self._sweep(share)
         self._arena.wake()
 
     def evict_oldest(self) -> bool:
@@ -40,3 +45,10 @@ class Retention:
             if flow.evict(sent):
                 return True
         return False
+
+    def _sweep(self, share: int) -> None:
+        """Forgets the chunks of flows that are over, which would be many where they are small."""
+        kept = deque(entry for entry in self._kept[share] if entry[0].keeps(entry[1]))
+        self._kept[share] = kept
+        self._kept_bytes[share] = sum(size_bytes for _, _, size_bytes in kept)
+        self._swept_at[share] = max(_SWEPT_FROM, 2 * len(kept))

@@ -45,7 +45,8 @@ class Journal(Generic[T]):
         """Ends every reader after what was appended, with `error` where there is one. Closing twice is harmless."""
         if self._closed:
             return
-        self._closed, self._error = True, error
+        # Whoever is told of leaving readers holds the journal, mostly: a circle would outlive both.
+        self._closed, self._error, self.on_abandoned = True, error, None
         self._wake()
 
     async def follow(self) -> AsyncGenerator[T]:
@@ -82,5 +83,5 @@ class Journal(Generic[T]):
 
     def _leave(self) -> None:
         self._readers -= 1
-        if not self._readers and not self._closed and self.on_abandoned is not None:
+        if not self._readers and self.on_abandoned is not None:
             self.on_abandoned()

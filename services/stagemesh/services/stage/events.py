@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from stagemesh.connectors.base import FlowUsage
 from stagemesh.connectors.tensors import Array
 from stagemesh.services.engines.base import Checkpoint, Progress, TokenLogprobs, Usage
@@ -31,8 +33,7 @@ class Picture:
     media_type: str
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(msgspec.Struct, frozen=True, gc=False):
     """Vocabulary positions to append, with their log-probabilities where those were asked for."""
 
     ids: tuple[int, ...]
@@ -42,9 +43,11 @@ class Tokens:
 Content: TypeAlias = str | Tokens | Sound | Picture | Array
 
 
-@dataclass(frozen=True)
-class Output:
-    """A piece of a streamed tensor, numbered by name from 0."""
+class Output(msgspec.Struct, frozen=True, gc=False):
+    """A piece of a streamed tensor, numbered by name from 0.
+
+    There is one for every token, kept beyond the run's end: the garbage collector need not look at them.
+    """
 
     name: str
     seq: int
