@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from stagemesh.connectors.errors import InvalidRequestError
 from stagemesh.services.engines.options import unknown_option
 from stagemesh.services.engines.vllm import limiting
+from stagemesh.services.engines.vllm.layers import check_layers, check_room
 from stagemesh.services.engines.vllm.options import HiddenStatesOptions
 from stagemesh.services.engines.vllm.rows import CONFIG_KEY
 
@@ -42,21 +43,12 @@ def engine_arguments(options: Mapping[str, JsonValue], *, model: str, stage: str
         raise InvalidRequestError(f"stage {stage}: vLLM refuses its options: {exc}", reason="INVALID_OPTION") from exc
 
 
-def configure(arguments: AsyncEngineArgs, states: HiddenStatesOptions, *, stage: str) -> None:
+def configure(arguments: AsyncEngineArgs, states: HiddenStatesOptions, *, share_bytes: int, stage: str) -> None:
     """Has the workers make what a stage is to emit of hidden states; raises InvalidRequestError where they cannot."""
     layers = states.inner_layers
-    count = arguments.create_model_config().hf_text_config.num_hidden_layers
-    if layers and layers[-1] >= count:
-        raise InvalidRequestError(
-            f"stage {stage}: hidden_states.layers holds {layers[-1]}; the model has layers 0 to {count - 1} and `last`",
-            reason="INVALID_OPTION",
-        )
-    if layers and arguments.pipeline_parallel_size > 1:
-        raise InvalidRequestError(
-            f"stage {stage}: hidden states of inner layers are not all on one worker with pipeline_parallel_size "
-            f"{arguments.pipeline_parallel_size}; ask for `last` alone",
-            reason="INVALID_OPTION",
-        )
+    config = arguments.create_model_config()
+    check_layers(config, layers, stage=stage, pipeline_ranks=arguments.pipeline_parallel_size)
+    check_room(states, share_bytes=share_bytes, width=config.get_hidden_size(), stage=stage)
     arguments.additional_config = {**arguments.additional_config, CONFIG_KEY: layers}
     if arguments.speculative_config is not None:
         # Which rows count is known once a step's tokens are.

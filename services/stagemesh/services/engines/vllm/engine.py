@@ -21,7 +21,7 @@ from stagemesh.services.engines.base import (
 from stagemesh.services.engines.vllm.control import Control, Controllable, prepare_control
 from stagemesh.services.engines.vllm.embedding_memory import PLACEHOLDER
 from stagemesh.services.engines.vllm.load_meter import LoadMeter
-from stagemesh.services.engines.vllm.options import engine_options, own_options
+from stagemesh.services.engines.vllm.options import HiddenStatesOptions, engine_options, own_options
 from stagemesh.services.serving.config import StageConfig
 
 if TYPE_CHECKING:
@@ -154,13 +154,13 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
                 reason="MISSING_MODULE",
             ) from exc
         arguments = engine_arguments(engine_options(self._config.options), model=self._model, stage=self._config.stage)
-        if self._options.hidden_states is not None:
-            configure(arguments, self._options.hidden_states, stage=self._config.stage)
         if self._options.embeddings is not None:
             take_embeddings(arguments, stage=self._config.stage)
         prepare_control(arguments, profile_dir=self._options.profile_dir)
         report(f"loading {self._config.model}")
         try:
+            if (states := self._options.hidden_states) is not None:
+                configure(arguments, states, share_bytes=self._share_bytes(states), stage=self._config.stage)
             # Not returned: the future would keep it alive after `close`, and vLLM fails when it is freed at exit.
             config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
             if self._limits_requests:
@@ -203,9 +203,11 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         if options is None:
             return
         assert self._shares is not None, "a stage's runtime hands the arena over before it starts the engine"
-        share_bytes = options.share_bytes or self._config.data_plane.arena_bytes // _SHARES_OF_THE_ARENA
-        self._states = HiddenStates(options, self._shares, share_bytes=share_bytes)
+        self._states = HiddenStates(options, self._shares, share_bytes=self._share_bytes(options))
         await self._states.attach(llm)
+
+    def _share_bytes(self, states: HiddenStatesOptions) -> int:
+        return states.share_bytes or self._config.data_plane.arena_bytes // _SHARES_OF_THE_ARENA
 
     @property
     def _limits_requests(self) -> bool:

@@ -13,19 +13,19 @@ import numpy as np
 
 from stagemesh.connectors.arena_writer import ShareTicket
 from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.connectors.errors import StagemeshError, UnavailableError
 from stagemesh.connectors.pulse import Pulse
-from stagemesh.connectors.tensors import DTYPES, Array, Tensors
+from stagemesh.connectors.tensors import Array, Tensors
 from stagemesh.services.engines.base import Shares, Task
 from stagemesh.services.engines.vllm.options import HiddenStatesOptions
 from stagemesh.services.engines.vllm.rows import (
     EXTRA_ARGUMENT,
+    PASSING_PART,
     Attachment,
     StepRows,
     Wish,
     decode_rows,
     encode_attachment,
-    least_passing_bytes,
 )
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ _MAX_MESSAGE_BYTES = 1 << 20
 _GREETING_S = 10.0
 _LATE_S = 10.0
 """How long rows may come after the tokens that they made."""
-_PASSING_SHARE = 4
-"""This part of the share is emptied at once: however many rows lie in the rest, others get past them."""
 
 _log = logging.getLogger(__name__)
 
@@ -112,8 +110,8 @@ class HiddenStates:
         """Raises NotReadyError where the arena has no room for the share."""
         self.options = options
         self._shares = shares
-        self._passing: ShareTicket = shares.open_share(share_bytes // _PASSING_SHARE)
-        self._ticket: ShareTicket = shares.open_share(share_bytes - share_bytes // _PASSING_SHARE)
+        self._passing: ShareTicket = shares.open_share(share_bytes // PASSING_PART)
+        self._ticket: ShareTicket = shares.open_share(share_bytes - share_bytes // PASSING_PART)
         self._token = secrets.token_bytes(16)
         self._address = f"stagemesh-rows-{secrets.token_hex(16)}"
         self._requests: dict[str, RequestStates] = {}
@@ -121,11 +119,7 @@ class HiddenStates:
         self._loop = asyncio.get_running_loop()
 
     async def attach(self, llm: "AsyncLLM") -> None:
-        """Has the engine's worker write; raises UnavailableError where none does.
-
-        Raises InvalidRequestError where not even a row has room in the share.
-        """
-        self._check_room(llm.model_config.get_hidden_size())
+        """Has the engine's worker write; raises UnavailableError where none does."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         with listener:
             listener.bind("\0" + self._address)
@@ -172,17 +166,6 @@ class HiddenStates:
             self._shares.close_share(ticket)
 
     # -- inner workings
-
-    def _check_room(self, width: int) -> None:
-        tensors = len(self.options.tensors)
-        row_bytes = tensors * width * DTYPES[self.options.dtype].itemsize
-        least_bytes = least_passing_bytes(row_bytes=row_bytes, tensors=tensors)
-        if self._passing.size_bytes < least_bytes:
-            raise InvalidRequestError(
-                f"hidden_states.share_bytes is {self._ticket.size_bytes + self._passing.size_bytes}; for rows of "
-                f"{tensors} times {width} values it must be at least {_PASSING_SHARE * least_bytes}",
-                reason="INVALID_OPTION",
-            )
 
     async def _greeted(self, listener: socket.socket) -> socket.socket:
         """The connection that knows the token."""

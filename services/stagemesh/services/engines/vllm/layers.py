@@ -1,4 +1,4 @@
-"""Which models give which hidden states."""
+"""Whether a stage can emit the hidden states that it is to emit: its model gives them, and there is room for them."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,9 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.interfaces import supports_eagle3
 
 from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.connectors.tensors import DTYPES
+from stagemesh.services.engines.vllm.options import HiddenStatesOptions
+from stagemesh.services.engines.vllm.rows import PASSING_PART, least_passing_bytes
 
 
 def check_layers(config: ModelConfig, inner_layers: Sequence[int], *, stage: str, pipeline_ranks: int) -> None:
@@ -17,6 +20,19 @@ def check_layers(config: ModelConfig, inner_layers: Sequence[int], *, stage: str
     problem = _problem(config, inner_layers, pipeline_ranks=pipeline_ranks)
     if problem:
         raise InvalidRequestError(f"stage {stage}: hidden_states: {problem}", reason="INVALID_OPTION")
+
+
+def check_room(states: HiddenStatesOptions, *, share_bytes: int, width: int, stage: str) -> None:
+    """Raises InvalidRequestError where not even a token's rows, `width` values a layer, fit a share of that size."""
+    tensors = len(states.tensors)
+    row_bytes = tensors * width * DTYPES[states.dtype].itemsize
+    least_bytes = PASSING_PART * least_passing_bytes(row_bytes=row_bytes, tensors=tensors)
+    if share_bytes < least_bytes:
+        raise InvalidRequestError(
+            f"stage {stage}: hidden_states.share_bytes is {share_bytes}; for {tensors} times {width} values a token it "
+            f"must be at least {least_bytes}",
+            reason="INVALID_OPTION",
+        )
 
 
 def _problem(config: ModelConfig, inner_layers: Sequence[int], *, pipeline_ranks: int) -> str | None:

@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
-from pydantic import JsonValue
+from pydantic import ConfigDict, JsonValue
 
 from stagemesh.services.engines.options import parse_options
 
 Layer: TypeAlias = int | Literal["last"]
 LAST: Literal["last"] = "last"
+_NO_OTHERS = ConfigDict(extra="forbid")
 
 
 def tensor_name(layer: Layer) -> str:
@@ -22,6 +23,7 @@ def tensor_name(layer: Layer) -> str:
 class HiddenStatesOptions:
     """Which hidden states a stage can emit."""
 
+    __pydantic_config__: ClassVar = _NO_OTHERS
     layers: tuple[Layer, ...] = (LAST,)
     """The state that enters decoder layer N, from 0 (the embeddings), or the last one, after the final norm."""
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
@@ -54,6 +56,7 @@ INPUTS_EMBEDS = "inputs_embeds"
 class EmbeddingsOptions:
     """Embeddings that a stage takes from an edge, in the place of a prompt."""
 
+    __pydantic_config__: ClassVar = _NO_OTHERS
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     """That of the accepted tensors, whatever the model computes in."""
 

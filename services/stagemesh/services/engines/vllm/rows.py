@@ -11,6 +11,8 @@ EXTRA_ARGUMENT = "stagemesh"
 """Under this name a request's `SamplingParams.extra_args` hold a `Wish`, as builtins."""
 CONFIG_KEY = "stagemesh_layers"
 """Under this name vLLM's `additional_config` lists the layers before the last."""
+PASSING_PART = 4
+"""A share's passing room is this part of it: however many rows lie in the rest, others get past them."""
 _PARTS = 2
 """A write takes this part of the passing room at most, so that the next finds room while one is copied."""
 

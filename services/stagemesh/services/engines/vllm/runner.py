@@ -52,8 +52,7 @@ class EmitsHiddenStates:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self._inner_layers:
             model = cast("Any", self).get_model()
-            if not supports_eagle3(cast("object", model)):
-                raise RuntimeError(f"{type(model).__name__} gives no hidden states of inner layers, only of the last")
+            assert supports_eagle3(cast("object", model)), "`check_layers` saw to it before the engine began"
             model.set_aux_hidden_state_layers(tuple(self._inner_layers))
             self.use_aux_hidden_state_outputs = True
 

@@ -1,0 +1,43 @@
+"""vLLM's own use of what a runner answers, `pooler_output`, beside a worker that writes hidden states."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import JsonValue
+
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.services.engines.vllm.arguments import engine_arguments
+from stagemesh.services.engines.vllm.hidden_states import HiddenStates
+from stagemesh.services.engines.vllm.options import HiddenStatesOptions
+from tests.engines.emitted_states import PROMPTS, load_reference
+from tests.engines.tiny_model import write_real_model
+
+
+@pytest.mark.timeout(240)
+async def test_pooling_model_answers_as_without_us(tmp_path: Path) -> None:
+    from vllm import PoolingParams, TokensPrompt
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    model = write_real_model(tmp_path / "model")
+    options: dict[str, JsonValue] = {"runner": "pooling", "dtype": "float32", "kv_cache_memory_bytes": 8 << 20}
+    plane = DataPlane(replica="a-0", pipeline="p", generation="1")
+    llm = AsyncLLM.from_engine_args(engine_arguments(options, model=str(model), stage="a"))
+    states = HiddenStates(HiddenStatesOptions(), plane, share_bytes=1 << 20)
+    try:
+        await states.attach(llm)
+        for number, prompt in enumerate(PROMPTS[:3]):
+            pooling = llm.encode(TokensPrompt(prompt_token_ids=prompt), PoolingParams(task="embed"), f"r{number}")
+            (output,) = [output async for output in pooling]
+            assert (output.outputs.data - _expected(model, prompt)).abs().max() < 1e-5
+    finally:
+        llm.shutdown()
+        states.close()
+        await plane.close()
+
+
+def _expected(model: Path, prompt: list[int]) -> torch.Tensor:
+    """The last token's state after the final norm, of length 1."""
+    with torch.inference_mode():
+        states = load_reference(model)(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+    return torch.nn.functional.normalize(states[-1][0, -1], dim=-1)

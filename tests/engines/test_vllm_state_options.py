@@ -1,0 +1,59 @@
+"""Hidden states that a stage cannot emit are refused before its engine begins, by what is to be changed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import JsonValue
+
+from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
+from stagemesh.services.engines.vllm.engine import VllmEngine
+from tests.engines.support import stage_config
+from tests.engines.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.timeout(120)
+
+
+async def start(model: Path, states: JsonValue, **options: JsonValue) -> None:
+    config = stage_config("vllm", model=str(model), options={"hidden_states": states, **options})
+    engine = VllmEngine(config)
+    try:
+        await engine.start(lambda _: None)
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("states", "options", "remedy"),
+    [
+        ({"layers": [2]}, {}, "layers holds 2; the model has layers 0 to 1 and `last`"),
+        ({"layers": ["last", 1]}, {"pipeline_parallel_size": 2}, "ask for `last` alone"),
+        ({}, {"runner": "pooling"}, "a model that pools .* leave the option out"),
+        ({"layers": ["last", 0], "share_bytes": 3000}, {}, "share_bytes is 3000; .* it must be at least 3072"),
+        ({"share_bytes": -1}, {}, "share_bytes is -1"),
+        ({"layers": [-1]}, {}, "layers count from 0"),
+        ({"layers": []}, {}, "name each wanted layer once"),
+        ({"layers": ["first"]}, {}, "'first'"),
+        ({"dtype": "int8"}, {}, "float32"),
+        ({"tokens": "last"}, {}, "tokens"),
+    ],
+)
+async def test_states_that_cannot_be_emitted_are_refused(
+    tmp_path: Path, states: JsonValue, options: dict[str, JsonValue], remedy: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=remedy) as caught:
+        await start(write_tiny_model(tmp_path / "model"), states, **options)
+    assert "hidden_states" in caught.value.message
+
+
+async def test_inner_layers_of_a_model_that_does_not_give_them_are_refused(tmp_path: Path) -> None:
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidRequestError, match="GPT2LMHeadModel gives no states of inner layers"):
+        await start(tmp_path, {"layers": ["last", 1]})
+
+
+async def test_model_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotReadyError, match="vLLM cannot load") as caught:
+        await start(tmp_path, {"layers": ["last", 1]})
+    assert caught.value.reason == "MODEL_NOT_LOADED"
