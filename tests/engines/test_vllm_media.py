@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stagemesh.connectors.errors import InvalidRequestError, StagemeshError, Uns
 from stagemesh.services.engines.base import ChatMessage, Checkpoint, EngineEvent, SamplingOptions, Task, Usage
 from stagemesh.services.engines.media import MediaFile, Part, Samples
 from stagemesh.services.engines.vllm.engine import VllmEngine
+from tests.engines.emitted_states import TOLERANCE, Floats, received, running
 from tests.engines.media_files import encoded, image, pixels, sound, tone, wav
 from tests.engines.support import collect, packets, stage_config
 from tests.engines.tiny_media_models import SAMPLE_RATE_HZ, write_idefics3, write_qwen2_audio
@@ -34,6 +36,7 @@ OPTIONS: Mapping[str, JsonValue] = {
     "checkpoint_tokens": 1,
 }
 TOKENS = 20
+SAMPLED = frozenset({"text", "token_ids"})
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +51,11 @@ def hearing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def seeing(seeing_model: Path) -> AsyncIterator[VllmEngine]:
-    limits: Mapping[str, JsonValue] = {
-        "limit_mm_per_prompt": {"image": 3},
-        "max_num_batched_tokens": 64,
-        "media_bytes": 1 << 20,
-    }
-    engine = VllmEngine(stage_config("vllm", model=str(seeing_model), options={**OPTIONS, **limits}))
-    await engine.start(lambda _: None)
-    yield engine
-    await engine.close()
+    limits: dict[str, JsonValue] = {"limit_mm_per_prompt": {"image": 3}, "max_num_batched_tokens": 64}
+    async with running(
+        seeing_model, **OPTIONS, **limits, media_bytes=1 << 20, hidden_states={"layers": ["last"], "dtype": "float32"}
+    ) as host:
+        yield host.engine
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -70,7 +69,8 @@ async def hearing(hearing_model: Path) -> AsyncIterator[VllmEngine]:
 def asked(*parts: Part, request_id: str = "r", **sampling: object) -> Task:
     options = {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True, **sampling}
     messages = [ChatMessage("system", "be brief"), ChatMessage("user", "", parts)]
-    return Task(request_id, 3, messages, sampling=SamplingOptions(**options))  # type: ignore[arg-type]
+    chosen = SamplingOptions(**options)  # type: ignore[arg-type]
+    return Task(request_id, 3, messages, sampling=chosen, wanted=SAMPLED)
 
 
 def tokens_of(events: Sequence[EngineEvent]) -> list[int]:
@@ -100,47 +100,43 @@ def greedy(model: Any, inputs: Mapping[str, torch.Tensor]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def sees(seeing_model: Path) -> Any:
+def sees(seeing_model: Path) -> tuple[Any, Any]:
     from transformers import Idefics3ForConditionalGeneration
 
-    model = Idefics3ForConditionalGeneration.from_pretrained(seeing_model)
-    processor = processor_of(seeing_model)
+    return Idefics3ForConditionalGeneration.from_pretrained(seeing_model), processor_of(seeing_model)
 
-    def answer(text: str, *pictures: Image.Image) -> list[int]:
-        return greedy(model, processor(text=text, images=list(pictures), return_tensors="pt"))
 
-    return answer
+def seen(reference: tuple[Any, Any], text: str, *pictures: Image.Image) -> list[int]:
+    model, processor = reference
+    return greedy(model, processor(text=text, images=list(pictures), return_tensors="pt"))
 
 
 @pytest.fixture(scope="module")
-def hears(hearing_model: Path) -> Any:
+def hears(hearing_model: Path) -> tuple[Any, Any]:
     from transformers import Qwen2AudioForConditionalGeneration
 
-    model = Qwen2AudioForConditionalGeneration.from_pretrained(hearing_model)
-    processor = processor_of(hearing_model)
+    return Qwen2AudioForConditionalGeneration.from_pretrained(hearing_model), processor_of(hearing_model)
 
-    def answer(text: str, *sounds: np.ndarray) -> list[int]:
-        return greedy(
-            model, processor(text=text, audio=list(sounds), sampling_rate=SAMPLE_RATE_HZ, return_tensors="pt")
-        )
 
-    return answer
+def heard(reference: tuple[Any, Any], text: str, *sounds: Floats) -> list[int]:
+    model, processor = reference
+    return greedy(model, processor(text=text, audio=list(sounds), sampling_rate=SAMPLE_RATE_HZ, return_tensors="pt"))
 
 
 # -- pictures
 
 
-async def test_a_picture_is_seen_as_transformers_sees_it(seeing: VllmEngine, sees: Any) -> None:
-    expected = sees(text_of_template("what is <image>?"), Image.fromarray(pixels()))
+async def test_a_picture_is_seen_as_transformers_sees_it(seeing: VllmEngine, sees: tuple[Any, Any]) -> None:
+    expected = seen(sees, text_of_template("what is <image>?"), Image.fromarray(pixels()))
     assert await tokens(seeing, asked("what is ", image(), "?")) == expected
 
 
-async def test_pictures_keep_their_order_and_places(seeing: VllmEngine, sees: Any) -> None:
+async def test_pictures_keep_their_order_and_places(seeing: VllmEngine, sees: tuple[Any, Any]) -> None:
     first, second = Image.fromarray(pixels(seed=1)), Image.fromarray(pixels(40, 60, seed=2))
     one = await tokens(seeing, asked(image(seed=1), "or", image(40, 60, seed=2)))
     other = await tokens(seeing, asked(image(40, 60, seed=2), image(seed=1), "or"))
-    assert one == sees(text_of_template("<image>or<image>"), first, second)
-    assert other == sees(text_of_template("<image><image>or"), second, first)
+    assert one == seen(sees, text_of_template("<image>or<image>"), first, second)
+    assert other == seen(sees, text_of_template("<image><image>or"), second, first)
 
 
 async def test_requests_with_pictures_and_without_run_together(seeing: VllmEngine) -> None:
@@ -153,11 +149,10 @@ async def test_requests_with_pictures_and_without_run_together(seeing: VllmEngin
     assert len({tuple(each) for each in alone[::2]}) == 1
 
 
-async def test_a_conversation_of_text_reaches_a_model_that_sees(seeing: VllmEngine, sees: Any) -> None:
+async def test_a_conversation_of_text_reaches_a_model_that_sees(seeing: VllmEngine, sees: tuple[Any, Any]) -> None:
     from_parts = await tokens(seeing, asked("a", "b"))
     whole = [ChatMessage("system", "be brief"), ChatMessage("user", "ab")]
-    task = Task("r", 3, whole, sampling=SamplingOptions(max_tokens=TOKENS, temperature=0.0, ignore_eos=True))
-    assert from_parts == await tokens(seeing, task)
+    assert from_parts == await tokens(seeing, replace(asked(), prompt=whole))
 
 
 async def test_usage_counts_the_tokens_of_pictures(seeing: VllmEngine) -> None:
@@ -175,29 +170,44 @@ async def test_a_request_with_a_picture_goes_on_from_a_checkpoint(seeing: VllmEn
     events = await collect(seeing.submit(task))
     made = next(each for each in events if isinstance(each, Checkpoint))
     checkpoint = Checkpoint(done, tuple(tokens_of(events)[:done]), made.tensors)
-    resumed = Task("r", 3, task.prompt, sampling=task.sampling, resume_from=checkpoint)
-    assert tokens_of(events)[done:] == await tokens(seeing, resumed)
+    assert tokens_of(events)[done:] == await tokens(seeing, replace(task, resume_from=checkpoint))
 
 
 async def test_a_checkpoint_belongs_to_its_picture(seeing: VllmEngine) -> None:
     events = await collect(seeing.submit(asked(image(seed=1))))
     checkpoint = next(each for each in events if isinstance(each, Checkpoint))
-    task = asked(image(seed=2))
     with pytest.raises(InvalidRequestError, match="belongs to another prompt"):
-        await collect(seeing.submit(Task("r", 3, task.prompt, sampling=task.sampling, resume_from=checkpoint)))
+        await collect(seeing.submit(replace(asked(image(seed=2)), resume_from=checkpoint)))
+
+
+async def test_hidden_states_of_a_picture_equal_those_of_transformers(
+    seeing: VllmEngine, sees: tuple[Any, Any]
+) -> None:
+    got = await received(seeing, replace(asked("what is ", image(), "?"), wanted=None))
+    model, processor = sees
+    inputs = processor(
+        text=text_of_template("what is <image>?"), images=[Image.fromarray(pixels())], return_tensors="pt"
+    )
+    made = torch.tensor([got.tokens[:-1]])
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], made], dim=1)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    with torch.no_grad():
+        states = model(**inputs, output_hidden_states=True).hidden_states[-1][0].numpy()
+    assert got.states["hidden_states"].shape == states.shape
+    assert np.abs(got.states["hidden_states"] - states).max() < TOLERANCE
 
 
 # -- sound
 
 
-async def test_sound_is_heard_as_transformers_hears_it(hearing: VllmEngine, hears: Any) -> None:
-    expected = hears(text_of_template("say <|audio_bos|><|AUDIO|><|audio_eos|>!"), tone())
+async def test_sound_is_heard_as_transformers_hears_it(hearing: VllmEngine, hears: tuple[Any, Any]) -> None:
+    expected = heard(hears, text_of_template("say <|audio_bos|><|AUDIO|><|audio_eos|>!"), tone())
     assert await tokens(hearing, asked("say ", sound(), "!")) == expected
 
 
-async def test_two_sounds_of_other_lengths_are_heard(hearing: VllmEngine, hears: Any) -> None:
+async def test_two_sounds_of_other_lengths_are_heard(hearing: VllmEngine, hears: tuple[Any, Any]) -> None:
     place = "<|audio_bos|><|AUDIO|><|audio_eos|>"
-    expected = hears(text_of_template(f"{place}{place}or"), tone(0.5), tone(1.5, pitch_hz=880))
+    expected = heard(hears, text_of_template(f"{place}{place}or"), tone(0.5), tone(1.5, pitch_hz=880))
     assert await tokens(hearing, asked(sound(0.5), sound(1.5, pitch_hz=880), "or")) == expected
 
 
