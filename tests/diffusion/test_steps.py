@@ -1,0 +1,93 @@
+"""Requests that take turns at every step get what the pipeline's own `__call__` makes, bit for bit."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from stagemesh.connectors.errors import NotReadyError
+from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+from tests.diffusion.tiny_calls import TOLERANCES, WAN_FRAMES, Wish, load, picture
+from tests.diffusion.tiny_pipelines import WRITERS
+
+pytestmark = pytest.mark.timeout(180)
+
+WISHES = (
+    Wish(),
+    Wish(prompt="two dogs and a very long tail", seed=7, height=64, width=96, steps=6, scale=5.0),
+    Wish(prompt="x", seed=3, height=96, width=64, steps=2, scale=2.0),
+)
+
+
+@pytest.fixture(params=WRITERS)
+def model(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def folder(model: str, tmp_path: Path) -> Path:
+    return WRITERS[model](tmp_path)
+
+
+def state(model: str, wish: Wish) -> DiffusionRequestState:
+    inputs = DiffusionInputs(
+        prompt=wish.prompt,
+        seed=wish.seed,
+        height=wish.height,
+        width=wish.width,
+        num_inference_steps=wish.steps,
+        guidance_scale=wish.scale,
+        negative_prompt=wish.negative_prompt,
+        num_frames=WAN_FRAMES if model == "wan" else 1,
+    )
+    return DiffusionRequestState("r", inputs)
+
+
+def take_turns(pipeline: ModularStepPipeline, states: list[DiffusionRequestState]) -> list[torch.Tensor]:
+    """One step of each, until all are done; each is decoded as soon as it is denoised."""
+    made: dict[int, torch.Tensor] = {}
+    while len(made) < len(states):
+        for number, one in enumerate(states):
+            if number in made:
+                continue
+            if not one.total_steps:
+                pipeline.prepare_encode(one)
+            (noise,) = pipeline.denoise_step([one])
+            pipeline.step_scheduler(one, noise)
+            if one.denoised:
+                made[number] = pipeline.post_decode(one)
+    return [made[number] for number in range(len(states))]
+
+
+def assert_same(model: str, made: torch.Tensor, expected: torch.Tensor) -> None:
+    if TOLERANCES[model]:
+        assert (made - expected).abs().max() <= TOLERANCES[model]
+    else:
+        assert torch.equal(made, expected)
+
+
+def test_three_in_turns_get_what_each_gets_alone(model: str, folder: Path) -> None:
+    pipeline, classic = ModularStepPipeline(folder, torch.float32), load(folder)
+    made = take_turns(pipeline, [state(model, wish) for wish in WISHES])
+    for wish, one in zip(WISHES, made, strict=True):
+        assert_same(model, one, picture(model, classic, wish))
+
+
+def test_a_request_goes_on_where_another_loaded_the_same_model(model: str, folder: Path) -> None:
+    first, second = ModularStepPipeline(folder, torch.float32), ModularStepPipeline(folder, torch.float32)
+    whole, moved = state(model, WISHES[1]), state(model, WISHES[1])
+    first.prepare_encode(moved)
+    for _ in range(3):
+        (noise,) = first.denoise_step([moved])
+        first.step_scheduler(moved, noise)
+    there = pickle.loads(pickle.dumps(moved))  # noqa: S301
+    assert torch.equal(*(take_turns(pipeline, [one])[0] for pipeline, one in ((second, there), (first, whole))))
+
+
+def test_a_model_without_steps_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "DanceDiffusionPipeline"}')
+    with pytest.raises(NotReadyError, match="holds a DanceDiffusionPipeline; the diffusion engine knows QwenImage"):
+        ModularStepPipeline(tmp_path, torch.float32)
