@@ -121,6 +121,8 @@ SAMPLINGS: Sequence[Mapping[str, object]] = [
     {"repetition_penalty": 0.5},
     {"presence_penalty": 1.5, "frequency_penalty": -1.0},
     {"min_tokens": 20, "ignore_eos": True},
+    {"top_k": 0, "stop_token_ids": [*range(10, 20)]},
+    {"bad_words": [*"abcdefgh"]},
 ]
 
 
@@ -216,6 +218,20 @@ async def test_logprobs_come_one_a_token_and_best_first(engine: VllmEngine) -> N
         assert list(each.top_logprobs) == sorted(each.top_logprobs, reverse=True)
         assert each.logprob <= each.top_logprobs[0] <= 0
         assert token not in each.top_ids or each.logprob == each.top_logprobs[each.top_ids.index(token)]
+
+
+async def test_logprobs_equal_vllms_own(engine: VllmEngine, direct: AsyncLLM) -> None:
+    ours = logprobs_of(await collect(engine.submit(task(LONG, logprobs=2))))
+    params = SamplingParams(
+        max_tokens=24, temperature=1.0, seed=3, logprobs=2, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    (prompt,) = direct.renderer.render_cmpl([{"prompt_token_ids": LONG}])
+    (output,) = [output async for output in direct.generate(prompt, params, "direct-logprobs")]
+    made = output.outputs[0]
+    assert made.logprobs
+    theirs = [made.logprobs[at][token].logprob for at, token in enumerate(made.token_ids)]
+    assert [each.logprob for each in ours] == pytest.approx(theirs, abs=1e-4)
+    assert all(set(each.top_ids) <= made.logprobs[at].keys() for at, each in enumerate(ours))
 
 
 async def test_greedy_tokens_are_the_most_probable(engine: VllmEngine) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
 from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.services.engines.base import SamplingOptions, Structure
 from stagemesh.services.serving.plugins import OptionSpec, Signature
 from stagemesh.services.stage.checking import check_order
 from stagemesh.services.stage.translate import order_from_wire
@@ -19,6 +20,13 @@ TEXT = TensorSpec("uint8", ("bytes",))
 SOURCE = Signature(emits={}, options={"speed": OptionSpec(1.0, minimum=0.5, maximum=2.0)})
 FED = Signature(accepts={"text": TEXT})
 BOUND = stage_pb2.OutputBinding(edge="a->b", consumer="b-0", endpoint="127.0.0.1:1")
+
+
+ENDLESS = request_pb2.Sampling(ignore_eos=True, grammar='start: "a"')
+
+
+def _lengths(least: int, most: int) -> request_pb2.Sampling:
+    return request_pb2.Sampling(min_tokens=least, max_tokens=most)
 
 
 def _tensor(**fields: object) -> tensor_pb2.Tensor:
@@ -48,6 +56,14 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: setattr(r.parameters.sampling, "top_p", 0), "INVALID_SAMPLING", "over 0 and at most 1"),
         (lambda r: setattr(r.parameters.sampling, "repetition_penalty", 0), "INVALID_SAMPLING", "over 0"),
         (lambda r: r.parameters.sampling.stop.append(""), "INVALID_SAMPLING", "stop text is empty"),
+        (lambda r: setattr(r.parameters.sampling, "min_p", 1.5), "INVALID_SAMPLING", "from 0 to 1"),
+        (lambda r: setattr(r.parameters.sampling, "presence_penalty", -3), "INVALID_SAMPLING", "from -2 to 2"),
+        (lambda r: setattr(r.parameters.sampling, "frequency_penalty", float("nan")), "INVALID_SAMPLING", "is nan"),
+        (lambda r: r.parameters.sampling.bad_words.append(" "), "INVALID_SAMPLING", "one of bad_words is empty"),
+        (lambda r: r.parameters.sampling.MergeFrom(_lengths(9, 8)), "INVALID_SAMPLING", "min_tokens is 9 and max_tok"),
+        (lambda r: setattr(r.parameters.sampling, "regex", ""), "INVALID_SAMPLING", "regex is empty"),
+        (lambda r: r.parameters.sampling.choice.SetInParent(), "INVALID_SAMPLING", "choice holds no text"),
+        (lambda r: r.parameters.sampling.MergeFrom(ENDLESS), "INVALID_SAMPLING", "ignore_eos contradicts grammar"),
         (lambda r: r.inputs.add(edge="a->b", producer="a-0"), "UNKNOWN_EDGE", "unbind a->b"),
         (lambda r: r.outputs.extend([BOUND, BOUND]), "INVALID_EDGE", "'a->b' twice"),
         (lambda r: r.outputs.add(consumer="b-0", endpoint="h:1"), "INVALID_EDGE", "without a name"),
@@ -174,6 +190,35 @@ def test_good_request_passes_whole() -> None:
     check_order(order, SOURCE, engine="fake")
     assert (order.task.prompt, order.task.seed, order.task.options) == ("hi", 1, {"speed": 2.0})
     assert (order.task.sampling.max_tokens, order.task.sampling.temperature, order.task.sampling.top_p) == (3, 0, None)
+
+
+def test_all_of_sampling_arrives() -> None:
+    request = step_request()
+    sampling = request_pb2.Sampling(
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=4,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        stop=["end"],
+        stop_token_ids=[3],
+        min_tokens=2,
+        ignore_eos=True,
+        bad_words=["bad"],
+        logprobs=0,
+        choice=request_pb2.Choice(texts=["yes", "no"]),
+    )
+    request.parameters.sampling.CopyFrom(sampling)
+    options = order_from_wire(request).task.sampling
+    assert options.structure == Structure("choice", ("yes", "no"))
+    sent = {field.name: value for field, value in sampling.ListFields() if field.name != "choice"}
+    assert {name: getattr(options, name) for name in sent} == {
+        name: tuple(value) if name in {"stop", "stop_token_ids", "bad_words"} else value for name, value in sent.items()
+    }
+    assert order_from_wire(step_request()).task.sampling == SamplingOptions()
 
 
 def _policy(request: Request) -> stage_pb2.ChunkPolicy:
