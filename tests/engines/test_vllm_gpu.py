@@ -1,0 +1,89 @@
+"""Hidden states on a GPU, by both of vLLM's model runners: those of the CPU, and beside the compute stream."""
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from pydantic import JsonValue
+
+from tests.engines.emitted_states import (
+    MODEL_LAYERS,
+    PROMPTS,
+    Running,
+    assert_same,
+    load_reference,
+    received,
+    reference,
+    running,
+    task,
+)
+from tests.engines.tiny_model import write_real_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+]
+
+TOLERANCE = 1e-3
+"""A GPU sums in another order."""
+HIDDEN_SIZE = 64
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_real_model(tmp_path_factory.mktemp("real"), layers=MODEL_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def profile_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("profiles")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["V1", "V2", "V2-graphs"])
+async def host(request: pytest.FixtureRequest, model: Path, profile_dir: Path) -> AsyncIterator[Running]:
+    """An engine with each of the runners, the second one also with its CUDA graphs."""
+    options: dict[str, JsonValue] = {
+        "profile_dir": str(profile_dir),
+        "enforce_eager": request.param != "V2-graphs",
+        "gpu_memory_utilization": 0.2,
+    }
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0" if request.param == "V1" else "1")
+    try:
+        async with running(model, **options) as host:
+            yield host
+    finally:
+        patch.undo()
+
+
+async def test_states_equal_those_of_the_cpu(host: Running, model: Path) -> None:
+    loaded = load_reference(model)
+    got = await asyncio.gather(*(received(host.engine, task(number)) for number in range(len(PROMPTS))))
+    for one, prompt in zip(got, PROMPTS, strict=True):
+        assert_same(one, reference(loaded, prompt), tolerance=TOLERANCE)
+
+
+async def test_rows_leave_beside_the_compute_stream(host: Running) -> None:
+    await host.engine.start_profile(f"rows-{id(host)}", max_steps=None)
+    await received(host.engine, task(5))
+    traced = _events(await host.engine.stop_profile())
+    computing = {event["args"]["stream"] for event in traced if event.get("cat") == "kernel"}
+    row_bytes = len(PROMPTS[5]) * HIDDEN_SIZE * 4
+    copies = [event for event in traced if event.get("cat") == "gpu_memcpy" and event["args"]["bytes"] == row_bytes]
+    assert len(copies) == 3, "one of each layer"
+    for copy in copies:
+        assert "Pinned" in copy["name"]
+        assert copy["args"]["stream"] not in computing
+
+
+def _events(files: Sequence[str]) -> list[dict[str, Any]]:
+    traces = [json.loads(gzip.decompress(Path(file).read_bytes())) for file in files if file.endswith(".gz")]
+    return [event for trace in traces for event in trace["traceEvents"]]

@@ -1,0 +1,66 @@
+"""Functions that give back the rows of hidden states that they take, one of them only once a test lets it."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stagemesh.connectors.base import Packet
+from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.services.engines.function.base import Call
+from stagemesh.services.serving.plugins import Emitted, FunctionCard, OptionSpec, Signature
+
+_ROWS = TensorSpec("float32", ("tokens", "hidden"))
+_NUMBERS = TensorSpec("int64", ("numbers",))
+_EMITS = {"rows": Emitted(_ROWS), "place": Emitted(_NUMBERS)}
+_ENTRY_POINTS = """\
+[stagemesh.functions]
+taken = tests.system.state_takers:TAKEN
+held = tests.system.state_takers:HELD
+"""
+
+
+class Taken:
+    """Emits each packet's rows, and as `place` the first one's position and their number."""
+
+    def __init__(self, model: object, options: Mapping[str, object]) -> None:
+        self._gate = options.get("gate")
+
+    def open(self, *, seed: int, options: Mapping[str, float]) -> bool:
+        return bool(options.get("hold"))
+
+    def __call__(self, batch: Sequence[Call[bool]]) -> Sequence[Sequence[Packet]]:
+        if self._gate is not None and any(call.state for call in batch):
+            # A pipe with a name: opening it waits for whoever opens its other end.
+            Path(str(self._gate)).read_bytes()
+        return [[] if call.packet is None else [_placed(call.packet)] for call in batch]
+
+
+def _placed(packet: Packet) -> Packet:
+    rows, start = packet.tensors["hidden_states"], packet.metadata["token_start"]
+    return Packet({"rows": rows, "place": np.array([start, len(rows)], np.int64)})
+
+
+TAKEN = FunctionCard(Signature(accepts={"hidden_states": _ROWS}, emits=_EMITS), factory=f"{__name__}:Taken")
+HELD = FunctionCard(
+    Signature(
+        accepts={"hidden_states": _ROWS},
+        emits=_EMITS,
+        options={"hold": OptionSpec(default=0.0, minimum=0.0, maximum=1.0)},
+    ),
+    factory=f"{__name__}:Taken",
+)
+
+
+def add_functions(folder: Path) -> pytest.MonkeyPatch:
+    """Has every process that is started from now on know the functions "taken" and "held", until it is undone."""
+    package = folder / "state_takers-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: state_takers\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(_ENTRY_POINTS)
+    root = Path(__file__).parents[2]
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", os.pathsep.join((str(folder), str(root), os.environ.get("PYTHONPATH", ""))))
+    return patch

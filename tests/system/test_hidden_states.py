@@ -1,0 +1,170 @@
+"""Hidden states go from a language model to other stages' processes, over edges of both kinds."""
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from stagemesh.client import Client, Result, TensorOutput
+from stagemesh.connectors.errors import CancelledRequestError
+from tests.deployment import Deployment, deployed, eventually
+from tests.engines.emitted_states import PROMPTS, STEPS, TOLERANCE, Floats, Reference, load_reference, reference
+from tests.engines.tiny_model import write_real_model
+from tests.system.state_takers import add_functions
+
+pytestmark = pytest.mark.timeout(300)
+
+PIPELINE = """\
+pipeline: taking
+stages:
+  thinker:
+    engine: vllm
+    model: {model}
+    options:
+      dtype: float32
+      kv_cache_memory_bytes: 8388608
+      hidden_states: {{dtype: float32, share_bytes: 65536}}
+  near: {{engine: function, function: taken}}
+  far: {{engine: function, function: held, options: {{gate: {gate}}}}}
+  last: {{engine: function, function: taken}}
+edges:
+  - {{from: thinker, to: near, connector: shm}}
+  - {{from: thinker, to: far, connector: grpc}}
+  - {{from: thinker, to: last, connector: shm, tokens: last}}
+outputs:
+  said: thinker.token_ids
+  near: near.rows
+  near_place: near.place
+  far: far.rows
+  far_place: far.place
+  last: last.rows
+  last_place: last.place
+"""
+ALL = ("said", "near", "near_place", "far", "far_place", "last", "last_place")
+
+
+class Taking(NamedTuple):
+    """The pipeline as it runs, and the pipe that the stage `far` waits for where a request says so."""
+
+    up: Deployment
+    gate: Path
+
+    def idle(self) -> bool:
+        """See `Deployment`."""
+        return self.up.idle()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_real_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def references(model: Path) -> list[Reference]:
+    loaded = load_reference(model)
+    return [reference(loaded, prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def taking(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Taking]:
+    folder = tmp_path_factory.mktemp("taking")
+    gate = folder / "gate"
+    os.mkfifo(gate)
+    (folder / "taking.yaml").write_text(PIPELINE.format(model=model, gate=gate))
+    patch = add_functions(folder)
+    try:
+        with deployed(folder / "taking.yaml") as up:
+            yield Taking(up, gate)
+    finally:
+        patch.undo()
+
+
+def generate(client: Client, number: int, *, outputs: Sequence[str], hold: bool = False) -> Result:
+    """The prompt of that number, greedily."""
+    options = {"hold": 1.0} if hold else {}
+    call = client.generate(
+        token_ids=PROMPTS[number],
+        seed=1,
+        temperature=0.0,
+        max_tokens=STEPS,
+        ignore_eos=True,
+        outputs=outputs,
+        options=options,
+    )
+    return call.result()
+
+
+def rows_of(result: Result, output: str, *, first: int = 0) -> Floats:
+    """What came over an edge, each position from `first` on once and in order."""
+    places = [output.tensor.tolist() for output in result.tensors[f"{output}_place"]]
+    rows = [np.asarray(one.tensor, np.float32) for one in result.tensors[output]]
+    expected = first
+    for (start, count), one in zip(places, rows, strict=True):
+        assert (start, count) == (expected, len(one))
+        expected += count
+    return np.concatenate(rows)
+
+
+def assert_taken(result: Result, expected: Reference, *outputs: str) -> None:
+    """Each of the edges carried what transformers makes."""
+    for output in outputs:
+        rows = rows_of(result, output)
+        assert rows.shape == expected.states["hidden_states"].shape
+        assert np.abs(rows - expected.states["hidden_states"]).max() < TOLERANCE
+
+
+def test_states_that_two_stages_take_equal_those_of_transformers(taking: Taking, references: list[Reference]) -> None:
+    with taking.up.client() as client, ThreadPoolExecutor(16) as pool:
+        numbers = range(len(PROMPTS))
+        results = list(pool.map(lambda number: generate(client, number, outputs=ALL), numbers))
+        for result, expected, prompt in zip(results, references, PROMPTS, strict=True):
+            assert list(result.tokens["said"]) == expected.tokens
+            assert_taken(result, expected, "near", "far")
+            last = rows_of(result, "last", first=len(prompt) - 1)
+            assert np.array_equal(last, rows_of(result, "near")[len(prompt) - 1 :])
+            connectors = {edge.edge: edge.connector for edge in result.finished.edges}
+            assert connectors == {"thinker->near": "shm", "thinker->far": "grpc", "thinker->last": "shm"}
+        eventually(taking.idle, timeout_s=2)
+
+
+def test_nothing_leaves_for_stages_that_a_request_does_not_use(taking: Taking) -> None:
+    with taking.up.client() as client:
+        assert generate(client, 3, outputs=["said"]).finished.edges == ()
+
+
+def test_slow_taker_holds_up_its_own_request_alone(taking: Taking, references: list[Reference]) -> None:
+    with taking.up.client() as client, ThreadPoolExecutor(16) as pool:
+        slow = pool.submit(generate, client, 15, outputs=["far", "far_place"], hold=True)
+        eventually(lambda: taking.up.load("thinker-0").arena_used_bytes > 0, timeout_s=10)
+        others = [pool.submit(generate, client, number, outputs=["near", "near_place"]) for number in range(15)]
+        for number, other in enumerate(others):
+            assert_taken(other.result(timeout=30), references[number], "near")
+        assert not slow.done()
+        eventually(lambda: _opened(taking.gate) and slow.done(), timeout_s=30)
+        assert_taken(slow.result(), references[15], "far")
+        eventually(taking.idle, timeout_s=2)
+
+
+def _opened(gate: Path) -> bool:
+    """Lets whoever waits at the gate through; nobody does between two packets."""
+    with suppress(OSError):
+        os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+    return True
+
+
+def test_cancelled_request_frees_its_rows(taking: Taking) -> None:
+    with taking.up.client() as client, ThreadPoolExecutor(1) as pool:
+        events = client.generate(
+            token_ids=PROMPTS[9], max_tokens=120, ignore_eos=True, outputs=["near"], request_id="cancelled"
+        )
+        first = next(event for event in events if isinstance(event, TensorOutput))
+        assert len(first.tensor)
+        rest = pool.submit(lambda: list(events))
+        client.cancel("cancelled")
+        assert isinstance(rest.exception(), CancelledRequestError)
+        eventually(taking.idle, timeout_s=2)
