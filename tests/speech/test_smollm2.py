@@ -1,0 +1,80 @@
+"""The speech pipeline's thinker alone: what it says greedily is what transformers says."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stagemesh.services.serving.settings import find_model
+from tests.deployment import Deployment, deployed
+
+pytestmark = [pytest.mark.speech, pytest.mark.timeout(300)]
+
+NAME = "smollm2-135m-instruct"
+PIPELINE = f"""\
+pipeline: writing
+stages:
+  thinker:
+    engine: vllm
+    model: {NAME}
+    options: {{dtype: float32, max_model_len: 512, kv_cache_memory_bytes: 268435456}}
+outputs: {{text: thinker, said: thinker.token_ids}}
+"""
+PROMPTS = (
+    "Why is the sea salty?",
+    "Describe a walk in the forest.",
+    "What is a bicycle?",
+    "Name three rivers in Europe.",
+    "Write a line about the moon.",
+    "How do I boil an egg?",
+    "What is seven times eight?",
+    "Tell me a short joke.",
+    "Translate 'good morning' into French.",
+    "Who wrote Hamlet?",
+)
+MAX_TOKENS = 32
+TIE = 1e-3
+"""Of logits: closer ones may change places with the order of a sum."""
+
+
+@pytest.fixture(scope="module")
+def writing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    path = tmp_path_factory.mktemp("writing") / "writing.yaml"
+    path.write_text(PIPELINE)
+    with deployed(path) as up:
+        yield up
+
+
+def test_ten_prompts_get_the_text_that_transformers_gives(writing: Deployment) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = _model_folder()
+    with writing.client() as client, ThreadPoolExecutor(len(PROMPTS)) as pool:
+        ask = partial(client.generate, temperature=0.0, max_tokens=MAX_TOKENS, seed=1)
+        results = list(pool.map(lambda prompt: ask(prompt).result(), PROMPTS))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        said = list(result.tokens["said"])
+        assert result.text == tokenizer.decode(said, skip_special_tokens=True)
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
+        assert said
+        assert _largest_gap(model, list(ids["input_ids"]), said) <= TIE, prompt
+
+
+def _largest_gap(model: Any, prompt: list[int], said: list[int]) -> float:
+    """How far below the best token's logit any token lies; 0 where all are what a greedy reader takes."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
+    gaps = logits.max(dim=-1).values - logits[torch.arange(len(said)), said]
+    return float(gaps.max())
+
+
+def _model_folder() -> Path:
+    folder = find_model(NAME)
+    assert folder is not None, "`make models` fetches it"
+    return folder
