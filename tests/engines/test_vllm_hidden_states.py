@@ -152,8 +152,9 @@ async def test_states_of_rejected_drafts_are_not_taken(model: Path, references: 
         assert host.shares.rows > ROWS, "a draft's row is written before it is known to be rejected"
 
 
-async def test_float32_states_of_a_bfloat16_model_are_its_own(model: Path, references: list[Reference]) -> None:
-    async with running(model, dtype="bfloat16") as host:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_states_of_a_bfloat16_model_are_its_own(model: Path, references: list[Reference], dtype: str) -> None:
+    async with running(model, dtype="bfloat16", hidden_states={**HIDDEN, "dtype": dtype}) as host:
         got = await asyncio.gather(*(received(host.engine, task(number)) for number in range(len(PROMPTS))))
         for one, expected, prompt in zip(got, references, PROMPTS, strict=True):
             for name, states in one.states.items():

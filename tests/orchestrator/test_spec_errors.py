@@ -82,6 +82,8 @@ CASES: dict[str, tuple[str, str, str]] = {
         "song.yaml:7: unknown connector 'tcp'; use one of auto, shm, nixl, grpc"),
     "chunk without frames": ("to: singer}", "to: singer, chunk: {frames: 0}}",
         "song.yaml:8: edges.1.chunk.frames is 0; input should be greater than or equal to 1"),
+    "unknown tokens": ("to: reader}", "to: reader, tokens: first}",
+        "song.yaml:7: edges.0.tokens is 'first'; input should be 'all' or 'last'"),
     "unknown chunk policy": ("to: singer}", "to: singer, chunk: all}",
         "song.yaml:8: edges.1.chunk is 'all'; input should be 'step' or 'whole'"),
     "frames of nothing in common": ("to: reader}", "to: reader, chunk: {frames: 4}}",

@@ -56,7 +56,7 @@ def test_ten_prompts_get_the_text_that_transformers_gives(writing: Deployment) -
     with writing.client() as client, ThreadPoolExecutor(len(PROMPTS)) as pool:
         ask = partial(client.generate, temperature=0.0, max_tokens=MAX_TOKENS, seed=1)
         results = list(pool.map(lambda prompt: ask(prompt).result(), PROMPTS))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt, result in zip(PROMPTS, results, strict=True):
         said = list(result.tokens["said"])

@@ -69,6 +69,7 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: r.outputs.add(consumer="b-0", endpoint="h:1"), "INVALID_EDGE", "without a name"),
         (lambda r: r.outputs.add(edge="a->b"), "INVALID_EDGE", "needs a consumer and an endpoint"),
         (lambda r: r.outputs.add(edge="a->b", connector=77), "UNKNOWN_CONNECTOR", "connector 77"),
+        (lambda r: r.outputs.add(edge="a->b", tokens=9), "INVALID_EDGE", "a->b carries token selection 9"),
         (lambda r: _policy(r).frames.SetInParent(), "INVALID_EDGE", "frames >= 1"),
         (lambda r: r.input.tensors.extend([_tensor(inline=b"1")] * 2), "INVALID_REQUEST", "'x' twice"),
         (lambda r: r.input.tensors.append(_tensor(shm=tensor_pb2.ShmRegion())), "INVALID_REQUEST", "inline"),

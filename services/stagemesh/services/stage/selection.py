@@ -1,10 +1,11 @@
 """Which part of what an engine emits goes over an edge."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 from stagemesh.connectors.base import Packet
-from stagemesh.services.engines.base import Task, TokenSelection
+from stagemesh.services.engines.base import TokenSelection
+from stagemesh.services.serving.plugins import Signature
 from stagemesh.services.stage.order import OutputBinding, StepOrder
 
 
@@ -25,10 +26,11 @@ def wanted_of(order: StepOrder) -> frozenset[str] | None:
     return frozenset(order.streamed).union(*(binding.tensors for binding in order.outputs))
 
 
-def tokens_of(order: StepOrder, task: Task) -> TokenSelection:
-    """The rows that are taken by any of an order's edges, or by its caller."""
-    edges: Collection[TokenSelection] = {binding.tokens for binding in order.outputs}
-    return "last" if edges == {"last"} else task.tokens
+def tokens_of(order: StepOrder, signature: Signature) -> TokenSelection:
+    """The rows that are taken by any of an order's edges, or by its caller, who takes all of a tensor."""
+    rows = {name for name, emitted in signature.emits.items() if emitted.kind == "tensor"}
+    taken = {binding.tokens for binding in order.outputs if not binding.tensors or binding.tensors & rows}
+    return "last" if taken == {"last"} and not rows.intersection(order.streamed) else order.task.tokens
 
 
 def _named(packet: Packet, names: AbstractSet[str]) -> Packet | None:

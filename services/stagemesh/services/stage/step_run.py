@@ -133,7 +133,7 @@ class StepRun:
                 order.task,
                 inlets={edge: self._feed(edge) for edge in self._inlets},
                 wanted=wanted_of(order),
-                tokens=tokens_of(order, order.task),
+                tokens=tokens_of(order, self._signature),
             )
         )
         await self._finish()

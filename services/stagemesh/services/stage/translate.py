@@ -7,7 +7,16 @@ from stagemesh.connectors.base import ChunkPolicy, FlowUsage, FramesPolicy, Step
 from stagemesh.connectors.errors import InvalidRequestError
 from stagemesh.connectors.registry import cards, name_of, number_of
 from stagemesh.connectors.tensors import Array, inline_tensor, read_inline, spec_to_wire
-from stagemesh.services.engines.base import ChatMessage, Checkpoint, Progress, Prompt, SamplingOptions, Structure, Task
+from stagemesh.services.engines.base import (
+    ChatMessage,
+    Checkpoint,
+    Progress,
+    Prompt,
+    SamplingOptions,
+    Structure,
+    Task,
+    TokenSelection,
+)
 from stagemesh.services.engines.media import MediaFile, Part, Samples
 from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.plugins import Signature
@@ -150,7 +159,19 @@ def _output_binding(message: stage_pb2.OutputBinding) -> OutputBinding:
         connector=name_of(message.connector),
         policy=_policy(message),
         tensors=frozenset(message.tensors),
-        tokens="last" if message.tokens == stage_pb2.TOKEN_SELECTION_LAST else "all",
+        tokens=_token_selection(message),
+    )
+
+
+def _token_selection(message: stage_pb2.OutputBinding) -> TokenSelection:
+    match message.tokens:
+        case stage_pb2.TOKEN_SELECTION_UNSPECIFIED | stage_pb2.TOKEN_SELECTION_ALL:
+            return "all"
+        case stage_pb2.TOKEN_SELECTION_LAST:
+            return "last"
+    raise InvalidRequestError(
+        f"edge {message.edge} carries token selection {message.tokens}; this stage knows 1 (all) and 2 (last)",
+        reason="INVALID_EDGE",
     )
 
 
