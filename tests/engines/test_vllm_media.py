@@ -14,13 +14,17 @@ import pytest_asyncio
 import torch
 from PIL import Image
 from pydantic import JsonValue
+from vllm.multimodal.parse import MultiModalDataParser
 
 from stagemesh.connectors.errors import InvalidRequestError, StagemeshError, UnsupportedError
 from stagemesh.services.engines.base import ChatMessage, Checkpoint, EngineEvent, SamplingOptions, Task, Usage
 from stagemesh.services.engines.media import MediaFile, Part, Samples
 from stagemesh.services.engines.vllm.engine import VllmEngine
+from stagemesh.services.engines.vllm.media_files import DecodedBytes, read_film
+from stagemesh.services.engines.vllm.media_prompts import film_data
+from stagemesh.services.engines.vllm.requests import prompt_tokens
 from tests.engines.emitted_states import TOLERANCE, Floats, received, running
-from tests.engines.media_files import encoded, image, pixels, sound, tone, wav
+from tests.engines.media_files import encoded, film, image, pixels, sound, tone, wav
 from tests.engines.support import collect, packets, stage_config
 from tests.engines.tiny_media_models import SAMPLE_RATE_HZ, write_idefics3, write_qwen2_audio
 
@@ -36,6 +40,7 @@ OPTIONS: Mapping[str, JsonValue] = {
     "checkpoint_tokens": 1,
 }
 TOKENS = 20
+VOCABULARY = 267
 SAMPLED = frozenset({"text", "token_ids"})
 
 
@@ -227,6 +232,34 @@ async def test_another_rate_is_brought_to_the_models(hearing: VllmEngine) -> Non
 async def test_channels_are_averaged(hearing: VllmEngine) -> None:
     both = np.stack([tone(), tone()], axis=1)
     assert await tokens(hearing, asked(Samples(both, SAMPLE_RATE_HZ))) == await tokens(hearing, asked(sound()))
+
+
+# -- films: no model that takes them can be loaded without torchvision, so they are followed to vLLM's border
+
+
+async def test_a_film_is_what_vllm_takes_for_one() -> None:
+    file = MediaFile("video", film([10 * number for number in range(20)]), "video/mp4")
+    read = read_film(file, DecodedBytes(1 << 20), max_frames=4)
+    parsed = MultiModalDataParser(video_needs_metadata=True).parse_mm_data({"video": [film_data(read)]})
+    frames, metadata = parsed["video"].get(0)
+    np.testing.assert_allclose(frames.mean(axis=(1, 2, 3)), [0, 60, 130, 190], atol=3)
+    assert (metadata["frames_indices"], metadata["total_num_frames"], metadata["duration"]) == ([0, 6, 13, 19], 20, 2.0)
+    assert parsed.get_all_counts() == {"video": 1}
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"), [(MediaFile("video", b"x", "video/mp4"), "video"), (sound(), "audio"), (image(), "image")]
+)
+async def test_vllm_knows_each_kind_in_its_place(seeing: VllmEngine, part: Part, kind: str) -> None:
+    llm = seeing._llm
+    assert llm is not None
+    prompt = [ChatMessage("user", "", ("a", part, "b"))]
+    if kind == "image":
+        ids = prompt_tokens(prompt, llm.renderer, vocabulary=VOCABULARY)
+        assert llm.get_tokenizer().decode(ids) == "<|user|>a<image>b<|end|><|assistant|>"
+    else:
+        with pytest.raises(InvalidRequestError, match=f"At most 0 {kind}"):
+            prompt_tokens(prompt, llm.renderer, vocabulary=VOCABULARY)
 
 
 # -- what cannot be

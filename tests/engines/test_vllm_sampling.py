@@ -318,6 +318,12 @@ async def test_what_cannot_be_sampled_harms_nobody_else(
         assert tokens_of([first, *await collect(events)]) == alone
 
 
+async def test_a_text_that_holds_more_than_the_model_knows_is_refused(engine: VllmEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="token id 260 is outside the model's vocabulary of 260") as caught:
+        await collect(engine.submit(task("hello <|beyond|>")))
+    assert caught.value.reason == "UNKNOWN_TOKEN"
+
+
 async def test_a_structure_is_not_begun_in_the_middle(engine: VllmEngine) -> None:
     asked = replace(task(structure=Structure("regex", ("a+",))), resume_from=Checkpoint(1, (70,)))
     with pytest.raises(UnsupportedError, match="cannot go on from a checkpoint"):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
+import numpy as np
+import numpy.typing as npt
 from vllm import TokensPrompt
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.audio import AudioResampler
@@ -143,7 +145,7 @@ class MediaPrompts:
             case "video":
                 config = self._llm.model_config.get_multimodal_config()
                 frames = int(config.media_io_kwargs.get("video", {}).get("num_frames", _FRAMES))
-                return _seen(read_film(medium, counted, max_frames=frames))
+                return film_data(read_film(medium, counted, max_frames=frames))
 
 
 def _model(llm: "AsyncLLM") -> "BaseProcessingInfo | None":
@@ -174,8 +176,8 @@ def _heard(sound: Sound, model: "BaseProcessingInfo") -> object:
     return samples, wanted.target_sr
 
 
-def _seen(film: Film) -> object:
-    """A film in vLLM's terms."""
+def film_data(film: Film) -> tuple[npt.NDArray[np.uint8], dict[str, object]]:
+    """A film in vLLM's terms: pictures, and what is known of where they stood."""
     return film.frames, {
         "total_num_frames": film.frames_in_all,
         "fps": film.frame_rate_hz,

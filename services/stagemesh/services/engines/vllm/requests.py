@@ -7,7 +7,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers import BaseRenderer, ChatParams
 
 from stagemesh.connectors.errors import InvalidRequestError
-from stagemesh.services.engines.base import ChatMessage, Prompt
+from stagemesh.services.engines.base import ChatMessage, Prompt, media_of
 from stagemesh.services.engines.media import MediaKind, Part
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def prompt_tokens(prompt: Prompt | None, renderer: BaseRenderer, *, vocabulary: 
     ids = given or _encode(prompt, renderer)
     if not ids:
         raise InvalidRequestError("the prompt is empty; send text, messages or token ids", reason="EMPTY_PROMPT")
-    if given:
+    # A tokenizer may know more tokens than the model; those of media are not looked up.
+    if not media_of(prompt):
         check_tokens(ids, vocabulary=vocabulary)
     return ids
 
