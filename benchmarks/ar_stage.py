@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from benchmarks.ar_ways.client import StageClient
 from benchmarks.ar_ways.direct import MODEL, DirectEngine
 from benchmarks.ar_ways.models import LARGER, SMALLER, Shape, write_model
@@ -94,7 +96,7 @@ def measure_model(shape: Shape, folder: Path) -> Findings:
     model = write_model(folder / shape.name, shape)
     with ExitStack() as stack:
         direct = _direct(stack, model)
-        options = EMITS_STATES if STATES in GOALS[shape.name] else {}
+        options = EMITS_STATES if STATES in GOALS[shape.name] else dict[str, JsonValue]()
         staged = stack.enter_context(StagedEngine(folder, model=model, name=shape.name, options=options))
         ways = _ways(stack, direct, staged, wanted=GOALS[shape.name])
         say(f"{shape.name}: {', '.join(ways)} are up")

@@ -42,8 +42,16 @@ async def test_options_reach_the_server(orchestrator: ScriptedOrchestrator) -> N
 async def test_all_of_sampling_can_be_said(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), finished()])
     numbers: dict[str, float] = {
-        "max_tokens": 9, "temperature": 0.5, "top_p": 0.25, "top_k": 4, "min_p": 0.125, "repetition_penalty": 1.5,
-        "presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 2, "logprobs": 0,
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 4,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "min_tokens": 2,
+        "logprobs": 0,
     }
     arguments = [text for name, value in numbers.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     arguments += ["--stop", "end", "--stop", "fin", "--stop-token", "3", "--bad-word", "bad", "--ignore-eos"]

@@ -116,8 +116,17 @@ def test_a_file_that_is_no_medium_is_refused(tmp_path: Path, name: str, problem:
 async def test_all_of_sampling_reaches_the_server(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([finished()])
     numbers: dict[str, float] = {
-        "max_tokens": 9, "temperature": 0.5, "top_p": 0.25, "top_k": 4, "min_p": 0.125, "repetition_penalty": 1.5,
-        "presence_penalty": 0.5, "frequency_penalty": -0.5, "min_tokens": 2, "ignore_eos": True, "logprobs": 0,
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 4,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "logprobs": 0,
     }
     lists = {"stop": ["end", "fin"], "stop_token_ids": [3, 4], "bad_words": ["bad"]}
     async with AsyncClient(orchestrator.endpoint) as client:

@@ -169,10 +169,11 @@ def _token_selection(message: stage_pb2.OutputBinding) -> TokenSelection:
             return "all"
         case stage_pb2.TOKEN_SELECTION_LAST:
             return "last"
-    raise InvalidRequestError(
-        f"edge {message.edge} carries token selection {message.tokens}; this stage knows 1 (all) and 2 (last)",
-        reason="INVALID_EDGE",
-    )
+        case _:
+            raise InvalidRequestError(
+                f"edge {message.edge} carries token selection {message.tokens}; this stage knows 1 (all) and 2 (last)",
+                reason="INVALID_EDGE",
+            )
 
 
 def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
