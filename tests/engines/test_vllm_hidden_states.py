@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from stagemesh.connectors.base import Packet
 from stagemesh.connectors.testing.hosts import emptied
-from stagemesh.services.engines.base import Emission, EngineEvent
+from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent
 from tests.engines.emitted_states import (
     HIDDEN,
     MODEL_LAYERS,
@@ -23,6 +23,7 @@ from tests.engines.emitted_states import (
     Reference,
     Running,
     assert_same,
+    assert_same_states,
     load_reference,
     received,
     reference,
@@ -101,6 +102,16 @@ async def test_last_takes_only_rows_that_tokens_are_sampled_from(shared: Running
     got = await received(shared.engine, task(5, tokens="last"))
     assert_same(got, references[5], first=len(PROMPTS[5]) - 1)
     assert shared.shares.rows - before == len(got.states["hidden_states"])
+
+
+async def test_resumed_request_finds_no_rows_in_the_prefix_cache(shared: Running, references: list[Reference]) -> None:
+    """The first block, of 128 tokens, ends among those that the first run sampled."""
+    number, done = 11, 8
+    whole = await received(shared.engine, task(number, tokens="last"))
+    checkpoint = Checkpoint(done, tuple(whole.tokens[:done]))
+    resumed = await received(shared.engine, task(number, tokens="last", resume_from=checkpoint))
+    assert_same_states(resumed, references[number], first=len(PROMPTS[number]) - 1)
+    assert whole.tokens[:done] + resumed.tokens == references[number].tokens
 
 
 async def test_nothing_is_written_that_nobody_takes(shared: Running) -> None:

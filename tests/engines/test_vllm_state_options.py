@@ -6,17 +6,21 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
+from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
+from stagemesh.services.engines.base import Shares
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import stage_config
-from tests.engines.tiny_model import write_tiny_model
+from tests.engines.tiny_model import OPTIONS, write_tiny_model
 
 pytestmark = pytest.mark.timeout(120)
 
 
-async def start(model: Path, states: JsonValue, **options: JsonValue) -> None:
+async def start(model: Path, states: JsonValue, *, shares: Shares | None = None, **options: JsonValue) -> None:
     config = stage_config("vllm", model=str(model), options={"hidden_states": states, **options})
     engine = VllmEngine(config)
+    if shares is not None:
+        engine.use_shares(shares)
     try:
         await engine.start(lambda _: None)
     finally:
@@ -47,10 +51,15 @@ async def test_states_that_cannot_be_emitted_are_refused(
 
 
 async def test_inner_layers_of_a_model_that_does_not_give_them_are_refused(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidRequestError, match="GPT2LMHeadModel gives no states of inner layers"):
-        await start(tmp_path, {"layers": ["last", 1]})
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 300, "n_positions": 128}))
+    plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=4 << 20)
+    try:
+        with pytest.raises(InvalidRequestError, match="GPT2LMHeadModel gives no states of inner layers; ask for"):
+            await start(model, {"layers": ["last", 1], "share_bytes": 65536}, shares=plane, **OPTIONS)
+    finally:
+        await plane.close()
 
 
 async def test_model_that_cannot_be_read_is_named(tmp_path: Path) -> None:

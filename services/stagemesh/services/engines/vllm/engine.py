@@ -253,8 +253,10 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         name = f"{task.request_id}/{next(self._numbers)}"
         self._meter.begin(name, params.max_tokens or 0)
         held.callback(self._meter.end, name)
-        states = self._states.open(name, task, params, prompt_tokens=len(ids)) if self._states else None
-        if states is not None and self._states is not None:
+        states = None
+        if self._states is not None:
+            known = len(ids) + len(resumed)
+            states = self._states.open(name, task, params, prompt_tokens=len(ids), known_tokens=known)
             held.callback(self._states.forget, name)
         limit = None
         if self._limits is not None and (embedded is not None or states is not None):

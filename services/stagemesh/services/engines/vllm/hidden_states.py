@@ -13,7 +13,7 @@ import numpy as np
 
 from stagemesh.connectors.arena_writer import ShareTicket
 from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import StagemeshError, UnavailableError
+from stagemesh.connectors.errors import InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.connectors.pulse import Pulse
 from stagemesh.connectors.tensors import Array, Tensors
 from stagemesh.services.engines.base import Shares, Task
@@ -119,7 +119,11 @@ class HiddenStates:
         self._loop = asyncio.get_running_loop()
 
     async def attach(self, llm: "AsyncLLM") -> None:
-        """Has the engine's worker write; raises UnavailableError where none does."""
+        """Has the engine's worker write; raises UnavailableError where none does.
+
+        Raises InvalidRequestError where the model does not give what is to be written.
+        """
+        await self._check_model(llm)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         with listener:
             listener.bind("\0" + self._address)
@@ -138,15 +142,20 @@ class HiddenStates:
                 told.cancel()
         self._loop.add_reader(self._connection, self._readable)
 
-    def open(self, name: str, task: Task, params: "SamplingParams", *, prompt_tokens: int) -> RequestStates | None:
-        """The rows of a request that is about to begin; None where nobody takes any. `params` tell the worker."""
+    def open(
+        self, name: str, task: Task, params: "SamplingParams", *, prompt_tokens: int, known_tokens: int
+    ) -> RequestStates | None:
+        """The rows of a request that is about to begin; None where nobody takes any. `params` tell the worker.
+
+        `known_tokens` are those of the prompt and of the checkpoint from which it goes on.
+        """
         if task.wanted is not None and not task.wanted.intersection(self.options.tensors):
             return None
         first_position = prompt_tokens - 1 if task.tokens == "last" else 0
         wish = msgspec.to_builtins(Wish(name, first_position))
         params.extra_args = {**(params.extra_args or {}), EXTRA_ARGUMENT: wish}
-        if not first_position:
-            # What is found there is not computed, and gives no rows.
+        if first_position < known_tokens - 1:
+            # What is found there is not computed, and gives no rows. The last one never is.
             params.skip_reading_prefix_cache = True
         states = RequestStates(first_position=first_position, prompt_tokens=prompt_tokens)
         self._requests[name] = states
@@ -166,6 +175,14 @@ class HiddenStates:
             self._shares.close_share(ticket)
 
     # -- inner workings
+
+    async def _check_model(self, llm: "AsyncLLM") -> None:
+        for model in await llm.collective_rpc("model_without_layers"):
+            if model is not None:
+                raise InvalidRequestError(
+                    f"hidden_states: {model} gives no states of inner layers; ask for `last` alone",
+                    reason="INVALID_OPTION",
+                )
 
     async def _greeted(self, listener: socket.socket) -> socket.socket:
         """The connection that knows the token."""

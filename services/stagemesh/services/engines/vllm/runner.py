@@ -39,6 +39,8 @@ class Batch(NamedTuple):
 class EmitsHiddenStates:
     """The part that is the same for all runners. `attach` makes it work; before that it does nothing."""
 
+    without_layers: str | None = None
+    """The model's name, where it does not give the inner layers' states that the stage asks for."""
     _rows: RowWriter | None = None
     _wishes: dict[str, Wish]
     _drafts: Mapping[str, Sequence[int]]
@@ -52,7 +54,9 @@ class EmitsHiddenStates:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self._inner_layers:
             model = cast("Any", self).get_model()
-            assert supports_eagle3(cast("object", model)), "`check_layers` saw to it before the engine began"
+            if not supports_eagle3(cast("object", model)):
+                self.without_layers = type(model).__name__
+                return
             model.set_aux_hidden_state_layers(tuple(self._inner_layers))
             self.use_aux_hidden_state_outputs = True
 

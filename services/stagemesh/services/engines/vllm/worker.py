@@ -49,6 +49,11 @@ class StageWorker(Worker):
         runner: Any = self.model_runner
         runner.attach_embeddings(EmbeddingMemory(decode_ticket(ticket)))
 
+    def model_without_layers(self) -> str | None:
+        """See `EmitsHiddenStates.without_layers`."""
+        runner: Any = self.model_runner
+        return cast("str | None", runner.without_layers)
+
     def writes_rows(self) -> bool:
         """Whether all rows of the last layer are here, and no other rank is to write them."""
         return bool(get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0)
