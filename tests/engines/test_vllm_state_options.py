@@ -46,7 +46,7 @@ async def test_states_that_cannot_be_emitted_are_refused(
     tmp_path: Path, states: JsonValue, options: dict[str, JsonValue], remedy: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=remedy) as caught:
-        await start(write_tiny_model(tmp_path / "model"), states, **options)
+        await start(write_tiny_model(tmp_path / "model"), states, **options)  # type: ignore[arg-type]  # none is `shares`
     assert "hidden_states" in caught.value.message
 
 
