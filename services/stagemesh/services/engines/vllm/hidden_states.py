@@ -6,7 +6,7 @@ import secrets
 import socket
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import numpy as np
@@ -177,7 +177,8 @@ class HiddenStates:
     # -- inner workings
 
     async def _check_model(self, llm: "AsyncLLM") -> None:
-        for model in await llm.collective_rpc("model_without_layers"):
+        without = cast("list[str | None]", await llm.collective_rpc("model_without_layers"))
+        for model in without:
             if model is not None:
                 raise InvalidRequestError(
                     f"hidden_states: {model} gives no states of inner layers; ask for `last` alone",
