@@ -54,7 +54,7 @@ class Generation:
 
     async def events(self, llm: "AsyncLLM", meter: "LoadMeter", control: "Control") -> AsyncGenerator[EngineEvent]:
         """What is made, as it is made; see `Engine.submit`."""
-        sampled = list(self.resumed)
+        sampled, aborted = list(self.resumed), False
         async with AsyncExitStack() as fed:
             if self.embedded is not None:
                 assert self.limit is not None, "what is fed is limited"
@@ -70,7 +70,9 @@ class Generation:
                         self.limit.take(len(self.ids) + len(sampled))
                     if output.finished:
                         control.count_prompt(output)
-            if self.states is not None:
+                        aborted = made.finish_reason == "abort"
+            # One that was aborted was not computed to its end: what its feeding failed with is raised instead.
+            if self.states is not None and not aborted:
                 async with aclosing(self.states.up_to(self._computed(sampled))) as rows:
                     async for packet in rows:
                         yield Emission(packet)
