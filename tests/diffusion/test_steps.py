@@ -9,7 +9,7 @@ import torch
 from stagemesh.connectors.errors import NotReadyError
 from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
-from tests.diffusion.tiny_calls import TOLERANCES, WAN_FRAMES, Wish, load, picture
+from tests.diffusion.tiny_calls import WAN_FRAMES, Wish, load, picture
 from tests.diffusion.tiny_pipelines import WRITERS
 
 pytestmark = pytest.mark.timeout(180)
@@ -62,18 +62,11 @@ def take_turns(pipeline: ModularStepPipeline, states: list[DiffusionRequestState
     return [made[number] for number in range(len(states))]
 
 
-def assert_same(model: str, made: torch.Tensor, expected: torch.Tensor) -> None:
-    if TOLERANCES[model]:
-        assert (made - expected).abs().max() <= TOLERANCES[model]
-    else:
-        assert torch.equal(made, expected)
-
-
 def test_three_in_turns_get_what_each_gets_alone(model: str, folder: Path) -> None:
     pipeline, classic = ModularStepPipeline(folder, torch.float32), load(folder)
     made = take_turns(pipeline, [state(model, wish) for wish in WISHES])
     for wish, one in zip(WISHES, made, strict=True):
-        assert_same(model, one, picture(model, classic, wish))
+        assert torch.equal(one, picture(model, classic, wish))
 
 
 def test_a_request_goes_on_where_another_loaded_the_same_model(model: str, folder: Path) -> None:

@@ -53,6 +53,8 @@ class Signature:
     """Whether a request may choose an adapter."""
     media: bool = False
     """Whether messages may hold more than text; the model then decides."""
+    negative_prompt: bool = False
+    """Whether a request may say what the output is not to show."""
 
 
 @dataclass(frozen=True)

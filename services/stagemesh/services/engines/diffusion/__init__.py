@@ -1,1 +1,61 @@
-"""Diffusion models in steps: diffusers' pipelines cut into phases, so that requests may take turns at any step."""
+"""The diffusion engine: diffusers' pipelines, one denoising step of each request at a time."""
+
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+
+from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage_options
+from stagemesh.services.serving.plugins import Emitted, EngineCard, OptionSpec, Signature
+
+CONDITIONING, LATENTS, IMAGE, FRAMES = "conditioning", "latents", "image", "frames"
+
+_PACKED = TensorSpec("uint8", ("bytes",))
+"""Tensors and numbers of a request as `packing` lays them out: which they are is the model's affair."""
+_PICTURES: Mapping[str, Emitted] = {
+    IMAGE: Emitted(TensorSpec("uint8", ("bytes",)), kind="image"),
+    FRAMES: Emitted(TensorSpec("float32", ("frames", 3, "height", "width"))),
+}
+"""A picture as a file, and a film or a picture as numbers in [0, 1]."""
+
+
+def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signature:
+    stage = stage_options(options)
+    whole = stage.part == "all"
+    return Signature(
+        accepts={
+            "all": {},
+            "encode": {},
+            "denoise": {CONDITIONING: _PACKED},
+            "decode": {LATENTS: _PACKED},
+        }[stage.part],
+        emits={
+            "all": _PICTURES,
+            "encode": {CONDITIONING: Emitted(_PACKED)},
+            "denoise": {LATENTS: Emitted(_PACKED)},
+            "decode": _PICTURES,
+        }[stage.part],
+        options=_denoising_options(stage) if stage.part == "denoise" or whole else _encoding_options(stage),
+        negative_prompt=whole or stage.part == "encode",
+        media=whole or stage.part == "encode",
+    )
+
+
+def _encoding_options(stage: DiffusionOptions) -> dict[str, OptionSpec]:
+    """A prompt is encoded with or without its opposite, as guidance needs it."""
+    return {"guidance_scale": OptionSpec(stage.guidance_scale, 0, 100)} if stage.part == "encode" else {}
+
+
+def _denoising_options(stage: DiffusionOptions) -> dict[str, OptionSpec]:
+    return {
+        "height": OptionSpec(stage.height, 1, stage.max_side),
+        "width": OptionSpec(stage.width, 1, stage.max_side),
+        "num_frames": OptionSpec(stage.num_frames, 1, stage.max_frames),
+        "num_inference_steps": OptionSpec(stage.num_inference_steps, 1, stage.max_inference_steps),
+        "guidance_scale": OptionSpec(stage.guidance_scale, 0, 100),
+    }
+
+
+CARD = EngineCard(
+    factory="stagemesh.services.engines.diffusion.engine:DiffusionEngine", signature=_signature, needs_model=True
+)

@@ -2,147 +2,290 @@
 
 A modular pipeline is a list of blocks, of which one is the denoising loop, itself made of blocks for one step. Blocks
 find the model's parts on the pipeline that they are given: each request has a shallow copy of it, with a scheduler and
-a guider of its own.
+a guider of its own, and a stand-in for the transformer.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import diffusers as _diffusers
 import torch
-from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
+from diffusers.modular_pipelines.modular_pipeline import (
+    LoopSequentialPipelineBlocks,
+    PipelineState,
+    SequentialPipelineBlocks,
+)
 
-from stagemesh.connectors.errors import NotReadyError
-from stagemesh.services.engines.diffusion.state import DiffusionRequestState
+from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
+from stagemesh.services.engines.diffusion.families import FAMILIES, Family
+from stagemesh.services.engines.diffusion.forwarding import Forwarding
+from stagemesh.services.engines.diffusion.forwards import Call, Player, Recorder, Transformer
+from stagemesh.services.engines.diffusion.options import Part
+from stagemesh.services.engines.diffusion.prompt_cache import PromptCache
+from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 
 diffusers: Any = _diffusers
 
 _DENOISER = "denoiser"
 """The block of a step that makes the noise; those after it go on by it."""
+_GUIDED = 2.0
+"""A scale that asks for both branches of guidance."""
+_SUB_BLOCKS: Mapping[str, tuple[str, ...]] = {
+    "encode": ("text_encoder", "vae_encoder"),
+    "denoise": ("denoise",),
+    "decode": ("decode",),
+}
+"""What diffusers calls each part's blocks. Those for pictures are not run for requests without one."""
 
 
 @dataclass(frozen=True)
-class Family:
-    """How diffusers' modular form of a kind of model is called, and how it counts guidance."""
+class Flow:
+    """The blocks that a request goes through; those of parts that are not here are missing."""
 
-    blocks: str
-    from_zero: bool = False
-    """Whether a guidance scale of 0 is none, and not 1."""
-
-
-FAMILIES: Mapping[str, Family] = {
-    "QwenImagePipeline": Family("QwenImageAutoBlocks"),
-    "FluxPipeline": Family("FluxAutoBlocks"),
-    "StableDiffusion3Pipeline": Family("StableDiffusion3AutoBlocks"),
-    "WanPipeline": Family("WanBlocks"),
-    "ZImagePipeline": Family("ZImageAutoBlocks", from_zero=True),
-}
-"""By the class that `model_index.json` names."""
+    encode: Sequence[Any]
+    before: Sequence[Any]
+    loop: Any
+    denoise: Sequence[Any]
+    advance: Sequence[Any]
+    after: Sequence[Any]
+    decode: Sequence[Any]
 
 
 class ModularStepPipeline:
     """See `stagemesh.services.engines.diffusion.base.StepPipeline`."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Loads a pipeline that diffusers saved; raises NotReadyError for one that it cannot step through."""
-        name: str = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)["_class_name"]
-        if name not in FAMILIES:
-            raise NotReadyError(
-                f"{folder} holds a {name}; the diffusion engine knows {', '.join(FAMILIES)}", reason="UNSUPPORTED_MODEL"
-            )
-        self._family = FAMILIES[name]
-        self._pipeline: Any = getattr(diffusers, self._family.blocks)().init_pipeline(str(folder))
-        self._pipeline.load_components(dtype=dtype)
-        blocks = list(self._pipeline.blocks.get_execution_blocks(prompt="").sub_blocks.values())
-        (at,) = (i for i, block in enumerate(blocks) if isinstance(block, LoopSequentialPipelineBlocks))
-        self._before, self._loop, self._after = blocks[:at], blocks[at], blocks[at + 1 :]
-        steps = dict(self._loop.sub_blocks)
-        cut = list(steps).index(_DENOISER) + 1
-        self._denoise, self._advance = list(steps.values())[:cut], list(steps.values())[cut:]
-        self._output: str = self._pipeline.blocks.outputs[0].name
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        *,
+        part: Part = "all",
+        device: torch.device | None = None,
+        prompt_cache: PromptCache | None = None,
+    ) -> None:
+        """Loads a pipeline that diffusers saved, or one part of it; raises NotReadyError where it cannot."""
+        self.family = family_of(folder)
+        self.device = device or torch.device("cpu")
+        self.parts = tuple(_SUB_BLOCKS) if part == "all" else (part,)
+        blocks = getattr(diffusers, self.family.blocks)()
+        chosen_blocks = {
+            each: {name: blocks.sub_blocks[name] for name in _SUB_BLOCKS[each] if name in blocks.sub_blocks}
+            for each in self.parts
+        }
+        chosen = {name: block for each in chosen_blocks.values() for name, block in each.items()}
+        self.components: Any = _sequence(chosen, like=blocks).init_pipeline(str(folder))
+        self.components.load_components(dtype=dtype)
+        self.components.to(self.device)
+        self.forwarding = Forwarding(self.family, getattr(self.components, "transformer", None))
+        self._prompt_cache = prompt_cache or PromptCache(0)
+        self._flow = self._flow_of(chosen_blocks, whole=blocks)
 
     @torch.no_grad()
     def prepare_encode(self, state: DiffusionRequestState) -> None:
-        """See `StepPipeline`."""
-        # Before the blocks call `set_timesteps`: a schedule is one request's.
-        state.scheduler = copy.deepcopy(self._pipeline.scheduler)
-        state.guider = self._guider(state.inputs.guidance_scale)
-        given = _given(state)
-        for param in self._pipeline.blocks.inputs:
-            if param.name is not None:
-                state.values.set(param.name, given.get(param.name, param.default), param.kwargs_type)
-        view = self._view(state)
-        for block in self._before:
-            block(view, state.values)
-        state.loop = loop = self._loop.get_block_state(state.values)
-        # Blocks of a step read these; the loop's own `__call__` would have set them.
-        loop.num_warmup_steps, loop.additional_cond_kwargs = 0, {}
-        state.total_steps = len(loop.timesteps)
+        """See `StepPipeline`. Does what the loaded parts have to do before the steps."""
+        self.adopt(state)
+        if self._flow.encode:
+            self._encode(state)
+        if self._flow.loop is not None:
+            self._begin_loop(state)
 
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[DiffusionRequestState]) -> list[torch.Tensor]:
-        """See `StepPipeline`. One after the other: a modular step is made for one request."""
-        return [self._run(self._denoise, state)["noise_pred"] for state in batch]
+        """See `StepPipeline`."""
+        if len(batch) == 1 and not self._jointly(batch[0]):
+            return [self._denoise(batch[0], self.forwarding.alone(batch[0].request_id))]
+        recorded: list[list[Call]] = []
+        for state in batch:
+            recorder = Recorder(state.request_id)
+            self._denoise(state, recorder)
+            recorded.append(recorder.calls)
+        answers = self.forwarding.together(batch, recorded)
+        return [
+            self._denoise(state, Player(iter([answers[call] for call in calls])))
+            for state, calls in zip(batch, recorded, strict=True)
+        ]
 
     @torch.no_grad()
     def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> None:
         """See `StepPipeline`."""
         assert state.loop is not None, "a request is encoded before its steps"
         state.loop.noise_pred = noise_pred
-        self._run(self._advance, state)
+        self._run_step(self._flow.advance, state, self._view(state))
         state.step_index += 1
+        if state.denoised:
+            state.values = self.so_far(state).values
+            state.loop = None
 
     @torch.no_grad()
     def post_decode(self, state: DiffusionRequestState) -> torch.Tensor:
         """See `StepPipeline`."""
-        self._loop.set_block_state(state.values, state.loop)
-        state.loop = None
-        view = self._view(state)
-        for block in self._after:
-            block(view, state.values)
-        made: torch.Tensor = state.values.get(self._output)
+        for block in self._flow.decode:
+            block(self._view(state), state.values)
+        made: torch.Tensor = state.values.get(self.family.output)
         return made
+
+    @torch.no_grad()
+    def so_far(self, state: DiffusionRequestState) -> DiffusionRequestState:
+        """The request as if no step were left, for decoding what there is of it; `state` itself can go on."""
+        if state.loop is None:
+            return state
+        ended = replace(state, values=PipelineState(dict(state.values.values), state.values.kwargs_mapping), loop=None)
+        self._flow.loop.set_block_state(ended.values, state.loop)
+        for block in self._flow.after:
+            block(self._view(state), ended.values)
+        return ended
+
+    def adopt(self, state: DiffusionRequestState) -> None:
+        """Makes a request, which may have been begun elsewhere, one of this pipeline."""
+        state.guider = self._guider(state.inputs.guidance_scale)
+        given = _given(state.inputs)
+        for param in self.components.blocks.inputs:
+            if param.name is not None and state.values.get(param.name) is None:
+                state.values.set(param.name, given.get(param.name, param.default), param.kwargs_type)
+
+    def batch_key(self, state: DiffusionRequestState) -> tuple[object, ...]:
+        """Requests with the same key can share a forward."""
+        guided = state.guider is None or state.guider.num_conditions
+        return (state.inputs.adapter, guided, *self.forwarding.batch_key(state))
 
     # -- inner workings
 
-    def _run(self, blocks: Sequence[Any], state: DiffusionRequestState) -> Any:
+    def _flow_of(self, chosen_blocks: Mapping[str, Mapping[str, Any]], *, whole: Any) -> Flow:
+        with_image = {"image": True, "image_latents": True} if self.family.takes_image else {}
+        chosen = {
+            part: list(_sequence(blocks, like=whole).get_execution_blocks(prompt="", **with_image).sub_blocks.values())
+            for part, blocks in chosen_blocks.items()
+        }
+        denoise = chosen.get("denoise", [])
+        at = next((i for i, each in enumerate(denoise) if isinstance(each, LoopSequentialPipelineBlocks)), None)
+        if at is None:
+            return Flow(chosen.get("encode", []), [], None, [], [], [], chosen.get("decode", []))
+        steps = dict(denoise[at].sub_blocks)
+        cut = list(steps).index(_DENOISER) + 1
+        return Flow(
+            encode=chosen.get("encode", []),
+            before=denoise[:at],
+            loop=denoise[at],
+            denoise=list(steps.values())[:cut],
+            advance=list(steps.values())[cut:],
+            after=denoise[at + 1 :],
+            decode=chosen.get("decode", []),
+        )
+
+    def _encode(self, state: DiffusionRequestState) -> None:
+        inputs = state.inputs
+        guided = state.guider is not None and state.guider.num_conditions > 1
+        key = (inputs.prompt, inputs.negative_prompt if guided else None, inputs.image, inputs.height, inputs.width)
+        known = self._prompt_cache.get(key)
+        if known is None:
+            before = dict(state.values.values)
+            view = self._view(state)
+            if self.family.encodes_both:
+                view.guider = self._guider(_GUIDED)
+            for block in self._flow.encode:
+                block(view, state.values)
+            known = {name: value for name, value in state.values.values.items() if before.get(name) is not value}
+            self._prompt_cache.put(key, known)
+        for name, value in known.items():
+            state.values.set(name, value)
+
+    def _begin_loop(self, state: DiffusionRequestState) -> None:
+        # Before the blocks call `set_timesteps`: a schedule is one request's.
+        state.scheduler = copy.deepcopy(self.components.scheduler)
+        view = self._view(state)
+        for block in self._flow.before:
+            block(view, state.values)
+        state.loop = loop = self._flow.loop.get_block_state(state.values)
+        # Blocks of a step read these; the loop's own `__call__` would have set them.
+        loop.num_warmup_steps, loop.additional_cond_kwargs = 0, {}
+        state.total_steps = len(loop.timesteps)
+
+    def _jointly(self, state: DiffusionRequestState) -> bool:
+        return self.family.joint_guidance is not None and state.guider.num_conditions > 1
+
+    def _denoise(self, state: DiffusionRequestState, forward: Any) -> torch.Tensor:
+        view = self._view(state)
+        view.transformer = Transformer(self.components.transformer, forward)
+        noise: torch.Tensor = self._run_step(self._flow.denoise, state, view)["noise_pred"]
+        return noise
+
+    def _run_step(self, blocks: Sequence[Any], state: DiffusionRequestState, view: Any) -> Any:
         assert state.loop is not None, "a request is encoded before its steps"
-        view, i = self._view(state), state.step_index
+        i = state.step_index
         for block in blocks:
             _, state.loop = block(view, state.loop, i=i, t=state.loop.timesteps[i])
         return state.loop
 
     def _guider(self, scale: float) -> Any:
         """The model's own with a scale; None where the scale is an input of the model."""
-        guider = copy.deepcopy(getattr(self._pipeline, "guider", None))
+        guider = copy.deepcopy(getattr(self.components, "guider", None))
         if guider is not None:
             guider.guidance_scale = scale
-            guider.use_original_formulation = self._family.from_zero
+            guider.use_original_formulation = self.family.guidance_from_zero
             guider.enable()
         return guider
 
     def _view(self, state: DiffusionRequestState) -> Any:
         """The pipeline as this request's blocks see it."""
-        view = copy.copy(self._pipeline)
-        view.scheduler = state.scheduler
+        view = copy.copy(self.components)
+        if state.scheduler is not None:
+            view.scheduler = state.scheduler
         if state.guider is not None:
             view.guider = state.guider
         return view
 
+    @property
+    def given_names(self) -> Iterable[str]:
+        """What a request itself gives its blocks."""
+        return _given(DiffusionInputs(seed=0)).keys()
 
-def _given(state: DiffusionRequestState) -> dict[str, object]:
-    inputs = state.inputs
+
+def _given(inputs: DiffusionInputs) -> dict[str, object]:
     return {
         "prompt": inputs.prompt,
         "negative_prompt": inputs.negative_prompt,
-        "height": inputs.height,
-        "width": inputs.width,
+        "image": _picture(inputs.image) if inputs.image is not None else None,
+        "height": inputs.height or None,
+        "width": inputs.width or None,
         "num_frames": inputs.num_frames,
         "num_inference_steps": inputs.num_inference_steps,
         "guidance_scale": inputs.guidance_scale,
         "generator": torch.Generator().manual_seed(inputs.seed),
         "output_type": "pt",
     }
+
+
+def family_of(folder: Path) -> Family:
+    """The kind of model that diffusers saved there; raises NotReadyError for one that cannot be stepped through."""
+    try:
+        name: str = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)["_class_name"]
+    except (OSError, KeyError, ValueError) as exc:
+        raise NotReadyError(
+            f"{folder} holds no pipeline of diffusers: {exc}; name a folder with a model_index.json",
+            reason="MODEL_NOT_LOADED",
+        ) from exc
+    if name not in FAMILIES:
+        raise NotReadyError(
+            f"{folder} holds a {name}; the diffusion engine knows {', '.join(FAMILIES)}", reason="UNSUPPORTED_MODEL"
+        )
+    return FAMILIES[name]
+
+
+def _sequence(blocks: Mapping[str, Any], *, like: Any) -> Any:
+    """Some of `like`'s blocks. By its model's name diffusers finds the class of the pipeline."""
+    kind: Any = type(type(like).__name__, (SequentialPipelineBlocks,), {"model_name": like.model_name})
+    return kind.from_blocks_dict(dict(blocks))
+
+
+def _picture(data: bytes) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        picture = Image.open(io.BytesIO(data))
+        return picture.convert("RGB")
+    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as exc:
+        raise InvalidRequestError(f"the picture cannot be read: {exc}", reason="INVALID_MEDIA") from exc

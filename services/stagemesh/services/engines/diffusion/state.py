@@ -9,23 +9,27 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 @dataclass(frozen=True)
 class DiffusionInputs:
-    """What a request asks for."""
+    """What a request asks for. A stage that is one part of a pipeline reads what its part needs."""
 
-    prompt: str
     seed: int
-    height: int
-    """Pixels."""
-    width: int
-    num_inference_steps: int
-    guidance_scale: float
+    prompt: str = ""
     negative_prompt: str = ""
+    image: bytes | None = None
+    """The picture to start from, as a file; for models that edit."""
+    height: int = 0
+    """Pixels."""
+    width: int = 0
+    num_inference_steps: int = 0
+    guidance_scale: float = 1.0
     num_frames: int = 1
     """Of a film; for models that make pictures it is 1."""
+    adapter: str | None = None
+    """The LoRA adapter to denoise with."""
 
 
 @dataclass
 class DiffusionRequestState:
-    """A request between its phases. It refers to no model, and may be pickled and taken to another process."""
+    """A request between its phases. It refers to no model; `packing` takes it to another process."""
 
     request_id: str
     inputs: DiffusionInputs

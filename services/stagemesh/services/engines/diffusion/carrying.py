@@ -1,0 +1,128 @@
+"""What of a request goes to another stage or replica: after encoding, between two steps, and after the last."""
+
+import copy
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import diffusers as _diffusers
+from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineState
+
+from stagemesh.connectors.errors import InvalidChunkError
+from stagemesh.connectors.tensors import Array
+from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.packing import Tree, pack, unpack
+from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+
+diffusers: Any = _diffusers
+
+_CONDITIONING, _LATENTS, _STATE = "conditioning", "latents", "state"
+_CONFIG = "_internal_dict"
+"""Where diffusers keeps what an object was made from."""
+
+
+class Carrier:
+    """Packs the requests of one pipeline, and unpacks what another stage or replica of the same model has packed."""
+
+    def __init__(self, pipeline: ModularStepPipeline, folder: Path) -> None:
+        self._pipeline = pipeline
+        self._model = fingerprint(folder)
+        whole = getattr(diffusers, pipeline.family.blocks)()
+        given = set(pipeline.given_names)
+        self._denoise_inputs = _names(whole.sub_blocks["denoise"].inputs) - given
+        self._decode_inputs = _names(whole.sub_blocks["decode"].inputs) - (given - {"height", "width"})
+
+    def pack_conditioning(self, state: DiffusionRequestState) -> Array:
+        """What encoding has made, as uint8[bytes]."""
+        return self._pack(_CONDITIONING, self._values(state, self._denoise_inputs | self._decode_inputs))
+
+    def unpack_conditioning(self, state: DiffusionRequestState, packed: Array) -> None:
+        """Gives a request what encoding has made elsewhere."""
+        self._take(state, self._unpack(_CONDITIONING, packed), self._denoise_inputs | self._decode_inputs)
+
+    def pack_latents(self, state: DiffusionRequestState) -> Array:
+        """What decoding needs, as uint8[bytes]; between two steps it is what there is of the picture."""
+        return self._pack(_LATENTS, self._values(self._pipeline.so_far(state), self._decode_inputs))
+
+    def unpack_latents(self, state: DiffusionRequestState, packed: Array) -> None:
+        """Gives a request what is to be decoded."""
+        self._take(state, self._unpack(_LATENTS, packed), self._decode_inputs)
+
+    def pack_state(self, state: DiffusionRequestState) -> Array:
+        """All that is needed to go on from the step where it is, as uint8[bytes]."""
+        needed = self._denoise_inputs | self._decode_inputs
+        return self._pack(
+            _STATE,
+            {
+                "step_index": state.step_index,
+                "total_steps": state.total_steps,
+                "guidance_scale": state.inputs.guidance_scale,
+                "adapter": state.inputs.adapter,
+                "values": self._values(state, needed),
+                "kinds": state.values.kwargs_mapping,
+                "loop": state.loop.as_dict() if state.loop is not None else None,
+                "scheduler": {name: value for name, value in vars(state.scheduler).items() if name != _CONFIG},
+            },
+        )
+
+    def unpack_state(self, request_id: str, inputs: DiffusionInputs, packed: Array) -> DiffusionRequestState:
+        """A request as it was packed. Raises InvalidChunkError for one that asks for something else."""
+        tree = self._unpack(_STATE, packed)
+        state = DiffusionRequestState(request_id, inputs)
+        try:
+            for name, expected in (
+                ("total_steps", inputs.num_inference_steps),
+                ("guidance_scale", inputs.guidance_scale),
+                ("adapter", inputs.adapter),
+            ):
+                if tree[name] != expected:
+                    raise InvalidChunkError(
+                        f"the state's {name} is {tree[name]} and the request's {expected}; go on with what it began with"
+                    )
+            state.step_index, state.total_steps = tree["step_index"], tree["total_steps"]
+            if not 0 <= state.step_index < state.total_steps:
+                raise InvalidChunkError(f"the state is at step {state.step_index} of {state.total_steps}")
+            state.values = PipelineState(values=tree["values"], kwargs_mapping=tree["kinds"])
+            state.loop = BlockState(**tree["loop"])
+            state.scheduler = self._scheduler(tree["scheduler"])
+        except (KeyError, TypeError) as exc:
+            raise InvalidChunkError(f"the state lacks {exc}; it was not packed by this version") from exc
+        self._pipeline.adopt(state)
+        return state
+
+    # -- inner workings
+
+    def _pack(self, kind: str, tree: dict[str, Tree]) -> Array:
+        return pack(tree, kind=kind, model=self._model)
+
+    def _unpack(self, kind: str, packed: Array) -> dict[str, Tree]:
+        return unpack(packed, kind=kind, model=self._model, device=self._pipeline.device)
+
+    def _values(self, state: DiffusionRequestState, names: Iterable[str]) -> dict[str, Tree]:
+        found = {name: state.values.get(name) for name in sorted(names)}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _take(self, state: DiffusionRequestState, values: dict[str, Tree], names: set[str]) -> None:
+        if unknown := values.keys() - names:
+            raise InvalidChunkError(f"the model has no use for {', '.join(sorted(unknown))}")
+        for name, value in values.items():
+            state.values.set(name, value)
+
+    def _scheduler(self, values: dict[str, Tree]) -> Any:
+        scheduler = copy.deepcopy(self._pipeline.components.scheduler)
+        vars(scheduler).update(values)
+        return scheduler
+
+
+def fingerprint(folder: Path) -> str:
+    """Of a model: its configuration, not its weights, and the version of diffusers."""
+    digest = hashlib.blake2b(diffusers.__version__.encode(), digest_size=8)
+    for path in ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"):
+        if (folder / path).exists():
+            digest.update((folder / path).read_bytes())
+    return digest.hexdigest()
+
+
+def _names(params: Iterable[Any]) -> set[str]:
+    return {param.name for param in params if param.name is not None}

@@ -1,0 +1,95 @@
+"""Which calls of a transformer share a forward."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from stagemesh.services.engines.diffusion.families import Family
+from stagemesh.services.engines.diffusion.forwards import Answer, Call, joined, shape_of, split
+from stagemesh.services.engines.diffusion.mixed_rows import MixedRows
+from stagemesh.services.engines.diffusion.packing import tensors_of
+from stagemesh.services.engines.diffusion.state import DiffusionRequestState
+
+
+class Forwarding:
+    """A transformer's forwards, for one request or for several."""
+
+    def __init__(self, family: Family, model: Any) -> None:
+        self.keeps_contexts = False
+        """Whether the model keeps something from step to step (`step_caches`); its rows then go one by one."""
+        self._family, self._model = family, model
+        self._mixed = MixedRows(model) if family.mixed_lengths and model is not None and not model.zero_cond_t else None
+
+    def alone(self, request_id: str) -> Callable[[Mapping[str, Any]], Answer]:
+        """For the blocks of one request: its calls as they come."""
+        branch = 0
+
+        def forward(inputs: Mapping[str, Any]) -> Answer:
+            nonlocal branch
+            with self._context(f"{request_id}/{branch}"):
+                branch += 1
+                return self._model(**inputs)
+
+        return forward
+
+    def together(
+        self, states: Sequence[DiffusionRequestState], recorded: Sequence[Sequence[Call]]
+    ) -> dict[Call, Answer]:
+        """The answers to the calls that each request's blocks have made."""
+        groups: dict[object, list[Call]] = defaultdict(list)
+        for state, calls in zip(states, recorded, strict=True):
+            key = self.batch_key(state)
+            for call in self._ordered(calls):
+                groups[key, self._group(call)].append(call)
+        answers: dict[Call, Answer] = {}
+        for group in groups.values():
+            answers |= zip(group, self._forward(group), strict=True)
+        return answers
+
+    def batch_key(self, state: DiffusionRequestState) -> tuple[object, ...]:
+        """Of requests whose calls can share a forward."""
+        if self.keeps_contexts:
+            return (state.request_id,)
+        if self._mixed is not None:
+            return ()
+        fields = state.values.get_by_kwargs("denoiser_input_fields")
+        size = (state.inputs.height, state.inputs.width, state.inputs.num_frames)
+        return (size, tuple(tuple(tensor.shape) for tensor in tensors_of(fields)))
+
+    # -- inner workings
+
+    def _ordered(self, calls: Sequence[Call]) -> Sequence[Call]:
+        return calls[::-1] if self._family.joint_guidance == "negative first" else calls
+
+    def _group(self, call: Call) -> object:
+        if self.keeps_contexts:
+            return call
+        if self._mixed is not None:
+            return None if self._mixed.can_join(call) else call
+        # A pipeline that denoises both branches in one forward takes them as they are.
+        return None if self._family.joint_guidance is not None else shape_of(call)
+
+    def _forward(self, group: Sequence[Call]) -> list[Answer]:
+        if len(group) == 1:
+            with self._context(group[0].context):
+                return [self._model(**group[0].inputs)]
+        if self._mixed is not None:
+            return self._mixed.forward(group)
+        return split(self._model(**joined(group, shared=self._family.shared_inputs)), len(group))
+
+    def _context(self, name: str) -> Any:
+        return self._model.cache_context(name) if self.keeps_contexts else nullcontext()
+
+
+def activation_bytes(model: Any, tokens: int) -> int:
+    """About what one forward over so many tokens takes beside the weights."""
+    config = model.config
+    width = getattr(config, "num_attention_heads", 1) * getattr(config, "attention_head_dim", 1)
+    return tokens * width * _WIDTHS * torch.finfo(model.dtype).bits // 8
+
+
+_WIDTHS = 24
+"""Rows of the model's width that a block holds at once for each token: queries, keys, values, the MLP's, residuals."""

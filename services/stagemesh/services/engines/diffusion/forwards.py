@@ -1,0 +1,102 @@
+"""How a transformer's calls are put together: what the blocks of several requests ask of it, in few forwards.
+
+Blocks are written for one request. To have several share a forward, each request's blocks run twice: first against a
+stand-in that notes what they ask for, then against one that answers with their rows of the joint forward.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+Answer: TypeAlias = Any
+"""What a transformer returns with `return_dict=False`: a tuple of the sample, a tensor or a list of tensors."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One forward of a transformer for one row."""
+
+    inputs: Mapping[str, Any]
+    """By the names of its `forward`'s parameters."""
+    context: str = ""
+    """Whose it is, for what a model keeps from step to step."""
+
+
+class Transformer:
+    """Stands in for a model where blocks see it: its calls go to `forward`, all else is the model's own."""
+
+    def __init__(self, model: Any, forward: Callable[[Mapping[str, Any]], Answer]) -> None:
+        self._model, self._forward = model, forward
+
+    def __call__(self, **inputs: Any) -> Answer:
+        return self._forward(inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class Recorder:
+    """Notes calls, and answers with no noise at all."""
+
+    def __init__(self, context: str) -> None:
+        self.calls: list[Call] = []
+        self._context = context
+
+    def __call__(self, inputs: Mapping[str, Any]) -> Answer:
+        self.calls.append(Call(inputs, f"{self._context}/{len(self.calls)}"))
+        return (_nothing(inputs["x"] if "x" in inputs else inputs["hidden_states"]),)
+
+
+class Player:
+    """Answers calls in the order in which they were noted."""
+
+    def __init__(self, answers: Iterator[Answer]) -> None:
+        self._answers = answers
+
+    def __call__(self, _inputs: Mapping[str, Any]) -> Answer:
+        return next(self._answers)
+
+
+def shape_of(call: Call) -> tuple[object, ...]:
+    """Calls of the same shape can share a forward."""
+    return tuple((name, _shape(value)) for name, value in sorted(call.inputs.items()))
+
+
+def joined(calls: Sequence[Call], *, shared: frozenset[str]) -> dict[str, Any]:
+    """The inputs of one forward with a row for each call; those in `shared` have no rows."""
+    first = calls[0].inputs
+    return {
+        name: value if name in shared else _joined([call.inputs[name] for call in calls])
+        for name, value in first.items()
+    }
+
+
+def split(answer: Answer, rows: int) -> list[Answer]:
+    """Each row's answer."""
+    sample = answer[0]
+    return [(sample[row : row + 1],) for row in range(rows)]
+
+
+def _nothing(latents: Any) -> Any:
+    if isinstance(latents, list):
+        return [torch.zeros_like(each) for each in latents]
+    return torch.zeros_like(latents)
+
+
+def _shape(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_shape, value))
+    return repr(value)
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(values))
+    if isinstance(first, list):
+        return [each for value in values for each in value]
+    return first

@@ -1,0 +1,147 @@
+"""A request's tensors and numbers as bytes, to be kept, or to go on elsewhere: safetensors, and never code.
+
+A tree of dicts, lists and tuples is a safetensors file: its tensors under numbers, everything else as JSON in its
+metadata. What no tree can hold (a model, a picture) is refused where it is packed.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from stagemesh.connectors.errors import InternalError, InvalidChunkError
+from stagemesh.connectors.tensors import Array
+
+Tree: TypeAlias = Any
+"""Numbers, texts, None, tensors, generators, dtypes, and dicts (with texts as keys), lists and tuples of them."""
+
+VERSION = 1
+_PLAIN = (str, int, float, bool, type(None))
+_DTYPES: Mapping[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+}
+
+
+def pack(tree: Mapping[str, Tree], *, kind: str, model: str) -> Array:
+    """uint8[bytes]. `kind` says what it is and `model` whose; both are checked by `unpack`."""
+    packer = _Packer()
+    outline = packer.outline(dict(tree))
+    head = {"version": VERSION, "kind": kind, "model": model, "tree": outline, "all_on_cpu": packer.all_on_cpu}
+    data = save({str(i): tensor for i, tensor in enumerate(packer.tensors)}, {"stagemesh": json.dumps(head)})
+    return np.frombuffer(data, np.uint8)
+
+
+def unpack(packed: Array, *, kind: str, model: str, device: torch.device) -> dict[str, Tree]:
+    """What `pack` was given, its tensors on `device`, but for those that were on the CPU beside others on a GPU.
+
+    Raises InvalidChunkError for what is something else, of another model, or no such file at all.
+    """
+    try:
+        head, tensors = _read(packed)
+    except (SafetensorError, ValueError, KeyError, TypeError) as exc:
+        raise InvalidChunkError(f"{packed.nbytes} bytes of {kind} cannot be read: {exc}") from exc
+    for name, expected in (("version", VERSION), ("kind", kind), ("model", model)):
+        if head.get(name) != expected:
+            raise InvalidChunkError(
+                f"{kind} has the {name} {head.get(name)!r}; this stage takes {expected!r}: run both stages with the "
+                "same model and version"
+            )
+    try:
+        restorer = _Restorer(tensors, device, all_on_cpu=head["all_on_cpu"])
+        return cast("dict[str, Tree]", restorer.restored(head["tree"]))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as exc:
+        raise InvalidChunkError(f"{kind} holds what was never packed: {exc!r}") from exc
+
+
+def tensors_of(tree: Tree) -> list[torch.Tensor]:
+    """Those of a tree, each once."""
+    packer = _Packer()
+    packer.outline(tree)
+    return packer.tensors
+
+
+class _Packer:
+    """Tensors that are met twice are kept once, as they may be large."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.all_on_cpu = True
+        self._known: dict[int, int] = {}
+        # Ids are those of living objects alone.
+        self._held: list[torch.Tensor] = []
+
+    def outline(self, value: Tree) -> Any:  # noqa: C901, PLR0911  # a line for each kind of value
+        if isinstance(value, bool | str | type(None)):
+            return value
+        if isinstance(value, int | float):
+            return value.item() if isinstance(value, np.generic) else value
+        if isinstance(value, torch.Tensor):
+            on_cpu = value.device.type == "cpu"
+            self.all_on_cpu = self.all_on_cpu and on_cpu
+            return {"tensor": self._tensor(value), "cpu": on_cpu}
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, np.ndarray):
+            return {"array": self._tensor(torch.from_numpy(np.ascontiguousarray(value)))}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.Generator):
+            return {"generator": self._tensor(value.get_state()), "device": value.device.type}
+        if isinstance(value, tuple):
+            return {"tuple": [self.outline(each) for each in value]}
+        if isinstance(value, list):
+            return {"list": [self.outline(each) for each in value]}
+        if isinstance(value, Mapping):
+            return {"dict": [[name, self.outline(each)] for name, each in value.items()]}
+        raise InternalError(f"a {type(value).__name__} cannot be packed")
+
+    def _tensor(self, tensor: torch.Tensor) -> int:
+        if id(tensor) not in self._known:
+            self._known[id(tensor)] = len(self.tensors)
+            self._held.append(tensor)
+            # Clones do not share their memory, as views of one tensor would.
+            self.tensors.append(tensor.detach().to("cpu", copy=True).contiguous())
+        return self._known[id(tensor)]
+
+
+def _read(packed: Array) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    data = packed.tobytes()
+    length = int.from_bytes(data[:8], "little")
+    head = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["stagemesh"])
+    tensors = load(data)
+    return head, [tensors[str(i)] for i in range(len(tensors))]
+
+
+class _Restorer:
+    def __init__(self, tensors: list[torch.Tensor], device: torch.device, *, all_on_cpu: bool) -> None:
+        self._tensors, self._device, self._all_on_cpu = tensors, device, all_on_cpu
+
+    def restored(self, outline: Any) -> Tree:  # noqa: PLR0911  # a line for each kind of value
+        if isinstance(outline, _PLAIN):
+            return outline
+        (kind, value), *_ = outline.items()
+        match kind:
+            case "tensor":
+                stays = outline["cpu"] and not self._all_on_cpu
+                return self._tensors[value] if stays else self._tensors[value].to(self._device)
+            case "array":
+                return self._tensors[value].numpy()
+            case "dtype":
+                return _DTYPES[value]
+            case "generator":
+                generator = torch.Generator(outline["device"])
+                generator.set_state(self._tensors[value])
+                return generator
+            case "tuple":
+                return tuple(self.restored(each) for each in value)
+            case "list":
+                return [self.restored(each) for each in value]
+            case "dict":
+                return {name: self.restored(each) for name, each in value}
+            case _:
+                raise ValueError(f"{kind} is no kind of value")
