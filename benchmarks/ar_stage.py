@@ -23,7 +23,7 @@ from benchmarks.ar_ways.client import StageClient
 from benchmarks.ar_ways.direct import MODEL, DirectEngine
 from benchmarks.ar_ways.models import LARGER, SMALLER, Shape, write_model
 from benchmarks.ar_ways.probed_stage import Stalls
-from benchmarks.ar_ways.processes import tree_mb
+from benchmarks.ar_ways.processes import own_mb, started_mb
 from benchmarks.ar_ways.staged import ARENA_BYTES, EMITS_STATES, READY_S, StagedEngine
 from benchmarks.ar_ways.taker import StatesTaker
 from benchmarks.ar_ways.turns import Times, Way, take_turns
@@ -52,6 +52,13 @@ class Findings:
     times: dict[int, Times] = field(default_factory=dict[int, Times])
     """By the number of streams."""
     memory_mb: dict[str, float] = field(default_factory=dict[str, float])
+    """The front end's after all turns, and what the engine's processes have after those with one stream.
+
+    An engine keeps a megabyte or so for each size of a batch that it has met, and which those are is chance with more
+    streams than one.
+    """
+    all_memory_mb: dict[str, float] = field(default_factory=dict[str, float])
+    """After all turns."""
     stalls: dict[str, Stalls] = field(default_factory=dict[str, Stalls])
 
     def figures(self) -> list[Figure]:
@@ -76,7 +83,11 @@ class Findings:
 
     def details(self) -> list[Figure]:
         """What the figures are made of."""
-        found: list[Figure] = []
+        subject = f"{self.shape.name} parameters"
+        found = [
+            Figure(f"memory after batches of all sizes, {way}", memory_mb, "MB", "", subject)
+            for way, memory_mb in self.all_memory_mb.items()
+        ]
         for streams, times in self.times.items():
             for unit, name, values in (
                 ("1/s", "tokens", times.tokens_per_s),
@@ -100,10 +111,14 @@ def measure_model(shape: Shape, folder: Path) -> Findings:
         staged = stack.enter_context(StagedEngine(folder, model=model, name=shape.name, options=options))
         ways = _ways(stack, direct, staged, wanted=GOALS[shape.name])
         say(f"{shape.name}: {', '.join(ways)} are up")
+        front_ends = {name: ways[name].front_end for name in (STAGE, DIRECT)}
+        engines_mb = dict[str, float]()
         for streams in STREAMS:
             findings.times[streams] = take_turns(list(ways.values()), streams=streams, name=f"turn-{streams}")
             say(f"{shape.name}: {_text(streams)}")
-        findings.memory_mb = {name: _memory_mb(ways[name]) for name in (STAGE, DIRECT)}
+            engines_mb = engines_mb or {name: started_mb(process) for name, process in front_ends.items()}
+        findings.memory_mb = {name: own_mb(process) + engines_mb[name] for name, process in front_ends.items()}
+        findings.all_memory_mb = {name: own_mb(process) + started_mb(process) for name, process in front_ends.items()}
         for name in GOALS[shape.name]:
             findings.stalls[name] = _probed(staged, ways[name])
             say(f"{shape.name}: event loop, {name}")
@@ -148,12 +163,6 @@ def _with_states(client: Worker[StageClient], taker: Worker[StatesTaker], turn: 
     outcome = client.call(StageClient.run, turn, taker.call(StatesTaker.where))
     taker.call(StatesTaker.end)
     return outcome
-
-
-def _memory_mb(way: Way) -> float:
-    """After batches of every size: what a processor's library keeps for each of them is then there for both ways."""
-    way.run(Turn("falling", STREAMS[-1], falling=True))
-    return tree_mb(way.front_end)
 
 
 def _probed(staged: StagedEngine, way: Way) -> Stalls:

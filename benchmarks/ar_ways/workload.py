@@ -17,17 +17,11 @@ class Turn:
     """Another for each turn of a way."""
     streams: int
     requests: int = 1
-    falling: bool = False
-    """Whether each stream asks for more tokens than the one before, so that the batch is of every size once."""
-
-    def tokens_of(self, stream: int) -> int:
-        """That a stream's requests ask for."""
-        return OUTPUT_TOKENS * (stream + 1) // self.streams if self.falling else OUTPUT_TOKENS
 
     @property
     def tokens(self) -> int:
         """That come of it."""
-        return self.requests * sum(map(self.tokens_of, range(self.streams)))
+        return self.requests * self.streams * OUTPUT_TOKENS
 
     def request_ids(self, stream: int) -> Iterator[str]:
         """A stream's requests."""
@@ -58,7 +52,7 @@ async def run_streams(ask: Callable[[str, list[int], int], Awaitable[int]], turn
     async def run(stream: int) -> int:
         heard = 0
         for number, request_id in enumerate(turn.request_ids(stream)):
-            heard += await ask(request_id, _prompt(stream, number), turn.tokens_of(stream))
+            heard += await ask(request_id, _prompt(stream, number), OUTPUT_TOKENS)
         return heard
 
     began_s = time.perf_counter()

@@ -44,11 +44,12 @@ class StreamedOutputs:
         """How many pieces of each name there are, those of earlier runs counted."""
         return dict(self._next_seqs)
 
-    def push(self, packet: Packet, logprobs: tuple[TokenLogprobs, ...] = ()) -> Iterator[Output]:
+    def push(self, packet: Packet, logprobs: tuple[TokenLogprobs, ...] = ()) -> list[Output]:
         """The pieces that `packet` brings, `logprobs` going with its tokens.
 
         Raises UnsupportedError for what no message can hold.
         """
+        pieces: list[Output] = []
         for name, emitted in self._emitted.items():
             tensor = packet.tensors.get(name)
             if tensor is not None and tensor.size:
@@ -58,13 +59,16 @@ class StreamedOutputs:
                     contents: Iterable[Content] = [Tokens(tuple(tensor.tolist()), logprobs)]
                 else:
                     contents = self._contents(name, emitted, tensor)
-                yield from self._number(name, contents)
+                self._number(name, contents, pieces)
+        return pieces
 
-    def finish(self) -> Iterator[Output]:
+    def finish(self) -> list[Output]:
         """What was held back."""
+        pieces: list[Output] = []
         for name, decoder in self._decoders.items():
             rest = decoder.decode(b"", final=True)
-            yield from self._number(name, [rest] if rest else [])
+            self._number(name, [rest] if rest else [], pieces)
+        return pieces
 
     def _contents(self, name: str, emitted: Emitted, tensor: Array) -> Iterable[Content]:
         if emitted.kind == "text":
@@ -83,9 +87,9 @@ class StreamedOutputs:
             return [Picture(data, _media_type(data))]
         return [_own(tensor)]
 
-    def _number(self, name: str, contents: Iterable[Content]) -> Iterator[Output]:
+    def _number(self, name: str, contents: Iterable[Content], pieces: list[Output]) -> None:
         for content in contents:
-            yield Output(name, self._next_seqs[name], content)
+            pieces.append(Output(name, self._next_seqs[name], content))
             self._next_seqs[name] += 1
 
 

@@ -143,7 +143,9 @@ class StepRun:
         try:
             async for event in events:
                 if isinstance(event, Emission):
-                    await self._emit(event)
+                    self._tell(event)
+                    if self.order.outputs:
+                        await self._outlets.send(event.packet)
                 elif isinstance(event, Progress):
                     self.journal.append(event)
                 elif isinstance(event, Checkpoint):
@@ -187,13 +189,11 @@ class StepRun:
             on_first=self._stopwatch.start,
         )
 
-    async def _emit(self, emission: Emission) -> None:
-        """To the client first: what it hears does not wait for the credit of an edge."""
+    def _tell(self, emission: Emission) -> None:
+        """The client first: what it hears does not wait for the credit of an edge."""
         self._stopwatch.first_output()
         for output in self._outputs.push(emission.packet, emission.logprobs):
             self.journal.append(output)
-        if self.order.outputs:
-            await self._outlets.send(emission.packet)
 
     def _keep(self, checkpoint: Checkpoint) -> None:
         """What was emitted before a checkpoint is made by it; the rest is to come after it."""
