@@ -22,6 +22,8 @@ class GenerateArguments(SamplingArguments, total=False):
     """Instead of a prompt: a conversation."""
     token_ids: Sequence[int]
     """Instead of a prompt: the model's own tokens."""
+    negative_prompt: str
+    """What the output is not to show, for pipelines that make pictures or films."""
     tensors: Tensors
     """Inputs by name, for pipelines that take them."""
     outputs: Sequence[str]
@@ -31,7 +33,7 @@ class GenerateArguments(SamplingArguments, total=False):
     seed: int | None
     """0 to 2**32 - 1; drawn by the server when left out, and reported in `Admitted`."""
     options: Mapping[str, float]
-    """Options that the pipeline's function stages declare."""
+    """Options that the pipeline's stages declare."""
     request_id: str | None
     """Drawn when left out."""
     pipeline: str
@@ -66,7 +68,8 @@ def _input(prompt: Content | None, arguments: GenerateArguments) -> request_pb2.
     if not given and not arguments.get("tensors"):
         raise InvalidRequestError("nothing to work on; give a prompt, messages, token_ids or tensors")
     message = request_pb2.Input(
-        tensors=[inline_tensor(name, tensor) for name, tensor in arguments.get("tensors", {}).items()]
+        negative_prompt=arguments.get("negative_prompt", ""),
+        tensors=[inline_tensor(name, tensor) for name, tensor in arguments.get("tensors", {}).items()],
     )
     if isinstance(prompt, str):
         message.text = prompt

@@ -159,12 +159,23 @@ class RequestRun:
             request_id=self._request.request_id,
             step_id=f"{self._request.request_id}/{step.stage.name}/{_ATTEMPT}",
             attempt=_ATTEMPT,
-            input=self._request.input if step.takes_input else None,
+            input=self._input(step) if step.takes_input else None,
             parameters=parameters,
             inputs=step.inputs,
             outputs=step.outputs,
             streamed=list(step.output_names),
+            priority=self._request.priority,
         )
+
+    def _input(self, step: PlannedStep) -> request_pb2.Input:
+        """A stage is given what it knows of."""
+        given = self._request.input
+        if step.stage.signature.negative_prompt or not given.negative_prompt:
+            return given
+        known = request_pb2.Input()
+        known.CopyFrom(given)
+        known.ClearField("negative_prompt")
+        return known
 
     async def _let_go(self, error: StagemeshError, group: asyncio.TaskGroup) -> None:
         """Stops the steps that run still. The client hears of the error once they have, or soon."""

@@ -24,6 +24,7 @@ class ValidRequest:
     input: request_pb2.Input
     parameters: request_pb2.Parameters
     outputs: tuple[str, ...]
+    priority: int = 0
 
     @property
     def seed(self) -> int:
@@ -39,6 +40,7 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
     _check_outputs(request.next_seqs, pipeline)
     _check_input(request.input)
     _check_media(request.input, pipeline)
+    _check_negative_prompt(request.input, pipeline)
     _check_options(request.parameters.options, pipeline)
     if request.parameters.HasField("adapter"):
         _check_adapters(pipeline)
@@ -47,7 +49,11 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
     if not parameters.HasField("seed"):
         parameters.seed = secrets.randbits(32)
     return ValidRequest(
-        request_id=request.request_id or uuid.uuid4().hex, input=request.input, parameters=parameters, outputs=outputs
+        request_id=request.request_id or uuid.uuid4().hex,
+        input=request.input,
+        parameters=parameters,
+        outputs=outputs,
+        priority=request.priority,
     )
 
 
@@ -121,6 +127,11 @@ def _check_media(given: request_pb2.Input, pipeline: Pipeline) -> None:
             f"no stage of pipeline {pipeline.name!r} takes pictures, sound or films; leave them out, or choose one "
             "with a model that does"
         )
+
+
+def _check_negative_prompt(given: request_pb2.Input, pipeline: Pipeline) -> None:
+    if given.negative_prompt and not any(stage.signature.negative_prompt for stage in pipeline.stages.values()):
+        raise UnsupportedError(f"no stage of pipeline {pipeline.name!r} takes a negative prompt; leave it out")
 
 
 def _is_medium(part: request_pb2.Part) -> bool:

@@ -29,8 +29,13 @@ class Input(_message.Message):
     CONVERSATION_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    NEGATIVE_PROMPT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """One user message, put through the model's chat template where it has one."""
+    negative_prompt: _builtins.str
+    """What the output is not to show, beside a prompt, for stages that make pictures or films. Where no stage does, it is
+    refused (UNSUPPORTED).
+    """
     @_builtins.property
     def conversation(self) -> Global___Conversation:
         """A conversation, put through the model's chat template. Pictures, sound and films come in its parts."""
@@ -50,10 +55,11 @@ class Input(_message.Message):
         conversation: Global___Conversation | None = ...,
         token_ids: Global___TokenIds | None = ...,
         tensors: _abc.Iterable[_tensor_pb2.Tensor] | None = ...,
+        negative_prompt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "prompt", b"prompt", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conversation", b"conversation", "negative_prompt", b"negative_prompt", "prompt", b"prompt", "tensors", b"tensors", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "conversation", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -259,7 +265,9 @@ class Parameters(_message.Message):
 
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Options that function stages declare, by name, for example speed. Unknown names are refused (UNKNOWN_OPTION)."""
+        """Options that stages declare, by name, for example speed or num_inference_steps. Unknown names are refused
+        (UNKNOWN_OPTION).
+        """
 
     def __init__(
         self,

@@ -107,6 +107,7 @@ class ExecuteStepRequest(_message.Message):
     STREAMED_FIELD_NUMBER: _builtins.int
     MAX_STEPS_FIELD_NUMBER: _builtins.int
     RESUME_FROM_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'."""
     step_id: _builtins.str
@@ -114,9 +115,12 @@ class ExecuteStepRequest(_message.Message):
     attempt: _builtins.int
     """The try at this stage's share, from 1. Lower than one seen before fails (STALE_ATTEMPT)."""
     max_steps: _builtins.int
-    """Stop after so many engine steps with the state kept. Absent: run to the end. An engine that cannot pause
-    refuses it (UNSUPPORTED).
+    """Stop after so many engine steps with the state kept, unless that is the end. Absent: run to the end. An engine that
+    cannot pause refuses it (UNSUPPORTED), and so is 0 (INVALID_ARGUMENT). Outgoing edges are bound by the call that runs
+    to the end alone, incoming ones by the first.
     """
+    priority: _builtins.int
+    """Higher goes first where steps wait for each other."""
     @_builtins.property
     def input(self) -> _request_pb2.Input:
         """The client's input; unset for stages fed by edges alone."""
@@ -139,7 +143,10 @@ class ExecuteStepRequest(_message.Message):
 
     @_builtins.property
     def resume_from(self) -> Global___Checkpoint:
-        """Continue from here instead of the start. An engine that cannot resume refuses it (UNSUPPORTED)."""
+        """Continue from here instead of the start. An engine that cannot resume refuses it (UNSUPPORTED). Steps alone stand for
+        what this replica kept when it paused the request there; an engine that needs more refuses them where that is gone
+        (INVALID_CHECKPOINT).
+        """
 
     def __init__(
         self,
@@ -154,10 +161,11 @@ class ExecuteStepRequest(_message.Message):
         streamed: _abc.Iterable[_builtins.str] | None = ...,
         max_steps: _builtins.int | None = ...,
         resume_from: Global___Checkpoint | None = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "input", b"input", "max_steps", b"max_steps", "parameters", b"parameters", "resume_from", b"resume_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_steps", b"max_steps", "outputs", b"outputs", "parameters", b"parameters", "request_id", b"request_id", "resume_from", b"resume_from", "step_id", b"step_id", "streamed", b"streamed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_steps", b"max_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "step_id", b"step_id", "streamed", b"streamed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_steps: _TypeAlias = _typing.Literal["max_steps"]  # noqa: Y015
     _WhichOneofArgType__max_steps: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps"]  # noqa: Y015
@@ -499,7 +507,7 @@ class StepPaused(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def checkpoint(self) -> Global___Checkpoint:
-        """The state, also kept here for a call with the same request_id and resume_from."""
+        """The state, also kept here for a while, for a call with the same request_id and resume_from."""
 
     def __init__(
         self,

@@ -105,7 +105,14 @@ class Task:
     """Of tensors with a row for each token, the rows that somebody takes."""
     adapter: str | None = None
     """The adapter to compute with, by name; see `abilities.AdapterControl`."""
+    negative_prompt: str = ""
+    """What the output is not to show; for engines that make pictures."""
+    priority: int = 0
+    """Higher goes first where tasks wait for each other."""
+    deadline_s: float | None = None
+    """When it must be done, by the event loop's clock."""
     max_steps: int | None = None
+    """Pause after so many steps; for engines that are `Pausable`."""
     resume_from: Checkpoint | None = None
 
 
@@ -143,7 +150,14 @@ class Usage:
     steps: int = 0
 
 
-EngineEvent: TypeAlias = Emission | Progress | Checkpoint | Usage
+@dataclass(frozen=True)
+class Paused:
+    """The task has done its `max_steps` and is not at its end; the last event then."""
+
+    checkpoint: Checkpoint
+
+
+EngineEvent: TypeAlias = Emission | Progress | Checkpoint | Usage | Paused
 
 
 @dataclass(frozen=True)
@@ -162,8 +176,9 @@ class Engine(Protocol):
         """Loads the model; `report` takes a line for people at each phase. Called once, before anything else."""
 
     def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        """Runs a task: an async generator that ends with Usage. Closing it, or cancelling whoever iterates, aborts the
-        task within one step and frees what it held. Not iterating on holds this task up and no other.
+        """Runs a task: an async generator that ends with Usage, or with Paused. Closing it, or cancelling whoever
+        iterates, aborts the task within one step and frees what it held. Not iterating on holds this task up and no
+        other.
 
         Raises InvalidRequestError for a task that cannot run, UnavailableError when the engine has died.
         """
@@ -183,6 +198,10 @@ class Engine(Protocol):
 
 class Resumable:
     """An ability of an engine: `submit` yields checkpoints and takes a task's `resume_from`."""
+
+
+class Pausable:
+    """An ability of an engine: `submit` takes a task's `max_steps`."""
 
 
 class WritesByWorkers(ABC):

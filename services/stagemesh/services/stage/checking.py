@@ -29,10 +29,12 @@ _ROLES = frozenset({"system", "user", "assistant"})
 _SAMPLE_RATES_HZ = range(1_000, 384_001)
 
 
-def check_order(order: StepOrder, signature: Signature, *, engine: str, resumable: bool = False) -> None:
+def check_order(
+    order: StepOrder, signature: Signature, *, engine: str, resumable: bool = False, pausable: bool = False
+) -> None:
     """Raises InvalidRequestError or UnsupportedError, naming what is wrong and what is allowed.
 
-    `engine` is the engine's name, `resumable` whether it has that ability.
+    `engine` is the engine's name, `resumable` and `pausable` whether it has those abilities.
     """
     check_request_id(order.request_id)
     if not _STEP_ID.fullmatch(order.step_id):
@@ -42,7 +44,8 @@ def check_order(order: StepOrder, signature: Signature, *, engine: str, resumabl
         )
     if order.attempt < 1:
         raise InvalidRequestError("attempt is 0; attempts count from 1")
-    _check_abilities(order.task, engine=engine, resumable=resumable)
+    _check_abilities(order.task, engine=engine, resumable=resumable, pausable=pausable)
+    _check_pause(order)
     _check_checkpoint(order.task.resume_from, signature)
     _check_edges(order, signature)
     _check_known("tensor", order.streamed, signature.emits)
@@ -56,6 +59,7 @@ def check_order(order: StepOrder, signature: Signature, *, engine: str, resumabl
     _check_sampling(order.task.sampling)
     if not signature.accepts:
         _check_prompt(order.task.prompt)
+        _check_negative_prompt(order.task, signature, engine=engine)
         _check_media(media_of(order.task.prompt), signature, engine=engine)
 
 
@@ -68,8 +72,21 @@ def check_request_id(request_id: str) -> None:
         )
 
 
-def _check_abilities(task: Task, *, engine: str, resumable: bool) -> None:
-    if task.max_steps is not None:
+def _check_pause(order: StepOrder) -> None:
+    if order.task.max_steps is None:
+        return
+    if not order.task.max_steps:
+        raise InvalidRequestError("max_steps is 0; ask for one step at least, or leave it unset")
+    if order.outputs:
+        raise InvalidRequestError(
+            f"max_steps with the outgoing edge {order.outputs[0].edge}; bind outgoing edges where the step runs to its "
+            "end, without max_steps",
+            reason="INVALID_EDGE",
+        )
+
+
+def _check_abilities(task: Task, *, engine: str, resumable: bool, pausable: bool) -> None:
+    if task.max_steps is not None and not pausable:
         raise UnsupportedError(
             f"engine {engine} cannot pause; leave max_steps unset to run the step to its end",
             metadata={"engine": engine},
@@ -106,7 +123,7 @@ def _check_edges(order: StepOrder, signature: Signature) -> None:
     if order.inputs and not signature.accepts:
         bound = ", ".join(binding.edge for binding in order.inputs)
         raise InvalidRequestError(f"this stage takes the prompt and no edge; unbind {bound}", reason="UNKNOWN_EDGE")
-    if signature.accepts and not order.inputs:
+    if signature.accepts and not order.inputs and order.task.resume_from is None:
         raise InvalidRequestError(
             f"nothing feeds this stage; bind an edge that brings {', '.join(signature.accepts)}",
             reason="MISSING_INPUT",
@@ -177,6 +194,14 @@ def _check_prompt(prompt: Prompt | None) -> None:
             raise InvalidRequestError(
                 f"a message's role is {message.role!r}; it must be {', '.join(sorted(_ROLES))}", reason="INVALID_ROLE"
             )
+
+
+def _check_negative_prompt(task: Task, signature: Signature, *, engine: str) -> None:
+    if task.negative_prompt and not signature.negative_prompt:
+        raise UnsupportedError(
+            f"engine {engine} takes no negative prompt on this stage; leave it out",
+            metadata={"engine": engine, "ability": "negative_prompt"},
+        )
 
 
 def _check_media(media: Sequence[Medium], signature: Signature, *, engine: str) -> None:

@@ -7,7 +7,7 @@ import msgspec
 
 from stagemesh.connectors.base import FlowUsage
 from stagemesh.connectors.tensors import Array
-from stagemesh.services.engines.base import Checkpoint, Progress, TokenLogprobs, Usage
+from stagemesh.services.engines.base import Checkpoint, Paused, Progress, TokenLogprobs, Usage
 
 
 @dataclass(frozen=True)
@@ -72,4 +72,4 @@ class Finished:
     edges: tuple[FlowUsage, ...]
 
 
-StepEvent: TypeAlias = Accepted | Progress | Output | Checkpoint | Finished
+StepEvent: TypeAlias = Accepted | Progress | Output | Checkpoint | Paused | Finished

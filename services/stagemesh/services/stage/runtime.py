@@ -14,13 +14,14 @@ from stagemesh.connectors.errors import (
     UnavailableError,
 )
 from stagemesh.connectors.pinning import can_pin, pin
-from stagemesh.services.engines.base import Engine, EngineLoad, Resumable, WritesByWorkers
+from stagemesh.services.engines.base import Engine, EngineLoad, Pausable, Resumable, WritesByWorkers
 from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.plugins import Signature
 from stagemesh.services.stage.checking import check_order, check_request_id
 from stagemesh.services.stage.events import StepEvent
 from stagemesh.services.stage.load import ReplicaState, StageLoad, free_memory_bytes
 from stagemesh.services.stage.order import StepOrder
+from stagemesh.services.stage.paused import PausedRequests
 from stagemesh.services.stage.run_book import RunBook
 from stagemesh.services.stage.step_run import StepRun
 
@@ -42,6 +43,7 @@ class StageRuntime:
         self._engine = engine
         self._where = {"stage": config.stage, "replica": config.replica}
         self._book = RunBook()
+        self._paused = PausedRequests()
 
     @property
     def engine(self) -> Engine:
@@ -136,6 +138,7 @@ class StageRuntime:
     async def cancel(self, request_id: str, *, attempt: int, reason: str) -> int:
         """Stops a request's steps of this attempt and those before it (0: all); returns, once they ended, how many."""
         check_request_id(request_id)
+        self._paused.forget(request_id)
         runs = list(self._book.of_request(request_id, up_to_attempt=attempt))
         await self._stop(runs, CancelledRequestError(reason or "the step was cancelled", metadata=self._where))
         return len(runs)
@@ -172,8 +175,13 @@ class StageRuntime:
                 _log.warning("the arena is not page-locked: %s", exc.message)
 
     def _admit(self, order: StepOrder, *, deadline_s: float | None) -> StepRun:
-        resumable = isinstance(self._engine, Resumable)
-        check_order(order, self.signature, engine=self.config.engine, resumable=resumable)
+        check_order(
+            order,
+            self.signature,
+            engine=self.config.engine,
+            resumable=isinstance(self._engine, Resumable),
+            pausable=isinstance(self._engine, Pausable),
+        )
         known = self._book.find(order)
         if known is not None:
             known.extend(deadline_s=deadline_s)
@@ -181,11 +189,22 @@ class StageRuntime:
         self.check_ready()
         self._check_room()
         run = StepRun(
-            order, engine=self._engine, data_plane=self.data_plane, signature=self.signature, where=self._where
+            self._paused.completed(order),
+            engine=self._engine,
+            data_plane=self.data_plane,
+            signature=self.signature,
+            where=self._where,
         )
         self._book.add(run)
-        run.start(deadline_s=deadline_s, on_ended=self._book.retire)
+        run.start(deadline_s=deadline_s, on_ended=self._ended)
         return run
+
+    def _ended(self, run: StepRun) -> None:
+        self._book.retire(run)
+        if run.paused is not None:
+            self._paused.keep(run.order.request_id, run.paused)
+        elif not run.failed:
+            self._paused.forget(run.order.request_id)
 
     def check_ready(self) -> None:
         """Raises NotReadyError, with the state, unless steps are taken."""

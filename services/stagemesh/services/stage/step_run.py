@@ -9,7 +9,7 @@ from dataclasses import replace
 from stagemesh.connectors.base import EdgeKey, Inlet
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.errors import CancelledRequestError, DeadlineError, InternalError, StagemeshError
-from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Progress, Task, Usage
+from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
 from stagemesh.services.serving.journal import Journal
 from stagemesh.services.serving.logs import bind_log_context
 from stagemesh.services.serving.plugins import Signature
@@ -42,6 +42,10 @@ class StepRun:
         self._outputs = StreamedOutputs(
             order.streamed, signature.emits, made=resume_from.outputs if resume_from is not None else None
         )
+        self.paused: Checkpoint | None = None
+        """Where it was left, once it has ended there."""
+        self.failed = False
+        """Whether it has ended by an error."""
         self._checkpoint_bytes = 0
         self._inlets: dict[str, Inlet] = {}
         self._outlets = data_plane.fan_out()
@@ -98,6 +102,7 @@ class StepRun:
     async def _run(self, on_ended: Callable[["StepRun"], None]) -> None:
         bind_log_context(**self._where)
         error = await self._outcome()
+        self.failed = error is not None
         if error is not None:
             # A copy: one cause may end several runs.
             error = copy(error).located(**self._where)
@@ -134,6 +139,7 @@ class StepRun:
                 inlets={edge: self._feed(edge) for edge in self._inlets},
                 wanted=wanted_of(order),
                 tokens=tokens_of(order, self._signature),
+                deadline_s=self._timer.when() if self._timer is not None else None,
             )
         )
         await self._finish()
@@ -150,6 +156,8 @@ class StepRun:
                     self.journal.append(event)
                 elif isinstance(event, Checkpoint):
                     self._keep(event)
+                elif isinstance(event, Paused):
+                    self.paused = replace(event.checkpoint, outputs=self._outputs.made)
                 else:
                     self._usage = event
         finally:
@@ -204,6 +212,9 @@ class StepRun:
     async def _finish(self) -> None:
         for output in self._outputs.finish():
             self.journal.append(output)
+        if self.paused is not None:
+            self.journal.append(Paused(self.paused))
+            return
         await self._outlets.finish()
         edges = self._outlets.usages
         self.journal.append(Finished(self._usage, self._stopwatch.timings(), edges))

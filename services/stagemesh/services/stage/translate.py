@@ -10,6 +10,7 @@ from stagemesh.connectors.tensors import Array, inline_tensor, read_inline, spec
 from stagemesh.services.engines.base import (
     ChatMessage,
     Checkpoint,
+    Paused,
     Progress,
     Prompt,
     SamplingOptions,
@@ -53,6 +54,8 @@ def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
         tensors=_tensors(request.input.tensors),
         sampling=_sampling(parameters.sampling),
         options=dict(parameters.options),
+        negative_prompt=request.input.negative_prompt,
+        priority=request.priority,
         adapter=parameters.adapter if parameters.HasField("adapter") else None,
         max_steps=request.max_steps if request.HasField("max_steps") else None,
         resume_from=_checkpoint(request.resume_from) if request.HasField("resume_from") else None,
@@ -207,6 +210,9 @@ def event_to_wire(event: StepEvent) -> stage_pb2.ExecuteStepResponse:
         return stage_pb2.ExecuteStepResponse(progress=progress)
     if isinstance(event, Checkpoint):
         return stage_pb2.ExecuteStepResponse(checkpoint=_checkpoint_message(event))
+    if isinstance(event, Paused):
+        paused = stage_pb2.StepPaused(checkpoint=_checkpoint_message(event.checkpoint))
+        return stage_pb2.ExecuteStepResponse(paused=paused)
     return stage_pb2.ExecuteStepResponse(finished=_finished(event))
 
 

@@ -8,7 +8,7 @@ from stagemesh.connectors.tensors import TensorSpec
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage_options
 from stagemesh.services.serving.plugins import Emitted, EngineCard, OptionSpec, Signature
 
-CONDITIONING, LATENTS, IMAGE, FRAMES = "conditioning", "latents", "image", "frames"
+CONDITIONING, LATENTS, IMAGE, FRAMES, STATE = "conditioning", "latents", "image", "frames", "state"
 
 _PACKED = TensorSpec("uint8", ("bytes",))
 """Tensors and numbers of a request as `packing` lays them out: which they are is the model's affair."""
@@ -19,8 +19,8 @@ _PICTURES: Mapping[str, Emitted] = {
 """A picture as a file, and a film or a picture as numbers in [0, 1]."""
 
 
-def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signature:
-    stage = stage_options(options)
+def signature_of(stage: DiffusionOptions) -> Signature:
+    """What a stage with these options takes, emits, and lets requests set."""
     whole = stage.part == "all"
     return Signature(
         accepts={
@@ -54,6 +54,10 @@ def _denoising_options(stage: DiffusionOptions) -> dict[str, OptionSpec]:
         "num_inference_steps": OptionSpec(stage.num_inference_steps, 1, stage.max_inference_steps),
         "guidance_scale": OptionSpec(stage.guidance_scale, 0, 100),
     }
+
+
+def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signature:
+    return signature_of(stage_options(options))
 
 
 CARD = EngineCard(

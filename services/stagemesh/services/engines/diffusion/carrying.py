@@ -4,7 +4,7 @@ import copy
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import diffusers as _diffusers
 from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineState
@@ -62,7 +62,7 @@ class Carrier:
                 "values": self._values(state, needed),
                 "kinds": state.values.kwargs_mapping,
                 "loop": state.loop.as_dict() if state.loop is not None else None,
-                "scheduler": {name: value for name, value in vars(state.scheduler).items() if name != _CONFIG},
+                "scheduler": _attributes(state.scheduler),
             },
         )
 
@@ -78,7 +78,7 @@ class Carrier:
             ):
                 if tree[name] != expected:
                     raise InvalidChunkError(
-                        f"the state's {name} is {tree[name]} and the request's {expected}; go on with what it began with"
+                        f"the state's {name} is {tree[name]}, the request's {expected}; go on with what it began with"
                     )
             state.step_index, state.total_steps = tree["step_index"], tree["total_steps"]
             if not 0 <= state.step_index < state.total_steps:
@@ -122,6 +122,12 @@ def fingerprint(folder: Path) -> str:
         if (folder / path).exists():
             digest.update((folder / path).read_bytes())
     return digest.hexdigest()
+
+
+def _attributes(made: Any) -> dict[str, Tree]:
+    """Of an object of diffusers, all but what it was made from."""
+    attributes = cast("dict[str, Any]", vars(made))
+    return {name: value for name, value in attributes.items() if name != _CONFIG}
 
 
 def _names(params: Iterable[Any]) -> set[str]:

@@ -6,7 +6,7 @@ stand-in that notes what they ask for, then against one that answers with their 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -79,7 +79,7 @@ def split(answer: Answer, rows: int) -> list[Answer]:
     return [(sample[row : row + 1],) for row in range(rows)]
 
 
-def _nothing(latents: Any) -> Any:
+def _nothing(latents: torch.Tensor | list[torch.Tensor]) -> Any:
     if isinstance(latents, list):
         return [torch.zeros_like(each) for each in latents]
     return torch.zeros_like(latents)
@@ -89,7 +89,7 @@ def _shape(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
     if isinstance(value, list | tuple):
-        return tuple(map(_shape, value))
+        return tuple(_shape(each) for each in cast("Sequence[Any]", value))
     return repr(value)
 
 

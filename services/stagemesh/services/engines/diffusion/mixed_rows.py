@@ -2,13 +2,13 @@
 
 Everything but attention treats each token alone, so rows are filled up to the longest, and what the filling becomes is
 never looked at. Attention, and the positions that go into it, are each row's own: a row gets what it gets alone, up to
-the order in which the matrix library adds. With MKL in strict mode (`MKL_CBWR=AVX2,STRICT`) that order does not depend on
-the number of rows, from a few rows on and for widths that are multiples of 32: what has fewer rows is then computed
+the order in which the matrix library adds. With MKL in strict mode (`MKL_CBWR=AVX2,STRICT`) that order does not depend
+on the number of rows, from a few rows on and for widths that are multiples of 32: what has fewer rows is then computed
 apart, and each row gets what it gets alone, bit for bit.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +65,7 @@ class MixedRows:
     # -- inner workings
 
     @contextmanager
-    def _rows_apart(self, rows: Sequence[_Row]) -> Iterator[None]:
+    def _rows_apart(self, rows: Sequence[_Row]) -> Generator[None]:
         model = self._model
         attentions = [block.attn for block in model.transformer_blocks]
         processors = [attention.processor for attention in attentions]

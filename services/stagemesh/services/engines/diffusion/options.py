@@ -36,6 +36,8 @@ class DiffusionOptions:
     max_prompt_characters: int = 20_000
     max_running: int = 16
     """Requests that are denoised in turn; more wait, unencoded."""
+    max_batch: int = 8
+    """Requests that may share a forward, where that pays; 1 for results that never depend on who else is there."""
     max_wait_steps: int = 8
     """A request that runs waits for so many steps of others at most, and for those that have waited longer."""
     memory_bytes: int | None = None
@@ -48,7 +50,14 @@ class DiffusionOptions:
     """What the embeddings of prompts that may come again may take; 0 to encode each anew."""
 
     def __post_init__(self) -> None:
-        for name in ("max_side", "max_frames", "max_inference_steps", "max_prompt_characters", "max_running"):
+        for name in (
+            "max_side",
+            "max_frames",
+            "max_inference_steps",
+            "max_prompt_characters",
+            "max_running",
+            "max_batch",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("max_wait_steps", "checkpoint_steps", "preview_steps", "prompt_cache_bytes"):

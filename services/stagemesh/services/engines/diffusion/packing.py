@@ -20,7 +20,6 @@ Tree: TypeAlias = Any
 """Numbers, texts, None, tensors, generators, dtypes, and dicts (with texts as keys), lists and tuples of them."""
 
 VERSION = 1
-_PLAIN = (str, int, float, bool, type(None))
 _DTYPES: Mapping[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
@@ -75,30 +74,30 @@ class _Packer:
         # Ids are those of living objects alone.
         self._held: list[torch.Tensor] = []
 
-    def outline(self, value: Tree) -> Any:  # noqa: C901, PLR0911  # a line for each kind of value
-        if isinstance(value, bool | str | type(None)):
-            return value
-        if isinstance(value, int | float):
-            return value.item() if isinstance(value, np.generic) else value
-        if isinstance(value, torch.Tensor):
-            on_cpu = value.device.type == "cpu"
-            self.all_on_cpu = self.all_on_cpu and on_cpu
-            return {"tensor": self._tensor(value), "cpu": on_cpu}
-        if isinstance(value, np.generic):
-            return value.item()
-        if isinstance(value, np.ndarray):
-            return {"array": self._tensor(torch.from_numpy(np.ascontiguousarray(value)))}
-        if isinstance(value, torch.dtype):
-            return {"dtype": str(value).removeprefix("torch.")}
-        if isinstance(value, torch.Generator):
-            return {"generator": self._tensor(value.get_state()), "device": value.device.type}
-        if isinstance(value, tuple):
-            return {"tuple": [self.outline(each) for each in value]}
-        if isinstance(value, list):
-            return {"list": [self.outline(each) for each in value]}
-        if isinstance(value, Mapping):
-            return {"dict": [[name, self.outline(each)] for name, each in value.items()]}
-        raise InternalError(f"a {type(value).__name__} cannot be packed")
+    def outline(self, value: Any) -> Any:  # noqa: PLR0911  # a line for each kind of value
+        # What a pattern has found out is less than what can be done with it.
+        found: Any = value
+        match value:
+            case np.generic():
+                return found.item()
+            case bool() | str() | int() | float() | None:
+                return value
+            case torch.Tensor():
+                on_cpu = value.device.type == "cpu"
+                self.all_on_cpu = self.all_on_cpu and on_cpu
+                return {"tensor": self._tensor(value), "cpu": on_cpu}
+            case np.ndarray():
+                return {"array": self._tensor(torch.from_numpy(np.array(found)))}
+            case torch.dtype():
+                return {"dtype": str(value).removeprefix("torch.")}
+            case torch.Generator():
+                return {"generator": self._tensor(value.get_state()), "device": value.device.type}
+            case tuple() | list():
+                return {type(found).__name__: [self.outline(each) for each in found]}
+            case Mapping():
+                return {"dict": [[name, self.outline(each)] for name, each in found.items()]}
+            case _:
+                raise InternalError(f"a {type(value).__name__} cannot be packed")
 
     def _tensor(self, tensor: torch.Tensor) -> int:
         if id(tensor) not in self._known:
@@ -121,21 +120,23 @@ class _Restorer:
     def __init__(self, tensors: list[torch.Tensor], device: torch.device, *, all_on_cpu: bool) -> None:
         self._tensors, self._device, self._all_on_cpu = tensors, device, all_on_cpu
 
-    def restored(self, outline: Any) -> Tree:  # noqa: PLR0911  # a line for each kind of value
-        if isinstance(outline, _PLAIN):
+    def restored(self, outline: Tree) -> Tree:  # noqa: PLR0911  # a line for each kind of value
+        if not isinstance(outline, dict):
             return outline
-        (kind, value), *_ = outline.items()
+        fields = cast("dict[str, Any]", outline)
+        kind: str = next(iter(fields))
+        value: Any = fields[kind]
         match kind:
             case "tensor":
-                stays = outline["cpu"] and not self._all_on_cpu
-                return self._tensors[value] if stays else self._tensors[value].to(self._device)
+                tensor = self._tensors[int(value)]
+                return tensor if fields["cpu"] and not self._all_on_cpu else tensor.to(self._device)
             case "array":
-                return self._tensors[value].numpy()
+                return self._tensors[int(value)].numpy()
             case "dtype":
                 return _DTYPES[value]
             case "generator":
-                generator = torch.Generator(outline["device"])
-                generator.set_state(self._tensors[value])
+                generator = torch.Generator(fields["device"])
+                generator.set_state(self._tensors[int(value)])
                 return generator
             case "tuple":
                 return tuple(self.restored(each) for each in value)

@@ -1,0 +1,95 @@
+"""A task as what a pipeline takes, checked before it holds anything."""
+
+from collections.abc import Mapping
+
+from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
+from stagemesh.services.engines.base import ChatMessage, Prompt, Task, media_of
+from stagemesh.services.engines.diffusion.options import DiffusionOptions
+from stagemesh.services.engines.diffusion.state import DiffusionInputs
+from stagemesh.services.engines.diffusion.worker import ModelFacts
+from stagemesh.services.engines.media import MediaFile, Medium
+
+_MAX_SEED = (1 << 63) - 1
+
+
+def inputs_of(
+    task: Task, options: Mapping[str, float], *, stage: DiffusionOptions, facts: ModelFacts
+) -> DiffusionInputs:
+    """`options` are complete. Raises InvalidRequestError naming what is wrong and what is allowed."""
+    if not 0 <= task.seed <= _MAX_SEED:
+        raise InvalidRequestError(f"seed is {task.seed}; it must be from 0 to {_MAX_SEED}", reason="INVALID_OPTION")
+    prompt, image = ("", None) if task.inlets or task.prompt is None else _prompt_and_image(task.prompt, facts)
+    for what, text in (("prompt", prompt), ("negative prompt", task.negative_prompt)):
+        if len(text) > stage.max_prompt_characters:
+            raise InvalidRequestError(
+                f"the {what} has {len(text)} characters; this stage takes {stage.max_prompt_characters}",
+                reason="PROMPT_TOO_LONG",
+            )
+    numbers = {name: whole(name, options[name]) for name in _WHOLE if name in options}
+    _check_sizes(numbers, facts)
+    return DiffusionInputs(
+        seed=task.seed,
+        prompt=prompt,
+        negative_prompt=task.negative_prompt,
+        image=image,
+        guidance_scale=options.get("guidance_scale", stage.guidance_scale),
+        adapter=task.adapter,
+        **numbers,
+    )
+
+
+def whole(name: str, value: float) -> int:
+    """An option that counts something; raises InvalidRequestError for a fraction."""
+    if value != int(value):
+        raise InvalidRequestError(f"option {name} is {value:g}; it must be a whole number", reason="INVALID_OPTION")
+    return int(value)
+
+
+_WHOLE = ("height", "width", "num_frames", "num_inference_steps")
+
+
+def _check_sizes(numbers: Mapping[str, int], facts: ModelFacts) -> None:
+    for name in ("height", "width"):
+        value = numbers.get(name, facts.size_multiple)
+        if value % facts.size_multiple:
+            lower = value - value % facts.size_multiple
+            near = f"{lower} or {lower + facts.size_multiple}" if lower else str(facts.size_multiple)
+            raise InvalidRequestError(
+                f"option {name} is {value}; it must be a multiple of {facts.size_multiple}, such as {near}",
+                reason="INVALID_OPTION",
+            )
+    frames = numbers.get("num_frames", 1)
+    if facts.frames_multiple == 0 and frames != 1:
+        raise InvalidRequestError(
+            f"option num_frames is {frames}; this model makes pictures, which have 1", reason="INVALID_OPTION"
+        )
+    if facts.frames_multiple and (frames - 1) % facts.frames_multiple:
+        raise InvalidRequestError(
+            f"option num_frames is {frames}; it must be one more than a multiple of {facts.frames_multiple}",
+            reason="INVALID_OPTION",
+        )
+
+
+def _prompt_and_image(prompt: Prompt, facts: ModelFacts) -> tuple[str, bytes | None]:
+    if isinstance(prompt, str):
+        text, media = prompt, list[Medium]()
+    elif prompt and isinstance(prompt[0], int):
+        raise UnsupportedError("a diffusion stage takes text, and no token ids", metadata={"ability": "token_ids"})
+    else:
+        messages = [message for message in prompt if isinstance(message, ChatMessage)]
+        if len(messages) != 1:
+            raise InvalidRequestError(
+                f"the conversation has {len(messages)} messages; a diffusion stage takes one", reason="INVALID_PROMPT"
+            )
+        (message,) = messages
+        text = message.content or "\n".join(part for part in message.parts if isinstance(part, str))
+        media = list(media_of(prompt))
+    pictures = [medium for medium in media if isinstance(medium, MediaFile) and medium.kind == "image"]
+    if len(pictures) != len(media):
+        raise UnsupportedError("a diffusion stage takes pictures, and neither sound nor films")
+    if len(pictures) != int(facts.takes_image):
+        wanted = "starts from one picture" if facts.takes_image else "takes text alone"
+        raise InvalidRequestError(f"{len(pictures)} pictures were given; this model {wanted}", reason="INVALID_MEDIA")
+    if not text.strip():
+        raise InvalidRequestError("the prompt is empty; say what is to be seen", reason="EMPTY_PROMPT")
+    return text, pictures[0].data if pictures else None

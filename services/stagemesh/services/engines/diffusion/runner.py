@@ -1,0 +1,92 @@
+"""Loads a model and executes requests on it. Used by one thread."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.tensors import Array
+from stagemesh.services.engines.diffusion.admission import Footprint
+from stagemesh.services.engines.diffusion.carrying import Carrier
+from stagemesh.services.engines.diffusion.failures import named
+from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.options import DiffusionOptions
+from stagemesh.services.engines.diffusion.prompt_cache import PromptCache
+from stagemesh.services.engines.diffusion.sizes import footprint
+from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+
+
+class DiffusionRunner:
+    """One part of a pipeline, or all of it, on one device."""
+
+    def __init__(self, folder: Path, options: DiffusionOptions, device: torch.device) -> None:
+        """Loads; raises NotReadyError for what is no model that can be stepped through."""
+        self.prompt_cache = PromptCache(options.prompt_cache_bytes)
+        self.pipeline = ModularStepPipeline(
+            folder,
+            getattr(torch, options.dtype),
+            part=options.part,
+            device=device,
+            prompt_cache=self.prompt_cache,
+        )
+        self.carrier = Carrier(self.pipeline, folder)
+
+    def prepare(self, state: DiffusionRequestState) -> None:
+        """Everything before the first step."""
+        try:
+            self.pipeline.prepare_encode(state)
+        except Exception as exc:
+            raise named(exc) from exc
+
+    def step(self, states: Sequence[DiffusionRequestState]) -> list[StagemeshError | None]:
+        """One step of each, in as few forwards as they allow; what each failed with.
+
+        Where a forward of several fails, each is tried alone: the one at fault fails alone.
+        """
+        try:
+            noises = self.pipeline.denoise_step(states)
+        except Exception as exc:  # noqa: BLE001  # whatever a model raises
+            if len(states) == 1:
+                return [named(exc)]
+            return [self.step([state])[0] for state in states]
+        return [self._advance(state, noise) for state, noise in zip(states, noises, strict=True)]
+
+    def decode(self, state: DiffusionRequestState) -> Array:
+        """float32[pictures or frames, 3, height, width] in [0, 1]: of what there is of it so far."""
+        try:
+            made = self.pipeline.post_decode(self.pipeline.so_far(state))
+        except Exception as exc:
+            raise named(exc) from exc
+        frames = made.reshape(-1, *made.shape[-3:])
+        return frames.to("cpu", torch.float32).contiguous().numpy()
+
+    def execute_model(self, inputs: DiffusionInputs) -> Array:
+        """A whole request at once; see `decode`."""
+        *_, made = self.execute_stepwise(inputs)
+        assert made is not None, "the last is the picture"
+        return made
+
+    def execute_stepwise(self, inputs: DiffusionInputs) -> Iterator[Array | None]:
+        """A whole request: None after each step, and what was made at the end."""
+        state = DiffusionRequestState("", inputs)
+        self.prepare(state)
+        while not state.denoised:
+            (error,) = self.step([state])
+            if error is not None:
+                raise error
+            yield None
+        yield self.decode(state)
+
+    def footprint(self, inputs: DiffusionInputs) -> Footprint:
+        """What a request will take."""
+        return footprint(self.pipeline, inputs)
+
+    # -- inner workings
+
+    def _advance(self, state: DiffusionRequestState, noise: torch.Tensor) -> StagemeshError | None:
+        try:
+            self.pipeline.step_scheduler(state, noise)
+        except Exception as exc:  # noqa: BLE001  # whatever a scheduler raises
+            return named(exc)
+        return None

@@ -1,0 +1,138 @@
+"""Owns a device: the model on it, the requests that are under way, and the device's memory. Used by one thread."""
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stagemesh.connectors.errors import NotReadyError, StagemeshError
+from stagemesh.connectors.tensors import Array
+from stagemesh.services.engines.diffusion.admission import Footprint
+from stagemesh.services.engines.diffusion.options import DiffusionOptions
+from stagemesh.services.engines.diffusion.prompt_cache import PromptCacheFigures
+from stagemesh.services.engines.diffusion.runner import DiffusionRunner
+from stagemesh.services.engines.diffusion.sizes import free_bytes, image_tokens
+from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What has to be known of a model before a request reaches it."""
+
+    size_multiple: int
+    """Of height and width, in pixels."""
+    frames_multiple: int
+    """Frames are one more than a multiple of it; 0 where it makes pictures."""
+    takes_image: bool
+    free_bytes: int
+    """What the device has left for requests."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A request that is ready for its first step, or for its next."""
+
+    key: tuple[object, ...]
+    """Requests with the same key can share a step."""
+    tokens: int
+    step_index: int
+    total_steps: int
+
+
+class DiffusionWorker:
+    """Requests are known by their names; everything that goes in and out is numbers, texts and arrays."""
+
+    def __init__(self, folder: Path, options: DiffusionOptions) -> None:
+        self._folder, self._options = folder, options
+        self._device = _device(options)
+        self._runner: DiffusionRunner | None = None
+        self._states: dict[str, DiffusionRequestState] = {}
+
+    def load(self) -> ModelFacts:
+        """Loads the model."""
+        self._runner = runner = DiffusionRunner(self._folder, self._options, self._device)
+        family = runner.pipeline.family
+        return ModelFacts(family.size_multiple, family.frames_multiple, family.takes_image, free_bytes(self._device))
+
+    @property
+    def runner(self) -> DiffusionRunner:
+        """The model; raises NotReadyError while there is none."""
+        if self._runner is None:
+            raise NotReadyError("the model is not loaded")
+        return self._runner
+
+    def footprint(self, inputs: DiffusionInputs) -> Footprint:
+        """What a request would take of the memory."""
+        return self.runner.footprint(inputs)
+
+    def begin(
+        self, name: str, inputs: DiffusionInputs, *, conditioning: Array | None = None, state: Array | None = None
+    ) -> Begun:
+        """Makes a request known, from its prompt, from what encoding it made elsewhere, or from where it was left."""
+        if state is not None:
+            request = self.runner.carrier.unpack_state(name, inputs, state)
+        else:
+            request = DiffusionRequestState(name, inputs)
+            if conditioning is not None:
+                self.runner.carrier.unpack_conditioning(request, conditioning)
+            self.runner.prepare(request)
+        self._states[name] = request
+        pipeline = self.runner.pipeline
+        key = pipeline.batch_key(request) if request.total_steps else ()
+        tokens = image_tokens(inputs, size_multiple=pipeline.family.size_multiple)
+        return Begun(key, tokens, request.step_index, request.total_steps)
+
+    def step(self, names: Sequence[str]) -> list[StagemeshError | None]:
+        """One step of each; what each failed with."""
+        return self.runner.step([self._states[name] for name in names])
+
+    def picture(self, name: str) -> Array:
+        """float32[pictures or frames, 3, height, width] in [0, 1]; of a request in its steps, what there is so far."""
+        return self.runner.decode(self._states[name])
+
+    def picture_of(self, latents: Array) -> Array:
+        """The same of what another stage has denoised."""
+        request = DiffusionRequestState("", DiffusionInputs(seed=0))
+        self.runner.carrier.unpack_latents(request, latents)
+        self.runner.prepare(request)
+        return self.runner.decode(request)
+
+    def conditioning(self, name: str) -> Array:
+        """What encoding made, as uint8[bytes]."""
+        return self.runner.carrier.pack_conditioning(self._states[name])
+
+    def latents(self, name: str) -> Array:
+        """What is to be decoded, as uint8[bytes]."""
+        return self.runner.carrier.pack_latents(self._states[name])
+
+    def state(self, name: str) -> Array:
+        """All that is needed to go on elsewhere, as uint8[bytes]."""
+        return self.runner.carrier.pack_state(self._states[name])
+
+    def drop(self, name: str) -> None:
+        """Forgets a request; nothing if it is not known."""
+        self._states.pop(name, None)
+
+    def clear_prompt_cache(self) -> None:
+        """Forgets the prompts of earlier requests."""
+        self.runner.prompt_cache.clear()
+
+    def prompt_cache_figures(self) -> PromptCacheFigures:
+        """See `PromptCache`."""
+        return self.runner.prompt_cache.figures
+
+    def shutdown(self) -> None:
+        """Lets everything go. Shutting down twice is harmless."""
+        self._states.clear()
+        self._runner = None
+        gc.collect()
+
+
+def _device(options: DiffusionOptions) -> torch.device:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise NotReadyError("the stage's option device is cuda, and there is no GPU; set it to cpu or auto")
+    if options.device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
