@@ -137,7 +137,7 @@ async def test_resumed_requests_may_share_a_batch(engine: VllmEngine) -> None:
 async def test_checkpoint_made_by_hand_is_taken(engine: VllmEngine) -> None:
     whole = await collect(engine.submit(task()))
     made = checkpoints(whole)[4]
-    rest = await collect(engine.submit(task(resume_from=Checkpoint(5, made.token_ids))))
+    rest = await collect(engine.submit(task(resume_from=Checkpoint(len(made.token_ids), made.token_ids))))
     assert text_of(rest) == text_of(whole[place(whole, made) + 1 :])
 
 

@@ -1,6 +1,6 @@
 """One request's way through vLLM, from what was checked to its last event."""
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from stagemesh.services.engines.vllm.media_prompts import MediaPrompt
     from stagemesh.services.engines.vllm.sampling import CheckedParams
 
-PROGRESS_TOKENS = 16
+PROGRESS_TOKENS = 64
+"""Whoever follows a request more closely has its text or its tokens streamed, which says as much."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +79,21 @@ class Generation:
                         yield Emission(packet)
         yield Usage(prompt_tokens=len(self.ids), output_tokens=len(sampled), steps=len(sampled))
 
-    def _events_of(self, made: "CompletionOutput", sampled: list[int], *, finished: bool) -> Iterator[EngineEvent]:
+    def _events_of(self, made: "CompletionOutput", sampled: list[int], *, finished: bool) -> list[EngineEvent]:
         """What one output of vLLM brings; adds its tokens to `sampled`."""
+        events: list[EngineEvent] = []
         if emitted := emission(made, self.task):
-            yield emitted
+            events.append(emitted)
         before = len(sampled)
         sampled += made.token_ids
         if crossed(PROGRESS_TOKENS, before, len(sampled)):
-            yield Progress(len(sampled))
+            events.append(Progress(len(sampled)))
         if self.states is not None:
-            for packet in self.states.take(before=self._computed(sampled)):
-                yield Emission(packet)
+            events += [Emission(packet) for packet in self.states.take(before=self._computed(sampled))]
         if crossed(self.checkpoint_tokens, before, len(sampled)) and not finished:
-            yield checkpoint(self.ids, sampled, media=self.media.digest if self.media is not None else b"")
+            media = self.media.digest if self.media is not None else b""
+            events.append(checkpoint(self.ids, sampled, media=media))
+        return events
 
     def _computed(self, sampled: list[int]) -> int:
         """How many positions have gone through the model; the last token has not."""
