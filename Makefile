@@ -16,10 +16,10 @@ export PROMPT
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv models demo test soak check protos stubs bench lock clean
+.PHONY: help venv models demo demo-image test soak check protos stubs bench lock clean
 
 help: ## List the commands
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 venv: .venv/.stamp ## Install everything, locked, into .venv
 
@@ -34,6 +34,10 @@ models: venv ## Fetch the weights of the speech pipeline
 
 demo: models ## Speak an answer to PROMPT="..." into out/speech.wav
 	stagemesh demo speech --prompt "$$PROMPT" --audio out/speech.wav
+
+demo-image: PROMPT := $(if $(filter file,$(origin PROMPT)),the digit seven,$(PROMPT))
+demo-image: venv ## Draw PROMPT="the digit seven" into out/digit.png, by three services
+	stagemesh demo examples/digits/pipeline.yaml --prompt "$$PROMPT" --image out/digit.png
 
 test: models ## Run every test that needs no GPU
 	pytest -m "not gpu and not soak"

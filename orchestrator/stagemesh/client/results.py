@@ -52,6 +52,7 @@ class Result:
     finished: Finished
     first_text_s: float | None
     first_audio_s: float | None
+    first_image_s: float | None
     total_s: float
 
     @property
@@ -95,6 +96,7 @@ class ResultBuilder:
         self._tensors: dict[str, list[TensorOutput]] = {}
         self._first_text_s: float | None = None
         self._first_audio_s: float | None = None
+        self._first_image_s: float | None = None
 
     def add(self, event: Event) -> None:
         """Takes the next event."""
@@ -112,6 +114,7 @@ class ResultBuilder:
                 if event.logprobs:
                     self._logprobs.setdefault(event.output, []).extend(event.logprobs)
             case Image():
+                self._first_image_s = self._first_image_s or self._now_s()
                 self._images[event.output] = event
             case TensorOutput():
                 self._tensors.setdefault(event.output, []).append(event)
@@ -136,6 +139,7 @@ class ResultBuilder:
             finished=self._finished,
             first_text_s=self._first_text_s,
             first_audio_s=self._first_audio_s,
+            first_image_s=self._first_image_s,
             total_s=self._now_s(),
         )
 

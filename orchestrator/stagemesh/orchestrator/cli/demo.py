@@ -7,7 +7,7 @@ import typer
 
 from stagemesh.connectors.errors import InternalError
 from stagemesh.orchestrator.cli.failures import EXIT_INTERRUPTED, AsJson
-from stagemesh.orchestrator.cli.generate import Audio, show_result, stream
+from stagemesh.orchestrator.cli.generate import Audio, NegativePrompt, Picture, show_result, stream
 from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings, read_overrides
 from stagemesh.orchestrator.cli.sampling import MaxTokens, Seed
 
@@ -24,6 +24,8 @@ def demo(
     pipeline: PipelineName,
     prompt: Annotated[str, typer.Option(help="What to ask.")],
     audio: Audio = None,
+    image: Picture = None,
+    negative_prompt: NegativePrompt = None,
     max_tokens: MaxTokens = None,
     seed: Seed = None,
     settings: Settings = None,
@@ -38,9 +40,13 @@ def demo(
 
     overrides = read_overrides(settings, replicas)
     loaded = load_pipeline(pipeline, overrides=overrides)
-    arguments: GenerateArguments = {"max_tokens": max_tokens, "seed": seed}
+    arguments: GenerateArguments = {
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "negative_prompt": negative_prompt or "",
+    }
     display = make_display(as_json=as_json)
-    with Sinks(folder=None, audio=audio, quiet=as_json) as sinks:
+    with Sinks(folder=None, audio=audio, image=image, quiet=as_json) as sinks:
         show = _Show(prompt, arguments=arguments, timeout_s=timeout, sinks=sinks, display=display)
         try:
             asyncio.run(show.run(loaded, overrides=overrides))
@@ -49,10 +55,11 @@ def demo(
     if show.result is None:
         raise typer.Exit(EXIT_INTERRUPTED)
     show_result(show.result, sinks, as_json=as_json)
-    if audio is not None and not sinks.files:
-        raise InternalError(
-            f"the pipeline gave no audio, so that {audio} was not written; see `stagemesh pipeline graph`"
-        )
+    for what, path, given in (("audio", audio, show.result.audios), ("picture", image, show.result.images)):
+        if path is not None and not given:
+            raise InternalError(
+                f"the pipeline gave no {what}, so that {path} was not written; see `stagemesh pipeline graph`"
+            )
 
 
 class _Show:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 Prompt = Annotated[str, typer.Argument(help="What to work on; - reads it from stdin.")]
 Audio = Annotated[Path | None, typer.Option(help="Write audio to this WAV file as it comes.")]
+Picture = Annotated[
+    Path | None, typer.Option("--image", help="Write the picture or film to this file, over what was there before.")
+]
+NegativePrompt = Annotated[str | None, typer.Option(help="What pictures are not to show.")]
 Attach = Annotated[
     list[Path] | None,
     typer.Option(metavar="FILE", help="A picture, sound or film to go before the prompt; may be given again."),
@@ -28,8 +32,10 @@ def generate(
     server: Server = DEFAULT_SERVER,
     output: Annotated[Path | None, typer.Option(help="Write audio, images and tensors into this folder.")] = None,
     audio: Audio = None,
+    image: Picture = None,
     outputs: Annotated[str | None, typer.Option(help="The outputs wanted, with commas; all when left out.")] = None,
     attach: Attach = None,
+    negative_prompt: NegativePrompt = None,
     max_tokens: sampling.MaxTokens = None,
     temperature: sampling.Temperature = None,
     top_p: sampling.TopP = None,
@@ -51,7 +57,7 @@ def generate(
     seed: sampling.Seed = None,
     adapter: sampling.Adapter = None,
     option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option of a function stage.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option that a stage declares.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds that the request may take.")] = None,
     request_id: Annotated[str | None, typer.Option(help="Names the request everywhere; drawn when left out.")] = None,
@@ -63,6 +69,7 @@ def generate(
 
     arguments: GenerateArguments = {
         "outputs": [name.strip() for name in outputs.split(",")] if outputs else [],
+        "negative_prompt": negative_prompt or "",
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
@@ -88,7 +95,7 @@ def generate(
     }
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
     content = [*map(read_media, attach), text] if attach else text
-    with Sinks(folder=output, audio=audio, quiet=as_json) as sinks:
+    with Sinks(folder=output, audio=audio, image=image, quiet=as_json) as sinks:
         result = asyncio.run(_request(server, content, arguments=arguments, timeout_s=timeout, sinks=sinks))
     show_result(result, sinks, as_json=as_json)
 
@@ -124,18 +131,24 @@ def show_result(result: "Result", sinks: "Sinks", *, as_json: bool) -> None:
     """Says how it went: as JSON to stdout, or as tables to stderr."""
     from rich.console import Console
 
+    from stagemesh.orchestrator.cli.pictures import as_text
     from stagemesh.orchestrator.cli.tables import summary
 
     if as_json:
         typer.echo(json.dumps(_document(result, sinks), ensure_ascii=False))
         return
     console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        for picture in result.images.values():
+            console.print(as_text(picture) or "")
     console.print(summary(result))
     for paths in sinks.files.values():
         for path in paths:
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
     if result.audios and not sinks.files:
         console.print("the audio was not kept; --audio FILE writes it to a WAV file", style="yellow")
+    if result.images and not sinks.files:
+        console.print("the picture was not kept; --image FILE writes it to a file", style="yellow")
 
 
 def _document(result: "Result", sinks: "Sinks") -> dict[str, object]:
@@ -152,6 +165,7 @@ def _document(result: "Result", sinks: "Sinks") -> dict[str, object]:
         "files": {output: [str(path) for path in paths] for output, paths in sinks.files.items()},
         "first_text_s": result.first_text_s,
         "first_audio_s": result.first_audio_s,
+        "first_image_s": result.first_image_s,
         "audio_s": audio_s(result),
         "total_s": result.total_s,
         "real_time_factor": real_time_factor(result),

@@ -17,13 +17,15 @@ _SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
 class Sinks:
     """Text goes to stdout (unless `quiet`); audio, images and tensors to files named after their outputs in `folder`.
 
-    `audio` is the file for the first audio output. `files` are those written, by output.
+    `audio` is the file for the first audio output, and `image` for the first image output. `files` are those written, by output.
     """
 
-    def __init__(self, *, folder: Path | None, audio: Path | None, quiet: bool) -> None:
+    def __init__(self, *, folder: Path | None, audio: Path | None, image: Path | None = None, quiet: bool) -> None:
         self._folder = folder
+        self._image = image
         self._audio = audio
         self._quiet = quiet
+        self._image_output: str | None = None
         self._writers: dict[str, WavWriter] = {}
         self._tensors: dict[str, int] = {}
         self._resources = ExitStack()
@@ -87,10 +89,17 @@ class Sinks:
         return self._folder / f"{output}.wav" if self._folder is not None else None
 
     def _write_image(self, event: Image) -> None:
-        if self._folder is not None:
-            path = self._folder / f"{event.output}{_SUFFIXES.get(event.media_type, '.bin')}"
+        path = self._image_path(event)
+        if path is not None:
             self._write_file(path, event.data)
             self.files[event.output] = [path]
+
+    def _image_path(self, event: Image) -> Path | None:
+        """A picture replaces the one before it."""
+        if self._image is not None and self._image_output in (None, event.output):
+            self._image_output = event.output
+            return self._image
+        return self._folder / f"{event.output}{_SUFFIXES.get(event.media_type, '.bin')}" if self._folder else None
 
     def _write_tensor(self, event: TensorOutput) -> None:
         if self._folder is None:

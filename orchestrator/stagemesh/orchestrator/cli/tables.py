@@ -87,6 +87,7 @@ def _times(result: Result) -> list[tuple[str, str]]:
         ("time to first text", result.first_text_s, " s"),
         ("time to first audio", result.first_audio_s, " s"),
         ("audio", audio_s(result) or None, " s"),
+        ("time to first picture", result.first_image_s, " s"),
         ("total", result.total_s, " s"),
         ("real-time factor", real_time_factor(result), ""),
     ]
