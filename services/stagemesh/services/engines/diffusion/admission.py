@@ -40,17 +40,14 @@ class Admission:
         """Waits for room and holds it. Raises InvalidRequestError for what never fits."""
         self._check(footprint)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (-priority, next(self._numbers), footprint, future)
-        heapq.heappush(self._waiting, entry)
+        heapq.heappush(self._waiting, (-priority, next(self._numbers), footprint, future))
         self._admit()
         try:
             await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
+            if not future.cancelled():
                 self._release(footprint)
             else:
-                self._waiting.remove(entry)
-                heapq.heapify(self._waiting)
                 self._admit()
             raise
         try:
@@ -70,6 +67,9 @@ class Admission:
             )
 
     def _admit(self) -> None:
+        # One that gave up is still here until its turn to be told so has come, and nobody waits for it.
+        self._waiting = [entry for entry in self._waiting if not entry[3].cancelled()]
+        heapq.heapify(self._waiting)
         while self._waiting and self._fits(self._waiting[0][2]):
             _, _, footprint, future = heapq.heappop(self._waiting)
             self._admitted.append(footprint)

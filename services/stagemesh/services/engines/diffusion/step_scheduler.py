@@ -1,7 +1,7 @@
 """Whose step is next, and who shares it. Knows nothing of models."""
 
 import itertools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +32,8 @@ class StepScheduler:
 
     The request with the fewest steps left goes first among those of the highest priority: short ones are soon done, and
     cost the long ones little. One that has waited for `max_wait_steps` steps, or would miss its deadline, goes before
-    all of them. Those that can share its step join it, as far as that pays.
+    all of them. Those of about its size that can share its step join it, as far as that pays: rows of a forward are
+    filled up to the longest.
     """
 
     def __init__(self, *, max_wait_steps: int, max_batch: int) -> None:
@@ -57,7 +58,7 @@ class StepScheduler:
         if not ordered:
             return []
         first = ordered[0]
-        alike = [turn for turn in ordered if turn.key == first.key]
+        alike = [turn for turn in ordered if turn.key == first.key and _similar(turn.tokens, first.tokens)]
         batch = alike[: self._sizes.size(self._measured(first), len(alike))]
         for turn in ordered:
             turn.waited = 0 if turn in batch else turn.waited + 1
@@ -90,19 +91,24 @@ class StepScheduler:
 class BatchSizes:
     """How many rows a forward should have: as many as make each of them cheaper, by what steps have taken.
 
-    A size is tried once the next smaller one has been; the best of the last few times stands for it.
+    A size is tried once the next smaller one has been, and more than once, as a step may be slow by chance; the best of
+    the last few times stands for it.
     """
 
     def __init__(self, max_batch: int) -> None:
         self._max_batch = max_batch
-        self._times: dict[Hashable, dict[int, deque[float]]] = {}
+        self._times: OrderedDict[Hashable, dict[int, deque[float]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Of how many kinds of steps it knows what they take."""
+        return len(self._times)
 
     def size(self, key: Hashable, available: int) -> int:
         """At most `available`."""
         times, best = self._times.get(key, {}), 1
         limit = min(available, self._max_batch)
-        for size in range(2, limit + 1):
-            if size not in times:
+        for size in range(1, limit + 1):
+            if len(times.get(size, ())) < _TRIED:
                 return size
             if self._row_s(times, size) < _WORTHWHILE * self._row_s(times, best):
                 best = size
@@ -111,11 +117,21 @@ class BatchSizes:
     def note(self, key: Hashable, size: int, seconds: float) -> None:
         """A step with so many rows took so long."""
         self._times.setdefault(key, {}).setdefault(size, deque(maxlen=_REMEMBERED)).append(seconds)
+        self._times.move_to_end(key)
+        if len(self._times) > _KINDS:
+            self._times.popitem(last=False)
 
     @staticmethod
     def _row_s(times: dict[int, deque[float]], size: int) -> float:
-        return min(times[size]) / size if size in times else float("inf")
+        return min(times[size]) / size
 
 
+def _similar(tokens: int, others: int) -> bool:
+    return max(tokens, others) <= _ALIKE * min(tokens, others)
+
+
+_ALIKE = 2
 _WORTHWHILE = 0.97
+_TRIED = 2
 _REMEMBERED = 16
+_KINDS = 1024

@@ -1,0 +1,174 @@
+"""Whose step is next: by priority and length, before a deadline, and never after an unbounded wait."""
+
+from collections.abc import Hashable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagemesh.services.engines.diffusion.step_scheduler import BatchSizes, StepScheduler, Turn
+
+
+def turn(name: str, steps_left: int = 4, *, key: Hashable = None, priority: int = 0, tokens: int = 16) -> Turn:
+    """A turn that shares its step with nobody, unless a key is given."""
+    return Turn(name, name if key is None else key, tokens, steps_left, priority=priority)
+
+
+def scheduler(*turns: Turn, max_wait_steps: int = 100, max_batch: int = 8) -> StepScheduler:
+    made = StepScheduler(max_wait_steps=max_wait_steps, max_batch=max_batch)
+    for each in turns:
+        made.add(each)
+    return made
+
+
+def step(of: StepScheduler, *, seconds: float = 1.0, now_s: float = 0.0) -> list[str]:
+    """Who was in the next step; those that are done leave."""
+    batch = of.next_batch(now_s)
+    if batch:
+        of.done(batch, seconds)
+    for each in batch:
+        if not each.steps_left:
+            of.remove(each)
+    return [each.request_id for each in batch]
+
+
+def test_nobody_waits_and_no_step_is_made() -> None:
+    assert scheduler().next_batch(0.0) == []
+
+
+def test_the_shortest_goes_first() -> None:
+    of = scheduler(turn("long", 50), turn("short", 2))
+    assert [step(of) for _ in range(3)] == [["short"], ["short"], ["long"]]
+
+
+def test_the_first_to_come_goes_first_among_equals() -> None:
+    assert step(scheduler(turn("first"), turn("second"))) == ["first"]
+
+
+def test_priority_goes_before_length() -> None:
+    assert step(scheduler(turn("short", 1), turn("urgent", 50, priority=1))) == ["urgent"]
+
+
+def test_a_deadline_that_is_near_goes_before_priority() -> None:
+    due, urgent = turn("due", 5), turn("urgent", 5, priority=9)
+    due.deadline_s = 100.0
+    of = scheduler(due, urgent)
+    assert step(of, now_s=0.0) == ["urgent"]
+    assert step(of, now_s=90.0) == ["urgent"]
+    assert step(of, now_s=95.0) == ["due"]
+
+
+def test_one_that_has_left_is_in_no_step() -> None:
+    gone, stays = turn("gone", 1), turn("stays")
+    of = scheduler(gone, stays)
+    of.remove(gone)
+    of.remove(gone)
+    assert step(of) == ["stays"]
+
+
+def test_a_long_one_beside_short_ones_gets_its_steps() -> None:
+    of = scheduler(turn("long", 50), max_wait_steps=4)
+    steps = list[str]()
+    for number in range(10):
+        of.add(turn(f"short {number}", 3))
+        steps += [name for _ in range(3) for name in step(of)]
+    assert steps.count("long") == 6
+
+
+@given(
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 40), st.integers(1, 12), st.integers(-2, 2), st.integers(0, 3), st.integers(1, 200)),
+        min_size=1,
+        max_size=12,
+    ),
+    max_wait_steps=st.integers(0, 10),
+    max_batch=st.integers(1, 4),
+)
+def test_nobody_waits_longer_than_is_allowed_and_everybody_ends(
+    arrivals: list[tuple[int, int, int, int, int]], max_wait_steps: int, max_batch: int
+) -> None:
+    of = scheduler(max_wait_steps=max_wait_steps, max_batch=max_batch)
+    coming = sorted(enumerate(arrivals), key=lambda each: each[1][0])
+    waits: dict[str, int] = {}
+    at, ended, steps = 0, 0, sum(steps for _, steps, *_ in arrivals)
+    while ended < len(arrivals):
+        while coming and coming[0][1][0] <= at:
+            number, (_, steps_left, priority, key, tokens) = coming.pop(0)
+            of.add(turn(str(number), steps_left, key=key, priority=priority, tokens=tokens))
+            waits[str(number)] = 0
+        done = step(of, now_s=at)
+        assert not waits or done
+        waits = {name: 0 if name in done else waited + 1 for name, waited in waits.items()}
+        assert max(waits.values(), default=0) <= max_wait_steps + len(arrivals)
+        for name in done:
+            arrivals[int(name)] = (0, arrivals[int(name)][1] - 1, 0, 0, 0)
+            if not arrivals[int(name)][1]:
+                del waits[name]
+                ended += 1
+        at += 1
+        assert at <= 41 + steps
+
+
+def test_those_with_the_same_key_share_a_step() -> None:
+    of = scheduler(turn("a", 4, key="k"), turn("b", 5, key="k"), turn("other", 6, key="l"))
+    for _ in range(2):
+        assert step(of) == ["a"]
+    assert step(of) == ["a", "b"]
+
+
+def test_one_many_times_as_large_fills_up_nobody_elses_forward() -> None:
+    of = scheduler(turn("small", 90, key="k", tokens=16), turn("large", 99, key="k", tokens=1024), max_batch=2)
+    assert [step(of) for _ in range(20)] == [["small"]] * 20
+
+
+def cost(fixed: float, each: float, *, upto: int = 8) -> list[int]:
+    """The sizes that are chosen one after the other where a step of n rows takes `fixed + n * each` seconds."""
+    sizes, chosen = BatchSizes(upto), list[int]()
+    for _ in range(60):
+        chosen.append(sizes.size("k", upto))
+        sizes.note("k", chosen[-1], fixed + chosen[-1] * each)
+    return chosen
+
+
+def test_rows_share_a_forward_where_that_makes_each_cheaper() -> None:
+    assert cost(1.0, 0.1)[-1] == 8
+
+
+def test_rows_go_one_by_one_where_sharing_saves_nothing() -> None:
+    chosen = cost(0.001, 1.0)
+    assert chosen[-1] == 1
+    assert set(chosen) == set(range(1, 9))
+
+
+def test_one_slow_step_decides_nothing() -> None:
+    sizes = BatchSizes(2)
+    sizes.note("k", 1, 1.0)
+    sizes.note("k", 2, 50.0)
+    for _ in range(6):
+        size = sizes.size("k", 2)
+        sizes.note("k", size, 1.0 if size == 1 else 1.1)
+    assert sizes.size("k", 2) == 2
+
+
+@pytest.mark.parametrize(("available", "at_most"), [(1, 1), (3, 3), (9, 4)])
+def test_no_more_rows_than_are_there_or_allowed(available: int, at_most: int) -> None:
+    sizes = BatchSizes(4)
+    for _ in range(40):
+        size = sizes.size("k", available)
+        assert 1 <= size <= at_most
+        sizes.note("k", size, 1.0)
+    assert sizes.size("k", available) == at_most
+
+
+def test_what_was_measured_of_many_kinds_of_requests_is_forgotten_in_time() -> None:
+    sizes = BatchSizes(2)
+    for number in range(5000):
+        sizes.note(number, 1, 1.0)
+    assert len(sizes) <= 1024
+
+
+def test_the_work_that_is_left_is_told_in_seconds() -> None:
+    of = scheduler(turn("a", 4), turn("b", 6))
+    assert of.work_s() == 0
+    step(of, seconds=0.5)
+    assert of.work_s() == pytest.approx(0.5 * 9)
