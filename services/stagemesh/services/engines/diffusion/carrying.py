@@ -14,6 +14,7 @@ from stagemesh.connectors.tensors import Array
 from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
 from stagemesh.services.engines.diffusion.packing import Tree, pack, unpack
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+from stagemesh.services.engines.diffusion.step_caches import StepCaches
 
 diffusers: Any = _diffusers
 
@@ -63,6 +64,8 @@ class Carrier:
                 "kinds": state.values.kwargs_mapping,
                 "loop": state.loop.as_dict() if state.loop is not None else None,
                 "scheduler": _attributes(state.scheduler),
+                "step_cache": repr(self._caches.options) if self._caches is not None else None,
+                "kept": self._caches.kept(state.request_id) if self._caches is not None else [],
             },
         )
 
@@ -75,6 +78,7 @@ class Carrier:
                 ("total_steps", inputs.num_inference_steps),
                 ("guidance_scale", inputs.guidance_scale),
                 ("adapter", inputs.adapter),
+                ("step_cache", repr(self._caches.options) if self._caches is not None else None),
             ):
                 if tree[name] != expected:
                     raise InvalidChunkError(
@@ -86,12 +90,18 @@ class Carrier:
             state.values = PipelineState(values=tree["values"], kwargs_mapping=tree["kinds"])
             state.loop = BlockState(**tree["loop"])
             state.scheduler = self._scheduler(tree["scheduler"])
+            if self._caches is not None:
+                self._caches.restore(request_id, tree["kept"], self._pipeline.device)
         except (KeyError, TypeError) as exc:
             raise InvalidChunkError(f"the state lacks {exc}; it was not packed by this version") from exc
         self._pipeline.adopt(state)
         return state
 
     # -- inner workings
+
+    @property
+    def _caches(self) -> StepCaches | None:
+        return self._pipeline.forwarding.caches
 
     def _pack(self, kind: str, tree: dict[str, Tree]) -> Array:
         return pack(tree, kind=kind, model=self._model)

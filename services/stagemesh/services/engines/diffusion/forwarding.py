@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,26 +11,29 @@ from stagemesh.services.engines.diffusion.forwards import Answer, Call, joined, 
 from stagemesh.services.engines.diffusion.mixed_rows import MixedRows
 from stagemesh.services.engines.diffusion.packing import tensors_of
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
+from stagemesh.services.engines.diffusion.step_caches import StepCaches
 
 
 class Forwarding:
     """A transformer's forwards, for one request or for several."""
 
     def __init__(self, family: Family, model: Any) -> None:
-        self.keeps_contexts = False
-        """Whether the model keeps something from step to step (`step_caches`); its rows then go one by one."""
-        self._family, self._model = family, model
+        self.caches: StepCaches | None = None
+        """What the model keeps from step to step; its requests then go one by one."""
+        self._family, self.model = family, model
         self._mixed = MixedRows(model) if family.mixed_lengths and model is not None and not model.zero_cond_t else None
 
-    def alone(self, request_id: str) -> Callable[[Mapping[str, Any]], Answer]:
+    def alone(self, state: DiffusionRequestState) -> Callable[[Mapping[str, Any]], Answer]:
         """For the blocks of one request: its calls as they come."""
         branch = 0
 
         def forward(inputs: Mapping[str, Any]) -> Answer:
             nonlocal branch
-            with self._context(f"{request_id}/{branch}"):
+            if self.caches is None:
+                return self.model(**inputs)
+            with self.caches.context(f"{state.request_id}/{branch}", total_steps=state.total_steps):
                 branch += 1
-                return self._model(**inputs)
+                return self.model(**inputs)
 
         return forward
 
@@ -51,7 +53,7 @@ class Forwarding:
 
     def batch_key(self, state: DiffusionRequestState) -> tuple[object, ...]:
         """Of requests whose calls can share a forward."""
-        if self.keeps_contexts:
+        if self.caches is not None:
             return (state.request_id,)
         if self._mixed is not None:
             return ()
@@ -65,8 +67,6 @@ class Forwarding:
         return calls[::-1] if self._family.joint_guidance == "negative first" else calls
 
     def _group(self, call: Call) -> object:
-        if self.keeps_contexts:
-            return call
         if self._mixed is not None:
             return None if self._mixed.can_join(call) else call
         # A pipeline that denoises both branches in one forward takes them as they are.
@@ -74,14 +74,10 @@ class Forwarding:
 
     def _forward(self, group: Sequence[Call]) -> list[Answer]:
         if len(group) == 1:
-            with self._context(group[0].context):
-                return [self._model(**group[0].inputs)]
+            return [self.model(**group[0].inputs)]
         if self._mixed is not None:
             return self._mixed.forward(group)
-        return split(self._model(**joined(group, shared=self._family.shared_inputs)), len(group))
-
-    def _context(self, name: str) -> Any:
-        return self._model.cache_context(name) if self.keeps_contexts else nullcontext()
+        return split(self.model(**joined(group, shared=self._family.shared_inputs)), len(group))
 
 
 def activation_bytes(model: Any, tokens: int) -> int:

@@ -96,8 +96,8 @@ class ModularStepPipeline:
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[DiffusionRequestState]) -> list[torch.Tensor]:
         """See `StepPipeline`."""
-        if len(batch) == 1 and not self._jointly(batch[0]):
-            return [self._denoise(batch[0], self.forwarding.alone(batch[0].request_id))]
+        if self.forwarding.caches is not None or (len(batch) == 1 and not self._jointly(batch[0])):
+            return [self._denoise(state, self.forwarding.alone(state)) for state in batch]
         recorded: list[list[Call]] = []
         for state in batch:
             recorder = Recorder(state.request_id)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
+from stagemesh.services.engines.diffusion.step_cache_options import StepCacheOptions
 from stagemesh.services.engines.options import parse_options
 
 Part = Literal["all", "encode", "denoise", "decode"]
@@ -48,6 +49,8 @@ class DiffusionOptions:
     """Steps between two intermediate pictures, or latents on the edge to the decoder; 0 for none."""
     prompt_cache_bytes: int = 256 << 20
     """What the embeddings of prompts that may come again may take; 0 to encode each anew."""
+    step_cache: StepCacheOptions | None = None
+    """What of a step is taken from the one before: faster, and another picture. None to compute all."""
 
     def __post_init__(self) -> None:
         for name in (

@@ -15,6 +15,7 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.sizes import footprint
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+from stagemesh.services.engines.diffusion.step_caches import StepCaches
 
 
 class DiffusionRunner:
@@ -31,6 +32,9 @@ class DiffusionRunner:
             prompt_cache=self.prompt_cache,
         )
         self.carrier = Carrier(self.pipeline, folder)
+        forwarding = self.pipeline.forwarding
+        if options.step_cache is not None and forwarding.model is not None:
+            forwarding.caches = StepCaches(forwarding.model, options.step_cache)
 
     def prepare(self, state: DiffusionRequestState) -> None:
         """Everything before the first step."""
@@ -77,6 +81,12 @@ class DiffusionRunner:
                 raise error
             yield None
         yield self.decode(state)
+        self.forget(state)
+
+    def forget(self, state: DiffusionRequestState) -> None:
+        """Frees what the model keeps of a request."""
+        if self.pipeline.forwarding.caches is not None:
+            self.pipeline.forwarding.caches.forget(state.request_id)
 
     def footprint(self, inputs: DiffusionInputs) -> Footprint:
         """What a request will take."""

@@ -113,7 +113,9 @@ class DiffusionWorker:
 
     def drop(self, name: str) -> None:
         """Forgets a request; nothing if it is not known."""
-        self._states.pop(name, None)
+        state = self._states.pop(name, None)
+        if state is not None:
+            self.runner.forget(state)
 
     def clear_prompt_cache(self) -> None:
         """Forgets the prompts of earlier requests."""
