@@ -21,9 +21,19 @@ Tree: TypeAlias = Any
 
 VERSION = 1
 _DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
+_FOREIGN = (
+    SafetensorError,
+    ArithmeticError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What reading a file raises that `pack` has not made; a RecursionError is a RuntimeError."""
 
 
 def pack(tree: Mapping[str, Tree], *, kind: str, model: str) -> Array:
@@ -42,7 +52,7 @@ def unpack(packed: Array, *, kind: str, model: str, device: torch.device) -> dic
     """
     try:
         head, tensors = _read(packed)
-    except (SafetensorError, ValueError, KeyError, TypeError) as exc:
+    except _FOREIGN as exc:
         raise InvalidChunkError(f"{packed.nbytes} bytes of {kind} cannot be read: {exc}") from exc
     for name, expected in (("version", VERSION), ("kind", kind), ("model", model)):
         if head.get(name) != expected:
@@ -52,8 +62,9 @@ def unpack(packed: Array, *, kind: str, model: str, device: torch.device) -> dic
             )
     try:
         restorer = _Restorer(tensors, device, all_on_cpu=head["all_on_cpu"])
-        return cast("dict[str, Tree]", restorer.restored(head["tree"]))
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as exc:
+        restored = restorer.restored({"dict": head["tree"]["dict"]})
+        return cast("dict[str, Tree]", restored)
+    except _FOREIGN as exc:
         raise InvalidChunkError(f"{kind} holds what was never packed: {exc!r}") from exc
 
 
@@ -93,7 +104,8 @@ class _Packer:
             case torch.Generator():
                 return {"generator": self._tensor(value.get_state()), "device": value.device.type}
             case tuple() | list():
-                return {type(found).__name__: [self.outline(each) for each in found]}
+                kind = "tuple" if isinstance(found, tuple) else "list"
+                return {kind: [self.outline(each) for each in found]}
             case Mapping():
                 return {"dict": [[name, self.outline(each)] for name, each in found.items()]}
             case _:
@@ -112,8 +124,10 @@ def _read(packed: Array) -> tuple[dict[str, Any], list[torch.Tensor]]:
     data = packed.tobytes()
     length = int.from_bytes(data[:8], "little")
     head = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["stagemesh"])
+    if not isinstance(head, dict):
+        raise TypeError("its head is no table")
     tensors = load(data)
-    return head, [tensors[str(i)] for i in range(len(tensors))]
+    return cast("dict[str, Any]", head), [tensors[str(i)] for i in range(len(tensors))]
 
 
 class _Restorer:
@@ -124,8 +138,9 @@ class _Restorer:
         if not isinstance(outline, dict):
             return outline
         fields = cast("dict[str, Any]", outline)
-        kind: str = next(iter(fields))
-        value: Any = fields[kind]
+        # Beside a kind there may be what else is to be known of the value.
+        kind: str = next(iter(fields), "nothing")
+        value: Any = fields.get(kind)
         match kind:
             case "tensor":
                 tensor = self._tensors[int(value)]
