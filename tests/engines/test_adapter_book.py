@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from stagemesh.connectors.errors import ExistsError, NotFoundError, NotReadyError, OverloadedError
-from stagemesh.services.engines.vllm.adapter_book import AdapterBook, Entry
+from stagemesh.services.engines.adapter_book import AdapterBook, Entry
 
 
 def make_book(*names: str, slots: int = 2, room: int = 4) -> AdapterBook:

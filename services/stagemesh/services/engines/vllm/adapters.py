@@ -2,22 +2,26 @@
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from stagemesh.connectors.errors import InvalidRequestError, NotFoundError, NotReadyError
+from stagemesh.connectors.errors import InvalidRequestError
 from stagemesh.services.engines.abilities import Adapter
-from stagemesh.services.engines.vllm.adapter_book import AdapterBook, Entry
-from stagemesh.services.engines.vllm.adapter_files import AdapterFiles, Sizes, read_adapter
+from stagemesh.services.engines.adapter_book import (
+    AdapterBook,
+    Entry,
+    check_name,
+    check_rank,
+    disabled,
+    unknown_where_disabled,
+)
+from stagemesh.services.engines.adapter_files import AdapterFiles, Sizes, read_adapter
 from stagemesh.services.engines.vllm.core_calls import CoreRefusalError, core_call, to_the_end, worker_call
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
-
-_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 _log = logging.getLogger(__name__)
 
@@ -43,11 +47,7 @@ class Adapters:
         if name is None:
             yield None
         elif self._book is None:
-            raise NotFoundError(
-                f"stage {self._stage} has no adapter {name!r}: it was started without the option enable_lora",
-                reason="UNKNOWN_ADAPTER",
-                metadata={"adapter": name},
-            )
+            raise unknown_where_disabled(self._stage, name)
         else:
             async with self._book.using(name) as entry:
                 yield _request(entry)
@@ -55,11 +55,7 @@ class Adapters:
     async def load(self, name: str, path: str) -> Adapter:
         """See `AdapterControl`."""
         book = self._enabled()
-        if not _NAME.fullmatch(name):
-            raise InvalidRequestError(
-                f"an adapter's name is {name[:140]!r}; it must be 1 to 128 letters, digits, '.', '_', ':', '-' or '/'",
-                reason="INVALID_ADAPTER",
-            )
+        check_name(name)
         async with self._lock:
             self._check_awake()
             entry = book.loaded(name, path)
@@ -99,19 +95,11 @@ class Adapters:
 
     def _enabled(self) -> AdapterBook:
         if self._book is None:
-            raise NotReadyError(
-                f"stage {self._stage} takes no adapters; start it with the option enable_lora",
-                reason="ADAPTERS_DISABLED",
-            )
+            raise disabled(self._stage)
         return self._book
 
     async def _load(self, book: AdapterBook, entry: Entry, files: AdapterFiles) -> Entry:
-        if files.rank > self._max_rank:
-            raise InvalidRequestError(
-                f"adapter {entry.name!r} has rank {files.rank}; stage {self._stage} takes {self._max_rank} at most, "
-                "its option max_lora_rank",
-                reason="INVALID_ADAPTER",
-            )
+        check_rank(entry.name, files.rank, most=self._max_rank, stage=self._stage)
         files.check(await self._targets(files))
         try:
             await core_call(self._llm, self._llm.add_lora(_request(entry)))

@@ -1,12 +1,55 @@
-"""Which adapters an engine has, who uses them, and who must wait for a slot. Knows nothing of vLLM."""
+"""Which adapters an engine has, who uses them, and who must wait for a slot. Knows nothing of any engine."""
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from stagemesh.connectors.errors import ExistsError, NotFoundError, NotReadyError, OverloadedError
+from stagemesh.connectors.errors import (
+    ExistsError,
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    OverloadedError,
+)
 from stagemesh.services.engines.abilities import Adapter
+
+_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+
+
+def check_name(name: str) -> None:
+    """Raises InvalidRequestError for what an adapter cannot be called."""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"an adapter's name is {name[:140]!r}; it must be 1 to 128 letters, digits, '.', '_', ':', '-' or '/'",
+            reason="INVALID_ADAPTER",
+        )
+
+
+def disabled(stage: str) -> NotReadyError:
+    """For a stage that was started without adapters."""
+    return NotReadyError(
+        f"stage {stage} takes no adapters; start it with the option enable_lora", reason="ADAPTERS_DISABLED"
+    )
+
+
+def unknown_where_disabled(stage: str, name: str) -> NotFoundError:
+    """The same, for a task that names one."""
+    return NotFoundError(
+        f"stage {stage} has no adapter {name!r}: it was started without the option enable_lora",
+        reason="UNKNOWN_ADAPTER",
+        metadata={"adapter": name},
+    )
+
+
+def check_rank(name: str, rank: int, *, most: int, stage: str) -> None:
+    """Raises InvalidRequestError for an adapter that is larger than a stage takes."""
+    if rank > most:
+        raise InvalidRequestError(
+            f"adapter {name!r} has rank {rank}; stage {stage} takes {most} at most, its option max_lora_rank",
+            reason="INVALID_ADAPTER",
+        )
 
 
 @dataclass
@@ -34,7 +77,7 @@ class Entry:
 
 @dataclass
 class AdapterBook:
-    """Keeps vLLM's limits, which it does not all check itself.
+    """Keeps an engine's limits, which vLLM does not all check itself.
 
     A step may use `slots` different adapters. vLLM's scheduler counts them, but takes a pinned one for one that gives
     way, and a step that needs its slot kills the engine. So as long as one is pinned, tasks enter here, as many
@@ -45,6 +88,8 @@ class AdapterBook:
     stage: str
     slots: int
     room: int
+    room_option: str = "max_cpu_loras"
+    """What the option is called that sets `room`."""
     _entries: dict[str, Entry] = field(default_factory=dict[str, Entry])
     _last_number: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -176,7 +221,11 @@ class AdapterBook:
 
     def _check_room(self, name: str) -> None:
         if len(self._entries) >= self.room or not self._free_slots:
-            limit = f"{self.room} adapters, its max_cpu_loras" if self._free_slots else "a pinned adapter in every slot"
+            limit = (
+                f"{self.room} adapters, its {self.room_option}"
+                if self._free_slots
+                else "a pinned adapter in every slot"
+            )
             raise OverloadedError(
                 f"stage {self.stage} holds {limit} ({', '.join(sorted(self._entries))}); unload one before {name!r}",
                 reason="ADAPTERS_FULL",
