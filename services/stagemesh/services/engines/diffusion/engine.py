@@ -27,7 +27,7 @@ from stagemesh.services.engines.base import (
 )
 from stagemesh.services.engines.diffusion import CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
 from stagemesh.services.engines.diffusion.admission import Admission, Footprint
-from stagemesh.services.engines.diffusion.executor import Executor, ThreadExecutor
+from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.step_scheduler import StepScheduler, Turn
 from stagemesh.services.engines.options import request_options
@@ -55,7 +55,7 @@ class DiffusionEngine(Resumable, Pausable):
         self._stage = config.stage
         self._options = options = stage_options(config.options, stage=config.stage)
         self._signature = signature_of(options)
-        self._executor: Executor = ThreadExecutor(Path(config.model), options)
+        self._executor: Executor = make_executor(Path(config.model), options)
         self._scheduler = StepScheduler(max_wait_steps=options.max_wait_steps, max_batch=options.max_batch)
         self._admission = Admission(max_running=options.max_running, memory_bytes=0)
         self._facts: ModelFacts | None = None

@@ -28,6 +28,15 @@ class Executor(Protocol):
         """Shuts the worker down. Closing twice is harmless."""
 
 
+def make_executor(folder: Path, options: DiffusionOptions) -> Executor:
+    """One for as many workers as the options ask for."""
+    if options.parallel.ranks == 1:
+        return ThreadExecutor(folder, options)
+    from stagemesh.services.engines.diffusion.process_executor import ProcessExecutor
+
+    return ProcessExecutor(folder, options)
+
+
 class ThreadExecutor:
     """See `Executor`. One worker, in this process."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from stagemesh.services.engines.diffusion.branches import Branches
 from stagemesh.services.engines.diffusion.families import Family
 from stagemesh.services.engines.diffusion.forwards import Answer, Call, joined, shape_of, split
 from stagemesh.services.engines.diffusion.mixed_rows import MixedRows
@@ -20,6 +21,8 @@ class Forwarding:
     def __init__(self, family: Family, model: Any) -> None:
         self.caches: StepCaches | None = None
         """What the model keeps from step to step; its requests then go one by one."""
+        self.branches: Branches | None = None
+        """Other processes that compute some of the calls; None to compute all here."""
         self._family, self.model = family, model
         self._mixed = MixedRows(model) if family.mixed_lengths and model is not None and not model.zero_cond_t else None
 
@@ -41,15 +44,13 @@ class Forwarding:
         self, states: Sequence[DiffusionRequestState], recorded: Sequence[Sequence[Call]]
     ) -> dict[Call, Answer]:
         """The answers to the calls that each request's blocks have made."""
-        groups: dict[object, list[Call]] = defaultdict(list)
-        for state, calls in zip(states, recorded, strict=True):
-            key = self.batch_key(state)
-            for call in self._ordered(calls):
-                groups[key, self._group(call)].append(call)
-        answers: dict[Call, Answer] = {}
-        for group in groups.values():
-            answers |= zip(group, self._forward(group), strict=True)
-        return answers
+        if self.branches is None:
+            return self._answers(states, recorded)
+        return self.branches.answers(recorded, lambda own: self._answers(states, own))
+
+    def stop_mixing(self) -> None:
+        """Rows of different lengths go in forwards of their own from now on."""
+        self._mixed = None
 
     def batch_key(self, state: DiffusionRequestState) -> tuple[object, ...]:
         """Of requests whose calls can share a forward."""
@@ -62,6 +63,19 @@ class Forwarding:
         return (size, tuple(tuple(tensor.shape) for tensor in tensors_of(fields)))
 
     # -- inner workings
+
+    def _answers(
+        self, states: Sequence[DiffusionRequestState], recorded: Sequence[Sequence[Call]]
+    ) -> dict[Call, Answer]:
+        groups: dict[object, list[Call]] = defaultdict(list)
+        for state, calls in zip(states, recorded, strict=True):
+            key = self.batch_key(state)
+            for call in self._ordered(calls):
+                groups[key, self._group(call)].append(call)
+        answers: dict[Call, Answer] = {}
+        for group in groups.values():
+            answers |= zip(group, self._forward(group), strict=True)
+        return answers
 
     def _ordered(self, calls: Sequence[Call]) -> Sequence[Call]:
         return calls[::-1] if self._family.joint_guidance == "negative first" else calls

@@ -6,6 +6,7 @@ stand-in that notes what they ask for, then against one that answers with their 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Signature
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -27,14 +28,30 @@ class Call:
 class Transformer:
     """Stands in for a model where blocks see it: its calls go to `forward`, all else is the model's own."""
 
-    def __init__(self, model: Any, forward: Callable[[Mapping[str, Any]], Answer]) -> None:
-        self._model, self._forward = model, forward
+    def __init__(self, model: Any, signature: Signature, forward: Callable[[Mapping[str, Any]], Answer]) -> None:
+        """`signature` is that of the model's `forward`, which blocks ask for at every step."""
+        self._model, self._signature, self._forward = model, signature, forward
 
     def __call__(self, **inputs: Any) -> Answer:
         return self._forward(inputs)
 
+    @property
+    def forward(self) -> Any:
+        """What blocks look at, and do not call."""
+        return _Described(self._signature)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+class _Described:
+    """A callable whose signature need not be worked out."""
+
+    def __init__(self, signature: Signature) -> None:
+        self.__signature__ = signature
+
+    def __call__(self) -> None:
+        raise NotImplementedError
 
 
 class Recorder:
@@ -46,7 +63,7 @@ class Recorder:
 
     def __call__(self, inputs: Mapping[str, Any]) -> Answer:
         self.calls.append(Call(inputs, f"{self._context}/{len(self.calls)}"))
-        return (_nothing(inputs["x"] if "x" in inputs else inputs["hidden_states"]),)
+        return blank_answer(inputs)
 
 
 class Player:
@@ -57,6 +74,11 @@ class Player:
 
     def __call__(self, _inputs: Mapping[str, Any]) -> Answer:
         return next(self._answers)
+
+
+def blank_answer(inputs: Mapping[str, Any]) -> Answer:
+    """No noise at all, in the shape of a call's answer."""
+    return (_nothing(inputs["x"] if "x" in inputs else inputs["hidden_states"]),)
 
 
 def shape_of(call: Call) -> tuple[object, ...]:

@@ -6,6 +6,7 @@ a guider of its own, and a stand-in for the transformer.
 """
 
 import copy
+import inspect
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -82,6 +83,9 @@ class ModularStepPipeline:
         self.components.to(self.device)
         self.forwarding = Forwarding(self.family, getattr(self.components, "transformer", None))
         self._prompt_cache = prompt_cache or PromptCache(0)
+        self._signature = inspect.signature(self.components.transformer.forward) if "denoise" in self.parts else None
+        # diffusers works them out anew each time that they are asked for.
+        self._inputs = list(self.components.blocks.inputs)
         self._flow = self._flow_of(chosen_blocks, whole=blocks)
 
     @torch.no_grad()
@@ -96,7 +100,8 @@ class ModularStepPipeline:
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[DiffusionRequestState]) -> list[torch.Tensor]:
         """See `StepPipeline`."""
-        if self.forwarding.caches is not None or (len(batch) == 1 and not self._jointly(batch[0])):
+        single = len(batch) == 1 and self.forwarding.branches is None and not self._jointly(batch[0])
+        if single or self.forwarding.caches is not None:
             return [self._denoise(state, self.forwarding.alone(state)) for state in batch]
         recorded: list[list[Call]] = []
         for state in batch:
@@ -143,7 +148,7 @@ class ModularStepPipeline:
         """Makes a request, which may have been begun elsewhere, one of this pipeline."""
         state.guider = self._guider(state.inputs.guidance_scale)
         given = _given(state.inputs)
-        for param in self.components.blocks.inputs:
+        for param in self._inputs:
             if param.name is not None and state.values.get(param.name) is None:
                 state.values.set(param.name, given.get(param.name, param.default), param.kwargs_type)
 
@@ -202,6 +207,10 @@ class ModularStepPipeline:
         state.loop = loop = self._flow.loop.get_block_state(state.values)
         # Blocks of a step read these; the loop's own `__call__` would have set them.
         loop.num_warmup_steps, loop.additional_cond_kwargs = 0, {}
+        for name in self.family.masks:
+            # As the pipeline's own `__call__`: attention without a mask is faster, and what it makes is the same.
+            if (mask := loop[name]) is not None and mask.all():
+                loop[name] = None
         state.total_steps = len(loop.timesteps)
 
     def _jointly(self, state: DiffusionRequestState) -> bool:
@@ -209,7 +218,7 @@ class ModularStepPipeline:
 
     def _denoise(self, state: DiffusionRequestState, forward: Any) -> torch.Tensor:
         view = self._view(state)
-        view.transformer = Transformer(self.components.transformer, forward)
+        view.transformer = Transformer(self.components.transformer, self._signature, forward)
         noise: torch.Tensor = self._run_step(self._flow.denoise, state, view)["noise_pred"]
         return noise
 

@@ -1,11 +1,12 @@
 """What a diffusion stage's `options` hold. Imports nothing of torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import JsonValue
 
+from stagemesh.services.engines.diffusion.parallel_options import ParallelOptions
 from stagemesh.services.engines.diffusion.step_cache_options import StepCacheOptions
 from stagemesh.services.engines.options import parse_options
 
@@ -51,6 +52,8 @@ class DiffusionOptions:
     """What the embeddings of prompts that may come again may take; 0 to encode each anew."""
     step_cache: StepCacheOptions | None = None
     """What of a step is taken from the one before: faster, and another picture. None to compute all."""
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    """The processes that denoise together."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -74,6 +77,16 @@ class DiffusionOptions:
         ):
             if not 1 <= getattr(self, name) <= limit:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be from 1 to {limit}")
+        self._check_parallel()
+
+    def _check_parallel(self) -> None:
+        if self.parallel.ranks > 1 and self.part not in {"all", "denoise"}:
+            raise ValueError(f"parallel is for stages that denoise; this is the part {self.part}: leave it out")
+        if self.step_cache is not None and (self.parallel.cfg > 1 or self.parallel.ulysses > 1):
+            raise ValueError(
+                "step_cache stands beside parallel.cfg or parallel.ulysses; each rank would decide by its own part of "
+                "a step: leave one of them out"
+            )
 
 
 def stage_options(options: Mapping[str, JsonValue], *, stage: str = "") -> DiffusionOptions:

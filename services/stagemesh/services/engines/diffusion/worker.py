@@ -4,17 +4,20 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from stagemesh.connectors.errors import NotReadyError, StagemeshError
 from stagemesh.connectors.tensors import Array
 from stagemesh.services.engines.diffusion.admission import Footprint
+from stagemesh.services.engines.diffusion.devices import device_of
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.prompt_cache import PromptCacheFigures
 from stagemesh.services.engines.diffusion.runner import DiffusionRunner
 from stagemesh.services.engines.diffusion.sizes import free_bytes, image_tokens
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+
+if TYPE_CHECKING:
+    from stagemesh.services.engines.diffusion.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,17 @@ class Begun:
 class DiffusionWorker:
     """Requests are known by their names; everything that goes in and out is numbers, texts and arrays."""
 
-    def __init__(self, folder: Path, options: DiffusionOptions) -> None:
-        self._folder, self._options = folder, options
-        self._device = _device(options)
+    def __init__(self, folder: Path, options: DiffusionOptions, *, ranks: "Ranks | None" = None) -> None:
+        self._folder, self._options, self._ranks = folder, options, ranks
+        self._device = ranks.device if ranks is not None else device_of(options)
         self._runner: DiffusionRunner | None = None
         self._states: dict[str, DiffusionRequestState] = {}
 
     def load(self) -> ModelFacts:
         """Loads the model."""
         self._runner = runner = DiffusionRunner(self._folder, self._options, self._device)
+        if self._ranks is not None:
+            self._ranks.spread(runner.pipeline.forwarding)
         family = runner.pipeline.family
         return ModelFacts(family.size_multiple, family.frames_multiple, family.takes_image, free_bytes(self._device))
 
@@ -130,11 +135,3 @@ class DiffusionWorker:
         self._states.clear()
         self._runner = None
         gc.collect()
-
-
-def _device(options: DiffusionOptions) -> torch.device:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise NotReadyError("the stage's option device is cuda, and there is no GPU; set it to cpu or auto")
-    if options.device == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
