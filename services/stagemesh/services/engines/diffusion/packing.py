@@ -104,7 +104,7 @@ class _Packer:
             case torch.Generator():
                 return {"generator": self._tensor(value.get_state()), "device": value.device.type}
             case tuple() | list():
-                kind = "tuple" if isinstance(found, tuple) else "list"
+                kind = "tuple" if isinstance(value, tuple) else "list"
                 return {kind: [self.outline(each) for each in found]}
             case Mapping():
                 return {"dict": [[name, self.outline(each)] for name, each in found.items()]}
