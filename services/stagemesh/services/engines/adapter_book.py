@@ -43,11 +43,11 @@ def unknown_where_disabled(stage: str, name: str) -> NotFoundError:
     )
 
 
-def check_rank(name: str, rank: int, *, most: int, stage: str) -> None:
+def check_rank(name: str, rank: int, *, most: int, taker: str = "the stage") -> None:
     """Raises InvalidRequestError for an adapter that is larger than a stage takes."""
     if rank > most:
         raise InvalidRequestError(
-            f"adapter {name!r} has rank {rank}; stage {stage} takes {most} at most, its option max_lora_rank",
+            f"adapter {name!r} has rank {rank}; {taker} takes {most} at most, its option max_lora_rank",
             reason="INVALID_ADAPTER",
         )
 

@@ -38,6 +38,7 @@ def signature_of(stage: DiffusionOptions) -> Signature:
         options=_denoising_options(stage) if stage.part == "denoise" or whole else _encoding_options(stage),
         negative_prompt=whole or stage.part == "encode",
         media=whole or stage.part == "encode",
+        adapters=stage.enable_lora,
     )
 
 
@@ -53,6 +54,7 @@ def _denoising_options(stage: DiffusionOptions) -> dict[str, OptionSpec]:
         "num_frames": OptionSpec(stage.num_frames, 1, stage.max_frames),
         "num_inference_steps": OptionSpec(stage.num_inference_steps, 1, stage.max_inference_steps),
         "guidance_scale": OptionSpec(stage.guidance_scale, 0, 100),
+        **({"adapter_scale": OptionSpec(1.0, -10, 10)} if stage.enable_lora else {}),
     }
 
 

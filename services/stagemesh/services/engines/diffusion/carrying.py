@@ -60,6 +60,7 @@ class Carrier:
                 "total_steps": state.total_steps,
                 "guidance_scale": state.inputs.guidance_scale,
                 "adapter": state.inputs.adapter,
+                "adapter_scale": state.inputs.adapter_scale,
                 "values": self._values(state, needed),
                 "kinds": state.values.kwargs_mapping,
                 "loop": state.loop.as_dict() if state.loop is not None else None,
@@ -78,6 +79,7 @@ class Carrier:
                 ("total_steps", inputs.num_inference_steps),
                 ("guidance_scale", inputs.guidance_scale),
                 ("adapter", inputs.adapter),
+                ("adapter_scale", inputs.adapter_scale),
                 ("step_cache", repr(self._caches.options) if self._caches is not None else None),
             ):
                 if tree[name] != expected:

@@ -28,6 +28,7 @@ from stagemesh.services.engines.base import (
 from stagemesh.services.engines.diffusion import CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
 from stagemesh.services.engines.diffusion.admission import Admission, Footprint
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
+from stagemesh.services.engines.diffusion.lending import Lender, Lending
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.step_scheduler import StepScheduler, Turn
 from stagemesh.services.engines.options import request_options
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class DiffusionEngine(Resumable, Pausable):
+class DiffusionEngine(Lender, Resumable, Pausable):
     """See `stagemesh.services.engines.base.Engine`.
 
     Models are loaded and used by an executor's worker, one call after the other. Each request waits here for its turn,
@@ -58,6 +59,7 @@ class DiffusionEngine(Resumable, Pausable):
         self._executor: Executor = make_executor(Path(config.model), options)
         self._scheduler = StepScheduler(max_wait_steps=options.max_wait_steps, max_batch=options.max_batch)
         self._admission = Admission(max_running=options.max_running, memory_bytes=0)
+        self._lending = Lending(self._executor, options, stage=config.stage)
         self._facts: ModelFacts | None = None
         self._courses: dict[str, _Course] = {}
         self._wake = asyncio.Event()
@@ -72,6 +74,11 @@ class DiffusionEngine(Resumable, Pausable):
         memory_bytes = self._options.memory_bytes or facts.free_bytes
         self._admission = Admission(max_running=self._options.max_running, memory_bytes=memory_bytes)
         self._serving = asyncio.create_task(self._serve(), name="diffusion steps")
+
+    @property
+    def lending(self) -> Lending:
+        """See `Lender`."""
+        return self._lending
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """See `Engine`."""
@@ -108,7 +115,7 @@ class DiffusionEngine(Resumable, Pausable):
     async def _run(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         inputs = self._inputs(task)
         footprint: Footprint = await self._executor.call("footprint", inputs)
-        async with self._admission.admitted(footprint, priority=task.priority):
+        async with self._lending.using(task.adapter), self._admission.admitted(footprint, priority=task.priority):
             # A new attempt may begin while the last still ends, so the request's id alone is no name.
             name = f"{task.request_id}/{next(self._numbers)}"
             try:

@@ -155,7 +155,7 @@ class ModularStepPipeline:
     def batch_key(self, state: DiffusionRequestState) -> tuple[object, ...]:
         """Requests with the same key can share a forward."""
         guided = state.guider is None or state.guider.num_conditions
-        return (state.inputs.adapter, guided, *self.forwarding.batch_key(state))
+        return (state.inputs.adapter, state.inputs.adapter_scale, guided, *self.forwarding.batch_key(state))
 
     # -- inner workings
 

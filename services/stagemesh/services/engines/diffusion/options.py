@@ -23,6 +23,11 @@ class DiffusionOptions:
     """What the model computes in."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is a GPU where there is one."""
+    enable_lora: bool = False
+    """Whether requests may choose LoRA adapters, which operators load and unload."""
+    max_loras: int = 8
+    """Adapters that may be loaded at once."""
+    max_lora_rank: int = 128
     height: int = 1024
     """Of pictures for which a request asks no other; so are the next four."""
     width: int = 1024
@@ -63,12 +68,16 @@ class DiffusionOptions:
             "max_prompt_characters",
             "max_running",
             "max_batch",
+            "max_loras",
+            "max_lora_rank",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("max_wait_steps", "checkpoint_steps", "preview_steps", "prompt_cache_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if self.enable_lora and self.part in {"encode", "decode"}:
+            raise ValueError(f"enable_lora is for stages that denoise; this is the part {self.part}: leave it out")
         for name, limit in (
             ("height", self.max_side),
             ("width", self.max_side),

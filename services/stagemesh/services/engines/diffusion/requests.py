@@ -34,6 +34,7 @@ def inputs_of(
         image=image,
         guidance_scale=options.get("guidance_scale", stage.guidance_scale),
         adapter=task.adapter,
+        adapter_scale=options.get("adapter_scale", 1.0),
         **numbers,
     )
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
-from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.errors import NotReadyError, StagemeshError
 from stagemesh.connectors.tensors import Array
+from stagemesh.services.engines.diffusion.adapters import ModelAdapters
 from stagemesh.services.engines.diffusion.admission import Footprint
 from stagemesh.services.engines.diffusion.carrying import Carrier
 from stagemesh.services.engines.diffusion.failures import named
@@ -33,6 +34,7 @@ class DiffusionRunner:
         )
         self.carrier = Carrier(self.pipeline, folder)
         forwarding = self.pipeline.forwarding
+        self._adapters = ModelAdapters(forwarding.model, options.max_lora_rank) if options.enable_lora else None
         if options.step_cache is not None and forwarding.model is not None:
             forwarding.caches = StepCaches(forwarding.model, options.step_cache)
 
@@ -49,6 +51,8 @@ class DiffusionRunner:
         Where a forward of several fails, each is tried alone: the one at fault fails alone.
         """
         try:
+            if self._adapters is not None:
+                self._adapters.select(states[0].inputs.adapter, states[0].inputs.adapter_scale)
             noises = self.pipeline.denoise_step(states)
         except Exception as exc:  # noqa: BLE001  # whatever a model raises
             if len(states) == 1:
@@ -82,6 +86,13 @@ class DiffusionRunner:
             yield None
         yield self.decode(state)
         self.forget(state)
+
+    @property
+    def adapters(self) -> ModelAdapters:
+        """The model's LoRA adapters; raises NotReadyError where it was loaded for none."""
+        if self._adapters is None:
+            raise NotReadyError("the stage takes no adapters; start it with the option enable_lora")
+        return self._adapters
 
     def forget(self, state: DiffusionRequestState) -> None:
         """Frees what the model keeps of a request."""

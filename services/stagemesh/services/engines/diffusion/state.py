@@ -25,6 +25,8 @@ class DiffusionInputs:
     """Of a film; for models that make pictures it is 1."""
     adapter: str | None = None
     """The LoRA adapter to denoise with."""
+    adapter_scale: float = 1.0
+    """How much of it."""
 
 
 @dataclass

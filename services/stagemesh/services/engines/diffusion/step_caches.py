@@ -8,7 +8,7 @@ it ends, or packed when it goes on elsewhere.
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import diffusers as _diffusers
 import torch
@@ -139,6 +139,6 @@ def _names(manager: Any, request_id: str) -> list[str]:
 
 def _tree(state: Any) -> Mapping[str, Tree]:
     """Numbers and tensors. The device is another one elsewhere; what the head block had is for one forward alone."""
-    values: dict[str, Tree] = vars(state)
+    values = cast("dict[str, Tree]", vars(state))
     left_out = ("device", "head_block_input", "head_block_output")
     return {name: value for name, value in values.items() if name not in left_out}

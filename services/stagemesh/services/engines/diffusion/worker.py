@@ -122,6 +122,14 @@ class DiffusionWorker:
         if state is not None:
             self.runner.forget(state)
 
+    def load_adapter(self, name: str, path: str) -> int:
+        """See `ModelAdapters.load`."""
+        return self.runner.adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """See `ModelAdapters.unload`."""
+        self.runner.adapters.unload(name)
+
     def clear_prompt_cache(self) -> None:
         """Forgets the prompts of earlier requests."""
         self.runner.prompt_cache.clear()

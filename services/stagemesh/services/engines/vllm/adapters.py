@@ -99,7 +99,7 @@ class Adapters:
         return self._book
 
     async def _load(self, book: AdapterBook, entry: Entry, files: AdapterFiles) -> Entry:
-        check_rank(entry.name, files.rank, most=self._max_rank, stage=self._stage)
+        check_rank(entry.name, files.rank, most=self._max_rank, taker=f"stage {self._stage}")
         files.check(await self._targets(files))
         try:
             await core_call(self._llm, self._llm.add_lora(_request(entry)))

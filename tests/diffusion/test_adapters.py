@@ -1,0 +1,233 @@
+"""LoRA adapters of a diffusion stage: they come and go while it runs, and each request has its own."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+from stagemesh.connectors.errors import (
+    ExistsError,
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    OverloadedError,
+    StagemeshError,
+)
+from stagemesh.services.engines.abilities import Adapter
+from stagemesh.services.engines.base import Emission, Task
+from stagemesh.services.engines.diffusion import signature_of
+from stagemesh.services.engines.diffusion.engine import DiffusionEngine
+from stagemesh.services.engines.diffusion.options import DiffusionOptions
+from tests.diffusion.tiny_calls import Wish, load, picture
+from tests.diffusion.tiny_lora import lora_picture, write_lora
+from tests.diffusion.tiny_pipelines import WRITERS
+from tests.engines.support import collect, packets, stage_config
+
+pytestmark = pytest.mark.timeout(120)
+
+WISH = Wish(steps=3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return WRITERS["qwen-image"](tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    write_lora(folder / "first", model, by="diffusers", seed=1)
+    write_lora(folder / "second", model, by="peft", seed=2)
+    write_lora(folder / "large", model, by="peft", rank=16)
+    return folder
+
+
+@pytest_asyncio.fixture
+async def engine(model: Path) -> AsyncGenerator[DiffusionEngine]:
+    made = DiffusionEngine(stage_config("diffusion", model=str(model), options=options(enable_lora=True)))
+    await made.start(lambda _: None)
+    yield made
+    await made.close()
+
+
+def options(**more: Any) -> dict[str, Any]:
+    lora = {"max_loras": 2, "max_lora_rank": 8} if "enable_lora" in more else {}
+    return {"dtype": "float32", "device": "cpu", "height": 64, "width": 64, **lora, **more}
+
+
+def task(adapter: str | None = None, *, name: str = "r", **more: float) -> Task:
+    asked = {"num_inference_steps": WISH.steps, "guidance_scale": WISH.scale, **more}
+    return Task(
+        name, WISH.seed, prompt=WISH.prompt, negative_prompt=WISH.negative_prompt, adapter=adapter, options=asked
+    )
+
+
+async def made(engine: DiffusionEngine, wanted: Task) -> NDArray[Any]:
+    return packets(await collect(engine.submit(wanted)))[-1].tensors["frames"]
+
+
+async def test_an_adapter_makes_what_diffusers_makes_with_it(
+    engine: DiffusionEngine, model: Path, adapters: Path
+) -> None:
+    await engine.load_adapter("first", str(adapters / "first"))
+    for scale in (1.0, 0.5):
+        expected = lora_picture(model, adapters / "first", WISH, scale=scale)
+        assert np.allclose(await made(engine, task("first", adapter_scale=scale)), expected, atol=1e-5)
+
+
+async def test_a_request_without_an_adapter_gets_the_same_bits(
+    engine: DiffusionEngine, model: Path, adapters: Path
+) -> None:
+    await engine.load_adapter("first", str(adapters / "first"))
+    await made(engine, task("first"))
+    assert torch.equal(torch.tensor(await made(engine, task())), picture("qwen-image", load(model), WISH))
+
+
+async def test_requests_with_different_adapters_take_turns(engine: DiffusionEngine, adapters: Path) -> None:
+    for name in ("first", "second"):
+        await engine.load_adapter(name, str(adapters / name))
+    tasks = [task("first"), task("second", name="s"), task(name="t"), task("first", name="u", adapter_scale=0.25)]
+    alone = [await made(engine, each) for each in tasks]
+    together = await asyncio.gather(*(made(engine, each) for each in tasks))
+    assert all(np.array_equal(*each) for each in zip(alone, together, strict=True))
+    assert len({each.tobytes() for each in alone}) == len(tasks)
+
+
+async def test_adapters_are_listed_with_their_users(engine: DiffusionEngine, adapters: Path) -> None:
+    assert await engine.load_adapter("second", str(adapters / "second")) == Adapter(
+        "second", str(adapters / "second"), rank=4
+    )
+    await engine.load_adapter("first", str(adapters / "first"))
+    await engine.pin_adapter("first")
+    assert [(each.name, each.pinned, each.running) for each in engine.adapters()] == [
+        ("first", True, 0),
+        ("second", False, 0),
+    ]
+
+
+async def test_unloading_waits_for_those_that_use_it(engine: DiffusionEngine, adapters: Path) -> None:
+    await engine.load_adapter("first", str(adapters / "first"))
+    expected = await made(engine, task("first"))
+    async with aclosing(engine.submit(task("first"))) as events:
+        await anext(events)
+        with pytest.raises(NotReadyError, match="used by 1 requests"):
+            await engine.unload_adapter("first", drain=False)
+        unloading = asyncio.create_task(engine.unload_adapter("first", drain=True))
+        frames = [event.packet.tensors["frames"] async for event in events if isinstance(event, Emission)]
+    await unloading
+    assert np.array_equal(frames[-1], expected)
+    assert not engine.adapters()
+    await made(engine, task())
+
+
+async def test_an_adapter_that_is_loaded_again_is_the_same(engine: DiffusionEngine, adapters: Path) -> None:
+    await engine.load_adapter("first", str(adapters / "first"))
+    expected = await made(engine, task("first"))
+    await engine.unload_adapter("first", drain=False)
+    await engine.load_adapter("first", str(adapters / "first"))
+    assert np.array_equal(await made(engine, task("first")), expected)
+
+
+async def test_an_unknown_adapter_fails_its_request_alone(engine: DiffusionEngine, adapters: Path) -> None:
+    await engine.load_adapter("first", str(adapters / "first"))
+    expected = await made(engine, task("first"))
+    other, failed = await asyncio.gather(
+        made(engine, task("first")), made(engine, task("missing")), return_exceptions=True
+    )
+    assert np.array_equal(other, expected)  # type: ignore[arg-type]
+    assert isinstance(failed, NotFoundError)
+    assert "has no adapter 'missing'; loaded: first" in failed.message
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "error"),
+    [
+        (("large", "large"), InvalidRequestError, "rank 16; the stage takes 8 at most, its option max_lora_rank"),
+        (("gone", "gone"), InvalidRequestError, "it must be an absolute path of a folder"),
+        (("a b", "first"), InvalidRequestError, "an adapter's name is 'a b'"),
+        (("known", "second"), ExistsError, "is loaded from"),
+    ],
+)
+async def test_what_cannot_be_loaded_is_refused(
+    engine: DiffusionEngine, adapters: Path, names: tuple[str, str], kind: type[StagemeshError], error: str
+) -> None:
+    name, folder = names
+    await engine.load_adapter("known", str(adapters / "first"))
+    expected = await made(engine, task("known"))
+    with pytest.raises(kind, match=error):
+        await engine.load_adapter(name, str(adapters / folder))
+    assert [each.name for each in engine.adapters()] == ["known"]
+    assert np.array_equal(await made(engine, task("known")), expected)
+
+
+async def test_no_more_are_loaded_than_are_allowed(engine: DiffusionEngine, adapters: Path) -> None:
+    for name in ("one", "two"):
+        await engine.load_adapter(name, str(adapters / "first"))
+    with pytest.raises(OverloadedError, match=r"holds 2 adapters, its max_loras \(one, two\)"):
+        await engine.load_adapter("three", str(adapters / "first"))
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes", "error"),
+    [
+        ("transformer_blocks.0.attn.to_q", (96, 64), "has 96 inputs and 64 outputs there and 64 and 64 in the model"),
+        ("transformer_blocks.7.attn.to_q", (64, 64), "which the model does not have; it belongs to another"),
+    ],
+)
+async def test_an_adapter_of_another_model_is_refused(
+    engine: DiffusionEngine, tmp_path: Path, layer: str, sizes: tuple[int, int], error: str
+) -> None:
+    write_matrices(tmp_path, f"base_model.model.{layer}", sizes)
+    with pytest.raises(InvalidRequestError, match=error):
+        await engine.load_adapter("wrong", str(tmp_path))
+
+
+async def test_an_adapter_of_a_text_encoder_is_refused(engine: DiffusionEngine, tmp_path: Path) -> None:
+    write_matrices(tmp_path, "text_encoder.layers.0.q_proj", (64, 64), file="pytorch_lora_weights.safetensors")
+    with pytest.raises(InvalidRequestError, match="this stage takes adapters of the transformer alone"):
+        await engine.load_adapter("wrong", str(tmp_path))
+
+
+async def test_a_stage_without_adapters_refuses_them(model: Path, adapters: Path) -> None:
+    plain = DiffusionEngine(stage_config("diffusion", model=str(model), options=options()))
+    await plain.start(lambda _: None)
+    try:
+        with pytest.raises(NotReadyError, match="start it with the option enable_lora"):
+            await plain.load_adapter("first", str(adapters / "first"))
+        with pytest.raises(NotFoundError, match="without the option enable_lora"):
+            await made(plain, task("first"))
+        with pytest.raises(InvalidRequestError, match="unknown option 'adapter_scale'"):
+            await made(plain, task(adapter_scale=1.0))
+    finally:
+        await plain.close()
+
+
+def test_a_stage_says_whether_it_takes_adapters() -> None:
+    signature = signature_of(DiffusionOptions(enable_lora=True))
+    assert signature.adapters
+    assert "adapter_scale" in signature.options
+    assert not signature_of(DiffusionOptions()).adapters
+
+
+def test_a_stage_that_does_not_denoise_takes_none() -> None:
+    with pytest.raises(ValueError, match="enable_lora is for stages that denoise; this is the part decode"):
+        DiffusionOptions(part="decode", enable_lora=True)
+
+
+def write_matrices(
+    folder: Path, layer: str, sizes: tuple[int, int], *, file: str = "adapter_model.safetensors"
+) -> None:
+    inputs, outputs = sizes
+    matrices = {"lora_A": torch.zeros(4, inputs), "lora_B": torch.zeros(outputs, 4)}
+    save_file({f"{layer}.{name}.weight": matrix for name, matrix in matrices.items()}, folder / file)
+    if file == "adapter_model.safetensors":
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "target_modules": []}))

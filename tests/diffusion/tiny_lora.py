@@ -1,0 +1,37 @@
+"""Random LoRA adapters for tiny transformers, as PEFT and diffusers write them, and what diffusers makes with them."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+from tests.diffusion.tiny_calls import Wish, diffusers, load, picture
+
+_TARGETS = ["to_q", "to_v", "to_out.0"]
+
+
+def write_lora(folder: Path, model: Path, *, by: Literal["peft", "diffusers"], seed: int = 0, rank: int = 4) -> Path:
+    """An adapter that changes what the tiny Qwen-Image in `model` makes; alpha is twice the rank."""
+    transformer = diffusers.QwenImageTransformer2DModel.from_pretrained(model / "transformer")
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_TARGETS, init_lora_weights=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if by == "peft":
+            get_peft_model(transformer, config).save_pretrained(folder)
+            return folder
+        transformer.add_adapter(config)
+    diffusers.QwenImagePipeline.save_lora_weights(
+        folder,
+        transformer_lora_layers=get_peft_model_state_dict(transformer),
+        transformer_lora_adapter_metadata=transformer.peft_config["default"].to_dict(),
+    )
+    return folder
+
+
+def lora_picture(model: Path, adapter: Path, wish: Wish, *, scale: float = 1.0) -> Any:
+    """What the pipeline's own `__call__` makes with an adapter that diffusers wrote."""
+    pipeline = load(model)
+    pipeline.load_lora_weights(adapter, adapter_name="one")
+    pipeline.set_adapters("one", scale)
+    return picture("qwen-image", pipeline, wish)
