@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from PIL import Image
-
 from examples.digits.prompts import NAMES, prompt
 from examples.digits.reading import read
+from PIL import Image
+
 from stagemesh.client import Client
 from tests.deployment import Deployment, deployed
 

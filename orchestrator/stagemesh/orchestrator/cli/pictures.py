@@ -19,4 +19,5 @@ def as_text(picture: Image) -> RenderableType | None:
     with Pictures.open(io.BytesIO(picture.data)) as opened:
         drawn = opened.convert("RGB")
     drawn.thumbnail((_COLUMNS, 2 * _COLUMNS))
-    return Pixels.from_image(drawn)
+    pixels: RenderableType = Pixels.from_image(drawn)
+    return pixels

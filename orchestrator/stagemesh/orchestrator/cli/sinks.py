@@ -17,7 +17,7 @@ _SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
 class Sinks:
     """Text goes to stdout (unless `quiet`); audio, images and tensors to files named after their outputs in `folder`.
 
-    `audio` is the file for the first audio output, and `image` for the first image output. `files` are those written, by output.
+    `audio` is the file for the first audio output, `image` for the first picture. `files` are those written, by output.
     """
 
     def __init__(self, *, folder: Path | None, audio: Path | None, image: Path | None = None, quiet: bool) -> None:

@@ -19,6 +19,8 @@ class Family:
     """Whether its text encoder's block fails where no guidance asks for the negative prompt."""
     joint_guidance: Literal["negative first", "negative last"] | None = None
     """Where the pipeline's own `__call__` denoises both branches of guidance in one forward, in which order."""
+    masks: tuple[str, ...] = ()
+    """Masks of prompts, which hide nothing where a prompt is alone."""
     shared_inputs: frozenset[str] = frozenset()
     """What its transformer takes once for all rows of a batch."""
     mixed_lengths: bool = False
@@ -31,9 +33,10 @@ class Family:
     """Whether it starts from a picture."""
 
 
+_MASKS = ("prompt_embeds_mask", "negative_prompt_embeds_mask")
 FAMILIES: Mapping[str, Family] = {
-    "QwenImagePipeline": Family("QwenImageAutoBlocks", mixed_lengths=True),
-    "QwenImageEditPipeline": Family("QwenImageEditAutoBlocks", mixed_lengths=True, takes_image=True),
+    "QwenImagePipeline": Family("QwenImageAutoBlocks", mixed_lengths=True, masks=_MASKS),
+    "QwenImageEditPipeline": Family("QwenImageEditAutoBlocks", mixed_lengths=True, masks=_MASKS, takes_image=True),
     "FluxPipeline": Family("FluxAutoBlocks", shared_inputs=frozenset({"img_ids", "txt_ids"})),
     "StableDiffusion3Pipeline": Family("StableDiffusion3AutoBlocks", joint_guidance="negative first"),
     "WanPipeline": Family("WanBlocks", output="videos", frames_multiple=4, encodes_both=True),

@@ -83,9 +83,11 @@ class ModularStepPipeline:
         self.components.to(self.device)
         self.forwarding = Forwarding(self.family, getattr(self.components, "transformer", None))
         self._prompt_cache = prompt_cache or PromptCache(0)
-        self._signature = inspect.signature(self.components.transformer.forward) if "denoise" in self.parts else None
-        # diffusers works them out anew each time that they are asked for.
+        model = getattr(self.components, "transformer", None)
+        self._signature = inspect.signature(model.forward) if model is not None else inspect.Signature()
+        # diffusers works these out anew each time that they are asked for, for every request.
         self._inputs = list(self.components.blocks.inputs)
+        _settle(self.components, _execution_device=self.device)
         self._flow = self._flow_of(chosen_blocks, whole=blocks)
 
     @torch.no_grad()
@@ -144,6 +146,10 @@ class ModularStepPipeline:
             block(self._view(state), ended.values)
         return ended
 
+    def move(self, device: torch.device) -> None:
+        """Moves the weights, and nothing else; steps are made on `self.device` alone."""
+        self.components.to(device)
+
     def adopt(self, state: DiffusionRequestState) -> None:
         """Makes a request, which may have been begun elsewhere, one of this pipeline."""
         state.guider = self._guider(state.inputs.guidance_scale)
@@ -162,7 +168,12 @@ class ModularStepPipeline:
     def _flow_of(self, chosen_blocks: Mapping[str, Mapping[str, Any]], *, whole: Any) -> Flow:
         with_image = {"image": True, "image_latents": True} if self.family.takes_image else {}
         chosen = {
-            part: list(_sequence(blocks, like=whole).get_execution_blocks(prompt="", **with_image).sub_blocks.values())
+            part: [
+                _settled_block(block)
+                for block in _sequence(blocks, like=whole)
+                .get_execution_blocks(prompt="", **with_image)
+                .sub_blocks.values()
+            ]
             for part, blocks in chosen_blocks.items()
         }
         denoise = chosen.get("denoise", [])
@@ -282,6 +293,23 @@ def family_of(folder: Path) -> Family:
             f"{folder} holds a {name}; the diffusion engine knows {', '.join(FAMILIES)}", reason="UNSUPPORTED_MODEL"
         )
     return FAMILIES[name]
+
+
+def _settle(owner: Any, **values: object) -> None:
+    """Has properties of an object be what they are now."""
+    kind: Any = owner.__class__
+    owner.__class__ = type(kind.__name__, (kind,), values)
+
+
+def _settled_block(block: Any) -> Any:
+    """A copy: diffusers has one block for all pipelines, and marks its inputs as it puts blocks together."""
+    settled = copy.copy(block)
+    _settle(
+        settled,
+        inputs=[copy.copy(param) for param in block.inputs],
+        intermediate_outputs=[copy.copy(param) for param in block.intermediate_outputs],
+    )
+    return settled
 
 
 def _sequence(blocks: Mapping[str, Any], *, like: Any) -> Any:
