@@ -532,7 +532,9 @@ Global___GetCacheStatisticsRequest: _TypeAlias = GetCacheStatisticsRequest  # no
 
 @_typing.final
 class GetCacheStatisticsResponse(_message.Message):
-    """GetCacheStatisticsResponse is the key-value cache in figures."""
+    """GetCacheStatisticsResponse is the engine's cache in figures: a key-value cache by blocks and tokens, one of whole
+    results, such as a diffusion engine's prompt embeddings, by entries and bytes. Those of the other kind are 0.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -541,6 +543,11 @@ class GetCacheStatisticsResponse(_message.Message):
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     """Blocks in all."""
     block_tokens: _builtins.int
@@ -551,6 +558,16 @@ class GetCacheStatisticsResponse(_message.Message):
     """Tokens of the prompts that were computed or found, since the engine started."""
     cached_tokens: _builtins.int
     """Those of them that were found, and not computed again."""
+    entries: _builtins.int
+    """Results that it holds."""
+    size_bytes: _builtins.int
+    """The memory that they take."""
+    limit_bytes: _builtins.int
+    """The memory that they may take; 0 where nothing is kept."""
+    hits: _builtins.int
+    """How often what was asked for was found, since the engine started."""
+    misses: _builtins.int
+    """How often it was not."""
     def __init__(
         self,
         *,
@@ -559,10 +576,15 @@ class GetCacheStatisticsResponse(_message.Message):
         prefix_caching: _builtins.bool = ...,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        entries: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        limit_bytes: _builtins.int = ...,
+        hits: _builtins.int = ...,
+        misses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "blocks", b"blocks", "cached_tokens", b"cached_tokens", "prefix_caching", b"prefix_caching", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "blocks", b"blocks", "cached_tokens", b"cached_tokens", "entries", b"entries", "hits", b"hits", "limit_bytes", b"limit_bytes", "misses", b"misses", "prefix_caching", b"prefix_caching", "prompt_tokens", b"prompt_tokens", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

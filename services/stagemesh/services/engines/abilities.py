@@ -91,14 +91,22 @@ class ProfileControl(ABC):
 
 @dataclass(frozen=True)
 class CacheStatistics:
-    """The key-value cache in figures; tokens count since the engine's start."""
+    """A cache in figures: a key-value cache by blocks and tokens, any other by entries and bytes, the rest being 0.
 
-    blocks: int
-    block_tokens: int
-    prefix_caching: bool
-    prompt_tokens: int
-    cached_tokens: int
+    Tokens, hits and misses count since the engine's start.
+    """
+
+    blocks: int = 0
+    block_tokens: int = 0
+    prefix_caching: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     """Prompt tokens that were found in it."""
+    entries: int = 0
+    size_bytes: int = 0
+    limit_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
 
 
 class CacheControl(ABC):

@@ -111,6 +111,11 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
                 prefix_caching=figures.prefix_caching,
                 prompt_tokens=figures.prompt_tokens,
                 cached_tokens=figures.cached_tokens,
+                entries=figures.entries,
+                size_bytes=figures.size_bytes,
+                limit_bytes=figures.limit_bytes,
+                hits=figures.hits,
+                misses=figures.misses,
             )
 
 

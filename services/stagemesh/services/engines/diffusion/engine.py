@@ -30,6 +30,7 @@ from stagemesh.services.engines.diffusion.admission import Admission, Footprint
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.lending import Lender, Lending
 from stagemesh.services.engines.diffusion.options import stage_options
+from stagemesh.services.engines.diffusion.remembering import Rememberer, Remembering
 from stagemesh.services.engines.diffusion.step_scheduler import StepScheduler, Turn
 from stagemesh.services.engines.options import request_options
 from stagemesh.services.serving.config import StageConfig
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class DiffusionEngine(Lender, Resumable, Pausable):
+class DiffusionEngine(Lender, Rememberer, Resumable, Pausable):
     """See `stagemesh.services.engines.base.Engine`.
 
     Models are loaded and used by an executor's worker, one call after the other. Each request waits here for its turn,
@@ -60,6 +61,7 @@ class DiffusionEngine(Lender, Resumable, Pausable):
         self._scheduler = StepScheduler(max_wait_steps=options.max_wait_steps, max_batch=options.max_batch)
         self._admission = Admission(max_running=options.max_running, memory_bytes=0)
         self._lending = Lending(self._executor, options, stage=config.stage)
+        self._remembering = Remembering(self._executor, limit_bytes=options.prompt_cache_bytes)
         self._facts: ModelFacts | None = None
         self._courses: dict[str, _Course] = {}
         self._wake = asyncio.Event()
@@ -79,6 +81,11 @@ class DiffusionEngine(Lender, Resumable, Pausable):
     def lending(self) -> Lending:
         """See `Lender`."""
         return self._lending
+
+    @property
+    def remembering(self) -> Remembering:
+        """See `Rememberer`."""
+        return self._remembering
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """See `Engine`."""
@@ -120,6 +127,7 @@ class DiffusionEngine(Lender, Resumable, Pausable):
             name = f"{task.request_id}/{next(self._numbers)}"
             try:
                 begun: Begun = await self._begin(name, task, inputs)
+                self._remembering.figures = begun.prompt_cache
                 if self._options.part == "encode":
                     yield await self._emission(CONDITIONING, "conditioning", name)
                     yield Usage()

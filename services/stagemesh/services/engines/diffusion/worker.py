@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,8 @@ class Begun:
     tokens: int
     step_index: int
     total_steps: int
+    prompt_cache: PromptCacheFigures
+    """At this moment."""
 
 
 class DiffusionWorker:
@@ -87,7 +89,8 @@ class DiffusionWorker:
         pipeline = self.runner.pipeline
         key = pipeline.batch_key(request) if request.total_steps else ()
         tokens = image_tokens(inputs, size_multiple=pipeline.family.size_multiple)
-        return Begun(key, tokens, request.step_index, request.total_steps)
+        figures = replace(self.runner.prompt_cache.figures)
+        return Begun(key, tokens, request.step_index, request.total_steps, figures)
 
     def step(self, names: Sequence[str]) -> list[StagemeshError | None]:
         """One step of each; what each failed with."""
@@ -130,9 +133,10 @@ class DiffusionWorker:
         """See `ModelAdapters.unload`."""
         self.runner.adapters.unload(name)
 
-    def clear_prompt_cache(self) -> None:
-        """Forgets the prompts of earlier requests."""
+    def clear_prompt_cache(self) -> PromptCacheFigures:
+        """Forgets the prompts of earlier requests; returns what is left."""
         self.runner.prompt_cache.clear()
+        return self.prompt_cache_figures()
 
     def prompt_cache_figures(self) -> PromptCacheFigures:
         """See `PromptCache`."""
