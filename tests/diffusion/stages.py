@@ -1,0 +1,142 @@
+"""Diffusion stages behind gRPC, as processes of their own and in this one, and what is asked of them."""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health_pb2
+from pydantic import JsonValue
+
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.tensors import Array, read_inline
+from stagemesh.services.engines.diffusion import signature_of
+from stagemesh.services.engines.diffusion.engine import DiffusionEngine
+from stagemesh.services.engines.diffusion.options import stage_options
+from stagemesh.services.serving.config import StageConfig, dump_stage_config
+from stagemesh.services.stage.runtime import StageRuntime
+from stagemesh.v1 import request_pb2, stage_pb2
+from tests.diffusion.tiny_calls import WAN_FRAMES, Wish
+from tests.engines.support import stage_config
+from tests.stage.replicas import Replica, served
+
+READY_TIMEOUT_S = 120
+
+
+def diffusion_config(model: str, folder: Path, **options: JsonValue) -> StageConfig:
+    """A stage that makes one request's step at a time, and each time another's where there are several."""
+    frames: dict[str, JsonValue] = {"max_frames": WAN_FRAMES, "num_frames": WAN_FRAMES} if model == "wan" else {}
+    given: dict[str, JsonValue] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "height": 64,
+        "width": 64,
+        "max_side": 1024,
+        "num_inference_steps": 4,
+        "guidance_scale": 3.0,
+        "max_batch": 1,
+        "max_wait_steps": 0,
+    }
+    return stage_config("diffusion", model=str(folder), options=given | frames | options)
+
+
+@contextmanager
+def stage_process(config: StageConfig, folder: Path) -> Generator[str]:
+    """A ready stage; its endpoint."""
+    path = folder / f"{config.replica}.json"
+    path.write_bytes(dump_stage_config(config))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stagemesh.services.stage", "--config", str(path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stderr is not None
+    try:
+        found = next(filter(None, (re.search(r"listening on (\S+)", line) for line in process.stderr)))
+        _wait_serving(found[1])
+        yield found[1]
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+@asynccontextmanager
+async def served_diffusion(config: StageConfig) -> AsyncGenerator[Replica]:
+    """A ready stage in this process."""
+    plane = DataPlane(replica=config.replica, pipeline=config.pipeline, generation="1", arena_bytes=64 << 20)
+    runtime = StageRuntime(DiffusionEngine(config), plane, config, signature_of(stage_options(config.options)))
+    try:
+        await runtime.start()
+        async with served(runtime) as replica:
+            yield replica
+    finally:
+        await runtime.close()
+
+
+def step_request(
+    wish: Wish,
+    request_id: str = "r",
+    *,
+    attempt: int = 1,
+    max_steps: int | None = None,
+    resume_from: stage_pb2.Checkpoint | None = None,
+) -> stage_pb2.ExecuteStepRequest:
+    """A wish for the picture as numbers."""
+    return stage_pb2.ExecuteStepRequest(
+        request_id=request_id,
+        step_id=f"{request_id}/tested/{attempt}",
+        attempt=attempt,
+        input=request_pb2.Input(text=wish.prompt, negative_prompt=wish.negative_prompt),
+        parameters=request_pb2.Parameters(
+            seed=wish.seed,
+            options={
+                "height": wish.height,
+                "width": wish.width,
+                "num_inference_steps": wish.steps,
+                "guidance_scale": wish.scale,
+            },
+        ),
+        streamed=["frames"],
+        max_steps=max_steps,
+        resume_from=resume_from,
+    )
+
+
+def frames_of(events: Sequence[stage_pb2.ExecuteStepResponse]) -> Array:
+    """float32[frames, 3, height, width] of a step that ran to its end."""
+    assert events[-1].WhichOneof("event") == "finished"
+    *_, last = (event.output for event in events if event.HasField("output"))
+    assert last.name == "frames"
+    return read_inline(last.tensor)
+
+
+def md5(numbers: Array) -> str:
+    """Of float32 numbers."""
+    assert numbers.dtype == np.float32
+    return hashlib.md5(numbers.tobytes(), usedforsecurity=False).hexdigest()
+
+
+def renamed(config: StageConfig, replica: str) -> StageConfig:
+    """The same stage as another replica."""
+    return replace(config, replica=replica)
+
+
+def _wait_serving(endpoint: str) -> None:
+    with grpc.insecure_channel(endpoint) as channel:
+        watch = channel.unary_stream(
+            "/grpc.health.v1.Health/Watch",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        call = watch(health_pb2.HealthCheckRequest(), timeout=READY_TIMEOUT_S)
+        assert any(response.status == health_pb2.HealthCheckResponse.SERVING for response in call)
+        call.cancel()

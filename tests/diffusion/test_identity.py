@@ -1,0 +1,140 @@
+"""A stage process makes what the pipeline's own `__call__` makes, bit for bit: alone, by turns, paused, and moved."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stagemesh.connectors.channels import open_channel
+from stagemesh.services.serving.config import StageConfig
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+from tests.diffusion.stages import (
+    diffusion_config,
+    frames_of,
+    md5,
+    renamed,
+    served_diffusion,
+    stage_process,
+    step_request,
+)
+from tests.diffusion.tiny_calls import Wish, load, picture
+from tests.diffusion.tiny_pipelines import WRITERS
+
+pytestmark = pytest.mark.timeout(300)
+
+PROMPTS = ("a red cube", "x", "two dogs and a very long tail", "Ein Haus am See, im Nebel", "7 + 3 = 10?")
+SIZES = ((64, 64), (32, 80), (96, 48))
+WISHES = [
+    Wish(prompt=prompt, seed=number, height=height, width=width, steps=2)
+    for number, (prompt, (height, width)) in enumerate((p, s) for p in PROMPTS for s in SIZES)
+]
+LONG = Wish(prompt="a long way", seed=11, height=48, width=64, steps=5)
+BY_TURNS = [LONG, *(replace(wish, steps=3 + i) for i, wish in enumerate(WISHES[4:13:4]))]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, how it computes, and a process that serves it."""
+
+    model: str
+    config: StageConfig
+    endpoint: str
+    dtype: torch.dtype
+
+    @cached_property
+    def pipeline(self) -> Any:
+        """The pipeline as its authors use it."""
+        assert self.config.model is not None
+        return load(Path(self.config.model), self.dtype)
+
+    def expected(self, wish: Wish) -> str:
+        """The digest of what `__call__` makes."""
+        return md5(picture(self.model, self.pipeline, wish).float().numpy())
+
+
+@pytest.fixture(
+    scope="module", params=[*((model, "float32") for model in WRITERS), ("qwen-image", "bfloat16")], ids="-".join
+)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[Subject]:
+    model, dtype = request.param
+    torch.set_num_threads(1)
+    folder = WRITERS[model](tmp_path_factory.mktemp(model))
+    config = diffusion_config(model, folder, dtype=dtype)
+    with stage_process(config, folder) as endpoint:
+        yield Subject(model, config, endpoint, getattr(torch, dtype))
+
+
+@asynccontextmanager
+async def stub_of(subject: Subject) -> AsyncGenerator["stage_pb2_grpc.StageServiceAsyncStub"]:
+    async with open_channel(subject.endpoint) as channel:
+        yield stage_pb2_grpc.StageServiceStub(channel)
+
+
+async def heard(
+    stub: "stage_pb2_grpc.StageServiceAsyncStub", request: stage_pb2.ExecuteStepRequest
+) -> list[stage_pb2.ExecuteStepResponse]:
+    return [event async for event in stub.ExecuteStep(request, timeout=120)]
+
+
+async def digest(stub: "stage_pb2_grpc.StageServiceAsyncStub", request: stage_pb2.ExecuteStepRequest) -> str:
+    return md5(frames_of(await heard(stub, request)))
+
+
+async def paused(
+    stub: "stage_pb2_grpc.StageServiceAsyncStub", wish: Wish, request_id: str, *, steps: int
+) -> stage_pb2.Checkpoint:
+    *_, last = await heard(stub, step_request(wish, request_id, max_steps=steps))
+    assert last.paused.checkpoint.steps == steps
+    return last.paused.checkpoint
+
+
+def seen(numbers: Sequence[str]) -> int:
+    return len(set(numbers))
+
+
+async def test_one_after_the_other(subject: Subject) -> None:
+    async with stub_of(subject) as stub:
+        made = [await digest(stub, step_request(wish, f"alone-{i}")) for i, wish in enumerate(WISHES)]
+    assert made == [subject.expected(wish) for wish in WISHES]
+    assert seen(made) == len(WISHES)
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+async def test_by_turns(subject: Subject, number: int) -> None:
+    wishes = BY_TURNS[:number]
+    async with stub_of(subject) as stub:
+        requests = [step_request(wish, f"turns-{number}-{i}") for i, wish in enumerate(wishes)]
+        made = await asyncio.gather(*(digest(stub, request) for request in requests))
+    assert made == [subject.expected(wish) for wish in wishes]
+
+
+async def test_after_a_pause(subject: Subject) -> None:
+    async with stub_of(subject) as stub:
+        checkpoint = await paused(stub, LONG, "pause", steps=2)
+        between = await digest(stub, step_request(WISHES[0], "between"))
+        made = await digest(stub, step_request(LONG, "pause", attempt=2, resume_from=checkpoint))
+    assert [made, between] == [subject.expected(LONG), subject.expected(WISHES[0])]
+
+
+async def test_after_a_pause_that_only_steps_name(subject: Subject) -> None:
+    async with stub_of(subject) as stub:
+        await paused(stub, LONG, "kept", steps=3)
+        resume_from = stage_pb2.Checkpoint(steps=3)
+        made = await digest(stub, step_request(LONG, "kept", attempt=2, resume_from=resume_from))
+    assert made == subject.expected(LONG)
+
+
+async def test_after_a_move_there_and_back(subject: Subject) -> None:
+    async with stub_of(subject) as there, served_diffusion(renamed(subject.config, "tested-1")) as here:
+        checkpoint = await paused(there, LONG, "moves", steps=1)
+        request = step_request(LONG, "moves", attempt=2, max_steps=2, resume_from=checkpoint)
+        *_, last = await heard(here.stub, request)
+        request = step_request(LONG, "moves", attempt=3, resume_from=last.paused.checkpoint)
+        made = [await digest(stub, request) for stub in (there, here.stub)]
+    assert made == [subject.expected(LONG)] * 2
