@@ -19,6 +19,7 @@ from stagemesh.services.engines.diffusion.step_caches import StepCaches
 diffusers: Any = _diffusers
 
 _CONDITIONING, _LATENTS, _STATE = "conditioning", "latents", "state"
+_TEXTS = ("prompt", "negative_prompt", "image")
 _CONFIG = "_internal_dict"
 """Where diffusers keeps what an object was made from."""
 
@@ -58,14 +59,12 @@ class Carrier:
             {
                 "step_index": state.step_index,
                 "total_steps": state.total_steps,
-                "guidance_scale": state.inputs.guidance_scale,
-                "adapter": state.inputs.adapter,
-                "adapter_scale": state.inputs.adapter_scale,
+                "asked": self._asked(state.inputs),
+                "texts": _texts(state.inputs),
                 "values": self._values(state, needed),
                 "kinds": state.values.kwargs_mapping,
                 "loop": state.loop.as_dict() if state.loop is not None else None,
                 "scheduler": _attributes(state.scheduler),
-                "step_cache": repr(self._caches.options) if self._caches is not None else None,
                 "kept": self._caches.kept(state.request_id) if self._caches is not None else [],
             },
         )
@@ -75,18 +74,8 @@ class Carrier:
         tree = self._unpack(_STATE, packed)
         state = DiffusionRequestState(request_id, inputs)
         try:
-            for name, expected in (
-                ("total_steps", inputs.num_inference_steps),
-                ("guidance_scale", inputs.guidance_scale),
-                ("adapter", inputs.adapter),
-                ("adapter_scale", inputs.adapter_scale),
-                ("step_cache", repr(self._caches.options) if self._caches is not None else None),
-            ):
-                if tree[name] != expected:
-                    raise InvalidChunkError(
-                        f"the state's {name} is {tree[name]}, the request's {expected}; go on with what it began with"
-                    )
-            state.step_index, state.total_steps = tree["step_index"], tree["total_steps"]
+            self._check(inputs, asked=tree["asked"], texts=tree["texts"])
+            state.step_index, state.total_steps = int(tree["step_index"]), int(tree["total_steps"])
             if not 0 <= state.step_index < state.total_steps:
                 raise InvalidChunkError(f"the state is at step {state.step_index} of {state.total_steps}")
             state.values = PipelineState(values=tree["values"], kwargs_mapping=tree["kinds"])
@@ -94,12 +83,29 @@ class Carrier:
             state.scheduler = self._scheduler(tree["scheduler"])
             if self._caches is not None:
                 self._caches.restore(request_id, tree["kept"], self._pipeline.device)
-        except (KeyError, TypeError) as exc:
-            raise InvalidChunkError(f"the state lacks {exc}; it was not packed by this version") from exc
-        self._pipeline.adopt(state)
+            self._pipeline.adopt(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise InvalidChunkError(f"the state is not as this version packs it: {exc!r}") from exc
         return state
 
     # -- inner workings
+
+    def _asked(self, inputs: DiffusionInputs) -> dict[str, Tree]:
+        """What a state goes on with: what was asked for in numbers, and how the model computes."""
+        numbers = {name: value for name, value in vars(inputs).items() if name not in _TEXTS}
+        transformer = getattr(self._pipeline.components, "transformer", None)
+        step_cache = repr(self._caches.options) if self._caches is not None else None
+        return {**numbers, "dtype": str(getattr(transformer, "dtype", None)), "step_cache": step_cache}
+
+    def _check(self, inputs: DiffusionInputs, *, asked: dict[str, Tree], texts: str) -> None:
+        for name, expected in self._asked(inputs).items():
+            if asked[name] != expected:
+                raise InvalidChunkError(
+                    f"the state's {name} is {asked[name]}, the request's {expected}; go on with what it began with"
+                )
+        # One that goes on need not say again what its prompt was.
+        if inputs.prompt and texts != _texts(inputs):
+            raise InvalidChunkError("the state's prompt is not the request's; go on with what it began with")
 
     @property
     def _caches(self) -> StepCaches | None:
@@ -117,7 +123,7 @@ class Carrier:
 
     def _take(self, state: DiffusionRequestState, values: dict[str, Tree], names: set[str]) -> None:
         if unknown := values.keys() - names:
-            raise InvalidChunkError(f"the model has no use for {', '.join(sorted(unknown))}")
+            raise InvalidChunkError(f"the model has no use for {', '.join(sorted(map(str, unknown)))}")
         for name, value in values.items():
             state.values.set(name, value)
 
@@ -133,6 +139,16 @@ def fingerprint(folder: Path) -> str:
     for path in ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"):
         if (folder / path).exists():
             digest.update((folder / path).read_bytes())
+    return digest.hexdigest()
+
+
+def _texts(inputs: DiffusionInputs) -> str:
+    """Of what a request says and shows, a digest."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in _TEXTS:
+        value = getattr(inputs, name) or ""
+        data = value if isinstance(value, bytes) else value.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
 
 

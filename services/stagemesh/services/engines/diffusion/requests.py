@@ -18,7 +18,7 @@ def inputs_of(
     """`options` are complete. Raises InvalidRequestError naming what is wrong and what is allowed."""
     if not 0 <= task.seed <= _MAX_SEED:
         raise InvalidRequestError(f"seed is {task.seed}; it must be from 0 to {_MAX_SEED}", reason="INVALID_OPTION")
-    prompt, image = ("", None) if task.inlets or task.prompt is None else _prompt_and_image(task.prompt, facts)
+    prompt, image = _prompt_and_image(task.prompt or "", facts) if _is_prompted(task, stage) else ("", None)
     for what, text in (("prompt", prompt), ("negative prompt", task.negative_prompt)):
         if len(text) > stage.max_prompt_characters:
             raise InvalidRequestError(
@@ -39,6 +39,11 @@ def inputs_of(
     )
 
 
+def _is_prompted(task: Task, stage: DiffusionOptions) -> bool:
+    """Whether it says what is to be seen; one that goes on need not say it again."""
+    return stage.part in {"all", "encode"} and (task.resume_from is None or task.prompt is not None)
+
+
 def whole(name: str, value: float) -> int:
     """An option that counts something; raises InvalidRequestError for a fraction."""
     if value != int(value):
@@ -51,12 +56,12 @@ _WHOLE = ("height", "width", "num_frames", "num_inference_steps")
 
 def _check_sizes(numbers: Mapping[str, int], facts: ModelFacts) -> None:
     for name in ("height", "width"):
-        value = numbers.get(name, facts.size_multiple)
-        if value % facts.size_multiple:
-            lower = value - value % facts.size_multiple
-            near = f"{lower} or {lower + facts.size_multiple}" if lower else str(facts.size_multiple)
+        value = numbers.get(name, facts.sizes.size_multiple)
+        if value % facts.sizes.size_multiple:
+            lower = value - value % facts.sizes.size_multiple
+            near = f"{lower} or {lower + facts.sizes.size_multiple}" if lower else str(facts.sizes.size_multiple)
             raise InvalidRequestError(
-                f"option {name} is {value}; it must be a multiple of {facts.size_multiple}, such as {near}",
+                f"option {name} is {value}; it must be a multiple of {facts.sizes.size_multiple}, such as {near}",
                 reason="INVALID_OPTION",
             )
     frames = numbers.get("num_frames", 1)

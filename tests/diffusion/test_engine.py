@@ -1,0 +1,366 @@
+"""The engine alone: cancelling, failing, and what no request may ask for."""
+
+import asyncio
+import random
+import tracemalloc
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import JsonValue
+
+from stagemesh.connectors.errors import InternalError, InvalidRequestError, StagemeshError
+from stagemesh.connectors.tensors import Array
+from stagemesh.services.engines.base import ChatMessage, Checkpoint, Paused, Progress, Task, Usage
+from stagemesh.services.engines.diffusion import FRAMES, STATE
+from stagemesh.services.engines.diffusion.engine import DiffusionEngine
+from stagemesh.services.engines.diffusion.worker import DiffusionWorker
+from stagemesh.services.engines.media import MediaFile
+from tests.diffusion.stages import diffusion_config
+from tests.diffusion.tiny_calls import Wish
+from tests.diffusion.tiny_pipelines import write_flux, write_qwen_image
+from tests.engines.support import collect, packets
+
+pytestmark = pytest.mark.timeout(180)
+
+SMALL = Wish(height=32, width=32, steps=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_qwen_image(tmp_path_factory.mktemp("qwen-image"))
+
+
+@asynccontextmanager
+async def started(folder: Path, **options: JsonValue) -> AsyncGenerator[DiffusionEngine]:
+    engine = DiffusionEngine(diffusion_config("qwen-image", folder, **options))
+    try:
+        await engine.start(lambda _: None)
+        yield engine
+    finally:
+        await engine.close()
+
+
+def task(wish: Wish = SMALL, request_id: str = "r", **changed: Any) -> Task:
+    """A wish for the picture as numbers."""
+    plain = Task(
+        request_id,
+        wish.seed,
+        prompt=wish.prompt,
+        negative_prompt=wish.negative_prompt,
+        options=options_of(wish),
+        wanted=frozenset({FRAMES}),
+    )
+    return replace(plain, **changed)
+
+
+def options_of(wish: Wish) -> dict[str, float]:
+    return {
+        "height": wish.height,
+        "width": wish.width,
+        "num_inference_steps": wish.steps,
+        "guidance_scale": wish.scale,
+    }
+
+
+def worker_of(engine: DiffusionEngine) -> DiffusionWorker:
+    worker: DiffusionWorker = engine._executor._worker  # type: ignore[attr-defined]
+    return worker
+
+
+def states(engine: DiffusionEngine) -> Mapping[str, Any]:
+    """Of the requests that its worker knows."""
+    return worker_of(engine)._states
+
+
+async def frames(engine: DiffusionEngine, one: Task) -> Array:
+    """What it makes."""
+    made: Array = packets(await collect(engine.submit(one)))[-1].tensors[FRAMES]
+    return made
+
+
+async def stopped_at(engine: DiffusionEngine, one: Task, steps: int) -> None:
+    """Leaves a request alone once it has said so many steps; 0 for before it has said anything."""
+    async with aclosing(engine.submit(one)) as events:
+        if not steps:
+            reading = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.wait([reading])
+            return
+        async for event in events:
+            if isinstance(event, Progress) and event.steps >= steps:
+                return
+
+
+@dataclass
+class Steps:
+    """What a worker was asked to do, step by step."""
+
+    made: list[list[str]]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """Who was in each step that any worker makes."""
+    seen = Steps([])
+    stock = DiffusionWorker.step
+
+    def step(self: DiffusionWorker, names: list[str]) -> Any:
+        seen.made.append([name.split("/")[0] for name in names])
+        return stock(self, names)
+
+    monkeypatch.setattr(DiffusionWorker, "step", step)
+    return seen
+
+
+# -- turns
+
+
+async def test_requests_take_turns_at_every_step(folder: Path, steps: Steps) -> None:
+    async with started(folder) as engine:
+        await asyncio.gather(*(collect(engine.submit(task(request_id=name))) for name in "abc"))
+    # The first may be ahead by what it does while the others are encoded.
+    middle = [name for names in steps.made for name in names][3:9]
+    assert {middle.count(name) for name in "abc"} == {2}
+
+
+async def test_requests_share_their_steps_where_that_pays(folder: Path, steps: Steps) -> None:
+    async with started(folder, max_batch=4) as engine:
+        wishes = [replace(SMALL, seed=seed, steps=30) for seed in range(4)]
+        await asyncio.gather(*(collect(engine.submit(task(wish, str(wish.seed)))) for wish in wishes))
+    assert max(map(len, steps.made)) == 4
+
+
+async def test_progress_is_told_in_order_and_use_at_the_end(folder: Path) -> None:
+    async with started(folder) as engine:
+        events = await collect(engine.submit(task()))
+    told = [event.steps for event in events if isinstance(event, Progress)]
+    assert told == sorted(set(told))
+    assert told[-1] == SMALL.steps
+    assert events[-1] == Usage(steps=SMALL.steps)
+
+
+# -- cancelling
+
+
+async def test_cancel_takes_effect_within_one_step(folder: Path, steps: Steps) -> None:
+    async with started(folder) as engine:
+        await stopped_at(engine, task(replace(SMALL, steps=100)), 3)
+        at_cancel = len(steps.made)
+        assert not states(engine)
+        await collect(engine.submit(task(request_id="next")))
+        assert [names for names in steps.made[at_cancel:] if names != ["next"]] == []
+        assert at_cancel <= 5
+        assert (engine.load().running, engine.load().queued, engine.load().work_s) == (0, 0, 0)
+
+
+async def test_memory_stays_flat_over_five_hundred_cancels(folder: Path) -> None:
+    chance = random.Random(0)  # noqa: S311
+    async with started(folder, max_batch=4) as engine:
+
+        async def cancel_some(number: int) -> int:
+            for _ in range(number // 2):
+                pair = [task(replace(SMALL, steps=8), name) for name in "ab"]
+                await asyncio.gather(*(stopped_at(engine, one, chance.randrange(5)) for one in pair))
+            assert not states(engine)
+            assert (engine.load().running, engine.load().queued) == (0, 0)
+            return tracemalloc.get_traced_memory()[0]
+
+        await cancel_some(100)
+        tracemalloc.start()
+        try:
+            before = await cancel_some(60)
+            after = await cancel_some(340)
+        finally:
+            tracemalloc.stop()
+        assert after - before < 100_000
+        assert np.isfinite(await frames(engine, task())).all()
+
+
+async def test_closing_ends_whatever_runs(folder: Path) -> None:
+    async with started(folder) as engine:
+        running = asyncio.ensure_future(collect(engine.submit(task(replace(SMALL, steps=200)))))
+        await stopped_at(engine, task(request_id="other"), 1)
+        running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled()
+    await engine.close()
+
+
+# -- failing
+
+
+async def test_one_that_fails_in_a_batch_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(folder, max_batch=4) as engine:
+        pipeline = worker_of(engine).runner.pipeline
+        stock = pipeline.denoise_step
+
+        def denoise_step(batch: Any) -> list[torch.Tensor]:
+            if any(state.inputs.seed == 1 and state.step_index == 5 for state in batch):
+                raise RuntimeError("the sum overflowed")
+            return stock(batch)
+
+        monkeypatch.setattr(pipeline, "denoise_step", denoise_step)
+        wishes = [replace(SMALL, seed=seed, steps=12) for seed in range(3)]
+        made = await asyncio.gather(
+            *(frames(engine, task(wish, str(wish.seed))) for wish in wishes), return_exceptions=True
+        )
+        assert not states(engine)
+        assert (engine.load().running, engine.load().work_s) == (0, 0)
+    error = made[1]
+    assert isinstance(error, InternalError)
+    assert "RuntimeError: the sum overflowed" in error.message
+    assert [type(one) for one in made] == [np.ndarray, InternalError, np.ndarray]
+
+
+async def test_one_whose_memory_runs_out_is_told_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(folder) as engine:
+        pipeline = worker_of(engine).runner.pipeline
+
+        def prepare_encode(_state: Any) -> None:
+            torch.empty(1 << 50)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(pipeline, "prepare_encode", prepare_encode)
+            with pytest.raises(StagemeshError) as caught:
+                await collect(engine.submit(task()))
+        assert caught.value.reason == "OUT_OF_MEMORY"
+        assert np.isfinite(await frames(engine, task())).all()
+
+
+# -- what no request may ask for
+
+
+def message(*parts: Any) -> tuple[ChatMessage, ...]:
+    return (ChatMessage("user", "", parts),)
+
+
+def with_options(**changed: float) -> dict[str, Any]:
+    return {"options": options_of(SMALL) | changed}
+
+
+PNG = MediaFile("image", b"\x89PNG", "image/png")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (with_options(height=-64), "option height is -64; it must be from 1 to 1024"),
+        (with_options(width=0), "option width is 0; it must be from 1 to 1024"),
+        (with_options(height=1040), "option height is 1040; it must be from 1 to 1024"),
+        (with_options(height=65), "option height is 65; it must be a multiple of 16, such as 64 or 80"),
+        (with_options(width=8), "option width is 8; it must be a multiple of 16, such as 16"),
+        (with_options(width=64.5), "option width is 64.5; it must be a whole number"),
+        (with_options(width=float("nan")), "option width is nan; it must be from 1 to 1024"),
+        (with_options(num_inference_steps=0), "option num_inference_steps is 0; it must be from 1 to 200"),
+        (with_options(num_inference_steps=201), "option num_inference_steps is 201; it must be from 1 to 200"),
+        (with_options(guidance_scale=float("nan")), "option guidance_scale is nan; it must be from 0 to 100"),
+        (with_options(guidance_scale=float("inf")), "option guidance_scale is inf; it must be from 0 to 100"),
+        (with_options(guidance_scale=-1), "option guidance_scale is -1; it must be from 0 to 100"),
+        (with_options(num_frames=2), "option num_frames is 2; it must be from 1 to 1"),
+        (with_options(eta=1), "unknown option 'eta'"),
+        ({"prompt": ""}, "the prompt is empty; say what is to be seen"),
+        ({"prompt": " \n\t"}, "the prompt is empty; say what is to be seen"),
+        ({"prompt": None}, "the prompt is empty; say what is to be seen"),
+        ({"prompt": "x" * 20_001}, "the prompt has 20001 characters; this stage takes 20000"),
+        ({"negative_prompt": "x" * 20_001}, "the negative prompt has 20001 characters; this stage takes 20000"),
+        ({"prompt": (1, 2, 3)}, "a diffusion stage takes text, and no token ids"),
+        ({"prompt": (ChatMessage("user", "a"), ChatMessage("user", "b"))}, "has 2 messages; a diffusion stage takes"),
+        ({"prompt": message("a cat", PNG)}, "1 pictures were given; this model takes text alone"),
+        ({"prompt": message("a cat", MediaFile("audio", b"RIFF", "audio/wav"))}, "neither sound nor films"),
+        ({"seed": -1}, "seed is -1; it must be from 0 to"),
+        ({"seed": 1 << 63}, f"seed is {1 << 63}; it must be from 0 to"),
+        ({"resume_from": Checkpoint(2)}, "the checkpoint holds no tensor 'state'"),
+        ({"adapter": "none such"}, "none such"),
+    ],
+)
+async def test_bad_input_is_a_clear_error_to_that_request_alone(
+    changed: dict[str, Any], said: str, engine: DiffusionEngine
+) -> None:
+    other = asyncio.ensure_future(frames(engine, task(request_id="other")))
+    with pytest.raises(StagemeshError, match=said) as caught:
+        await collect(engine.submit(task(**changed)))
+    assert not isinstance(caught.value, InternalError)
+    assert np.isfinite(await other).all()
+    assert (engine.load().running, engine.load().queued, len(states(engine))) == (0, 0, 0)
+
+
+@pytest.fixture
+async def engine(folder: Path) -> AsyncGenerator[DiffusionEngine]:
+    async with started(folder) as made:
+        yield made
+
+
+async def test_what_memory_never_holds_is_refused_and_what_it_holds_in_turn_waits(folder: Path) -> None:
+    async with started(folder) as engine:
+        assert engine._facts is not None
+        needed = engine._facts.sizes.footprint(engine._inputs(task()))
+    memory_bytes = needed.denoise_bytes + needed.decode_bytes
+    async with started(folder, memory_bytes=memory_bytes) as engine:
+        with pytest.raises(InvalidRequestError, match="ask for fewer pixels or frames") as caught:
+            await collect(engine.submit(task(replace(SMALL, height=512, width=512))))
+        assert caught.value.reason == "TOO_LARGE"
+        running = [asyncio.ensure_future(frames(engine, task(request_id=name))) for name in "abc"]
+        await stopped_at(engine, task(request_id="d"), 0)
+        most = 0
+        while not all(one.done() for one in running):
+            most = max(most, len(states(engine)))
+            await asyncio.sleep(0.001)
+    assert most == 1
+    assert all(np.isfinite(one.result()).all() for one in running)
+
+
+async def paused_state(engine: DiffusionEngine, wish: Wish = SMALL) -> Checkpoint:
+    *_, last = await collect(engine.submit(task(wish, max_steps=2)))
+    assert isinstance(last, Paused)
+    return last.checkpoint
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"steps": 5}, "the state's num_inference_steps is 4, the request's 5"),
+        ({"scale": 4.0}, "the state's guidance_scale is 3.0, the request's 4.0"),
+        ({"height": 64}, "the state's height is 32, the request's 64"),
+        ({"width": 48}, "the state's width is 32, the request's 48"),
+        ({"seed": 9}, "the state's seed is 0, the request's 9"),
+        ({"prompt": "another"}, "the state's prompt is not the request's"),
+    ],
+)
+async def test_a_state_that_does_not_fit_the_request_is_refused(
+    changed: dict[str, Any], said: str, engine: DiffusionEngine
+) -> None:
+    state = await paused_state(engine)
+    with pytest.raises(InvalidRequestError, match=said) as caught:
+        await collect(engine.submit(task(replace(SMALL, **changed), resume_from=state)))
+    assert caught.value.reason == "INVALID_CHECKPOINT"
+    assert not states(engine)
+    assert np.isfinite(await frames(engine, task(resume_from=state))).all()
+
+
+@pytest.mark.parametrize("damage", ["cut", "noise", "empty"])
+async def test_a_damaged_state_is_refused(damage: str, engine: DiffusionEngine) -> None:
+    data = (await paused_state(engine)).tensors[STATE].tobytes()
+    damaged = {"cut": data[: len(data) // 2], "noise": bytes(range(256)), "empty": b""}[damage]
+    state = Checkpoint(2, tensors={STATE: np.frombuffer(damaged, np.uint8)})
+    with pytest.raises(InvalidRequestError) as caught:
+        await collect(engine.submit(task(resume_from=state)))
+    assert caught.value.reason == "INVALID_CHECKPOINT"
+
+
+async def test_a_state_of_another_model_or_kind_of_number_is_refused(
+    folder: Path, tmp_path: Path, engine: DiffusionEngine
+) -> None:
+    state = await paused_state(engine)
+    for other, options in ((write_flux(tmp_path), {}), (folder, {"dtype": "bfloat16"})):
+        async with started(other, **options) as elsewhere:
+            with pytest.raises(InvalidRequestError, match="state") as caught:
+                await collect(elsewhere.submit(task(resume_from=state, negative_prompt="")))
+            assert caught.value.reason == "INVALID_CHECKPOINT"
