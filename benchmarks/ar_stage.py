@@ -24,13 +24,14 @@ from benchmarks.ar_ways.direct import MODEL, DirectEngine
 from benchmarks.ar_ways.models import LARGER, SMALLER, Shape, write_model
 from benchmarks.ar_ways.probed_stage import Stalls
 from benchmarks.ar_ways.processes import own_mb, started_mb
-from benchmarks.ar_ways.staged import ARENA_BYTES, EMITS_STATES, READY_S, StagedEngine
+from benchmarks.ar_ways.staged import ARENA_BYTES, EMITS_STATES, StagedEngine
 from benchmarks.ar_ways.taker import StatesTaker
 from benchmarks.ar_ways.turns import Times, Way, take_turns
 from benchmarks.ar_ways.workload import Outcome, Turn
 from benchmarks.edge_ways.findings import say
 from benchmarks.edge_ways.worker import Held, Place, Worker
 from benchmarks.report import Figure, report
+from benchmarks.stage_process import READY_S
 
 STREAMS = (1, 8, 32)
 DIRECT, STAGE, STATES = "direct", "stage", "stage, hidden states over shm"

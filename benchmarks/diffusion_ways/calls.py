@@ -1,0 +1,118 @@
+"""One wish, put to a pipeline's own `__call__`, to its steps, and to a stage that serves it."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import torch
+
+from stagemesh.connectors.channels import CHANNEL_OPTIONS
+from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A picture that is asked for."""
+
+    side: int
+    """Height and width, in pixels."""
+    steps: int
+    seed: int = 0
+    prompt: str = "a red cube on a table"
+    scale: float = 3.0
+
+
+def call(pipeline: Any, wish: Wish) -> torch.Tensor:
+    """By the pipeline itself."""
+    made: torch.Tensor = pipeline(
+        prompt=wish.prompt,
+        negative_prompt=" ",
+        true_cfg_scale=wish.scale,
+        height=wish.side,
+        width=wish.side,
+        num_inference_steps=wish.steps,
+        generator=torch.Generator().manual_seed(wish.seed),
+        output_type="pt",
+    )[0]
+    return made
+
+
+def begun(pipeline: ModularStepPipeline, wish: Wish) -> DiffusionRequestState:
+    """A request before its first step."""
+    inputs = DiffusionInputs(
+        prompt=wish.prompt,
+        negative_prompt=" ",
+        seed=wish.seed,
+        height=wish.side,
+        width=wish.side,
+        num_inference_steps=wish.steps,
+        guidance_scale=wish.scale,
+    )
+    state = DiffusionRequestState(f"r{wish.seed}", inputs)
+    pipeline.prepare_encode(state)
+    return state
+
+
+def step(pipeline: ModularStepPipeline, wish: Wish) -> torch.Tensor:
+    """Step by step."""
+    state = begun(pipeline, wish)
+    while not state.denoised:
+        (noise,) = pipeline.denoise_step([state])
+        pipeline.step_scheduler(state, noise)
+    return pipeline.post_decode(state)
+
+
+class StageClient:
+    """Calls a stage, several requests at once where that is asked."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        self._stub = stage_pb2_grpc.StageServiceStub(self._channel)
+        self._pool = ThreadPoolExecutor(16)
+        self._number = 0
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._pool.shutdown()
+        self._channel.close()
+
+    def draw(self, wish: Wish) -> float:
+        """Returns the seconds until the picture was there."""
+        return self.start(wish)()
+
+    def start(self, wish: Wish) -> Callable[[], float]:
+        """Asks, and returns what waits for the picture and gives the seconds since."""
+        began_s = time.perf_counter()
+        future = self._pool.submit(self._run, self._request(wish))
+        return lambda: future.result() - began_s
+
+    def draw_all(self, wishes: Sequence[Wish]) -> float:
+        """All at once; the seconds until the last picture was there."""
+        return max([finish() for finish in [self.start(wish) for wish in wishes]])
+
+    def _run(self, request: stage_pb2.ExecuteStepRequest) -> float:
+        for _ in self._stub.ExecuteStep(request, timeout=300):
+            pass
+        return time.perf_counter()
+
+    def _request(self, wish: Wish) -> stage_pb2.ExecuteStepRequest:
+        self._number += 1
+        options = {
+            "height": wish.side,
+            "width": wish.side,
+            "num_inference_steps": wish.steps,
+            "guidance_scale": wish.scale,
+        }
+        return stage_pb2.ExecuteStepRequest(
+            request_id=f"r{self._number}",
+            step_id=f"r{self._number}",
+            attempt=1,
+            input=request_pb2.Input(text=wish.prompt, negative_prompt=" "),
+            parameters=request_pb2.Parameters(seed=wish.seed, options=options),
+            streamed=["frames"],
+        )

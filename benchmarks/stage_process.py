@@ -1,0 +1,89 @@
+"""A stage in a process of its own, for a benchmark to call."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import grpc
+
+from benchmarks.edge_ways.worker import WorkerError
+from stagemesh.services.serving.config import StageConfig, dump_stage_config
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+
+READY_S = 180.0
+"""For an engine to start in, on a machine that has much else to do."""
+_POLL_S = 0.02
+
+
+class StageProcess:
+    """Started by the constructor, READY within `with`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: StageConfig,
+        *,
+        command: Sequence[str] = ("stagemesh.services.stage",),
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """`config.listen` is chosen here. `command` is a module and its arguments, beside `--config`."""
+        self.endpoint = f"127.0.0.1:{_free_port()}"
+        self._log = folder / f"{config.stage}.log"
+        file = folder / f"{config.stage}.json"
+        file.write_bytes(dump_stage_config(replace(config, listen=self.endpoint, parent_pid=os.getpid())))
+        module, *arguments = command
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, "--config", str(file), *arguments],
+                pass_fds=pass_fds,
+                stdout=log,
+                stderr=log,
+            )
+
+    def __enter__(self) -> Self:
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(30)
+        finally:
+            self._process.kill()
+
+    @property
+    def process_id(self) -> int:
+        """The service; the engine's processes are its children."""
+        return self._process.pid
+
+    def _wait_ready(self) -> None:
+        end_s = time.monotonic() + READY_S
+        with grpc.insecure_channel(self.endpoint) as channel:
+            stub = stage_pb2_grpc.StageServiceStub(channel)
+            while self._state(stub) != stage_pb2.REPLICA_STATE_READY:
+                if self._process.poll() is not None or time.monotonic() > end_s:
+                    raise WorkerError(f"the stage does not become ready; its log says why:\n{self._log.read_text()}")
+                time.sleep(_POLL_S)
+
+    def _state(self, stub: stage_pb2_grpc.StageServiceStub) -> int:
+        try:
+            return stub.Describe(stage_pb2.DescribeRequest(), timeout=5, wait_for_ready=True).state
+        except grpc.RpcError:
+            return stage_pb2.REPLICA_STATE_UNSPECIFIED
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
