@@ -27,6 +27,7 @@ from stagemesh.services.engines.base import (
 )
 from stagemesh.services.engines.diffusion import CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
 from stagemesh.services.engines.diffusion.admission import Admission, Footprint
+from stagemesh.services.engines.diffusion.controls import Controllable, Controls
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.lending import Lender, Lending
 from stagemesh.services.engines.diffusion.options import stage_options
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class DiffusionEngine(Lender, Rememberer, Resumable, Pausable):
+class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
     """See `stagemesh.services.engines.base.Engine`.
 
     Models are loaded and used by an executor's worker, one call after the other. Each request waits here for its turn,
@@ -61,6 +62,7 @@ class DiffusionEngine(Lender, Rememberer, Resumable, Pausable):
         self._scheduler = StepScheduler(max_wait_steps=options.max_wait_steps, max_batch=options.max_batch)
         self._admission = Admission(max_running=options.max_running, memory_bytes=0)
         self._lending = Lending(self._executor, options, stage=config.stage)
+        self._controls = Controls(self._executor, self._lending, stage=config.stage, profile_dir=options.profile_dir)
         self._remembering = Remembering(self._executor, limit_bytes=options.prompt_cache_bytes)
         self._facts: ModelFacts | None = None
         self._courses: dict[str, _Course] = {}
@@ -87,10 +89,16 @@ class DiffusionEngine(Lender, Rememberer, Resumable, Pausable):
         """See `Rememberer`."""
         return self._remembering
 
+    @property
+    def controls(self) -> Controls:
+        """See `Controllable`."""
+        return self._controls
+
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """See `Engine`."""
         if self._facts is None:
             raise NotReadyError(f"stage {self._stage} is still loading its model")
+        self._controls.sleeper.check_awake()
         run = self._decode_all if self._options.part == "decode" else self._run
         async with aclosing(run(task)) as events:
             async for event in events:
@@ -116,6 +124,7 @@ class DiffusionEngine(Lender, Rememberer, Resumable, Pausable):
             self._serving.cancel()
             await asyncio.wait([self._serving])
         await self._executor.close()
+        self._controls.profiles.discard()
 
     # -- a request's way
 

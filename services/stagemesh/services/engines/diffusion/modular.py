@@ -80,6 +80,7 @@ class ModularStepPipeline:
         chosen = {name: block for each in chosen_blocks.values() for name, block in each.items()}
         self.components: Any = _sequence(chosen, like=blocks).init_pipeline(str(folder))
         self.components.load_components(dtype=dtype)
+        _check_loaded(self.components, folder, dtype)
         self.components.to(self.device)
         self.forwarding = Forwarding(self.family, getattr(self.components, "transformer", None))
         self._prompt_cache = prompt_cache or PromptCache(0)
@@ -293,6 +294,21 @@ def family_of(folder: Path) -> Family:
             f"{folder} holds a {name}; the diffusion engine knows {', '.join(FAMILIES)}", reason="UNSUPPORTED_MODEL"
         )
     return FAMILIES[name]
+
+
+def _check_loaded(components: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Raises NotReadyError for what diffusers could not load: it logs that, and goes on without."""
+    for name in components.null_component_names:
+        spec = components.get_component_spec(name)
+        if not spec.pretrained_model_name_or_path:
+            continue
+        try:
+            spec.load(dtype=dtype)
+        except Exception as exc:
+            raise NotReadyError(
+                f"the {name} of {folder} cannot be loaded: {exc}; see whether its files are there and whole",
+                reason="MODEL_NOT_LOADED",
+            ) from exc
 
 
 def _settle(owner: Any, **values: object) -> None:

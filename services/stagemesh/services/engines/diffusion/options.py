@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from pydantic import JsonValue
@@ -57,6 +58,8 @@ class DiffusionOptions:
     """What the embeddings of prompts that may come again may take; 0 to encode each anew."""
     step_cache: StepCacheOptions | None = None
     """What of a step is taken from the one before: faster, and another picture. None to compute all."""
+    profile_dir: str | None = None
+    """The folder within which profiles may be put, absolute; None for no profiles."""
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     """The processes that denoise together."""
 
@@ -86,11 +89,15 @@ class DiffusionOptions:
         ):
             if not 1 <= getattr(self, name) <= limit:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be from 1 to {limit}")
+        if self.profile_dir is not None and not Path(self.profile_dir).is_absolute():
+            raise ValueError(f"profile_dir is {self.profile_dir!r}; it must be an absolute path")
         self._check_parallel()
 
     def _check_parallel(self) -> None:
         if self.parallel.ranks > 1 and self.part not in {"all", "denoise"}:
             raise ValueError(f"parallel is for stages that denoise; this is the part {self.part}: leave it out")
+        if self.enable_lora and self.parallel.hsdp > 1:
+            raise ValueError("enable_lora stands beside parallel.hsdp; adapters need a model whose weights are whole")
         if self.step_cache is not None and (self.parallel.cfg > 1 or self.parallel.ulysses > 1):
             raise ValueError(
                 "step_cache stands beside parallel.cfg or parallel.ulysses; each rank would decide by its own part of "

@@ -22,9 +22,16 @@ from stagemesh.services.engines.diffusion.step_caches import StepCaches
 class DiffusionRunner:
     """One part of a pipeline, or all of it, on one device."""
 
-    def __init__(self, folder: Path, options: DiffusionOptions, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: DiffusionOptions,
+        device: torch.device,
+        *,
+        prompt_cache: PromptCache | None = None,
+    ) -> None:
         """Loads; raises NotReadyError for what is no model that can be stepped through."""
-        self.prompt_cache = PromptCache(options.prompt_cache_bytes)
+        self.prompt_cache = prompt_cache or PromptCache(options.prompt_cache_bytes)
         self.pipeline = ModularStepPipeline(
             folder,
             getattr(torch, options.dtype),

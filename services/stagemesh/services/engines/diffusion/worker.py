@@ -6,12 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from stagemesh.connectors.errors import NotReadyError, StagemeshError
 from stagemesh.connectors.tensors import Array
 from stagemesh.services.engines.diffusion.admission import Footprint
 from stagemesh.services.engines.diffusion.devices import device_of
+from stagemesh.services.engines.diffusion.memory import give_back, settle
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from stagemesh.services.engines.diffusion.prompt_cache import PromptCacheFigures
+from stagemesh.services.engines.diffusion.prompt_cache import PromptCache, PromptCacheFigures
+from stagemesh.services.engines.diffusion.recording import Recording
 from stagemesh.services.engines.diffusion.runner import DiffusionRunner
 from stagemesh.services.engines.diffusion.sizes import free_bytes, image_tokens
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
@@ -53,11 +57,17 @@ class DiffusionWorker:
         self._folder, self._options, self._ranks = folder, options, ranks
         self._device = ranks.device if ranks is not None else device_of(options)
         self._runner: DiffusionRunner | None = None
+        self._resting: DiffusionRunner | None = None
+        """While it sleeps with its weights in the host's memory."""
+        self._prompt_cache = PromptCache(options.prompt_cache_bytes)
+        self._recording: Recording | None = None
         self._states: dict[str, DiffusionRequestState] = {}
 
     def load(self) -> ModelFacts:
         """Loads the model."""
-        self._runner = runner = DiffusionRunner(self._folder, self._options, self._device)
+        self._runner = runner = DiffusionRunner(
+            self._folder, self._options, self._device, prompt_cache=self._prompt_cache
+        )
         if self._ranks is not None:
             self._ranks.spread(runner.pipeline.forwarding)
         family = runner.pipeline.family
@@ -94,7 +104,10 @@ class DiffusionWorker:
 
     def step(self, names: Sequence[str]) -> list[StagemeshError | None]:
         """One step of each; what each failed with."""
-        return self.runner.step([self._states[name] for name in names])
+        states = [self._states[name] for name in names]
+        if self._recording is None:
+            return self.runner.step(states)
+        return self._recording.step(lambda: self.runner.step(states))
 
     def picture(self, name: str) -> Array:
         """float32[pictures or frames, 3, height, width] in [0, 1]; of a request in its steps, what there is so far."""
@@ -135,15 +148,50 @@ class DiffusionWorker:
 
     def clear_prompt_cache(self) -> PromptCacheFigures:
         """Forgets the prompts of earlier requests; returns what is left."""
-        self.runner.prompt_cache.clear()
+        self._prompt_cache.clear()
         return self.prompt_cache_figures()
 
     def prompt_cache_figures(self) -> PromptCacheFigures:
         """See `PromptCache`."""
-        return self.runner.prompt_cache.figures
+        return self._prompt_cache.figures
+
+    def sleep(self, level: int) -> None:
+        """Gives the weights' memory back, and at level 2 that of all that is kept for later requests."""
+        runner, self._runner = self.runner, None
+        self._states.clear()
+        if level > 1:
+            self._prompt_cache.clear()
+        elif self._device.type != "cpu" and self._ranks is None:
+            runner.pipeline.move(torch.device("cpu"))
+            self._resting = runner
+        del runner
+        give_back()
+
+    def wake(self) -> bool:
+        """Takes the weights' memory again. Whether they were read again from their files, without any adapter."""
+        if self._resting is None:
+            self.load()
+            settle()
+            return True
+        self._resting.pipeline.move(self._device)
+        self._runner, self._resting = self._resting, None
+        return False
+
+    def start_profile(self, path: str, *, max_steps: int | None) -> None:
+        """Records what is computed, in a file whose path begins so, until `max_steps` are done or it is stopped."""
+        rank = self._ranks.rank if self._ranks is not None else 0
+        self._recording = Recording(Path(f"{path}-rank{rank}.json.gz"), max_steps=max_steps)
+
+    def stop_profile(self) -> None:
+        """Writes it; nothing where none goes on."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.end()
 
     def shutdown(self) -> None:
         """Lets everything go. Shutting down twice is harmless."""
         self._states.clear()
-        self._runner = None
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = self._resting = None
         gc.collect()

@@ -17,7 +17,8 @@ from stagemesh.services.engines.adapter_book import (
     unknown_where_disabled,
 )
 from stagemesh.services.engines.adapter_files import AdapterFiles, Sizes, read_adapter
-from stagemesh.services.engines.vllm.core_calls import CoreRefusalError, core_call, to_the_end, worker_call
+from stagemesh.services.engines.finishing import to_the_end
+from stagemesh.services.engines.vllm.core_calls import CoreRefusalError, core_call, worker_call
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

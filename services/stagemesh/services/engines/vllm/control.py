@@ -3,6 +3,7 @@
 import asyncio
 from abc import abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnsupportedError
@@ -14,9 +15,11 @@ from stagemesh.services.engines.abilities import (
     ProfileControl,
     SleepControl,
 )
+from stagemesh.services.engines.finishing import to_the_end
+from stagemesh.services.engines.profiles import Profiles, private_folder
 from stagemesh.services.engines.vllm.adapters import Adapters
-from stagemesh.services.engines.vllm.core_calls import core_call, to_the_end, worker_call
-from stagemesh.services.engines.vllm.profiles import Profiles, private_folder
+from stagemesh.services.engines.vllm.core_calls import core_call, worker_call
+from stagemesh.services.engines.vllm.profiles import CoreRecorder
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -52,7 +55,12 @@ class Control:
         self._asleep: set[str] = set()
         self._prompt_tokens = self._cached_tokens = 0
         self.adapters = Adapters(llm, stage=stage, lock=self._lock, check_awake=self.check_awake)
-        self.profiles = Profiles(llm, stage=stage, base=profile_dir)
+        self.profiles = Profiles(
+            CoreRecorder(llm),
+            stage=stage,
+            base=profile_dir,
+            private=Path(llm.vllm_config.profiler_config.torch_profiler_dir),
+        )
 
     def check_awake(self) -> None:
         """Raises NotReadyError while anything sleeps."""

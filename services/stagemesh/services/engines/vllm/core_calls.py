@@ -42,19 +42,3 @@ async def core_call(llm: "AsyncLLM", doing: Coroutine[Any, Any, T]) -> T:
 async def worker_call(llm: "AsyncLLM", method: str, *args: object) -> list[Any]:
     """What a method of the workers' class returns, from each; raises as `core_call` does."""
     return await core_call(llm, cast("Coroutine[Any, Any, list[Any]]", llm.collective_rpc(method, args=args)))
-
-
-async def to_the_end(doing: Coroutine[Any, Any, T]) -> T:
-    """Runs what must not stop halfway: a cancellation takes effect when it has ended."""
-    task = asyncio.ensure_future(doing)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as exc:
-            cancelled = exc
-    if cancelled is not None:
-        # Whatever came of it is nobody's any more, but must have been looked at.
-        task.exception()
-        raise cancelled
-    return task.result()

@@ -1,102 +1,23 @@
-"""Recordings of a running vLLM's workers, made in a private folder and then moved to where the caller wants them."""
+"""vLLM's workers as what a profile is recorded of."""
 
-import asyncio
-import shutil
-from pathlib import Path
-from secrets import token_hex
 from typing import TYPE_CHECKING
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
-from stagemesh.services.engines.vllm.core_calls import core_call, to_the_end
+from stagemesh.services.engines.vllm.core_calls import core_call
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-def private_folder(base: str) -> str:
-    """Where vLLM, which is told at its start and once for all, is to write; a hidden folder of `base`."""
-    return str(Path(base) / f".profile-{token_hex(8)}")
+class CoreRecorder:
+    """See `stagemesh.services.engines.profiles.Recorder`. vLLM is told its folder at its start and once for all."""
 
+    def __init__(self, llm: "AsyncLLM") -> None:
+        self._llm = llm
 
-class Profiles:
-    """Starts and stops them, one at a time. `base` is the only place where a caller may have files put."""
+    async def begin(self, prefix: str, *, max_steps: int | None) -> None:
+        """See `Recorder`."""
+        await core_call(self._llm, self._llm.start_profile(prefix, max_iterations=max_steps))
 
-    def __init__(self, llm: "AsyncLLM", *, stage: str, base: str | None) -> None:
-        self._llm, self._stage = llm, stage
-        self._base = Path(base).resolve() if base else None
-        self._private = Path(llm.vllm_config.profiler_config.torch_profiler_dir)
-        self._target: Path | None = None
-        self._lock = asyncio.Lock()
-
-    async def start(self, folder: str, *, max_steps: int | None) -> str:
-        """See `ProfileControl`."""
-        async with self._lock:
-            if self._target is not None:
-                raise NotReadyError(
-                    f"stage {self._stage} records into {self._target} already; stop that first",
-                    reason="PROFILE_RUNNING",
-                )
-            target = self._checked(folder)
-            await to_the_end(self._start(target, max_steps))
-            return str(target)
-
-    async def stop(self) -> list[str]:
-        """See `ProfileControl`."""
-        async with self._lock:
-            if self._target is None:
-                raise NotReadyError(f"stage {self._stage} records nothing; start a profile first", reason="NO_PROFILE")
-            return await to_the_end(self._stop(self._target))
-
-    def discard(self) -> None:
-        """Removes what a recording that was never stopped has left."""
-        if self._target is not None:
-            shutil.rmtree(self._private, ignore_errors=True)
-
-    # -- inner workings
-
-    def _checked(self, folder: str) -> Path:
-        if self._base is None:
-            raise NotReadyError(
-                f"stage {self._stage} makes no profiles; start it with the option profile_dir, the folder that they "
-                "may be put into",
-                reason="PROFILES_DISABLED",
-            )
-        # Resolved: neither ".." nor a link leads out.
-        target = (self._base / folder).resolve()
-        if not target.is_relative_to(self._base):
-            raise InvalidRequestError(
-                f"folder {folder!r} is outside {self._base}, the profile_dir of stage {self._stage}; choose one within",
-                reason="INVALID_FOLDER",
-            )
-        return target
-
-    async def _start(self, target: Path, max_steps: int | None) -> None:
-        try:
-            await asyncio.to_thread(self._make_folders, target)
-        except OSError as exc:
-            raise InvalidRequestError(
-                f"folder {target} cannot be made: {exc.strerror}", reason="INVALID_FOLDER"
-            ) from exc
-        # A prefix of its own: nothing that lies in the target has the same name.
-        await core_call(self._llm, self._llm.start_profile(f"profile-{token_hex(4)}", max_iterations=max_steps))
-        self._target = target
-
-    def _make_folders(self, target: Path) -> None:
-        self._private.mkdir(parents=True, exist_ok=True)
-        target.mkdir(parents=True, exist_ok=True)
-
-    async def _stop(self, target: Path) -> list[str]:
+    async def end(self) -> None:
+        """See `Recorder`."""
         await core_call(self._llm, self._llm.stop_profile())
-        try:
-            # Checked again: what was a folder may be a link by now.
-            target = self._checked(str(target))
-            return await asyncio.to_thread(self._move, target)
-        except OSError as exc:
-            raise NotReadyError(f"the profile cannot be put into {target}: {exc}", reason="INVALID_FOLDER") from exc
-        finally:
-            self.discard()
-            self._target = None
-
-    def _move(self, target: Path) -> list[str]:
-        target.mkdir(parents=True, exist_ok=True)
-        return [str(shutil.move(file, target / file.name)) for file in sorted(self._private.iterdir())]

@@ -1,0 +1,133 @@
+"""What an operator may change of a diffusion engine while it serves: sleep and profiles. Adapters are `lending`'s."""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
+from stagemesh.services.engines.abilities import ProfileControl, SleepControl
+from stagemesh.services.engines.diffusion.executor import Executor
+from stagemesh.services.engines.diffusion.lending import Lending
+from stagemesh.services.engines.finishing import to_the_end
+from stagemesh.services.engines.profiles import Profiles, private_folder
+
+LEVELS = (1, 2)
+WEIGHTS, BUFFERS = "weights", "buffers"
+
+
+class Sleeper:
+    """Puts the worker to sleep, and wakes it."""
+
+    def __init__(self, executor: Executor, lending: Lending, *, stage: str) -> None:
+        self._executor, self._lending, self._stage = executor, lending, stage
+        self._lock = asyncio.Lock()
+        self._asleep: set[str] = set()
+
+    def check(self, level: int) -> None:
+        """See `SleepControl.check_sleep`."""
+        if level not in LEVELS:
+            raise InvalidRequestError(
+                f"level is {level}; it must be 1 (give back the weights' memory) or 2 (all memory of the engine)"
+            )
+
+    def check_awake(self) -> None:
+        """Raises NotReadyError while anything sleeps."""
+        if self._asleep:
+            raise NotReadyError(
+                f"the engine of stage {self._stage} sleeps ({', '.join(self.asleep())}); wake it first",
+                metadata={"asleep": ",".join(self.asleep())},
+            )
+
+    def asleep(self) -> Sequence[str]:
+        """See `SleepControl`."""
+        return sorted(self._asleep)
+
+    async def sleep(self, level: int) -> None:
+        """See `SleepControl`."""
+        self.check(level)
+        async with self._lock:
+            self.check_awake()
+            await to_the_end(self._sleep(level))
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """See `SleepControl`."""
+        async with self._lock:
+            wanted = set(tags) or self._asleep
+            if not wanted <= self._asleep:
+                raise InvalidRequestError(
+                    f"stage {self._stage}: {', '.join(sorted(wanted - self._asleep))} does not sleep; asleep: "
+                    f"{', '.join(self.asleep()) or 'nothing'}",
+                    reason="UNKNOWN_TAG",
+                )
+            await to_the_end(self._wake(set(wanted)))
+
+    # -- inner workings
+
+    async def _sleep(self, level: int) -> None:
+        await self._executor.call("sleep", level)
+        self._asleep = {WEIGHTS} if level == 1 else {WEIGHTS, BUFFERS}
+
+    async def _wake(self, tags: set[str]) -> None:
+        # Buffers are made when they are needed.
+        if WEIGHTS in tags and await self._executor.call("wake"):
+            for adapter in self._lending.listed():
+                await self._executor.call("load_adapter", adapter.name, adapter.path)
+        self._asleep -= tags
+
+
+class WorkerRecorder:
+    """See `stagemesh.services.engines.profiles.Recorder`: each of an executor's workers writes a file."""
+
+    def __init__(self, executor: Executor, folder: Path) -> None:
+        self._executor, self._folder = executor, folder
+
+    async def begin(self, prefix: str, *, max_steps: int | None) -> None:
+        """See `Recorder`."""
+        await self._executor.call("start_profile", str(self._folder / prefix), max_steps=max_steps)
+
+    async def end(self) -> None:
+        """See `Recorder`."""
+        await self._executor.call("stop_profile")
+
+
+class Controls:
+    """Of one engine."""
+
+    def __init__(self, executor: Executor, lending: Lending, *, stage: str, profile_dir: str | None) -> None:
+        private = Path(private_folder(profile_dir)) if profile_dir else Path()
+        self.sleeper = Sleeper(executor, lending, stage=stage)
+        self.profiles = Profiles(WorkerRecorder(executor, private), stage=stage, base=profile_dir, private=private)
+
+
+class Controllable(SleepControl, ProfileControl):
+    """An engine with these abilities, which are those of its `controls`."""
+
+    @property
+    @abstractmethod
+    def controls(self) -> Controls:
+        """See `Controls`."""
+
+    def check_sleep(self, level: int) -> None:
+        """See `SleepControl`."""
+        self.controls.sleeper.check(level)
+
+    async def sleep(self, level: int) -> None:
+        """See `SleepControl`."""
+        await self.controls.sleeper.sleep(level)
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """See `SleepControl`."""
+        await self.controls.sleeper.wake(tags)
+
+    def asleep(self) -> Sequence[str]:
+        """See `SleepControl`."""
+        return self.controls.sleeper.asleep()
+
+    async def start_profile(self, folder: str, *, max_steps: int | None) -> str:
+        """See `ProfileControl`."""
+        return await self.controls.profiles.start(folder, max_steps=max_steps)
+
+    async def stop_profile(self) -> Sequence[str]:
+        """See `ProfileControl`."""
+        return await self.controls.profiles.stop()

@@ -1,0 +1,218 @@
+"""A diffusion engine gives its memory back while it sleeps, and makes the same pictures when it is awake again."""
+
+import gc
+import gzip
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import diffusers as _diffusers
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
+from stagemesh.connectors.tensors import Array
+from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.diffusion.engine import DiffusionEngine
+from stagemesh.services.engines.diffusion.options import DiffusionOptions
+from stagemesh.services.engines.diffusion.recording import STEP
+from stagemesh.services.engines.diffusion.state import DiffusionInputs
+from stagemesh.services.engines.diffusion.worker import DiffusionWorker
+from tests.diffusion.tiny_pipelines import write_qwen_image
+from tests.engines.support import collect, packets, stage_config
+
+pytestmark = pytest.mark.timeout(180)
+
+diffusers: Any = _diffusers
+
+MIB = 1 << 20
+WEIGHTS_BYTES = 200 * MIB
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen_image(tmp_path_factory.mktemp("sleep") / "qwen-image")
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pipeline with a transformer of more than WEIGHTS_BYTES."""
+    folder = write_qwen_image(tmp_path_factory.mktemp("large") / "qwen-image")
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    config["num_attention_heads"], config["num_layers"] = 16, 6
+    kind = diffusers.QwenImageTransformer2DModel
+    transformer = kind.from_config(config)
+    assert 4 * transformer.num_parameters() > WEIGHTS_BYTES
+    transformer.save_pretrained(folder / "transformer")
+    return folder
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_the_weights_memory_is_given_back_and_the_bits_stay(large_model: Path, level: int) -> None:
+    async with engine(large_model) as tested:
+        with frozen():
+            expected = await picture(tested)
+            awake_bytes = used_bytes()
+            await tested.sleep(level)
+            assert used_bytes() < awake_bytes - 0.9 * WEIGHTS_BYTES
+            await tested.wake([])
+            assert np.array_equal(await picture(tested), expected)
+            assert used_bytes() < awake_bytes + 0.1 * WEIGHTS_BYTES
+
+
+async def test_nothing_piles_up_over_naps(large_model: Path) -> None:
+    async with engine(large_model) as tested:
+        await picture(tested)
+        awake_bytes = used_bytes()
+        for _ in range(3):
+            await tested.sleep(2)
+            await tested.wake([])
+        await picture(tested)
+        assert used_bytes() < awake_bytes + 0.1 * WEIGHTS_BYTES
+
+
+@pytest.mark.parametrize(("level", "hits"), [(1, 1), (2, 0)])
+def test_prompts_are_remembered_at_level_1_and_forgotten_at_level_2(model: Path, level: int, hits: int) -> None:
+    worker = DiffusionWorker(model, DiffusionOptions(dtype="float32", device="cpu"))
+    worker.load()
+    inputs = DiffusionInputs(seed=0, prompt="red", height=64, width=64, num_inference_steps=2)
+    worker.begin("before", inputs)
+    worker.sleep(level)
+    assert worker.prompt_cache_figures().entries == hits
+    worker.wake()
+    worker.begin("after", inputs)
+    assert worker.prompt_cache_figures().hits == hits
+
+
+async def test_a_sleeping_engine_says_what_sleeps_and_takes_no_task(model: Path) -> None:
+    async with engine(model) as tested:
+        await tested.sleep(2)
+        assert tested.asleep() == ["buffers", "weights"]
+        with pytest.raises(NotReadyError, match=r"sleeps \(buffers, weights\); wake it first"):
+            await picture(tested)
+        await tested.wake(["weights"])
+        assert tested.asleep() == ["buffers"]
+        with pytest.raises(NotReadyError, match=r"sleeps \(buffers\)"):
+            await picture(tested)
+        await tested.wake(["buffers"])
+        assert tested.asleep() == []
+        await picture(tested)
+
+
+async def test_a_level_or_tag_that_is_not_there_is_refused(model: Path) -> None:
+    async with engine(model) as tested:
+        with pytest.raises(InvalidRequestError, match="level is 3; it must be 1"):
+            tested.check_sleep(3)
+        await tested.sleep(1)
+        assert tested.asleep() == ["weights"]
+        with pytest.raises(InvalidRequestError, match="kv_cache does not sleep; asleep: weights") as caught:
+            await tested.wake(["kv_cache"])
+        assert caught.value.reason == "UNKNOWN_TAG"
+        with pytest.raises(NotReadyError, match="sleeps"):
+            await tested.sleep(1)
+
+
+async def test_an_engine_whose_files_are_gone_sleeps_on_and_says_so(model: Path) -> None:
+    weights = next((model / "transformer").glob("*.safetensors"))
+    async with engine(model) as tested:
+        expected = await picture(tested)
+        await tested.sleep(1)
+        weights.rename(weights.with_suffix(".gone"))
+        try:
+            with pytest.raises(NotReadyError, match=r"the transformer of .* cannot be loaded"):
+                await tested.wake([])
+            assert tested.asleep() == ["weights"]
+        finally:
+            weights.with_suffix(".gone").rename(weights)
+        await tested.wake([])
+        assert np.array_equal(await picture(tested), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_gpu_is_left_by_a_sleeping_engine(large_model: Path, level: int) -> None:
+    async with engine(large_model, device="cuda") as tested:
+        expected = await picture(tested)
+        await tested.sleep(level)
+        assert torch.cuda.memory_reserved() < 0.1 * WEIGHTS_BYTES
+        await tested.wake([])
+        assert np.array_equal(await picture(tested), expected)
+
+
+# -- profiles
+
+
+async def test_a_profile_lands_where_the_caller_asked(model: Path, tmp_path: Path) -> None:
+    async with engine(model, profile_dir=str(tmp_path)) as tested:
+        folder = await tested.start_profile("night/one", max_steps=None)
+        await picture(tested)
+        (file,) = await tested.stop_profile()
+    assert Path(file).parent == Path(folder) == tmp_path / "night" / "one"
+    assert steps_in(file) == STEPS
+    assert names_in(tmp_path) == ["night"]
+
+
+async def test_a_profile_ends_after_as_many_steps(model: Path, tmp_path: Path) -> None:
+    async with engine(model, profile_dir=str(tmp_path)) as tested:
+        await tested.start_profile("some", max_steps=2)
+        await picture(tested)
+        (file,) = await tested.stop_profile()
+    assert steps_in(file) == 2
+
+
+async def test_profiles_are_refused_where_they_were_not_asked_for(model: Path) -> None:
+    async with engine(model) as tested:
+        with pytest.raises(NotReadyError, match="profile_dir"):
+            await tested.start_profile("x", max_steps=None)
+
+
+STEPS = 3
+
+
+@asynccontextmanager
+async def engine(model: Path, *, device: str = "cpu", profile_dir: str | None = None) -> AsyncIterator[DiffusionEngine]:
+    options = {"dtype": "float32", "device": device, "profile_dir": profile_dir}
+    made = DiffusionEngine(stage_config("diffusion", model=str(model), options=options))
+    try:
+        await made.start(lambda _: None)
+        yield made
+    finally:
+        await made.close()
+
+
+async def picture(engine: DiffusionEngine) -> Array:
+    options = {"height": 64, "width": 64, "num_inference_steps": STEPS, "guidance_scale": 3.0}
+    task = Task("r", 7, prompt="red", negative_prompt="blur", options=options)
+    return packets(await collect(engine.submit(task)))[-1].tensors["frames"]
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """As a stage process has it once its model is loaded."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def used_bytes() -> int:
+    """This process's own share of memory."""
+    return int(psutil.Process().memory_full_info().pss)
+
+
+def names_in(folder: Path) -> list[str]:
+    return [each.name for each in folder.iterdir()]
+
+
+def steps_in(file: str) -> int:
+    with gzip.open(file) as trace:
+        names = [event.get("name") for event in json.load(trace)["traceEvents"]]
+    assert "aten::scaled_dot_product_attention" in names
+    return names.count(STEP)
