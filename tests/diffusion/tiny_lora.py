@@ -18,7 +18,7 @@ def write_lora(folder: Path, model: Path, *, by: Literal["peft", "diffusers"], s
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if by == "peft":
-            get_peft_model(transformer, config).save_pretrained(folder)
+            get_peft_model(transformer, config).save_pretrained(str(folder))
             return folder
         transformer.add_adapter(config)
     diffusers.QwenImagePipeline.save_lora_weights(

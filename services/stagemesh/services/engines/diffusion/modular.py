@@ -25,6 +25,8 @@ from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
 from stagemesh.services.engines.diffusion.families import FAMILIES, Family
 from stagemesh.services.engines.diffusion.forwarding import Forwarding
 from stagemesh.services.engines.diffusion.forwards import Call, Player, Recorder, Transformer
+from stagemesh.services.engines.diffusion.load_options import LoadOptions
+from stagemesh.services.engines.diffusion.loading import Loader
 from stagemesh.services.engines.diffusion.options import Part
 from stagemesh.services.engines.diffusion.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
@@ -67,6 +69,7 @@ class ModularStepPipeline:
         part: Part = "all",
         device: torch.device | None = None,
         prompt_cache: PromptCache | None = None,
+        loader: Loader | None = None,
     ) -> None:
         """Loads a pipeline that diffusers saved, or one part of it; raises NotReadyError where it cannot."""
         self.family = family_of(folder)
@@ -79,13 +82,15 @@ class ModularStepPipeline:
         }
         chosen = {name: block for each in chosen_blocks.values() for name, block in each.items()}
         self.components: Any = _sequence(chosen, like=blocks).init_pipeline(str(folder))
-        self.components.load_components(dtype=dtype)
+        loader = loader or Loader(folder, LoadOptions(), dtype=dtype, device=self.device)
+        loader.load(self.components)
         _check_loaded(self.components, folder, dtype)
-        self.components.to(self.device)
+        loader.place(self.components)
         self.forwarding = Forwarding(self.family, getattr(self.components, "transformer", None))
         self._prompt_cache = prompt_cache or PromptCache(0)
         model = getattr(self.components, "transformer", None)
-        self._signature = inspect.signature(model.forward) if model is not None else inspect.Signature()
+        # The class's own: what is hooked onto the object takes anything.
+        self._signature = inspect.signature(type(model).forward.__get__(model)) if model else inspect.Signature()
         # diffusers works these out anew each time that they are asked for, for every request.
         self._inputs = list(self.components.blocks.inputs)
         _settle(self.components, _execution_device=self.device)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
+from stagemesh.services.engines.diffusion.load_options import LoadOptions
 from stagemesh.services.engines.diffusion.parallel_options import ParallelOptions
 from stagemesh.services.engines.diffusion.step_cache_options import StepCacheOptions
 from stagemesh.services.engines.options import parse_options
@@ -24,6 +25,8 @@ class DiffusionOptions:
     """What the model computes in."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is a GPU where there is one."""
+    load: LoadOptions = field(default_factory=LoadOptions)
+    """How weights are loaded, and where they lie."""
     enable_lora: bool = False
     """Whether requests may choose LoRA adapters, which operators load and unload."""
     max_loras: int = 8
@@ -81,6 +84,11 @@ class DiffusionOptions:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if self.enable_lora and self.part in {"encode", "decode"}:
             raise ValueError(f"enable_lora is for stages that denoise; this is the part {self.part}: leave it out")
+        if self.load.changes_weights and (self.enable_lora or self.parallel.ranks > 1):
+            raise ValueError(
+                "enable_lora and parallel need a transformer whose weights are whole and on its device; leave "
+                "load.offload, load.layerwise_casting and load.quantization out"
+            )
         for name, limit in (
             ("height", self.max_side),
             ("width", self.max_side),

@@ -11,12 +11,15 @@ from stagemesh.services.engines.diffusion.adapters import ModelAdapters
 from stagemesh.services.engines.diffusion.admission import Footprint
 from stagemesh.services.engines.diffusion.carrying import Carrier
 from stagemesh.services.engines.diffusion.failures import named
+from stagemesh.services.engines.diffusion.load_options import LoadOptions
+from stagemesh.services.engines.diffusion.loading import Loader
 from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.sizes import footprint
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 from stagemesh.services.engines.diffusion.step_caches import StepCaches
+from stagemesh.services.serving.plugins import import_factory
 
 
 class DiffusionRunner:
@@ -32,12 +35,15 @@ class DiffusionRunner:
     ) -> None:
         """Loads; raises NotReadyError for what is no model that can be stepped through."""
         self.prompt_cache = prompt_cache or PromptCache(options.prompt_cache_bytes)
-        self.pipeline = ModularStepPipeline(
+        dtype = getattr(torch, options.dtype)
+        self._loader = Loader(folder, options.load, dtype=dtype, device=device)
+        self.pipeline = _pipeline_class(options.load)(
             folder,
-            getattr(torch, options.dtype),
+            dtype,
             part=options.part,
             device=device,
             prompt_cache=self.prompt_cache,
+            loader=self._loader,
         )
         self.carrier = Carrier(self.pipeline, folder)
         forwarding = self.pipeline.forwarding
@@ -110,6 +116,10 @@ class DiffusionRunner:
         """What a request will take."""
         return footprint(self.pipeline, inputs)
 
+    def close(self) -> None:
+        """Removes what it has put on the disk. Closing twice is harmless."""
+        self._loader.close()
+
     # -- inner workings
 
     def _advance(self, state: DiffusionRequestState, noise: torch.Tensor) -> StagemeshError | None:
@@ -118,3 +128,19 @@ class DiffusionRunner:
         except Exception as exc:  # noqa: BLE001  # whatever a scheduler raises
             return named(exc)
         return None
+
+
+def _pipeline_class(options: LoadOptions) -> type[ModularStepPipeline]:
+    if options.custom_pipeline is None:
+        return ModularStepPipeline
+    try:
+        made = import_factory(options.custom_pipeline)
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise NotReadyError(
+            f"load.custom_pipeline {options.custom_pipeline!r} cannot be imported: {exc}; write it as module:Class, "
+            "and install the module beside Stagemesh",
+            reason="MISSING_MODULE",
+        ) from exc
+    if not (isinstance(made, type) and issubclass(made, ModularStepPipeline)):
+        raise NotReadyError(f"load.custom_pipeline {options.custom_pipeline!r} is no kind of ModularStepPipeline")
+    return made

@@ -193,5 +193,7 @@ class DiffusionWorker:
         self._states.clear()
         if self._runner is not None:
             self._runner.close()
+        if self._runner is not None:
+            self._runner.close()
         self._runner = self._resting = None
         gc.collect()
