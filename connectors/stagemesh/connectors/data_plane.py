@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from stagemesh.connectors import wire
 from stagemesh.connectors.arena import Arena, ArenaStats
 from stagemesh.connectors.arena_writer import Handle, ShareTicket
-from stagemesh.connectors.base import AUTO, ChunkPolicy, ConnectorName, EdgeKey, Inlet, Outlet
+from stagemesh.connectors.base import AUTO, ChunkPolicy, ConnectorName, EdgeKey, Inlet, Outlet, Packet
 from stagemesh.connectors.connection import Peer
 from stagemesh.connectors.errors import (
     ExistsError,
@@ -354,6 +354,16 @@ class DataPlane:
         for flow in list(self._inflows.values()):
             if flow.producer == peer.replica and flow.incarnation == peer.incarnation:
                 flow.fail(flow.lost_error())
+
+
+async def as_flow(key: EdgeKey, packet: Packet) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
+    """A packet that no flow carries, as a flow of its own: one chunk and the end."""
+    shape, digest = wire.shape_of(packet, last=None), wire.FlowDigest()
+    digest.add(shape)
+    chunk = Sent(0, shape=shape, tensors=packet.tensors, metadata=packet.metadata)
+    for sent in (chunk, Sent(1, tail=digest.end())):
+        async for response in _replayed(key, sent, 1):
+            yield response
 
 
 async def _replayed(key: EdgeKey, sent: Sent, transfer_id: int) -> AsyncIterator[stage_pb2.GetChunkResponse]:

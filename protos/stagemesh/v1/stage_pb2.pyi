@@ -117,7 +117,8 @@ class ExecuteStepRequest(_message.Message):
     max_steps: _builtins.int
     """Stop after so many engine steps with the state kept, unless that is the end. Absent: run to the end. An engine that
     cannot pause refuses it (UNSUPPORTED), and so is 0 (INVALID_ARGUMENT). Outgoing edges are bound by the call that runs
-    to the end alone, incoming ones by the first.
+    to the end alone, incoming ones by the first; but an outgoing edge "@state" takes the state to another replica, where
+    an incoming one of that name, beside resume_from with its steps, has the request go on.
     """
     priority: _builtins.int
     """Higher goes first where steps wait for each other."""
@@ -370,7 +371,9 @@ class Checkpoint(_message.Message):
 
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Tensor]:
-        """The state of other stages, by name."""
+        """The state of other stages, by name. Left out where they take more than 1 MiB: GetChunk reads them, from edge
+        "@state", and so does a step that is bound to such an edge.
+        """
 
     @_builtins.property
     def outputs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:

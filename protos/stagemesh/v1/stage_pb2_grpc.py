@@ -97,7 +97,8 @@ class StageServiceServicer(object):
 
     def GetChunk(self, request, context):
         """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its end.
-        Called by a consuming replica, a client or an orchestrator.
+        Called by a consuming replica, a client or an orchestrator. Edge "@state" is the state that a request was last paused or
+        checkpointed with.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

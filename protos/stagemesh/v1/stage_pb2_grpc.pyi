@@ -46,7 +46,8 @@ class StageServiceStub:
     """
     GetChunk: _grpc.UnaryStreamMultiCallable[_stage_pb2.GetChunkRequest, _stage_pb2.GetChunkResponse]
     """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its end.
-    Called by a consuming replica, a client or an orchestrator.
+    Called by a consuming replica, a client or an orchestrator. Edge "@state" is the state that a request was last paused or
+    checkpointed with.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeResponse]
     """Describe says what this replica is. Called by orchestrators and tools."""
@@ -78,7 +79,8 @@ class StageServiceAsyncStub(StageServiceStub):
     """
     GetChunk: _aio.UnaryStreamMultiCallable[_stage_pb2.GetChunkRequest, _stage_pb2.GetChunkResponse]  # type: ignore[assignment]
     """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its end.
-    Called by a consuming replica, a client or an orchestrator.
+    Called by a consuming replica, a client or an orchestrator. Edge "@state" is the state that a request was last paused or
+    checkpointed with.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeResponse]  # type: ignore[assignment]
     """Describe says what this replica is. Called by orchestrators and tools."""
@@ -125,7 +127,8 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_stage_pb2.GetChunkResponse], _abc.AsyncIterator[_stage_pb2.GetChunkResponse]]:
         """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its end.
-        Called by a consuming replica, a client or an orchestrator.
+        Called by a consuming replica, a client or an orchestrator. Edge "@state" is the state that a request was last paused or
+        checkpointed with.
         """
 
     @_abc_1.abstractmethod

@@ -11,7 +11,7 @@ from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
 from stagemesh.services.engines.base import Checkpoint, Prompt, SamplingOptions, Structure, Task, media_of
 from stagemesh.services.engines.media import MEDIA_TYPES, MediaFile, Medium, Samples
 from stagemesh.services.serving.plugins import Signature
-from stagemesh.services.stage.order import StepOrder
+from stagemesh.services.stage.order import STATE_EDGE, StepOrder
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # An orchestrator puts request, stage and attempt into it.
@@ -74,12 +74,16 @@ def check_request_id(request_id: str) -> None:
 
 def _check_pause(order: StepOrder) -> None:
     if order.task.max_steps is None:
+        if any(binding.edge == STATE_EDGE for binding in order.outputs):
+            raise InvalidRequestError(f"edge {STATE_EDGE} carries what a pause leaves; set max_steps with it")
         return
     if not order.task.max_steps:
         raise InvalidRequestError("max_steps is 0; ask for one step at least, or leave it unset")
-    if order.outputs:
+    for binding in order.outputs:
+        if binding.edge == STATE_EDGE:
+            continue
         raise InvalidRequestError(
-            f"max_steps with the outgoing edge {order.outputs[0].edge}; bind outgoing edges where the step runs to its "
+            f"max_steps with the outgoing edge {binding.edge}; bind outgoing edges where the step runs to its "
             "end, without max_steps",
             reason="INVALID_EDGE",
         )
@@ -120,7 +124,11 @@ def _check_edges(order: StepOrder, signature: Signature) -> None:
         if not binding.consumer or not binding.endpoint:
             raise InvalidRequestError(f"edge {binding.edge} needs a consumer and an endpoint", reason="INVALID_EDGE")
         _check_known("tensor", binding.tensors, signature.emits)
-    if order.inputs and not signature.accepts:
+    if order.task.resume_from is None and order.takes_state:
+        raise InvalidRequestError(
+            f"edge {STATE_EDGE} brings a state to go on from; set resume_from to its steps with it"
+        )
+    if any(binding.edge != STATE_EDGE for binding in order.inputs) and not signature.accepts:
         bound = ", ".join(binding.edge for binding in order.inputs)
         raise InvalidRequestError(f"this stage takes the prompt and no edge; unbind {bound}", reason="UNKNOWN_EDGE")
     if signature.accepts and not order.inputs and order.task.resume_from is None:

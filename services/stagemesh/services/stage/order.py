@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from stagemesh.connectors.base import ChunkPolicy, ConnectorName
 from stagemesh.services.engines.base import Task, TokenSelection
 
+STATE_EDGE = "@state"
+"""Beside a pipeline's edges: carries the state of a request that is paused to where it goes on."""
+
 
 @dataclass(frozen=True)
 class InputBinding:
@@ -44,6 +47,11 @@ class StepOrder:
     """The emitted tensors that the caller hears."""
     fingerprint: bytes = b""
     """Equal for calls of equal content."""
+
+    @property
+    def takes_state(self) -> bool:
+        """Whether the state that it goes on from comes over an edge."""
+        return any(binding.edge == STATE_EDGE for binding in self.inputs)
 
     @property
     def request_id(self) -> str:

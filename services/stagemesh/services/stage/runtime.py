@@ -21,7 +21,7 @@ from stagemesh.services.stage.checking import check_order, check_request_id
 from stagemesh.services.stage.events import StepEvent
 from stagemesh.services.stage.load import ReplicaState, StageLoad, free_memory_bytes
 from stagemesh.services.stage.order import StepOrder
-from stagemesh.services.stage.paused import PausedRequests
+from stagemesh.services.stage.paused import States
 from stagemesh.services.stage.run_book import RunBook
 from stagemesh.services.stage.step_run import StepRun
 
@@ -43,7 +43,8 @@ class StageRuntime:
         self._engine = engine
         self._where = {"stage": config.stage, "replica": config.replica}
         self._book = RunBook()
-        self._paused = PausedRequests()
+        self.states = States()
+        """Of requests that can go on."""
 
     @property
     def engine(self) -> Engine:
@@ -138,7 +139,7 @@ class StageRuntime:
     async def cancel(self, request_id: str, *, attempt: int, reason: str) -> int:
         """Stops a request's steps of this attempt and those before it (0: all); returns, once they ended, how many."""
         check_request_id(request_id)
-        self._paused.forget(request_id)
+        self.states.forget(request_id)
         runs = list(self._book.of_request(request_id, up_to_attempt=attempt))
         await self._stop(runs, CancelledRequestError(reason or "the step was cancelled", metadata=self._where))
         return len(runs)
@@ -189,7 +190,7 @@ class StageRuntime:
         self.check_ready()
         self._check_room()
         run = StepRun(
-            self._paused.completed(order),
+            self.states.completed(order),
             engine=self._engine,
             data_plane=self.data_plane,
             signature=self.signature,
@@ -201,10 +202,8 @@ class StageRuntime:
 
     def _ended(self, run: StepRun) -> None:
         self._book.retire(run)
-        if run.paused is not None:
-            self._paused.keep(run.order.request_id, run.paused)
-        elif not run.failed:
-            self._paused.forget(run.order.request_id)
+        if run.paused is None and not run.failed:
+            self.states.forget(run.order.request_id)
 
     def check_ready(self) -> None:
         """Raises NotReadyError, with the state, unless steps are taken."""

@@ -10,6 +10,7 @@ from stagemesh.connectors.probe_wire import probe_to_wire
 from stagemesh.connectors.registry import name_of
 from stagemesh.connectors.wire import key_from_wire
 from stagemesh.services.serving.answering import answering, streaming, time_left_s
+from stagemesh.services.stage.order import STATE_EDGE
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.translate import description_to_wire, event_to_wire, load_to_wire, order_from_wire
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
@@ -58,7 +59,11 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
         """See the proto."""
         async with answering(context, **self._where, request_id=request.key.request_id):
-            parts = self._runtime.data_plane.replay(key_from_wire(request.key), first_seq=request.first_seq)
+            key = key_from_wire(request.key)
+            if key.edge == STATE_EDGE:
+                parts = self._runtime.states.read(key)
+            else:
+                parts = self._runtime.data_plane.replay(key, first_seq=request.first_seq)
             async with contextlib.aclosing(parts):
                 async for part in parts:
                     yield part

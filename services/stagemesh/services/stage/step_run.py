@@ -6,21 +6,26 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 
-from stagemesh.connectors.base import EdgeKey, Inlet
+from stagemesh.connectors.base import EdgeKey, Inlet, Outlet, Packet
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.errors import CancelledRequestError, DeadlineError, InternalError, StagemeshError
+from stagemesh.connectors.errors import (
+    CancelledRequestError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    StagemeshError,
+)
 from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
 from stagemesh.services.serving.journal import Journal
 from stagemesh.services.serving.logs import bind_log_context
 from stagemesh.services.serving.plugins import Signature
 from stagemesh.services.stage.events import Accepted, Finished, StepEvent
 from stagemesh.services.stage.feed import Feed, make_transform
-from stagemesh.services.stage.order import StepOrder
+from stagemesh.services.stage.order import STATE_EDGE, StepOrder
 from stagemesh.services.stage.outputs import StreamedOutputs
+from stagemesh.services.stage.paused import size_bytes, told
 from stagemesh.services.stage.selection import selection_of, tokens_of, wanted_of
 from stagemesh.services.stage.stopwatch import Stopwatch
-
-_TOKEN_BYTES = 8
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +37,16 @@ class StepRun:
     """
 
     def __init__(
-        self, order: StepOrder, *, engine: Engine, data_plane: DataPlane, signature: Signature, where: Mapping[str, str]
+        self,
+        order: StepOrder,
+        *,
+        engine: Engine,
+        data_plane: DataPlane,
+        signature: Signature,
+        where: Mapping[str, str],
+        on_state: Callable[[str, Checkpoint], None] = lambda _, __: None,
     ) -> None:
+        """`on_state` is told each state that the request can go on from."""
         self.order = order
         self.journal = Journal[StepEvent](on_abandoned=self._abandoned)
         self._engine, self._data_plane, self._signature = engine, data_plane, signature
@@ -49,6 +62,8 @@ class StepRun:
         self._checkpoint_bytes = 0
         self._inlets: dict[str, Inlet] = {}
         self._outlets = data_plane.fan_out()
+        self._state_outlet: Outlet | None = None
+        self._on_state = on_state
         self._stopwatch = Stopwatch()
         self._usage = Usage()
         self._timer: asyncio.TimerHandle | None = None
@@ -136,13 +151,28 @@ class StepRun:
         await self._compute(
             replace(
                 order.task,
-                inlets={edge: self._feed(edge) for edge in self._inlets},
+                inlets={edge: self._feed(edge) for edge in self._inlets if edge != STATE_EDGE},
+                resume_from=await self._resumed_from(),
                 wanted=wanted_of(order),
                 tokens=tokens_of(order, self._signature),
                 deadline_s=self._timer.when() if self._timer is not None else None,
             )
         )
         await self._finish()
+
+    async def _resumed_from(self) -> Checkpoint | None:
+        """Where the task goes on; its state may come over an edge."""
+        resume_from = self.order.task.resume_from
+        if resume_from is None or STATE_EDGE not in self._inlets:
+            return resume_from
+        packets = [packet async for packet in self._inlets[STATE_EDGE]]
+        steps = packets[0].metadata.get("steps") if len(packets) == 1 else None
+        if steps != resume_from.steps:
+            raise InvalidRequestError(
+                f"edge {STATE_EDGE} brought a state after {steps} steps; resume_from says {resume_from.steps}",
+                reason="INVALID_CHECKPOINT",
+            )
+        return replace(resume_from, tensors=packets[0].tensors)
 
     async def _compute(self, task: Task) -> None:
         events = self._engine.submit(task)
@@ -185,7 +215,10 @@ class StepRun:
                 connector=target.connector,
                 policy=target.policy,
             )
-            self._outlets.add(outlet, selection_of(target))
+            if target.edge == STATE_EDGE:
+                self._state_outlet = outlet
+            else:
+                self._outlets.add(outlet, selection_of(target))
 
     def _feed(self, edge: str) -> Feed:
         transform = next(binding.transform for binding in self.order.inputs if binding.edge == edge)
@@ -205,23 +238,36 @@ class StepRun:
 
     def _keep(self, checkpoint: Checkpoint) -> None:
         """What was emitted before a checkpoint is made by it; the rest is to come after it."""
-        size_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-        self._checkpoint_bytes += size_bytes + _TOKEN_BYTES * len(checkpoint.token_ids)
-        self.journal.append(replace(checkpoint, outputs=self._outputs.made))
+        state = replace(checkpoint, outputs=self._outputs.made)
+        if told(state) is not state:
+            self._on_state(self.order.request_id, state)
+        self._checkpoint_bytes += size_bytes(told(state))
+        self.journal.append(told(state))
 
     async def _finish(self) -> None:
         for output in self._outputs.finish():
             self.journal.append(output)
         if self.paused is not None:
-            self.journal.append(Paused(self.paused))
+            await self._send_state(self.paused)
+            self.journal.append(Paused(told(self.paused)))
             return
         await self._outlets.finish()
         edges = self._outlets.usages
         self.journal.append(Finished(self._usage, self._stopwatch.timings(), edges))
 
+    async def _send_state(self, state: Checkpoint) -> None:
+        self._on_state(self.order.request_id, state)
+        if self._state_outlet is not None:
+            await self._state_outlet.send(Packet(state.tensors, {"steps": state.steps}))
+            await self._state_outlet.finish()
+
     async def _let_go(self, error: StagemeshError | None) -> None:
         if error is not None:
             await self._outlets.abort(error)
+        if self._state_outlet is not None and (error is not None or self.paused is None):
+            ended = InvalidRequestError("the request ran to its end, and left no state", reason="NOT_PAUSED")
+            await self._state_outlet.abort(error or ended)
+        self._state_outlet = None
         await asyncio.gather(*(inlet.aclose() for inlet in self._inlets.values()))
         self._set_deadline(None)
         # The run is kept for callers that attach again; they need the journal alone. A cause that was raised
