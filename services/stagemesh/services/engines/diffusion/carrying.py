@@ -14,7 +14,7 @@ from stagemesh.connectors.tensors import Array
 from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
 from stagemesh.services.engines.diffusion.packing import Tree, pack, unpack
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
-from stagemesh.services.engines.diffusion.step_caches import StepCaches
+from stagemesh.services.engines.diffusion.step_caches import Caches
 
 diffusers: Any = _diffusers
 
@@ -108,7 +108,7 @@ class Carrier:
             raise InvalidChunkError("the state's prompt is not the request's; go on with what it began with")
 
     @property
-    def _caches(self) -> StepCaches | None:
+    def _caches(self) -> Caches | None:
         return self._pipeline.forwarding.caches
 
     def _pack(self, kind: str, tree: dict[str, Tree]) -> Array:

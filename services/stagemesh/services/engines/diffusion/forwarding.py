@@ -12,14 +12,14 @@ from stagemesh.services.engines.diffusion.forwards import Answer, Call, joined, 
 from stagemesh.services.engines.diffusion.mixed_rows import MixedRows
 from stagemesh.services.engines.diffusion.packing import tensors_of
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
-from stagemesh.services.engines.diffusion.step_caches import StepCaches
+from stagemesh.services.engines.diffusion.step_caches import Caches
 
 
 class Forwarding:
     """A transformer's forwards, for one request or for several."""
 
     def __init__(self, family: Family, model: Any) -> None:
-        self.caches: StepCaches | None = None
+        self.caches: Caches | None = None
         """What the model keeps from step to step; its requests then go one by one."""
         self.branches: Branches | None = None
         """Other processes that compute some of the calls; None to compute all here."""

@@ -18,7 +18,7 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.sizes import footprint
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
-from stagemesh.services.engines.diffusion.step_caches import StepCaches
+from stagemesh.services.engines.diffusion.step_caches import caches_of
 from stagemesh.services.serving.plugins import import_factory
 
 
@@ -49,7 +49,7 @@ class DiffusionRunner:
         forwarding = self.pipeline.forwarding
         self._adapters = ModelAdapters(forwarding.model, options.max_lora_rank) if options.enable_lora else None
         if options.step_cache is not None and forwarding.model is not None:
-            forwarding.caches = StepCaches(forwarding.model, options.step_cache)
+            forwarding.caches = caches_of(forwarding.model, options.step_cache)
 
     def prepare(self, state: DiffusionRequestState) -> None:
         """Everything before the first step."""

@@ -69,7 +69,34 @@ class TaylorSeerOptions:
         _check("max_order", self.max_order, minimum=0)
 
 
-StepCacheOptions: TypeAlias = Annotated[FirstBlockOptions | MagOptions | TaylorSeerOptions, Field(discriminator="kind")]
+@dataclass(frozen=True)
+class CacheDitOptions:
+    """DBCache, of the package cache-dit: as FirstBlockCache, with any number of blocks that are always run."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    kind: Literal["cache_dit"]
+    first_blocks: int = 1
+    """Blocks at the beginning that are always run, and tell whether the rest is."""
+    last_blocks: int = 0
+    """Blocks at the end that are always run."""
+    threshold: float = 0.08
+    """The mean change of the first blocks' residual up to which the others are left out."""
+    warmup_steps: int = 8
+    """The first steps are all computed."""
+    max_skip_steps: int = -1
+    """Steps that are left out in a row, at most; -1 for any number."""
+
+    def __post_init__(self) -> None:
+        _check("first_blocks", self.first_blocks, minimum=1)
+        _check("last_blocks", self.last_blocks, minimum=0)
+        _check("threshold", self.threshold, minimum=0)
+        _check("warmup_steps", self.warmup_steps, minimum=0)
+        _check("max_skip_steps", self.max_skip_steps, minimum=-1)
+
+
+DiffusersCacheOptions: TypeAlias = FirstBlockOptions | MagOptions | TaylorSeerOptions
+StepCacheOptions: TypeAlias = Annotated[DiffusersCacheOptions | CacheDitOptions, Field(discriminator="kind")]
 
 
 def _check(name: str, value: float, *, minimum: int) -> None:

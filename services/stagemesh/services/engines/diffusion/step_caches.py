@@ -8,17 +8,19 @@ it ends, or packed when it goes on elsewhere.
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import diffusers as _diffusers
 import torch
 
 from stagemesh.connectors.errors import NotReadyError
+from stagemesh.services.engines.diffusion.cache_dit_caches import CacheDitCaches
 from stagemesh.services.engines.diffusion.packing import Tree
 from stagemesh.services.engines.diffusion.step_cache_options import (
+    CacheDitOptions,
+    DiffusersCacheOptions,
     FirstBlockOptions,
     MagOptions,
-    StepCacheOptions,
     TaylorSeerOptions,
 )
 
@@ -31,7 +33,7 @@ _ATTENTION = r".*blocks\.\d+\.attn\d?"
 class StepCaches:
     """A cache on one transformer."""
 
-    def __init__(self, model: Any, options: StepCacheOptions) -> None:
+    def __init__(self, model: Any, options: DiffusersCacheOptions) -> None:
         """Turns it on; raises NotReadyError for a model that cannot have it."""
         self.options = options
         self._model = model
@@ -92,7 +94,15 @@ class StepCaches:
         return sum(len(manager._state_cache) for manager in self._managers)  # noqa: SLF001
 
 
-def _config(model: Any, options: StepCacheOptions, steps: int) -> Any:
+Caches: TypeAlias = StepCaches | CacheDitCaches
+
+
+def caches_of(model: Any, options: DiffusersCacheOptions | CacheDitOptions) -> Caches:
+    """Turns a cache on; raises NotReadyError for a model that cannot have it."""
+    return CacheDitCaches(model, options) if isinstance(options, CacheDitOptions) else StepCaches(model, options)
+
+
+def _config(model: Any, options: DiffusersCacheOptions, steps: int) -> Any:
     match options:
         case FirstBlockOptions():
             return diffusers.FirstBlockCacheConfig(threshold=options.threshold)
