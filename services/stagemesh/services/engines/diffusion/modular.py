@@ -37,12 +37,13 @@ _DENOISER = "denoiser"
 """The block of a step that makes the noise; those after it go on by it."""
 _GUIDED = 2.0
 """A scale that asks for both branches of guidance."""
+_PICTURE_ENCODER = "vae_encoder"
 _SUB_BLOCKS: Mapping[str, tuple[str, ...]] = {
-    "encode": ("text_encoder", "vae_encoder"),
+    "encode": ("text_encoder", _PICTURE_ENCODER),
     "denoise": ("denoise",),
     "decode": ("decode",),
 }
-"""What diffusers calls each part's blocks. Those for pictures are not run for requests without one."""
+"""What diffusers calls each part's blocks."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class ModularStepPipeline:
         self.parts = tuple(_SUB_BLOCKS) if part == "all" else (part,)
         blocks = getattr(diffusers, self.family.blocks)()
         chosen_blocks = {
-            each: {name: blocks.sub_blocks[name] for name in _SUB_BLOCKS[each] if name in blocks.sub_blocks}
+            each: {name: blocks.sub_blocks[name] for name in _SUB_BLOCKS[each] if self._has(name, blocks)}
             for each in self.parts
         }
         chosen = {name: block for each in chosen_blocks.values() for name, block in each.items()}
@@ -89,8 +90,9 @@ class ModularStepPipeline:
         self.forwarding = Forwarding(self.family, getattr(self.components, "transformer", None))
         self._prompt_cache = prompt_cache or PromptCache(0)
         model = getattr(self.components, "transformer", None)
+        kind: Any = type(model)
         # The class's own: what is hooked onto the object takes anything.
-        self._signature = inspect.signature(type(model).forward.__get__(model)) if model else inspect.Signature()
+        self._signature = inspect.signature(kind.forward.__get__(model)) if model else inspect.Signature()
         # diffusers works these out anew each time that they are asked for, for every request.
         self._inputs = list(self.components.blocks.inputs)
         _settle(self.components, _execution_device=self.device)
@@ -170,6 +172,10 @@ class ModularStepPipeline:
         return (state.inputs.adapter, state.inputs.adapter_scale, guided, *self.forwarding.batch_key(state))
 
     # -- inner workings
+
+    def _has(self, name: str, blocks: Any) -> bool:
+        """Of many models that start from text there are variants that start from pictures, and need more parts."""
+        return name in blocks.sub_blocks and (name != _PICTURE_ENCODER or self.family.takes_image)
 
     def _flow_of(self, chosen_blocks: Mapping[str, Mapping[str, Any]], *, whole: Any) -> Flow:
         with_image = {"image": True, "image_latents": True} if self.family.takes_image else {}
