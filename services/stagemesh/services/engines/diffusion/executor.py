@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from stagemesh.connectors.errors import NotReadyError
+from stagemesh.connectors.errors import NotReadyError, UnavailableError
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
 
@@ -52,6 +52,8 @@ class ThreadExecutor:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """See `Executor`."""
+        if self._worker is None:
+            raise UnavailableError("the engine is closed")
         return await self._run(partial(getattr(self._worker, method), *args, **kwargs))
 
     async def wait_failed(self) -> str:

@@ -161,9 +161,13 @@ class DiffusionWorker:
         self._states.clear()
         if level > 1:
             self._prompt_cache.clear()
-        elif self._device.type != "cpu" and self._ranks is None:
+        load = self._options.load
+        plain = self._ranks is None and load.offload == "none" and not load.changes_weights
+        if level == 1 and plain and self._device.type != "cpu":
             runner.pipeline.move(torch.device("cpu"))
             self._resting = runner
+        else:
+            runner.close()
         del runner
         give_back()
 
@@ -190,6 +194,7 @@ class DiffusionWorker:
 
     def shutdown(self) -> None:
         """Lets everything go. Shutting down twice is harmless."""
+        self.stop_profile()
         self._states.clear()
         if self._runner is not None:
             self._runner.close()

@@ -1,0 +1,205 @@
+"""Several worker processes compute what one does."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+
+from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnavailableError
+from stagemesh.connectors.tensors import Array
+from stagemesh.services.engines.base import Checkpoint, Paused, Progress, Task
+from stagemesh.services.engines.diffusion import STATE
+from stagemesh.services.engines.diffusion.engine import DiffusionEngine
+from stagemesh.services.engines.diffusion.options import stage_options
+from tests.diffusion.tiny_pipelines import write_qwen_image, write_sd3
+from tests.engines.support import collect, packets, stage_config
+
+# Each process imports torch and diffusers: a quarter of a minute where the machine is busy.
+pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+
+TOLERANCE = 5e-6
+"""Of float32 pictures in [0, 1], where matrices are multiplied in other parts, or in other places of memory."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen_image(tmp_path_factory.mktemp("parallel") / "qwen-image")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def one(model: Path) -> AsyncIterator[DiffusionEngine]:
+    async with engine(model, checkpoint_steps=2) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def branches(model: Path) -> AsyncIterator[DiffusionEngine]:
+    """Two processes, of which each computes one branch of guidance."""
+    async with engine(model, cfg=2) as made:
+        yield made
+
+
+async def test_both_branches_at_once_make_the_same_bits(one: DiffusionEngine, branches: DiffusionEngine) -> None:
+    for wanted in TASKS:
+        assert np.array_equal(await picture(branches, wanted), await picture(one, wanted))
+
+
+async def test_requests_that_share_steps_make_the_same(one: DiffusionEngine, branches: DiffusionEngine) -> None:
+    for made, wanted in zip(await pictures(branches, TASKS), TASKS, strict=True):
+        assert np.allclose(made, await picture(one, wanted), rtol=0, atol=TOLERANCE)
+
+
+async def test_a_request_begun_in_one_process_goes_on_in_two(one: DiffusionEngine, branches: DiffusionEngine) -> None:
+    paused = (await collect(one.submit(task("red", max_steps=2))))[-1]
+    assert isinstance(paused, Paused)
+    made = await picture(branches, task("red", resume_from=paused.checkpoint))
+    assert np.array_equal(made, await picture(one, task("red")))
+
+
+async def test_a_bad_request_fails_alone_with_its_reason(branches: DiffusionEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="the checkpoint holds no tensor") as caught:
+        await picture(branches, task("red", resume_from=Checkpoint(1)))
+    assert caught.value.reason == "INVALID_CHECKPOINT"
+    garbage = Checkpoint(1, tensors={STATE: np.zeros(64, np.uint8)})
+    with pytest.raises(InvalidRequestError, match="cannot be read") as caught:
+        await picture(branches, task("red", resume_from=garbage))
+    assert caught.value.reason == "INVALID_CHECKPOINT"
+    await picture(branches, task("red"))
+
+
+async def test_processes_sleep_and_wake_together(one: DiffusionEngine, branches: DiffusionEngine) -> None:
+    await branches.sleep(1)
+    assert branches.asleep() == ["weights"]
+    await branches.wake([])
+    assert np.array_equal(await picture(branches, task("red")), await picture(one, task("red")))
+
+
+@pytest.mark.parametrize("parallel", [{"ulysses": 2}, {"hsdp": 2}])
+async def test_tokens_and_weights_can_be_shared(one: DiffusionEngine, model: Path, parallel: dict[str, int]) -> None:
+    async with engine(model, **parallel) as two:
+        for _ in range(2):
+            for wanted in TASKS:
+                assert np.allclose(await picture(two, wanted), await picture(one, wanted), rtol=0, atol=TOLERANCE)
+            await two.sleep(2)
+            await two.wake([])
+
+
+async def test_a_killed_worker_fails_its_requests_and_says_which(model: Path) -> None:
+    async with engine(model, cfg=2) as two:
+        running = asyncio.ensure_future(collect(two.submit(task("long", steps=200))))
+        failed = asyncio.ensure_future(two.wait_failed())
+        async for event in two.submit(task("short", steps=50)):
+            if isinstance(event, Progress):
+                break
+        os.kill(max(workers()), signal.SIGKILL)
+        with pytest.raises(UnavailableError, match=r"rank 1 of 2 has ended with exit status -9 \(SIGKILL\)"):
+            await running
+        assert "rank 1 of 2" in await failed
+        with pytest.raises(UnavailableError, match="rank 1 of 2"):
+            await picture(two, task("red"))
+
+
+@pytest.mark.parametrize("parallel", [{}, {"hsdp": 2}])
+async def test_closing_ends_requests_and_processes(model: Path, parallel: dict[str, int]) -> None:
+    async with engine(model, **parallel) as made:
+        running = asyncio.ensure_future(collect(made.submit(task("long", steps=200))))
+        await asyncio.wait([running], timeout=0.5)
+    with pytest.raises(UnavailableError, match=r"closed|ended"):
+        await running
+
+
+async def test_no_worker_outlives_its_stage_process() -> None:
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", _PARENT, stdout=asyncio.subprocess.PIPE)
+    assert parent.stdout is not None
+    worker = psutil.Process(int(await parent.stdout.readline()))
+    assert worker.is_running()
+    parent.kill()
+    await parent.wait()
+    async with asyncio.timeout(10):
+        while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.02)
+
+
+async def test_a_model_whose_tokens_cannot_be_shared_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotReadyError, match="SD3Transformer2DModel cannot be shared by 2 ranks") as caught:
+        async with engine(write_sd3(tmp_path / "sd3"), ulysses=2):
+            pass
+    assert caught.value.reason == "UNSUPPORTED_MODEL"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parallel": {"cfg": 3}}, "it must be 1 or 2"),
+        ({"parallel": {"ulysses": 0}}, "must be at least 1"),
+        ({"parallel": {"ulysses": 4, "hsdp": 3}}, "it must divide that"),
+        ({"parallel": {"tensor": 2}}, "parallel.tensor"),
+        ({"parallel": {"cfg": 2}, "part": "decode"}, "stages that denoise"),
+        ({"parallel": {"cfg": 2}, "step_cache": {"kind": "first_block"}}, "leave one of them out"),
+    ],
+)
+def test_processes_that_cannot_compute_together_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        stage_options(options)  # type: ignore[arg-type]
+
+
+def task(prompt: str, *, side: int = 64, steps: int = 4, scale: float = 3.0, **more: object) -> Task:
+    options = {"height": side, "width": 64, "num_inference_steps": steps, "guidance_scale": scale}
+    return Task(prompt, 7, prompt=prompt, negative_prompt="blur", options=options, **more)  # type: ignore[arg-type]
+
+
+TASKS = [task("red"), task("a small blue ball", side=96, steps=5), task("no guidance", scale=1.0, steps=3)]
+
+
+@asynccontextmanager
+async def engine(model: Path, *, checkpoint_steps: int = 0, **parallel: int) -> AsyncIterator[DiffusionEngine]:
+    """One that leaves no process behind."""
+    before = workers()
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "parallel": parallel,
+        "checkpoint_steps": checkpoint_steps,
+    }
+    made = DiffusionEngine(stage_config("diffusion", model=str(model), options=options))
+    try:
+        await made.start(lambda _: None)
+        yield made
+    finally:
+        await made.close()
+        assert workers() == before
+
+
+async def picture(engine: DiffusionEngine, task: Task) -> Array:
+    return packets(await collect(engine.submit(task)))[-1].tensors["frames"]
+
+
+async def pictures(engine: DiffusionEngine, tasks: Sequence[Task]) -> list[Array]:
+    return list(await asyncio.gather(*(picture(engine, task) for task in tasks)))
+
+
+_PARENT = """
+import asyncio
+from stagemesh.services.engines.diffusion.rank_process import start_rank
+
+async def main():
+    rank = await start_rank("rank 0 of 1")
+    print(rank.pid, flush=True)
+    await rank.ended()
+
+asyncio.run(main())
+"""
+
+
+def workers() -> set[int]:
+    """The processes of workers that this process has; the later they were made, the higher."""
+    return {each.pid for each in psutil.Process().children() if "diffusion.rank" in " ".join(each.cmdline())}
