@@ -89,6 +89,8 @@ def step_request(
     attempt: int = 1,
     max_steps: int | None = None,
     resume_from: stage_pb2.Checkpoint | None = None,
+    inputs: Sequence[stage_pb2.InputBinding] = (),
+    outputs: Sequence[stage_pb2.OutputBinding] = (),
 ) -> stage_pb2.ExecuteStepRequest:
     """A wish for the picture as numbers."""
     return stage_pb2.ExecuteStepRequest(
@@ -108,6 +110,8 @@ def step_request(
         streamed=["frames"],
         max_steps=max_steps,
         resume_from=resume_from,
+        inputs=inputs,
+        outputs=outputs,
     )
 
 

@@ -13,7 +13,8 @@ import torch
 
 from stagemesh.connectors.channels import open_channel
 from stagemesh.services.serving.config import StageConfig
-from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+from stagemesh.services.stage.order import STATE_EDGE
+from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 from tests.diffusion.stages import (
     diffusion_config,
     frames_of,
@@ -138,3 +139,19 @@ async def test_after_a_move_there_and_back(subject: Subject) -> None:
         request = step_request(LONG, "moves", attempt=3, resume_from=last.paused.checkpoint)
         made = [await digest(stub, request) for stub in (there, here.stub)]
     assert made == [subject.expected(LONG)] * 2
+
+
+async def test_after_a_move_over_the_data_plane(subject: Subject) -> None:
+    """By PutChunk, which needs no message to hold the state; GetChunk reads the same."""
+    moved = renamed(subject.config, "tested-2")
+    async with stub_of(subject) as there, served_diffusion(moved) as here:
+        state = stage_pb2.InputBinding(edge=STATE_EDGE, producer=moved.replica)
+        goes_on = step_request(LONG, "flows", attempt=2, resume_from=stage_pb2.Checkpoint(steps=2), inputs=[state])
+        made = asyncio.create_task(digest(there, goes_on))
+        target = stage_pb2.OutputBinding(edge=STATE_EDGE, consumer=subject.config.replica, endpoint=subject.endpoint)
+        *_, last = await heard(here.stub, step_request(LONG, "flows", attempt=2, max_steps=2, outputs=[target]))
+        key = chunk_pb2.EdgeKey(request_id="flows", edge=STATE_EDGE, attempt=2)
+        read = [part async for part in here.stub.GetChunk(stage_pb2.GetChunkRequest(key=key), timeout=10)]
+        assert await made == subject.expected(LONG)
+    assert read[0].chunk.data.tensors[0].inline == last.paused.checkpoint.tensors[0].inline
+    assert read[-1].chunk.end.count == 1

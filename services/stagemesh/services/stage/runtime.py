@@ -195,6 +195,7 @@ class StageRuntime:
             data_plane=self.data_plane,
             signature=self.signature,
             where=self._where,
+            on_state=self.states.keep,
         )
         self._book.add(run)
         run.start(deadline_s=deadline_s, on_ended=self._ended)

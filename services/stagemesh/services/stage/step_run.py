@@ -44,7 +44,7 @@ class StepRun:
         data_plane: DataPlane,
         signature: Signature,
         where: Mapping[str, str],
-        on_state: Callable[[str, Checkpoint], None] = lambda _, __: None,
+        on_state: Callable[[str, Checkpoint], None],
     ) -> None:
         """`on_state` is told each state that the request can go on from."""
         self.order = order
