@@ -19,7 +19,6 @@ from stagemesh.connectors.tensors import Array
 from stagemesh.services.engines.base import Checkpoint, Paused, Progress, Task
 from stagemesh.services.engines.diffusion import STATE
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
-from stagemesh.services.engines.diffusion.options import stage_options
 from tests.diffusion.tiny_pipelines import write_qwen_image, write_sd3
 from tests.engines.support import collect, packets, stage_config
 
@@ -134,22 +133,6 @@ async def test_a_model_whose_tokens_cannot_be_shared_is_refused(tmp_path: Path) 
         async with engine(write_sd3(tmp_path / "sd3"), ulysses=2):
             pass
     assert caught.value.reason == "UNSUPPORTED_MODEL"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"parallel": {"cfg": 3}}, "it must be 1 or 2"),
-        ({"parallel": {"ulysses": 0}}, "must be at least 1"),
-        ({"parallel": {"ulysses": 4, "hsdp": 3}}, "it must divide that"),
-        ({"parallel": {"tensor": 2}}, "parallel.tensor"),
-        ({"parallel": {"cfg": 2}, "part": "decode"}, "stages that denoise"),
-        ({"parallel": {"cfg": 2}, "step_cache": {"kind": "first_block"}}, "leave one of them out"),
-    ],
-)
-def test_processes_that_cannot_compute_together_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        stage_options(options)  # type: ignore[arg-type]
 
 
 def task(prompt: str, *, side: int = 64, steps: int = 4, scale: float = 3.0, **more: object) -> Task:

@@ -1,0 +1,39 @@
+"""Which processes can compute together."""
+
+import pytest
+
+from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.services.engines.diffusion.options import stage_options
+from stagemesh.services.engines.diffusion.parallel_options import ParallelOptions
+
+
+@pytest.mark.parametrize(
+    ("options", "branch_ranks", "ranks"),
+    [
+        ({}, 1, 1),
+        ({"cfg": 2}, 1, 2),
+        ({"ulysses": 2, "hsdp": 2}, 2, 2),
+        ({"cfg": 2, "ulysses": 4, "hsdp": 2}, 4, 8),
+        ({"cfg": 2, "hsdp": 4}, 4, 8),
+    ],
+)
+def test_processes_are_counted(options: dict[str, int], branch_ranks: int, ranks: int) -> None:
+    parallel = ParallelOptions(**options)
+    assert (parallel.branch_ranks, parallel.ranks) == (branch_ranks, ranks)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parallel": {"cfg": 3}}, "it must be 1 or 2"),
+        ({"parallel": {"ulysses": 0}}, "must be at least 1"),
+        ({"parallel": {"ulysses": 4, "hsdp": 3}}, "it must divide that"),
+        ({"parallel": {"tensor": 2}}, "parallel.tensor"),
+        ({"parallel": {"hsdp": 2}, "enable_lora": True}, "weights are whole"),
+        ({"parallel": {"cfg": 2}, "part": "decode"}, "stages that denoise"),
+        ({"parallel": {"cfg": 2}, "step_cache": {"kind": "first_block"}}, "leave one of them out"),
+    ],
+)
+def test_processes_that_cannot_compute_together_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        stage_options(options)  # type: ignore[arg-type]
