@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import InvalidChunkError, InvalidRequestError, NotReadyError, StagemeshError
+from stagemesh.connectors.errors import InvalidChunkError, InvalidRequestError, NotReadyError
 from stagemesh.connectors.tensors import Array
 from stagemesh.services.engines.base import (
     Checkpoint,
@@ -26,13 +26,14 @@ from stagemesh.services.engines.base import (
     Usage,
 )
 from stagemesh.services.engines.diffusion import CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
-from stagemesh.services.engines.diffusion.admission import Admission, Footprint
+from stagemesh.services.engines.diffusion.admission import Admission
 from stagemesh.services.engines.diffusion.controls import Controllable, Controls
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.lending import Lender, Lending
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.remembering import Rememberer, Remembering
-from stagemesh.services.engines.diffusion.step_scheduler import StepScheduler, Turn
+from stagemesh.services.engines.diffusion.step_scheduler import StepScheduler
+from stagemesh.services.engines.diffusion.stepping import Course, Stepper
 from stagemesh.services.engines.options import request_options
 from stagemesh.services.serving.config import StageConfig
 
@@ -65,8 +66,7 @@ class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
         self._controls = Controls(self._executor, self._lending, stage=config.stage, profile_dir=options.profile_dir)
         self._remembering = Remembering(self._executor, limit_bytes=options.prompt_cache_bytes)
         self._facts: ModelFacts | None = None
-        self._courses: dict[str, _Course] = {}
-        self._wake = asyncio.Event()
+        self._stepper = Stepper(self._executor, self._scheduler)
         self._serving: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
 
@@ -77,7 +77,7 @@ class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
         self._facts = facts = await self._executor.call("load")
         memory_bytes = self._options.memory_bytes or facts.free_bytes
         self._admission = Admission(max_running=self._options.max_running, memory_bytes=memory_bytes)
-        self._serving = asyncio.create_task(self._serve(), name="diffusion steps")
+        self._serving = asyncio.create_task(self._stepper.serve(), name="diffusion steps")
 
     @property
     def lending(self) -> Lending:
@@ -129,8 +129,9 @@ class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
     # -- a request's way
 
     async def _run(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        inputs = self._inputs(task)
-        footprint: Footprint = await self._executor.call("footprint", inputs)
+        inputs, facts = self._inputs(task), self._facts
+        assert facts is not None, "start comes first"
+        footprint = facts.sizes.footprint(inputs)
         async with self._lending.using(task.adapter), self._admission.admitted(footprint, priority=task.priority):
             # A new attempt may begin while the last still ends, so the request's id alone is no name.
             name = f"{task.request_id}/{next(self._numbers)}"
@@ -146,7 +147,7 @@ class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
                         yield event
             finally:
                 # Whatever comes first: the worker does one thing after the other.
-                await asyncio.shield(self._executor.call("drop", name))
+                await asyncio.shield(self._stepper.call("drop", name))
 
     async def _begin(self, name: str, task: Task, inputs: "DiffusionInputs") -> "Begun":
         if task.resume_from is not None:
@@ -157,22 +158,22 @@ class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
                     reason="INVALID_CHECKPOINT",
                 )
             try:
-                begun: Begun = await self._executor.call("begin", name, inputs, state=state)
+                begun: Begun = await self._stepper.call("begin", name, inputs, state=state)
             except InvalidChunkError as exc:
                 raise InvalidRequestError(exc.message, reason="INVALID_CHECKPOINT") from exc
             return begun
-        conditioning = await _only(task.inlets, CONDITIONING) if task.inlets else None
-        return await self._executor.call("begin", name, inputs, conditioning=conditioning)  # type: ignore[no-any-return]
+        conditioning = await _only(task.inlets, CONDITIONING) if self._options.part == "denoise" else None
+        return await self._stepper.call("begin", name, inputs, conditioning=conditioning)  # type: ignore[no-any-return]
 
     async def _steps(self, name: str, task: Task, begun: "Begun") -> AsyncGenerator[EngineEvent, None]:
         """From the first step to the picture, or until it is paused."""
-        course = _Course(name, begun, priority=task.priority, deadline_s=task.deadline_s)
+        course = Course(name, begun, priority=task.priority, deadline_s=task.deadline_s)
         last = begun.total_steps
         if task.max_steps is not None:
             last = min(last, begun.step_index + task.max_steps)
         while course.done < last:
             upto = self._next_stop(course.done, last)
-            async with aclosing(self._turns(course, upto)) as steps:
+            async with aclosing(self._stepper.turns(course, upto)) as steps:
                 async for done in steps:
                     yield Progress(done, begun.total_steps)
             if course.done < last:
@@ -200,38 +201,23 @@ class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
         if self._options.checkpoint_steps and not done % self._options.checkpoint_steps:
             yield await self._checkpoint(name, done)
 
-    async def _turns(self, course: "_Course", upto: int) -> AsyncGenerator[int, None]:
-        """Waits for its turns; yields how many steps are done."""
-        course.turn.steps_left = course.total - course.done
-        self._courses[course.turn.request_id] = course
-        course.upto = upto
-        self._scheduler.add(course.turn)
-        self._wake.set()
-        try:
-            while course.done < upto:
-                await course.stepped()
-                yield course.done
-        finally:
-            self._scheduler.remove(course.turn)
-            del self._courses[course.turn.request_id]
-
     async def _checkpoint(self, name: str, done: int) -> Checkpoint:
-        return Checkpoint(done, tensors={STATE: await self._executor.call("state", name)})
+        return Checkpoint(done, tensors={STATE: await self._stepper.call("state", name)})
 
     async def _made(self, name: str, task: Task, done: int, *, final: bool) -> AsyncGenerator[EngineEvent, None]:
         said = {"step": done, "final": final}
         if self._options.part == "denoise":
-            latents = await self._executor.call("latents", name)
+            latents = await self._stepper.call("latents", name)
             yield Emission(Packet({LATENTS: latents}, said))
             return
-        if tensors := await self._tensors(await self._executor.call("picture", name), task):
+        if tensors := await self._tensors(await self._stepper.call("picture", name), task):
             yield Emission(Packet(tensors, said))
 
     async def _decode_all(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """For the stage that decodes: a picture for whatever comes, previews and the last."""
         flow, steps = _flow(task.inlets), 0
         async for packet in flow:
-            frames = await self._executor.call("picture_of", packet.tensors[LATENTS])
+            frames = await self._stepper.call("picture_of", packet.tensors[LATENTS])
             steps += 1
             if tensors := await self._tensors(frames, task):
                 yield Emission(Packet(tensors, packet.metadata))
@@ -250,7 +236,7 @@ class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
         return inputs_of(task, options, stage=self._options, facts=self._facts)
 
     async def _emission(self, tensor: str, method: str, name: str) -> Emission:
-        return Emission(Packet({tensor: await self._executor.call(method, name)}))
+        return Emission(Packet({tensor: await self._stepper.call(method, name)}))
 
     async def _tensors(self, frames: Array, task: Task) -> dict[str, Array]:
         from stagemesh.services.engines.diffusion.pictures import encoded
@@ -261,58 +247,6 @@ class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
         if task.wanted is None or FRAMES in task.wanted:
             tensors[FRAMES] = np.asarray(frames)
         return tensors
-
-    async def _serve(self) -> None:
-        """Has steps made as long as anybody waits for one."""
-        loop = asyncio.get_running_loop()
-        while True:
-            batch = self._scheduler.next_batch(loop.time())
-            if not batch:
-                self._wake.clear()
-                await self._wake.wait()
-                continue
-            started_s = loop.time()
-            courses = [self._courses[turn.request_id] for turn in batch]
-            try:
-                errors = await self._executor.call("step", [turn.request_id for turn in batch])
-            except StagemeshError as exc:
-                errors = [exc] * len(batch)
-            self._scheduler.done(batch, loop.time() - started_s)
-            for course, error in zip(courses, errors, strict=True):
-                course.note(error)
-                if course.ended:
-                    self._scheduler.remove(course.turn)
-
-
-class _Course:
-    """One request among its steps."""
-
-    def __init__(self, name: str, begun: "Begun", *, priority: int, deadline_s: float | None) -> None:
-        self.total, self.done = begun.total_steps, begun.step_index
-        self.upto = 0
-        """It takes no turn past this step."""
-        self.turn = Turn(name, begun.key, begun.tokens, begun.total_steps, priority=priority, deadline_s=deadline_s)
-        self._error: StagemeshError | None = None
-        self._noted = asyncio.Event()
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is to have no further step for now."""
-        return self._error is not None or self.done >= self.upto
-
-    def note(self, error: StagemeshError | None) -> None:
-        """A step was made, or failed."""
-        if error is None:
-            self.done += 1
-        self._error = error
-        self._noted.set()
-
-    async def stepped(self) -> None:
-        """Returns after steps that were not waited for yet; raises what one failed with."""
-        await self._noted.wait()
-        self._noted.clear()
-        if self._error is not None:
-            raise self._error
 
 
 def _flow(inlets: Mapping[str, AsyncIterable[Packet]]) -> AsyncIterable[Packet]:

@@ -8,7 +8,6 @@ import torch
 from stagemesh.connectors.errors import NotReadyError, StagemeshError
 from stagemesh.connectors.tensors import Array
 from stagemesh.services.engines.diffusion.adapters import ModelAdapters
-from stagemesh.services.engines.diffusion.admission import Footprint
 from stagemesh.services.engines.diffusion.carrying import Carrier
 from stagemesh.services.engines.diffusion.failures import named
 from stagemesh.services.engines.diffusion.load_options import LoadOptions
@@ -16,7 +15,6 @@ from stagemesh.services.engines.diffusion.loading import Loader
 from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.prompt_cache import PromptCache
-from stagemesh.services.engines.diffusion.sizes import footprint
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 from stagemesh.services.engines.diffusion.step_caches import caches_of
 from stagemesh.services.serving.plugins import import_factory
@@ -111,10 +109,6 @@ class DiffusionRunner:
         """Frees what the model keeps of a request."""
         if self.pipeline.forwarding.caches is not None:
             self.pipeline.forwarding.caches.forget(state.request_id)
-
-    def footprint(self, inputs: DiffusionInputs) -> Footprint:
-        """What a request will take."""
-        return footprint(self.pipeline, inputs)
 
     def close(self) -> None:
         """Removes what it has put on the disk. Closing twice is harmless."""

@@ -58,7 +58,7 @@ class StepScheduler:
         if not ordered:
             return []
         first = ordered[0]
-        alike = [turn for turn in ordered if turn.key == first.key and _similar(turn.tokens, first.tokens)]
+        alike = [turn for turn in ordered if _can_join(turn, first)]
         batch = alike[: self._sizes.size(self._measured(first), len(alike))]
         for turn in ordered:
             turn.waited = 0 if turn in batch else turn.waited + 1
@@ -126,11 +126,15 @@ class BatchSizes:
         return min(times[size]) / size
 
 
-def _similar(tokens: int, others: int) -> bool:
-    return max(tokens, others) <= _ALIKE * min(tokens, others)
+def _can_join(turn: Turn, first: Turn) -> bool:
+    alike = turn.key == first.key and max(turn.tokens, first.tokens) <= _ALIKE * min(turn.tokens, first.tokens)
+    return alike and turn.steps_left <= _LONGER * first.steps_left
 
 
 _ALIKE = 2
+"""Times as many tokens."""
+_LONGER = 3
+"""Times as many steps."""
 _WORTHWHILE = 0.97
 _TRIED = 2
 _REMEMBERED = 16

@@ -10,14 +10,13 @@ import torch
 
 from stagemesh.connectors.errors import NotReadyError, StagemeshError
 from stagemesh.connectors.tensors import Array
-from stagemesh.services.engines.diffusion.admission import Footprint
 from stagemesh.services.engines.diffusion.devices import device_of
 from stagemesh.services.engines.diffusion.memory import give_back, settle
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.prompt_cache import PromptCache, PromptCacheFigures
 from stagemesh.services.engines.diffusion.recording import Recording
 from stagemesh.services.engines.diffusion.runner import DiffusionRunner
-from stagemesh.services.engines.diffusion.sizes import free_bytes, image_tokens
+from stagemesh.services.engines.diffusion.sizes import ModelSizes, free_bytes, image_tokens, sizes_of
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 class ModelFacts:
     """What has to be known of a model before a request reaches it."""
 
-    size_multiple: int
-    """Of height and width, in pixels."""
+    sizes: ModelSizes
     frames_multiple: int
     """Frames are one more than a multiple of it; 0 where it makes pictures."""
     takes_image: bool
@@ -71,7 +69,9 @@ class DiffusionWorker:
         if self._ranks is not None:
             self._ranks.spread(runner.pipeline.forwarding)
         family = runner.pipeline.family
-        return ModelFacts(family.size_multiple, family.frames_multiple, family.takes_image, free_bytes(self._device))
+        return ModelFacts(
+            sizes_of(runner.pipeline), family.frames_multiple, family.takes_image, free_bytes(self._device)
+        )
 
     @property
     def runner(self) -> DiffusionRunner:
@@ -79,10 +79,6 @@ class DiffusionWorker:
         if self._runner is None:
             raise NotReadyError("the model is not loaded")
         return self._runner
-
-    def footprint(self, inputs: DiffusionInputs) -> Footprint:
-        """What a request would take of the memory."""
-        return self.runner.footprint(inputs)
 
     def begin(
         self, name: str, inputs: DiffusionInputs, *, conditioning: Array | None = None, state: Array | None = None
@@ -196,8 +192,6 @@ class DiffusionWorker:
         """Lets everything go. Shutting down twice is harmless."""
         self.stop_profile()
         self._states.clear()
-        if self._runner is not None:
-            self._runner.close()
         if self._runner is not None:
             self._runner.close()
         self._runner = self._resting = None
