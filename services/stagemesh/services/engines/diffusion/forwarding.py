@@ -4,8 +4,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from stagemesh.services.engines.diffusion.branches import Branches
 from stagemesh.services.engines.diffusion.families import Family
 from stagemesh.services.engines.diffusion.forwards import Answer, Call, joined, shape_of, split
@@ -92,14 +90,3 @@ class Forwarding:
         if self._mixed is not None:
             return self._mixed.forward(group)
         return split(self.model(**joined(group, shared=self._family.shared_inputs)), len(group))
-
-
-def activation_bytes(model: Any, tokens: int) -> int:
-    """About what one forward over so many tokens takes beside the weights."""
-    config = model.config
-    width = getattr(config, "num_attention_heads", 1) * getattr(config, "attention_head_dim", 1)
-    return tokens * width * _WIDTHS * torch.finfo(model.dtype).bits // 8
-
-
-_WIDTHS = 24
-"""Rows of the model's width that a block holds at once for each token: queries, keys, values, the MLP's, residuals."""
