@@ -4,6 +4,7 @@ Their VAEs shrink eight times a side and have 16 channels, as the real ones; hid
 row's arithmetic need not depend on the batch it is in (MKL's strict mode).
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import diffusers as _diffusers
 import torch
+from transformers import Qwen2VLImageProcessorPil
 
 from tests.diffusion import tiny_text_encoders as encoders
 from tests.diffusion.tiny_tokenizers import clip_tokenizer, qwen_tokenizer, t5_tokenizer
@@ -46,6 +48,17 @@ def write_qwen_image(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
             ),
         )
     return _save(pipeline, folder, dtype)
+
+
+def write_qwen_image_edit(folder: Path) -> Path:
+    """Qwen-Image-Edit: the same model, which is shown a picture twice, as latents and beside the prompt."""
+    write_qwen_image(folder)
+    # What a pipeline itself would save needs a processor of films beside it.
+    Qwen2VLImageProcessorPil().save_pretrained(folder / "processor")
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    index |= {"_class_name": "QwenImageEditPipeline", "processor": ["transformers", "Qwen2VLProcessor"]}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return folder
 
 
 def write_flux(folder: Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import diffusers as _diffusers
 import torch
@@ -28,6 +28,7 @@ from stagemesh.services.engines.diffusion.forwards import Call, Player, Recorder
 from stagemesh.services.engines.diffusion.load_options import LoadOptions
 from stagemesh.services.engines.diffusion.loading import Loader
 from stagemesh.services.engines.diffusion.options import Part
+from stagemesh.services.engines.diffusion.picture_processor import picture_processor
 from stagemesh.services.engines.diffusion.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 
@@ -83,6 +84,8 @@ class ModularStepPipeline:
         }
         chosen = {name: block for each in chosen_blocks.values() for name, block in each.items()}
         self.components: Any = _sequence(chosen, like=blocks).init_pipeline(str(folder))
+        if self.family.takes_image and "encode" in self.parts:
+            self.components.update_components(processor=picture_processor(folder))
         loader = loader or Loader(folder, LoadOptions(), dtype=dtype, device=self.device)
         loader.load(self.components)
         _check_loaded(self.components, folder, dtype)
@@ -90,7 +93,7 @@ class ModularStepPipeline:
         self.forwarding = Forwarding(self.family, getattr(self.components, "transformer", None))
         self._prompt_cache = prompt_cache or PromptCache(0)
         model = getattr(self.components, "transformer", None)
-        kind: Any = type(model)
+        kind = cast("Any", type(model))
         # The class's own: what is hooked onto the object takes anything.
         self._signature = inspect.signature(kind.forward.__get__(model)) if model else inspect.Signature()
         # diffusers works these out anew each time that they are asked for, for every request.
@@ -216,7 +219,9 @@ class ModularStepPipeline:
                 view.guider = self._guider(_GUIDED)
             for block in self._flow.encode:
                 block(view, state.values)
-            known = {name: value for name, value in state.values.values.items() if before.get(name) is not value}
+            made = {name: value for name, value in state.values.values.items() if before.get(name) is not value}
+            # Pictures were read to be encoded; nothing after that looks at them.
+            known = {name: value for name, value in made.items() if not _is_picture(value)}
             self._prompt_cache.put(key, known)
         for name, value in known.items():
             state.values.set(name, value)
@@ -343,6 +348,13 @@ def _sequence(blocks: Mapping[str, Any], *, like: Any) -> Any:
     """Some of `like`'s blocks. By its model's name diffusers finds the class of the pipeline."""
     kind: Any = type(type(like).__name__, (SequentialPipelineBlocks,), {"model_name": like.model_name})
     return kind.from_blocks_dict(dict(blocks))
+
+
+def _is_picture(value: Any) -> bool:
+    from PIL.Image import Image
+
+    values = cast("list[Any]", value) if isinstance(value, list) else [value]
+    return any(isinstance(each, Image) for each in values)
 
 
 def _picture(data: bytes) -> Any:

@@ -1,0 +1,115 @@
+"""Qwen-Image-Edit: a picture goes in beside the prompt, and what is no picture is refused."""
+
+import io
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import diffusers as _diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from stagemesh.connectors.errors import InternalError, StagemeshError
+from stagemesh.services.engines.base import ChatMessage, Task
+from stagemesh.services.engines.diffusion import FRAMES
+from stagemesh.services.engines.diffusion.engine import DiffusionEngine
+from stagemesh.services.engines.diffusion.picture_processor import picture_processor
+from stagemesh.services.engines.media import MediaFile
+from tests.diffusion.stages import diffusion_config, md5
+from tests.diffusion.tiny_pipelines import write_qwen_image_edit
+from tests.engines.support import collect, packets
+
+diffusers: Any = _diffusers
+pytestmark = pytest.mark.timeout(180)
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (16, 64, 3), np.uint8))
+SIZE = {"height": 64, "width": 48, "num_inference_steps": 2, "guidance_scale": 3.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_qwen_image_edit(tmp_path_factory.mktemp("edit"))
+
+
+@pytest.fixture
+async def engine(folder: Path) -> AsyncGenerator[DiffusionEngine]:
+    made = DiffusionEngine(diffusion_config("qwen-image-edit", folder))
+    try:
+        await made.start(lambda _: None)
+        yield made
+    finally:
+        await made.close()
+
+
+def png(picture: Image.Image = NOISE) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()
+
+
+def task(*pictures: MediaFile) -> Task:
+    prompt = (ChatMessage("user", "", ("make it red", *pictures)),)
+    return Task("r", 1, prompt=prompt, negative_prompt="blur", options=SIZE, wanted=frozenset({FRAMES}))
+
+
+def shown(data: bytes) -> MediaFile:
+    return MediaFile("image", data, "image/png")
+
+
+def expected(folder: Path) -> str:
+    """The digest of what `__call__` makes."""
+    classic = diffusers.DiffusionPipeline.from_pretrained(
+        folder, processor=picture_processor(folder), local_files_only=True
+    )
+    classic.set_progress_bar_config(disable=True)
+    made = classic(
+        image=NOISE,
+        prompt="make it red",
+        negative_prompt="blur",
+        height=64,
+        width=48,
+        num_inference_steps=2,
+        true_cfg_scale=3.0,
+        generator=torch.Generator().manual_seed(1),
+        output_type="pt",
+    )
+    return md5(made[0].numpy())
+
+
+async def test_an_edited_picture_is_what_the_call_makes(folder: Path, engine: DiffusionEngine) -> None:
+    # The second time the prompt and the picture are known.
+    made = [packets(await collect(engine.submit(task(shown(png())))))[-1].tensors[FRAMES] for _ in range(2)]
+    assert {md5(np.asarray(one)) for one in made} == {expected(folder)}
+    assert engine.load().running == 0
+
+
+def damaged(at: int) -> bytes:
+    data = bytearray(png())
+    data[at : at + 8] = b"\xff" * 8
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("pictures", "said"),
+    [
+        ((shown(b""),), "the picture cannot be read"),
+        ((shown(b"not a picture"),), "the picture cannot be read"),
+        ((shown(png()[:200]),), "the picture cannot be read"),
+        ((shown(damaged(8)),), "the picture cannot be read"),
+        ((shown(damaged(60)),), "the picture cannot be read"),
+        ((shown(b"RIFF\x24\x00\x00\x00WAVEfmt "),), "the picture cannot be read"),
+        ((), "0 pictures were given; this model starts from one picture"),
+        ((shown(png()), shown(png())), "2 pictures were given; this model starts from one picture"),
+        ((MediaFile("audio", b"RIFF", "audio/wav"),), "a diffusion stage takes pictures, and neither sound nor films"),
+    ],
+)
+async def test_what_is_no_picture_is_refused(
+    pictures: tuple[MediaFile, ...], said: str, engine: DiffusionEngine
+) -> None:
+    with pytest.raises(StagemeshError, match=said) as caught:
+        await collect(engine.submit(task(*pictures)))
+    assert not isinstance(caught.value, InternalError)
+    assert (engine.load().running, engine.load().queued) == (0, 0)
