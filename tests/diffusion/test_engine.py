@@ -260,6 +260,7 @@ PNG = MediaFile("image", b"\x89PNG", "image/png")
         (with_options(width=64.5), "option width is 64.5; it must be a whole number"),
         (with_options(width=float("nan")), "option width is nan; it must be from 1 to 1024"),
         (with_options(num_inference_steps=0), "option num_inference_steps is 0; it must be from 1 to 200"),
+        (with_options(num_inference_steps=1), "option num_inference_steps is 1; this model's schedule needs 2"),
         (with_options(num_inference_steps=201), "option num_inference_steps is 201; it must be from 1 to 200"),
         (with_options(guidance_scale=float("nan")), "option guidance_scale is nan; it must be from 0 to 100"),
         (with_options(guidance_scale=float("inf")), "option guidance_scale is inf; it must be from 0 to 100"),

@@ -29,14 +29,18 @@ class Family:
     """Of height and width, in pixels: what the VAE shrinks by times the side of a patch."""
     frames_multiple: int = 0
     """Frames are one more than a multiple of it; 0 for models that make pictures."""
+    min_steps: int = 1
+    """With fewer its schedule divides by zero."""
     takes_image: bool = False
     """Whether it starts from a picture."""
 
 
 _MASKS = ("prompt_embeds_mask", "negative_prompt_embeds_mask")
 FAMILIES: Mapping[str, Family] = {
-    "QwenImagePipeline": Family("QwenImageAutoBlocks", mixed_lengths=True, masks=_MASKS),
-    "QwenImageEditPipeline": Family("QwenImageEditAutoBlocks", mixed_lengths=True, masks=_MASKS, takes_image=True),
+    "QwenImagePipeline": Family("QwenImageAutoBlocks", mixed_lengths=True, masks=_MASKS, min_steps=2),
+    "QwenImageEditPipeline": Family(
+        "QwenImageEditAutoBlocks", mixed_lengths=True, masks=_MASKS, min_steps=2, takes_image=True
+    ),
     "FluxPipeline": Family("FluxAutoBlocks", shared_inputs=frozenset({"img_ids", "txt_ids"})),
     "StableDiffusion3Pipeline": Family("StableDiffusion3AutoBlocks", joint_guidance="negative first"),
     "WanPipeline": Family("WanBlocks", output="videos", frames_multiple=4, encodes_both=True),

@@ -64,6 +64,12 @@ def _check_sizes(numbers: Mapping[str, int], facts: ModelFacts) -> None:
                 f"option {name} is {value}; it must be a multiple of {facts.sizes.size_multiple}, such as {near}",
                 reason="INVALID_OPTION",
             )
+    steps = numbers.get("num_inference_steps", facts.min_steps)
+    if steps < facts.min_steps:
+        raise InvalidRequestError(
+            f"option num_inference_steps is {steps}; this model's schedule needs {facts.min_steps}",
+            reason="INVALID_OPTION",
+        )
     frames = numbers.get("num_frames", 1)
     if facts.frames_multiple == 0 and frames != 1:
         raise InvalidRequestError(

@@ -30,6 +30,7 @@ class ModelFacts:
     sizes: ModelSizes
     frames_multiple: int
     """Frames are one more than a multiple of it; 0 where it makes pictures."""
+    min_steps: int
     takes_image: bool
     free_bytes: int
     """What the device has left for requests."""
@@ -70,7 +71,11 @@ class DiffusionWorker:
             self._ranks.spread(runner.pipeline.forwarding)
         family = runner.pipeline.family
         return ModelFacts(
-            sizes_of(runner.pipeline), family.frames_multiple, family.takes_image, free_bytes(self._device)
+            sizes_of(runner.pipeline),
+            family.frames_multiple,
+            family.min_steps,
+            family.takes_image,
+            free_bytes(self._device),
         )
 
     @property
