@@ -351,10 +351,11 @@ def _sequence(blocks: Mapping[str, Any], *, like: Any) -> Any:
 
 
 def _is_picture(value: Any) -> bool:
+    """Or a list of them."""
     from PIL.Image import Image
 
-    values = cast("list[Any]", value) if isinstance(value, list) else [value]
-    return any(isinstance(each, Image) for each in values)
+    pictures: Any = value
+    return isinstance(pictures[0] if isinstance(value, list) and value else pictures, Image)
 
 
 def _picture(data: bytes) -> Any:

@@ -1,6 +1,7 @@
 """Owns a device: the model on it, the requests that are under way, and the device's memory. Used by one thread."""
 
 import gc
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,6 +56,9 @@ class DiffusionWorker:
     def __init__(self, folder: Path, options: DiffusionOptions, *, ranks: "Ranks | None" = None) -> None:
         self._folder, self._options, self._ranks = folder, options, ranks
         self._device = ranks.device if ranks is not None else device_of(options)
+        if "OMP_NUM_THREADS" not in os.environ:
+            # Stages share a machine; more threads in each would only fight over the cores.
+            torch.set_num_threads(1)
         self._runner: DiffusionRunner | None = None
         self._resting: DiffusionRunner | None = None
         """While it sleeps with its weights in the host's memory."""
