@@ -82,7 +82,7 @@ async def test_processes_sleep_and_wake_together(one: DiffusionEngine, branches:
     assert np.array_equal(await picture(branches, task("red")), await picture(one, task("red")))
 
 
-@pytest.mark.parametrize("parallel", [{"ulysses": 2}, {"hsdp": 2}])
+@pytest.mark.parametrize("parallel", [{"ulysses": 2}, pytest.param({"hsdp": 2}, marks=pytest.mark.soak)])
 async def test_tokens_and_weights_can_be_shared(one: DiffusionEngine, model: Path, parallel: dict[str, int]) -> None:
     async with engine(model, **parallel) as two:
         for _ in range(2):
@@ -107,7 +107,7 @@ async def test_a_killed_worker_fails_its_requests_and_says_which(model: Path) ->
             await picture(two, task("red"))
 
 
-@pytest.mark.parametrize("parallel", [{}, {"hsdp": 2}])
+@pytest.mark.parametrize("parallel", [{}, pytest.param({"hsdp": 2}, marks=pytest.mark.soak)])
 async def test_closing_ends_requests_and_processes(model: Path, parallel: dict[str, int]) -> None:
     async with engine(model, **parallel) as made:
         running = asyncio.ensure_future(collect(made.submit(task("long", steps=200))))
@@ -128,6 +128,7 @@ async def test_no_worker_outlives_its_stage_process() -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.soak
 async def test_a_model_whose_tokens_cannot_be_shared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotReadyError, match="SD3Transformer2DModel cannot be shared by 2 ranks") as caught:
         async with engine(write_sd3(tmp_path / "sd3"), ulysses=2):

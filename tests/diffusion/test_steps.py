@@ -8,9 +8,10 @@ import torch
 
 from stagemesh.connectors.errors import NotReadyError
 from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
-from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
-from tests.diffusion.tiny_calls import WAN_FRAMES, Wish, load, picture
+from stagemesh.services.engines.diffusion.state import DiffusionRequestState
+from tests.diffusion.tiny_calls import Wish, load, picture
 from tests.diffusion.tiny_pipelines import WRITERS
+from tests.diffusion.turns import inputs_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -33,17 +34,7 @@ def folder(model: str, tmp_path: Path) -> Path:
 
 
 def state(model: str, wish: Wish) -> DiffusionRequestState:
-    inputs = DiffusionInputs(
-        prompt=wish.prompt,
-        seed=wish.seed,
-        height=wish.height,
-        width=wish.width,
-        num_inference_steps=wish.steps,
-        guidance_scale=wish.scale,
-        negative_prompt=wish.negative_prompt,
-        num_frames=WAN_FRAMES if model == "wan" else 1,
-    )
-    return DiffusionRequestState("r", inputs)
+    return DiffusionRequestState("r", inputs_of(model, wish))
 
 
 def take_turns(pipeline: ModularStepPipeline, states: list[DiffusionRequestState]) -> list[torch.Tensor]:

@@ -5,12 +5,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
+from stagemesh.connectors.errors import InvalidRequestError
 from stagemesh.services.engines.abilities import ProfileControl, SleepControl
 from stagemesh.services.engines.diffusion.executor import Executor
 from stagemesh.services.engines.diffusion.lending import Lending
 from stagemesh.services.engines.finishing import to_the_end
 from stagemesh.services.engines.profiles import Profiles, private_folder
+from stagemesh.services.engines.sleeping import Sleepers
 
 LEVELS = (1, 2)
 WEIGHTS, BUFFERS = "weights", "buffers"
@@ -20,9 +21,9 @@ class Sleeper:
     """Puts the worker to sleep, and wakes it."""
 
     def __init__(self, executor: Executor, lending: Lending, *, stage: str) -> None:
-        self._executor, self._lending, self._stage = executor, lending, stage
+        self._executor, self._lending = executor, lending
         self._lock = asyncio.Lock()
-        self._asleep: set[str] = set()
+        self._sleepers = Sleepers(stage=stage)
 
     def check(self, level: int) -> None:
         """See `SleepControl.check_sleep`."""
@@ -33,47 +34,36 @@ class Sleeper:
 
     def check_awake(self) -> None:
         """Raises NotReadyError while anything sleeps."""
-        if self._asleep:
-            raise NotReadyError(
-                f"the engine of stage {self._stage} sleeps ({', '.join(self.asleep())}); wake it first",
-                metadata={"asleep": ",".join(self.asleep())},
-            )
+        self._sleepers.check_awake()
 
     def asleep(self) -> Sequence[str]:
         """See `SleepControl`."""
-        return sorted(self._asleep)
+        return self._sleepers.listed()
 
     async def sleep(self, level: int) -> None:
         """See `SleepControl`."""
         self.check(level)
         async with self._lock:
-            self.check_awake()
+            self._sleepers.check_awake()
             await to_the_end(self._sleep(level))
 
     async def wake(self, tags: Sequence[str]) -> None:
         """See `SleepControl`."""
         async with self._lock:
-            wanted = set(tags) or self._asleep
-            if not wanted <= self._asleep:
-                raise InvalidRequestError(
-                    f"stage {self._stage}: {', '.join(sorted(wanted - self._asleep))} does not sleep; asleep: "
-                    f"{', '.join(self.asleep()) or 'nothing'}",
-                    reason="UNKNOWN_TAG",
-                )
-            await to_the_end(self._wake(set(wanted)))
+            await to_the_end(self._wake(self._sleepers.named(tags)))
 
     # -- inner workings
 
     async def _sleep(self, level: int) -> None:
         await self._executor.call("sleep", level)
-        self._asleep = {WEIGHTS} if level == 1 else {WEIGHTS, BUFFERS}
+        self._sleepers.tags = {WEIGHTS} if level == 1 else {WEIGHTS, BUFFERS}
 
     async def _wake(self, tags: set[str]) -> None:
         # Buffers are made when they are needed.
         if WEIGHTS in tags and await self._executor.call("wake"):
             for adapter in self._lending.listed():
                 await self._executor.call("load_adapter", adapter.name, adapter.path)
-        self._asleep -= tags
+        self._sleepers.tags -= tags
 
 
 class WorkerRecorder:

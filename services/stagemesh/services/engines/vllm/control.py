@@ -17,6 +17,7 @@ from stagemesh.services.engines.abilities import (
 )
 from stagemesh.services.engines.finishing import to_the_end
 from stagemesh.services.engines.profiles import Profiles, private_folder
+from stagemesh.services.engines.sleeping import Sleepers
 from stagemesh.services.engines.vllm.adapters import Adapters
 from stagemesh.services.engines.vllm.core_calls import core_call, worker_call
 from stagemesh.services.engines.vllm.profiles import CoreRecorder
@@ -52,7 +53,7 @@ class Control:
         self._llm, self._stage = llm, stage
         self._lock = asyncio.Lock()
         self._level = 0
-        self._asleep: set[str] = set()
+        self._sleepers = Sleepers(stage=stage)
         self._prompt_tokens = self._cached_tokens = 0
         self.adapters = Adapters(llm, stage=stage, lock=self._lock, check_awake=self.check_awake)
         self.profiles = Profiles(
@@ -64,11 +65,7 @@ class Control:
 
     def check_awake(self) -> None:
         """Raises NotReadyError while anything sleeps."""
-        if self._asleep:
-            raise NotReadyError(
-                f"the engine of stage {self._stage} sleeps ({', '.join(self.asleep())}); wake it first",
-                metadata={"asleep": ",".join(self.asleep())},
-            )
+        self._sleepers.check_awake()
 
     def check_sleep(self, level: int) -> None:
         """See `SleepControl`."""
@@ -90,7 +87,7 @@ class Control:
 
     def asleep(self) -> Sequence[str]:
         """See `SleepControl`."""
-        return sorted(self._asleep)
+        return self._sleepers.listed()
 
     async def sleep(self, level: int) -> None:
         """See `SleepControl`."""
@@ -102,14 +99,7 @@ class Control:
     async def wake(self, tags: Sequence[str]) -> None:
         """See `SleepControl`."""
         async with self._lock:
-            wanted = set(tags) or self._asleep
-            if not wanted <= self._asleep:
-                raise InvalidRequestError(
-                    f"stage {self._stage}: {', '.join(sorted(wanted - self._asleep))} does not sleep; asleep: "
-                    f"{', '.join(self.asleep()) or 'nothing'}",
-                    reason="UNKNOWN_TAG",
-                )
-            if wanted:
+            if wanted := self._sleepers.named(tags):
                 await to_the_end(self._wake(wanted))
 
     async def clear_caches(self, *, preempt: bool) -> None:
@@ -143,14 +133,14 @@ class Control:
     async def _sleep(self, level: int) -> None:
         # Those that were aborted a moment ago may have a step to go.
         await core_call(self._llm, self._llm.sleep(level, mode="wait"))
-        self._level, self._asleep = level, set(_TAGS)
+        self._level, self._sleepers.tags = level, set(_TAGS)
 
     async def _wake(self, tags: set[str]) -> None:
         await core_call(self._llm, self._llm.wake_up(sorted(tags)))
         if _WEIGHTS in tags and self._level > 1:
             await worker_call(self._llm, "reload_weights")
             await self.adapters.restore()
-        self._asleep -= tags
+        self._sleepers.tags -= tags
 
 
 class Controllable(AdapterControl, SleepControl, ProfileControl, CacheControl):
