@@ -15,19 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import diffusers as _diffusers
 import torch
 
-from benchmarks.diffusion_ways.calls import StageClient, Wish, begun, call, step
+from benchmarks.diffusion_ways.calls import StageClient, begun, step
 from benchmarks.report import Figure, report
 from benchmarks.stage_process import StageProcess
 from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
 from stagemesh.services.engines.diffusion.prompt_cache import PromptCache
 from stagemesh.services.serving.config import StageConfig
+from tests.diffusion.tiny_calls import Wish, load, picture
 from tests.diffusion.tiny_pipelines import write_qwen_image
 
-diffusers: Any = _diffusers
-
+MODEL = "qwen-image"
 SIDE = 256
 STEPS = 20
 TOKENS = {64: 128, 256: 256}
@@ -46,8 +45,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = write_qwen_image(folder / "model")
-        classic = diffusers.DiffusionPipeline.from_pretrained(model, dtype=torch.float32, local_files_only=True)
-        classic.set_progress_bar_config(disable=True)
+        classic = load(model)
         figures = _in_process(classic, model, pairs=arguments.pairs)
         staged = stack.enter_context(StageProcess(folder, _config(model)))
         client = StageClient(staged.endpoint)
@@ -70,11 +68,15 @@ def _config(model: Path) -> StageConfig:
     )
 
 
+def _square(side: int, steps: int, *, seed: int = 0, prompt: str = "a red cube on a table") -> Wish:
+    return Wish(prompt, seed=seed, height=side, width=side, steps=steps)
+
+
 def _in_process(classic: Any, model: Path, *, pairs: int) -> list[Figure]:
     pipeline = ModularStepPipeline(model, torch.float32)
-    wish = Wish(SIDE, STEPS)
-    ours, theirs = (lambda: step(pipeline, wish)), (lambda: call(classic, wish))
-    assert torch.equal(step(pipeline, wish), call(classic, wish)), "both ways make the same picture"
+    wish = _square(SIDE, STEPS)
+    ours, theirs = (lambda: step(pipeline, wish)), (lambda: picture(MODEL, classic, wish))
+    assert torch.equal(step(pipeline, wish), picture(MODEL, classic, wish)), "both ways make the same picture"
     wall = _ratio(ours, theirs, clock=time.perf_counter, pairs=pairs)
     processor = _ratio(ours, theirs, clock=time.thread_time, pairs=pairs)
     cached = ModularStepPipeline(model, torch.float32, prompt_cache=PromptCache(1 << 24))
@@ -88,9 +90,11 @@ def _in_process(classic: Any, model: Path, *, pairs: int) -> list[Figure]:
 
 
 def _through_the_stage(classic: Any, client: StageClient, *, pairs: int) -> list[Figure]:
-    wish = Wish(SIDE, STEPS)
+    wish = _square(SIDE, STEPS)
     client.draw(wish)
-    served = _ratio(lambda: client.draw(wish), lambda: call(classic, wish), clock=time.perf_counter, pairs=pairs)
+    served = _ratio(
+        lambda: client.draw(wish), lambda: picture(MODEL, classic, wish), clock=time.perf_counter, pairs=pairs
+    )
     where = "through the gRPC stage"
     figures = [Figure(f"{SIDE}x{SIDE}, {STEPS} steps, stage / __call__", served, "ratio", "<=1.02", where)]
     for tokens, goal in ((64, ">=1.4"), (256, ">=1.2")):
@@ -127,7 +131,7 @@ def _ratio(
 
 def _gain(client: StageClient, *, side: int, pairs: int) -> float:
     """How many more pictures come out where several are asked for at once."""
-    wishes = [Wish(side, STEPS, seed=seed, prompt="a red cube " * (1 + seed)) for seed in range(TOGETHER)]
+    wishes = [_square(side, STEPS, seed=seed, prompt="a red cube " * (1 + seed)) for seed in range(TOGETHER)]
     # Until the stage has found out how many pay.
     for _ in range(4):
         client.draw_all(wishes)
@@ -140,7 +144,7 @@ def _alone(client: StageClient, wishes: Sequence[Wish]) -> float:
 
 def _lateness(client: StageClient, *, shorts: int) -> list[float]:
     """How much later each short request is done than alone, in steps of its own."""
-    short, slow = Wish(SIDE, SHORT_STEPS), Wish(SIDE, SLOW_STEPS, seed=1)
+    short, slow = _square(SIDE, SHORT_STEPS), _square(SIDE, SLOW_STEPS, seed=1)
     longer = replace(short, steps=2 * SHORT_STEPS)
     alone_s = statistics.median(client.draw(short) for _ in range(5))
     longer_s = statistics.median(client.draw(longer) for _ in range(5))

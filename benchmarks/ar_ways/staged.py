@@ -7,14 +7,15 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from benchmarks.ar_ways.loop_probe import Tick
 from benchmarks.ar_ways.models import options_of
-from benchmarks.ar_ways.probed_stage import Stalls
 from benchmarks.ar_ways.taker import GENERATION, PIPELINE, PRODUCER
 from benchmarks.stage_process import StageProcess
 from stagemesh.services.serving.config import DataPlaneConfig, StageConfig
 
 ARENA_BYTES = 32 << 20
 """All of an arena is in memory from the start; the default has twice as much."""
+_MAX_TOLD_BYTES = 1 << 20
 EMITS_STATES: Mapping[str, JsonValue] = {"hidden_states": {"layers": ["last"], "dtype": "bfloat16"}}
 
 
@@ -47,7 +48,7 @@ class StagedEngine(StageProcess):
         """From now on."""
         self._probe.send(b"begin")
 
-    def end_probe(self) -> Stalls:
-        """What was seen since."""
+    def end_probe(self) -> list[Tick]:
+        """The late ticks since."""
         self._probe.send(b"end")
-        return Stalls(**json.loads(self._probe.recv(4096)))
+        return [Tick(*tick) for tick in json.loads(self._probe.recv(_MAX_TOLD_BYTES))]

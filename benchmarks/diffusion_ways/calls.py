@@ -1,59 +1,23 @@
-"""One wish, put to a pipeline's own `__call__`, to its steps, and to a stage that serves it."""
+"""One wish, put to a pipeline's steps and to a stage that serves it."""
 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
 
 import grpc
 import torch
 
 from stagemesh.connectors.channels import CHANNEL_OPTIONS
 from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
-from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+from stagemesh.services.engines.diffusion.state import DiffusionRequestState
 from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
-
-
-@dataclass(frozen=True)
-class Wish:
-    """A picture that is asked for."""
-
-    side: int
-    """Height and width, in pixels."""
-    steps: int
-    seed: int = 0
-    prompt: str = "a red cube on a table"
-    scale: float = 3.0
-
-
-def call(pipeline: Any, wish: Wish) -> torch.Tensor:
-    """By the pipeline itself."""
-    made: torch.Tensor = pipeline(
-        prompt=wish.prompt,
-        negative_prompt=" ",
-        true_cfg_scale=wish.scale,
-        height=wish.side,
-        width=wish.side,
-        num_inference_steps=wish.steps,
-        generator=torch.Generator().manual_seed(wish.seed),
-        output_type="pt",
-    )[0]
-    return made
+from tests.diffusion.tiny_calls import Wish
+from tests.diffusion.turns import inputs_of
 
 
 def begun(pipeline: ModularStepPipeline, wish: Wish) -> DiffusionRequestState:
     """A request before its first step."""
-    inputs = DiffusionInputs(
-        prompt=wish.prompt,
-        negative_prompt=" ",
-        seed=wish.seed,
-        height=wish.side,
-        width=wish.side,
-        num_inference_steps=wish.steps,
-        guidance_scale=wish.scale,
-    )
-    state = DiffusionRequestState(f"r{wish.seed}", inputs)
+    state = DiffusionRequestState(f"r{wish.seed}", inputs_of("qwen-image", wish))
     pipeline.prepare_encode(state)
     return state
 
@@ -103,8 +67,8 @@ class StageClient:
     def _request(self, wish: Wish) -> stage_pb2.ExecuteStepRequest:
         self._number += 1
         options = {
-            "height": wish.side,
-            "width": wish.side,
+            "height": wish.height,
+            "width": wish.width,
             "num_inference_steps": wish.steps,
             "guidance_scale": wish.scale,
         }
@@ -112,7 +76,7 @@ class StageClient:
             request_id=f"r{self._number}",
             step_id=f"r{self._number}",
             attempt=1,
-            input=request_pb2.Input(text=wish.prompt, negative_prompt=" "),
+            input=request_pb2.Input(text=wish.prompt, negative_prompt=wish.negative_prompt),
             parameters=request_pb2.Parameters(seed=wish.seed, options=options),
             streamed=["frames"],
         )

@@ -186,7 +186,7 @@ async def test_leaving_the_loop_cancels_the_request(orchestrator: ScriptedOrches
     async with AsyncClient(orchestrator.endpoint) as client:
         async for _event in client.generate("hello"):
             break
-        await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
+        assert await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
 
 
 async def test_a_cancelled_task_cancels_the_request(orchestrator: ScriptedOrchestrator) -> None:
@@ -194,7 +194,7 @@ async def test_a_cancelled_task_cancels_the_request(orchestrator: ScriptedOrches
     async with AsyncClient(orchestrator.endpoint) as client:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client.generate("hello").result(), 0.3)
-        await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
+        assert await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
 
 
 async def test_unavailable_is_retried_with_the_same_request_id(orchestrator: ScriptedOrchestrator) -> None:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from stagemesh.connectors.errors import InvalidRequestError
-from stagemesh.services.engines.diffusion.admission import Admission, Footprint
+from stagemesh.services.engines.diffusion.admission import PLACES_A_PRIORITY, Admission, Footprint
 
 SMALL = Footprint(10, 5)
 
@@ -85,6 +85,21 @@ async def test_the_highest_priority_is_next_and_else_the_first() -> None:
             seen += guests.inside
             await guests.leave(seen[-1])
     assert seen == ["runs", "urgent", "first", "second"]
+
+
+async def test_a_low_priority_waits_only_for_so_many() -> None:
+    async with opened(max_running=1) as (_, guests):
+        await guests.come("runs")
+        await guests.come("low")
+        others = 2 * PLACES_A_PRIORITY
+        for number in range(others):
+            await guests.come(str(number), priority=1)
+        passed_by = 0
+        await guests.leave("runs")
+        while guests.inside != ["low"]:
+            await guests.leave(guests.inside[0])
+            passed_by += 1
+    assert passed_by == PLACES_A_PRIORITY - 1
 
 
 async def test_memory_counts_all_that_run_and_one_that_is_decoded() -> None:

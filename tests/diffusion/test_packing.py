@@ -191,7 +191,11 @@ def test_damaged_bytes_are_refused_or_are_data(places: list[tuple[int, int]]) ->
     data = bytearray(PACKED.tobytes())
     for at, value in places:
         data[at] = value
-    refused(bytes(data))
+    try:
+        made = taken(bytes(data))
+    except InvalidChunkError:
+        return
+    assert isinstance(made, dict)
 
 
 @given(st.binary(max_size=300))

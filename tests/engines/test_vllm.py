@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 
+AT_ONCE = 8
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -27,7 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(model: Path) -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
+    options = {**OPTIONS, "max_num_seqs": AT_ONCE}
+    engine = VllmEngine(stage_config("vllm", model=str(model), options=options))
     await engine.start(lambda _: None)
     yield engine
     await engine.close()
@@ -45,9 +49,9 @@ async def test_seeded_text_repeats(engine: VllmEngine) -> None:
 
 
 async def test_requests_of_a_batch_keep_their_seeds(engine: VllmEngine) -> None:
-    alone = [text_of(await collect(engine.submit(task(seed=seed)))) for seed in range(8)]
+    alone = [text_of(await collect(engine.submit(task(seed=seed)))) for seed in range(AT_ONCE)]
     together = await asyncio.gather(
-        *(collect(engine.submit(task(seed=seed, request_id=f"r{seed}"))) for seed in range(8))
+        *(collect(engine.submit(task(seed=seed, request_id=f"r{seed}"))) for seed in range(AT_ONCE))
     )
     assert [text_of(events) for events in together] == alone
 
@@ -114,6 +118,25 @@ async def test_closing_a_task_ends_it(engine: VllmEngine) -> None:
     assert engine.load().running == 0
     assert engine._llm is not None
     assert not engine._llm.output_processor.has_unfinished_requests()
+
+
+async def test_a_higher_priority_goes_first_where_requests_wait(engine: VllmEngine) -> None:
+    order = list[int]()
+
+    async def run(number: int, priority: int) -> None:
+        request = replace(task(max_tokens=100, request_id=str(number)), priority=priority)
+        async with aclosing(engine.submit(request)) as events:
+            await anext(events)
+            order.append(number)
+            async for _ in events:
+                pass
+
+    priorities = [0] * AT_ONCE + [0, 0, 5]
+    async with asyncio.TaskGroup() as group:
+        for number, priority in enumerate(priorities):
+            group.create_task(run(number, priority))
+    assert order.index(len(priorities) - 1) < order.index(AT_ONCE)
+    assert len(order) == len(priorities)
 
 
 async def test_one_request_id_may_run_twice(engine: VllmEngine) -> None:

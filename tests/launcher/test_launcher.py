@@ -96,6 +96,20 @@ async def test_stopping_leaves_no_process_and_no_config(tiny: Path) -> None:
     assert _left_over(tiny, "*.log") == 3
 
 
+async def test_the_orchestrator_stops_before_the_stages_that_its_requests_need(tiny: Path) -> None:
+    stopped: list[str] = []
+
+    def note(status: ProcessStatus) -> None:
+        if status.state is ProcessState.STOPPED:
+            stopped.append(status.name)
+
+    launcher = Launcher(load_pipeline(str(tiny)), listen=LISTEN, listener=note)
+    async with launcher.running():
+        await launcher.wait_ready()
+    assert stopped[0] == ORCHESTRATOR
+    assert sorted(stopped[1:]) == ["first-0", "second-0"]
+
+
 async def test_an_error_in_the_body_stops_everything_too(tiny: Path) -> None:
     launcher = _launcher(tiny)
     process_ids: list[int] = []

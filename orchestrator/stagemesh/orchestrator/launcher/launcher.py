@@ -12,7 +12,7 @@ from stagemesh.orchestrator.launcher.edges import EdgesProbe
 from stagemesh.orchestrator.launcher.plan import plan_processes
 from stagemesh.orchestrator.launcher.ports import PortPicker, check_listen
 from stagemesh.orchestrator.launcher.run_folder import RunFolder
-from stagemesh.orchestrator.launcher.states import ProcessState, ProcessStatus
+from stagemesh.orchestrator.launcher.states import ORCHESTRATOR, ProcessState, ProcessStatus
 from stagemesh.orchestrator.launcher.supervisor import ProcessSpec, Supervisor
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.services.serving import settings
@@ -105,9 +105,15 @@ async def _kept_running(
     specs: tuple[ProcessSpec, ...], *, policy: RestartPolicy, report: Listener
 ) -> AsyncGenerator[None]:
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(Supervisor(spec, policy=policy, report=report).run()) for spec in specs]
+        supervised = {
+            spec.name: group.create_task(Supervisor(spec, policy=policy, report=report).run()) for spec in specs
+        }
         yield
-        for task in tasks:
+        # The orchestrator before the stages: the requests that it lets finish may have steps still to start.
+        orchestrator = supervised.pop(ORCHESTRATOR)
+        orchestrator.cancel()
+        await asyncio.wait([orchestrator])
+        for task in supervised.values():
             task.cancel()
 
 

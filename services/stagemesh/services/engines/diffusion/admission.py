@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from stagemesh.connectors.errors import InvalidRequestError
 
+PLACES_A_PRIORITY = 64
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -21,13 +23,18 @@ class Footprint:
 
 
 class Admission:
-    """The highest priority first, else in order; nobody passes one who waits for memory."""
+    """The highest priority first, else in order; nobody passes one who waits for memory.
+
+    A priority is worth `PLACES_A_PRIORITY` places: one who has been passed by that many no longer counts as lower, and
+    so nobody waits for ever.
+    """
 
     def __init__(self, *, max_running: int, memory_bytes: int) -> None:
         self.running = 0
         self._max_running, self._memory_bytes = max_running, memory_bytes
         self._admitted: list[Footprint] = []
         self._waiting: list[tuple[int, int, Footprint, asyncio.Future[None]]] = []
+        """A heap by place and number."""
         self._numbers = itertools.count()
 
     @property
@@ -40,7 +47,8 @@ class Admission:
         """Waits for room and holds it. Raises InvalidRequestError for what never fits."""
         self._check(footprint)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (-priority, next(self._numbers), footprint, future))
+        number = next(self._numbers)
+        heapq.heappush(self._waiting, (number - PLACES_A_PRIORITY * priority, number, footprint, future))
         self._admit()
         try:
             await future

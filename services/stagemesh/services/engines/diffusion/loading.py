@@ -45,6 +45,11 @@ class Loader:
         if options.compile and not on_gpu and shutil.which("g++") is None:
             raise NotReadyError("load.compile needs the compiler g++ on a machine without a GPU; install it")
 
+    @property
+    def compiles(self) -> bool:
+        """Whether the transformer's blocks are compiled: what is put in their place would have them compiled anew."""
+        return self._options.compile
+
     def load(self, components: Any) -> None:
         """Loads all of them; raises NotReadyError for what the options cannot be done to."""
         if self._options.format == "dummy":

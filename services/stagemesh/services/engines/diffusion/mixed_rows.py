@@ -56,8 +56,6 @@ class MixedRows:
             "timestep": torch.cat([each["timestep"] for each in inputs]),
             "img_shapes": [shape for each in inputs for shape in each["img_shapes"]],
         }
-        if inputs[0].get("guidance") is not None:
-            joint["guidance"] = torch.cat([each["guidance"] for each in inputs])
         with self._rows_apart(rows):
             (sample,) = self._model(**joint)
         return [(sample[i : i + 1, : row.image_tokens],) for i, row in enumerate(rows)]

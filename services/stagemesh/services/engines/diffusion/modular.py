@@ -91,6 +91,8 @@ class ModularStepPipeline:
         _check_loaded(self.components, folder, dtype)
         loader.place(self.components)
         self.forwarding = Forwarding(self.family, getattr(self.components, "transformer", None))
+        if loader.compiles:
+            self.forwarding.stop_mixing()
         self._prompt_cache = prompt_cache or PromptCache(0)
         model = getattr(self.components, "transformer", None)
         kind = cast("Any", type(model))

@@ -33,6 +33,7 @@ def engine_arguments(options: Mapping[str, JsonValue], *, model: str, stage: str
     common: dict[str, JsonValue] = {
         "worker_cls": _WORKER,
         "structured_outputs_config": {"backend": "guidance"},
+        "scheduling_policy": "priority",
         # Up to 4 GB in each process otherwise.
         "mm_processor_cache_gb": 0,
     }

@@ -102,7 +102,14 @@ class Generation:
     async def _outputs(self, llm: "AsyncLLM") -> AsyncGenerator["RequestOutput"]:
         """Those of vLLM, with its failures in our words."""
         try:
-            generated = llm.generate(self._rendered(llm), self.params, self.name, lora_request=self.adapter)
+            generated = llm.generate(
+                self._rendered(llm),
+                self.params,
+                self.name,
+                lora_request=self.adapter,
+                # Lower goes first in vLLM.
+                priority=-self.task.priority,
+            )
             async with aclosing(generated) as outputs:
                 async for output in outputs:
                     yield output
