@@ -1,5 +1,7 @@
 """vLLM's workers, which choose our runners; named in the engine arguments as `worker_cls`."""
 
+import atexit
+import gc
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -34,6 +36,11 @@ class StageWorker(Worker):
         seeding = (DrawsOnlyWhatCounts,) if current_platform.is_cpu() else ()
         kind: type[Any] = runner.__class__
         _mix(runner, type(f"Stage{kind.__name__}", (*parts, *seeding, kind), {}))
+
+    def shutdown(self) -> None:
+        """The process ends after this, and its interpreter need not look through all that is loaded: seconds."""
+        super().shutdown()
+        atexit.register(gc.freeze)
 
     def attach_replica(self, attachments: list[bytes]) -> bool:
         """Called through `collective_rpc` with an attachment for each rank; whether this one is to write rows."""
