@@ -15,6 +15,9 @@ export PROMPT
 # Stages are processes of their own; more threads in each would only fight over the cores.
 export OMP_NUM_THREADS ?= 1
 
+# Two files of tests at once, where the user may give each process namespaces of its own (tests/conftest.py).
+AT_ONCE := $(if $(filter 0,$(shell id -u)),-n 2 --dist loadfile)
+
 .DEFAULT_GOAL := help
 .PHONY: help venv models demo demo-image test soak check protos stubs bench lock clean
 
@@ -40,7 +43,7 @@ demo-image: venv ## Draw PROMPT="the digit seven" into out/digit.png, by three s
 	stagemesh demo examples/digits/pipeline.yaml --prompt "$$PROMPT" --image out/digit.png
 
 test: models ## Run every test that needs no GPU
-	pytest -m "not gpu and not soak"
+	pytest -m "not gpu and not soak" $(AT_ONCE)
 
 soak: venv ## Run the long forms of the fault tests, about an hour
 	pytest -m "soak and not gpu"

@@ -93,7 +93,7 @@ WRONG: list[tuple[Callable[[DecodedBytes], object], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("read", "reason", "message"), WRONG, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(("read", "reason", "message"), WRONG, ids=lambda value: "" if callable(value) else None)
 def test_what_cannot_be_read_is_refused(read: Callable[[DecodedBytes], object], reason: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=re.escape(message)) as caught:
         read(DecodedBytes(1_000_000))

@@ -178,9 +178,11 @@ async def test_many_at_once_among_token_prompts(engine: VllmEngine, reference: A
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"max_num_batched_tokens": 64}, id="chunked prefill"),
-        pytest.param({"num_gpu_blocks_override": 11, "block_size": 32}, id="preemption"),
-        pytest.param({"tensor_parallel_size": 2}, id="tp"),
+        pytest.param(
+            {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 11, "block_size": 32},
+            id="chunked prefill and preemption",
+        ),
+        pytest.param({"tensor_parallel_size": 2}, id="tp", marks=pytest.mark.soak),
     ],
 )
 async def test_the_same_in_other_engines(model: Path, cases: list[Case], options: dict[str, JsonValue]) -> None:

@@ -163,7 +163,7 @@ async def test_states_of_rejected_drafts_are_not_taken(model: Path, references: 
         assert host.shares.rows > ROWS, "a draft's row is written before it is known to be rejected"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 async def test_states_of_a_bfloat16_model_are_its_own(model: Path, references: list[Reference], dtype: str) -> None:
     async with running(model, dtype="bfloat16", hidden_states={**HIDDEN, "dtype": dtype}) as host:
         got = await asyncio.gather(*(received(host.engine, task(number)) for number in range(len(PROMPTS))))
@@ -179,7 +179,7 @@ async def test_states_of_a_bfloat16_model_are_its_own(model: Path, references: l
         pytest.param(
             {"tensor_parallel_size": 2, "enable_chunked_prefill": True, "max_num_batched_tokens": 64}, id="tp-chunked"
         ),
-        pytest.param({"pipeline_parallel_size": 2, "hidden_states": ONLY_LAST}, id="pp"),
+        pytest.param({"pipeline_parallel_size": 2, "hidden_states": ONLY_LAST}, id="pp", marks=pytest.mark.soak),
     ],
 )
 async def test_states_are_the_same_over_two_workers(

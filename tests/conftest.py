@@ -1,0 +1,34 @@
+"""Of several processes that run tests at once, each has a /dev/shm and a loopback of its own.
+
+Tests look into the one for what is left there, and choose free ports on the other.
+"""
+
+import ctypes
+import os
+import subprocess
+
+import pytest
+
+_CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
+_LOOPBACK_UP = ("ip", "link", "set", "lo", "up")
+
+
+def pytest_configure() -> None:
+    """Before any test is imported, in each process."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        _leave_the_host()
+
+
+def _leave_the_host() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.unshare(_CLONE_NEWNS | _CLONE_NEWNET))
+    _check(libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None))
+    _check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None))
+    subprocess.run([*_LOOPBACK_UP], check=True)
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        reason = os.strerror(ctypes.get_errno())
+        pytest.exit(f"several processes of tests need namespaces of their own ({reason}); run them without -n", 4)
