@@ -15,6 +15,7 @@ from stagemesh.services.engines.base import Checkpoint, EngineEvent, Paused, Sam
 from stagemesh.services.engines.fake import CARD
 from stagemesh.services.engines.fake.contents import frames_of
 from stagemesh.services.engines.fake.engine import FakeEngine
+from stagemesh.services.engines.fake.pace import Pace
 from stagemesh.services.serving.plugins import load_engine_card
 from tests.engines.support import collect, packets, stage_config, text_of, text_stream
 
@@ -167,12 +168,18 @@ async def test_another_stage_draws_other_amounts() -> None:
     assert len(first) != len(second)
 
 
-async def test_a_source_keeps_its_rate_whoever_is_late() -> None:
-    loop, step_s, count = asyncio.get_running_loop(), 0.02, 20
-    began_s = loop.time()
-    async for _ in fake(steps=count, step_s=step_s).submit(Task("r", 0, "hi")):
-        await asyncio.sleep(step_s / 8)
-    assert loop.time() - began_s < count * step_s * 1.3
+def paused(times: list[float], *, keeps: bool) -> list[float]:
+    """The pauses of steps of a second each that begin at these times."""
+    pace = Pace(keeps=keeps, clock=iter(times).__next__)
+    return [round(pace.pause_s(1.0), 6) for _ in times]
+
+
+def test_a_source_keeps_its_rate_and_does_not_hurry_after_a_wait() -> None:
+    assert paused([0.0, 1.1, 2.3, 9.0, 10.1], keeps=True) == [1.0, 0.9, 0.7, 1.0, 0.9]
+
+
+def test_a_step_of_what_comes_takes_its_time_from_then() -> None:
+    assert paused([0.0, 1.1, 2.3], keeps=False) == [1.0, 1.0, 1.0]
 
 
 # -- faults

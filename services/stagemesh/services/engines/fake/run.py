@@ -15,6 +15,7 @@ from stagemesh.services.engines.fake.amounts import Dice
 from stagemesh.services.engines.fake.contents import made_of, pack, sized, source_text, unpack
 from stagemesh.services.engines.fake.faults import TaskFaults
 from stagemesh.services.engines.fake.options import FakeOptions
+from stagemesh.services.engines.fake.pace import Pace
 from stagemesh.services.engines.joining import packets_of
 
 
@@ -30,7 +31,7 @@ class FakeRun:
         self._closed = closed
         self._resumed = task.resume_from.steps if task.resume_from is not None else 0
         self._step = 0
-        self._due_s = -np.inf
+        self._pace = Pace(keeps=self._is_source, clock=asyncio.get_running_loop().time)
         self._memory = hold_memory(0)
 
     @property
@@ -133,7 +134,7 @@ class FakeRun:
         """Spends the time of a step, and fails where that is asked for."""
         step = self._step
         await self._faults.strike(step, stage=self._stage)
-        await asyncio.sleep(self._pause_s(self._duration_s(step) + self._faults.slowness_s(step)))
+        await asyncio.sleep(self._pace.pause_s(self._duration_s(step) + self._faults.slowness_s(step)))
         if self._closed.is_set():
             raise CancelledRequestError(f"stage {self._stage} is closing")
         if step == self._options.fail_at_step:
@@ -142,14 +143,6 @@ class FakeRun:
     def _duration_s(self, step: int) -> float:
         first_s = self._options.first_step_s if step == 0 else None
         return self._dice.draw(first_s or self._options.step_s, "duration", step)
-
-    def _pause_s(self, duration_s: float) -> float:
-        """The time until a step that begins now is over. A source keeps its pace: what one step was late by, the next
-        makes up for."""
-        now_s = asyncio.get_running_loop().time()
-        makes_up = self._is_source and now_s - self._due_s < duration_s
-        self._due_s = (self._due_s if makes_up else now_s) + duration_s
-        return self._due_s - now_s
 
 
 def hold_memory(size_bytes: int) -> Array:
