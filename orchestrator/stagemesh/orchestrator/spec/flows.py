@@ -160,9 +160,20 @@ class FlowChecker:
 
 
 def _least(ways: Sequence[Condition]) -> Ways:
-    """The same without what is impossible, said twice, or implied by another."""
-    sets: list[frozenset[Term]] = []
-    for way in sorted((frozenset(way) for way in ways if find_facts(way) is not None), key=len):
-        if not any(other <= way for other in sets):
-            sets.append(way)
-    return [tuple(sorted(way, key=str)) for way in sets]
+    """The same without what is impossible or said twice: stages that take turns leave no more ways than one."""
+    possible = [way for way in ways if find_facts(way) is not None]
+    shortened = [_shortened(way, possible) for way in possible]
+    least: list[frozenset[Term]] = []
+    for way in sorted(map(frozenset, shortened), key=len):
+        if not any(other <= way for other in least):
+            least.append(way)
+    return [tuple(sorted(way, key=str)) for way in least]
+
+
+def _shortened(way: Condition, ways: Ways) -> Condition:
+    """A way without the terms that make no difference, because one of the ways holds then as well."""
+    for term in way:
+        shorter = tuple(other for other in way if other != term)
+        if find_facts(shorter, unless=ways) is None:
+            way = shorter
+    return way
