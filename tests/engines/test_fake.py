@@ -1,6 +1,9 @@
 """The fake engine."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -138,7 +141,7 @@ async def test_sound_is_within_its_bounds() -> None:
         ({"step_s": {"uniform": [2, 1]}}, "uniform goes from the lower number to the higher one"),
         ({"step_s": {}}, "give a number, or one of uniform, exponential, lognormal, one_of"),
         ({"step_s": -1}, r"option step_s\.fixed is -1"),
-        ({"steps": "many"}, "option steps is 'many'"),
+        ({"steps": "many"}, "option steps is 'many'.*it must be a number, or one of uniform"),
         ({"faults": [{"kind": "explode"}]}, r"option faults\.0\.kind is 'explode'.*'error', 'hang'"),
         ({"faults": [{"kind": "error", "probability": 2}]}, r"option faults\.0\.probability is 2"),
         ({"faults": [{"kind": "error", "when": 2}]}, r"option faults\.0\.when is 2"),
@@ -235,6 +238,25 @@ async def test_a_hang_says_nothing_until_it_is_aborted() -> None:
             async with asyncio.timeout(0.05):
                 await anext(events)
     assert engine.load().running == 0
+
+
+EXITING = """
+import asyncio
+from stagemesh.services.engines.base import Task
+from tests.engines.test_fake import fake, one
+
+async def main():
+    async for event in fake(faults=one("exit", after_steps=1)).submit(Task("r", 0, "hi")):
+        print(type(event).__name__, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_an_exit_ends_the_process_at_its_step() -> None:
+    ended = subprocess.run([sys.executable, "-c", EXITING], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert ended.stdout.split() == ["Emission", "Progress"]
 
 
 async def test_a_slow_task_makes_the_same_later() -> None:

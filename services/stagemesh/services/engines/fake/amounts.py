@@ -4,7 +4,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, cast
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
@@ -30,7 +30,7 @@ class Amount:
     def __post_init__(self) -> None:
         given = (self.fixed, self.uniform, self.exponential, self.lognormal, self.one_of)
         if sum(kind is not None for kind in given) != 1:
-            raise ValueError("give a number, or one of uniform, exponential, lognormal, one_of")
+            raise ValueError(f"give {_FORMS}")
         if self.uniform is not None and self.uniform[0] > self.uniform[1]:
             raise ValueError("uniform goes from the lower number to the higher one")
 
@@ -65,8 +65,15 @@ class Amount:
         return self.fixed
 
 
+_FORMS = "a number, or one of uniform, exponential, lognormal, one_of"
+
+
 def _from_number(value: object) -> object:
-    return {"fixed": value} if isinstance(value, int | float) else value
+    if isinstance(value, int | float):
+        return {"fixed": value}
+    if not isinstance(value, dict | Amount):
+        raise ValueError(f"it must be {_FORMS}")  # noqa: TRY004 - pydantic tells a ValueError apart
+    return cast("object", value)
 
 
 def _whole(amount: Amount) -> Amount:

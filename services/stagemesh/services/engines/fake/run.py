@@ -7,7 +7,13 @@ from contextlib import aclosing
 import numpy as np
 
 from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import CancelledRequestError, InternalError, InvalidChunkError, InvalidRequestError
+from stagemesh.connectors.errors import (
+    CancelledRequestError,
+    InternalError,
+    InvalidChunkError,
+    InvalidRequestError,
+    OverloadedError,
+)
 from stagemesh.connectors.tensors import Array, Tensors
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, Paused, Progress, Task, Usage
 from stagemesh.services.engines.fake import signature
@@ -146,5 +152,10 @@ class FakeRun:
 
 
 def hold_memory(size_bytes: int) -> Array:
-    """Memory that is really taken, as long as somebody holds this."""
-    return np.ones(size_bytes, np.uint8)
+    """Memory that is taken as long as somebody holds this; raises OverloadedError where there is not so much."""
+    try:
+        return np.ones(size_bytes, np.uint8)
+    except MemoryError as exc:
+        raise OverloadedError(
+            f"the fake engine cannot hold {size_bytes} bytes; lower memory_bytes or request_memory_bytes"
+        ) from exc
