@@ -14,9 +14,10 @@ from pydantic import JsonValue
 
 from stagemesh.connectors.base import Packet
 from stagemesh.connectors.errors import InternalError, InvalidChunkError, InvalidRequestError, NotFoundError
+from stagemesh.connectors.tensors import Tensors
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Paused, SamplingOptions, Task, Usage
 from stagemesh.services.engines.fake import CARD
-from stagemesh.services.engines.fake.contents import frames_of
+from stagemesh.services.engines.fake.contents import frames_of, pack, unpack
 from stagemesh.services.engines.fake.engine import FakeEngine
 from stagemesh.services.engines.fake.pace import Pace
 from stagemesh.services.serving.plugins import load_engine_card
@@ -315,6 +316,15 @@ async def test_a_new_attempt_skips_what_its_checkpoint_has(function: str) -> Non
     rest = await collect(fake(function).submit(task(resume_from=checkpoint, attempt=2)))
     assert steps_of(whole) == [0, 1, 2, 3]
     assert steps_of(rest) == [2, 3]
+
+
+def test_inputs_that_wait_are_packed_and_come_out_as_they_were() -> None:
+    empty, text = np.zeros(0, np.uint8), np.frombuffer(b"ab", np.uint8)
+    inputs: list[Tensors] = [{"text": text}, {"frames": frames_of(text)}, {"text": empty, "frames": frames_of(text)}]
+    again = unpack(pack(inputs))
+    assert [{name: (t.tobytes(), t.shape) for name, t in each.items()} for each in again] == [
+        {name: (t.tobytes(), t.shape) for name, t in each.items()} for each in inputs
+    ]
 
 
 async def test_a_checkpoint_at_the_very_end_leaves_nothing_to_do() -> None:

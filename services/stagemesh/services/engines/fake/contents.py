@@ -9,6 +9,8 @@ from stagemesh.connectors.tensors import Array, Tensors
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.fake import FRAME_WIDTH
 
+_LENGTHS, _LACKS = ".lengths", -1
+
 
 def source_text(task: Task, step: int) -> Array:
     """What a source emits at `step`: a short ASCII sentence."""
@@ -49,19 +51,24 @@ def mixed(text: Array | None, frames: Array | None) -> Array:
 
 
 def pack(inputs: Sequence[Tensors]) -> Tensors:
-    """Inputs that are still to come, as the tensors of a checkpoint; one that an input lacks has length 0."""
+    """Inputs that are still to come, as the tensors of a checkpoint; one that an input lacks has length -1."""
     names = {name: tensor for given in inputs for name, tensor in given.items()}
     packed: dict[str, Array] = {}
     for name, like in names.items():
-        parts = [given.get(name, like[:0]) for given in inputs]
-        packed[name] = np.concatenate(parts)
-        packed[f"{name}.lengths"] = np.array([len(part) for part in parts], np.int64)
+        packed[name] = np.concatenate([given.get(name, like[:0]) for given in inputs])
+        lengths = [len(given[name]) if name in given else _LACKS for given in inputs]
+        packed[name + _LENGTHS] = np.array(lengths, np.int64)
     return packed
 
 
 def unpack(packed: Tensors) -> list[Tensors]:
     """The inputs again."""
-    names = [name for name in packed if f"{name}.lengths" in packed]
-    parts = {name: np.split(packed[name], np.cumsum(packed[f"{name}.lengths"])[:-1]) for name in names}
-    count = max((len(each) for each in parts.values()), default=0)
-    return [{name: parts[name][n] for name in names if parts[name][n].size} for n in range(count)]
+    inputs: list[dict[str, Array]] = []
+    for name in [name for name in packed if name + _LENGTHS in packed]:
+        end, lengths = 0, [int(length) for length in packed[name + _LENGTHS]]
+        inputs += [{} for _ in lengths[len(inputs) :]]
+        for given, length in zip(inputs, lengths, strict=True):
+            if length != _LACKS:
+                given[name] = packed[name][end : end + length]
+                end += length
+    return list(inputs)

@@ -98,10 +98,10 @@ class FakeRun:
             for step in range(self._source_steps):
                 yield {"text": self._sized(source_text(self._task, step), step)}
             return
-        kept = self._task.resume_from.tensors if self._task.resume_from is not None else {}
-        if kept:
+        resume_from = self._task.resume_from
+        if resume_from is not None and resume_from.tensors:
             self._step = self._resumed
-            for given in unpack(kept):
+            for given in unpack(resume_from.tensors):
                 yield given
             return
         step, last = 0, -1

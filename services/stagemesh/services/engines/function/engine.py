@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from pydantic import JsonValue
 
@@ -100,7 +100,8 @@ class FunctionEngine:
 
 def _open(function: Function[object], task: Task, options: Mapping[str, float]) -> object:
     if isinstance(function, OpensWithout):
-        return function.open_without(task.absent, seed=task.seed, options=options)
+        opens = cast("OpensWithout[object]", function)
+        return opens.open_without(task.absent, seed=task.seed, options=options)
     return function.open(seed=task.seed, options=options)
 
 
