@@ -222,3 +222,21 @@ def test_what_a_request_holds_is_known_by_kind() -> None:
         Fact("input", "image"): 1.0,
         Fact("output", "text"): 1.0,
     }
+
+
+def test_an_options_mistake_is_named_once_at_its_own_line(tmp_path: Path) -> None:
+    path = tmp_path / "fake.yaml"
+    path.write_text(
+        "pipeline: fake\nstages:\n  a:\n    engine: fake\n    function: source\n    options:\n"
+        "      steps: many\n  b:\n    engine: fake\n    options:\n      stepps: 2\n"
+        "outputs: {a: a, b: b}\n"
+    )
+    with pytest.raises(InvalidPipelineError) as caught:
+        load_pipeline(str(path), variables={})
+    assert caught.value.message.replace(f"{path}:", "").splitlines() == [
+        (
+            "7: option steps is 'many': Value error, it must be a number, or one of uniform, exponential, lognormal, "
+            "one_of"
+        ),
+        "11: engine 'fake' has no option 'stepps'; did you mean 'steps'?",
+    ]

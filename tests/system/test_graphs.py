@@ -77,3 +77,14 @@ def test_edges_that_are_apart_bring_each_packet_once() -> None:
         apart = [mixed(text, None) for text in texts] + [mixed(None, frames_of(text)) for text in texts]
         assert made == sorted(each.tobytes() for each in apart)
         eventually(up.idle, timeout_s=2)
+
+
+def test_a_rehearsal_repeats_to_the_sample_on_whichever_replica() -> None:
+    with deployed(GRAPH.parents[1] / "rehearsal/pipeline.yaml") as up, up.client() as client:
+        first, second, other = [client.generate("hello", seed=seed, max_tokens=8).result() for seed in (1, 1, 2)]
+        assert first.audio.tobytes() == second.audio.tobytes() != other.audio.tobytes()
+        assert first.text == second.text
+        assert len(first.audio) % (8 * 8) == 0
+        assert first.first_audio_s is not None
+        assert first.first_audio_s < first.total_s
+        eventually(up.idle, timeout_s=2)

@@ -28,7 +28,9 @@ def parse_options(kind: type[Options], options: Mapping[str, JsonValue], *, stag
         first = exc.errors()[0]
         name = ".".join(map(str, first["loc"])) or "options"
         raise InvalidRequestError(
-            f"{_in(stage)}option {name} is {first['input']!r}: {first['msg']}", reason="INVALID_OPTION"
+            f"{_in(stage)}option {name} is {first['input']!r}: {first['msg']}",
+            reason="INVALID_OPTION",
+            metadata={"option": str(first["loc"][0])} if first["loc"] else {},
         ) from exc
 
 
@@ -45,6 +47,7 @@ def unknown_option(name: str, known: Iterable[str], *, stage: str) -> InvalidReq
         f"{_in(stage)}unknown option {name!r}; {'did you mean' if len(choices) > len(near) else 'known'}: "
         f"{', '.join(near) or 'none'}",
         reason="UNKNOWN_OPTION",
+        metadata={"option": name},
     )
 
 
