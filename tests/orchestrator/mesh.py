@@ -34,7 +34,7 @@ outputs: {first: a, last: c}
 DIAMOND = """
 pipeline: diamond
 stages:
-  join: {engine: fake, function: relay}
+  join: {engine: fake, function: relay, join: any}
   left: {engine: fake, function: relay}
   right: {engine: fake, function: relay}
   top: {engine: fake, function: source}

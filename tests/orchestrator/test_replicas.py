@@ -45,20 +45,20 @@ def _replicas(pipeline: Pipeline, count: int) -> dict[str, tuple[Replica, ...]]:
 
 def test_requests_spread_over_the_replicas(pipeline: Pipeline) -> None:
     planner = Planner(pipeline, _replicas(pipeline, 2))
-    chosen = [planner.plan(["last"]).replicas["b"] for _ in range(4)]
+    chosen = [planner.plan(pipeline.route(["last"])).replicas["b"] for _ in range(4)]
     assert chosen == ["b-0", "b-1", "b-0", "b-1"]
 
 
 def test_a_released_plan_makes_its_replica_the_first_choice_again(pipeline: Pipeline) -> None:
     planner = Planner(pipeline, _replicas(pipeline, 2))
-    planner.plan(["last"]).release()
-    assert planner.plan(["last"]).replicas["b"] == "b-0"
+    planner.plan(pipeline.route(["last"])).release()
+    assert planner.plan(pipeline.route(["last"])).replicas["b"] == "b-0"
 
 
 def test_only_ready_replicas_are_chosen(pipeline: Pipeline) -> None:
     replicas = _replicas(pipeline, 2)
     replicas["b"][0].observe(ReplicaState.DRAINING, "")
-    assert Planner(pipeline, replicas).plan(["last"]).replicas["b"] == "b-1"
+    assert Planner(pipeline, replicas).plan(pipeline.route(["last"])).replicas["b"] == "b-1"
 
 
 def test_a_stage_without_a_ready_replica_is_named_with_their_states(pipeline: Pipeline) -> None:
@@ -66,14 +66,14 @@ def test_a_stage_without_a_ready_replica_is_named_with_their_states(pipeline: Pi
     replicas["b"][0].observe(ReplicaState.LOADING, "reading weights")
     replicas["b"][1].observe(ReplicaState.UNREACHABLE, "")
     with pytest.raises(UnavailableError, match=r"stage 'b' is ready: b-0 loading \(reading weights\), b-1 unreachable"):
-        Planner(pipeline, replicas).plan(["last"])
+        Planner(pipeline, replicas).plan(pipeline.route(["last"]))
     assert replicas["a"][0].running == 0
 
 
 async def test_a_stage_that_is_not_needed_need_not_be_ready(pipeline: Pipeline) -> None:
     replicas = _replicas(pipeline, 1)
     replicas["c"][0].observe(ReplicaState.FAILED, "")
-    assert set(Planner(pipeline, replicas).plan(["first"]).replicas) == {"a"}
+    assert set(Planner(pipeline, replicas).plan(pipeline.route(["first"])).replicas) == {"a"}
 
 
 @pytest.mark.parametrize(

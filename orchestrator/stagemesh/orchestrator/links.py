@@ -13,7 +13,7 @@ from stagemesh.connectors.errors import DeadlineError, NotReadyError, StagemeshE
 from stagemesh.connectors.negotiation import EdgeProbe
 from stagemesh.connectors.pulse import Pulse
 from stagemesh.orchestrator.replica import Replica, ReplicaState
-from stagemesh.orchestrator.spec import Edge, Stage
+from stagemesh.orchestrator.spec import Edge
 
 _log = logging.getLogger(__name__)
 
@@ -113,11 +113,10 @@ class EdgeLinks:
         """An edge's links between replicas that are ready."""
         return [link for link in self._links if link.edge is edge and link.is_up]
 
-    def check(self, stages: Collection[Stage]) -> None:
-        """Raises NotReadyError (CONNECTOR_UNAVAILABLE) where an edge between two of the stages cannot be crossed."""
-        names = {stage.name for stage in stages}
+    def check(self, edges: Collection[Edge]) -> None:
+        """Raises NotReadyError (CONNECTOR_UNAVAILABLE) where one of the edges cannot be crossed."""
         for link in self._links:
-            if link.is_up and link.is_refused and {link.edge.producer, link.edge.consumer} <= names:
+            if link.is_up and link.is_refused and link.edge in edges:
                 assert link.error is not None, "it is refused with an error"
                 raise NotReadyError(link.error.message, reason="CONNECTOR_UNAVAILABLE", metadata=link.error.metadata)
 

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
 
 from stagemesh.connectors.errors import InternalError, NotFoundError, NotReadyError, StagemeshError
 from stagemesh.orchestrator.admission import Admission
+from stagemesh.orchestrator.facts import facts_of
 from stagemesh.orchestrator.fleet import Fleet
 from stagemesh.orchestrator.planner import Planner
 from stagemesh.orchestrator.record import RequestRecord
@@ -76,8 +77,9 @@ class Orchestrator:
             raise NotReadyError("the orchestrator is starting or stopping; try again", reason="NOT_RUNNING")
         with ExitStack() as stack:
             stack.callback(self.admission.admit())
-            self.fleet.links.check(self.pipeline.stages_for(request.outputs))
-            plan = self._planner.plan(request.outputs)
+            route = self.pipeline.route(request.outputs, facts_of(request))
+            self.fleet.links.check(route.edges)
+            plan = self._planner.plan(route)
             stack.callback(plan.release)
             held = stack.pop_all()
         record = RequestRecord()

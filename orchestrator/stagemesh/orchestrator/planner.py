@@ -1,12 +1,12 @@
 """Picks a replica for each stage of a request and says what each is to do."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stagemesh.connectors.errors import UnavailableError
 from stagemesh.connectors.registry import number_of
 from stagemesh.orchestrator.replica import Replica, ReplicaState
-from stagemesh.orchestrator.spec import Edge, Pipeline, Stage
+from stagemesh.orchestrator.spec import Edge, Pipeline, Route, Stage
 from stagemesh.orchestrator.wire import policy_to_wire
 from stagemesh.v1 import stage_pb2
 
@@ -25,6 +25,8 @@ class PlannedStep:
     """The pipeline's outputs that the stage makes, by the tensor that it calls them."""
     consumers: tuple[str, ...]
     """The stages that it feeds: they are started before it."""
+    absent: tuple[str, ...] = ()
+    """The tensors that it accepts and that no edge brings it."""
 
     @property
     def takes_input(self) -> bool:
@@ -56,16 +58,15 @@ class Planner:
         self._pipeline = pipeline
         self._replicas = replicas
 
-    def plan(self, outputs: Collection[str]) -> Plan:
-        """The stages that the outputs need, each on its least busy ready replica.
+    def plan(self, route: Route) -> Plan:
+        """The stages of a route, each on its least busy ready replica.
 
         Raises UnavailableError (STAGE_NOT_READY) naming the stage and its replicas' states.
         """
-        stages = self._pipeline.stages_for(outputs)
-        chosen = {stage.name: self._pick(stage.name) for stage in stages}
+        chosen = {stage.name: self._pick(stage.name) for stage in route.stages}
         for replica in chosen.values():
             replica.running += 1
-        return Plan(tuple(self._step(stage, chosen, outputs) for stage in stages))
+        return Plan(tuple(_step(stage, route, chosen) for stage in route.stages))
 
     def _pick(self, stage: str) -> Replica:
         replicas = self._replicas.get(stage, ())
@@ -80,18 +81,18 @@ class Planner:
             )
         return min(ready, key=lambda replica: replica.running)
 
-    def _step(self, stage: Stage, chosen: Mapping[str, Replica], outputs: Collection[str]) -> PlannedStep:
-        incoming = self._pipeline.incoming(stage.name)
-        outgoing = [edge for edge in self._pipeline.outgoing(stage.name) if edge.consumer in chosen]
-        made = [self._pipeline.outputs[name] for name in outputs]
-        return PlannedStep(
-            stage=stage,
-            replica=chosen[stage.name],
-            inputs=tuple(_input_binding(edge, chosen[edge.producer]) for edge in incoming),
-            outputs=tuple(_output_binding(edge, chosen[edge.consumer]) for edge in outgoing),
-            output_names={output.tensor: output.name for output in made if output.stage == stage.name},
-            consumers=tuple(dict.fromkeys(edge.consumer for edge in outgoing)),
-        )
+
+def _step(stage: Stage, route: Route, chosen: Mapping[str, Replica]) -> PlannedStep:
+    incoming, outgoing = route.incoming[stage.name], route.outgoing[stage.name]
+    return PlannedStep(
+        stage=stage,
+        replica=chosen[stage.name],
+        inputs=tuple(_input_binding(edge, chosen[edge.producer]) for edge in incoming),
+        outputs=tuple(_output_binding(edge, chosen[edge.consumer]) for edge in outgoing),
+        output_names={output.tensor: output.name for output in route.outputs.values() if output.stage == stage.name},
+        consumers=tuple(dict.fromkeys(edge.consumer for edge in outgoing)),
+        absent=route.absent(stage),
+    )
 
 
 def _describe(replica: Replica) -> str:
@@ -100,7 +101,7 @@ def _describe(replica: Replica) -> str:
 
 
 def _input_binding(edge: Edge, producer: Replica) -> stage_pb2.InputBinding:
-    return stage_pb2.InputBinding(edge=edge.name, producer=producer.name, transform=edge.transform)
+    return stage_pb2.InputBinding(edge=edge.name, producer=producer.name, transform=edge.transform, apart=edge.apart)
 
 
 def _output_binding(edge: Edge, consumer: Replica) -> stage_pb2.OutputBinding:

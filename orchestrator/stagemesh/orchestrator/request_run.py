@@ -162,6 +162,7 @@ class RequestRun:
             input=self._input(step) if step.takes_input else None,
             parameters=parameters,
             inputs=step.inputs,
+            absent=step.absent,
             outputs=step.outputs,
             streamed=list(step.output_names),
             priority=self._request.priority,

@@ -146,7 +146,7 @@ def _has_prompt(given: request_pb2.Input) -> bool:
 
 
 def _check_options(options: Mapping[str, float], pipeline: Pipeline) -> None:
-    known = {name: spec for stage in pipeline.stages.values() for name, spec in stage.signature.options.items()}
+    known = pipeline.options
     for name, value in options.items():
         if name not in known:
             raise InvalidRequestError(

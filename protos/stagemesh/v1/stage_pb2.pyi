@@ -108,6 +108,7 @@ class ExecuteStepRequest(_message.Message):
     MAX_STEPS_FIELD_NUMBER: _builtins.int
     RESUME_FROM_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ABSENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'."""
     step_id: _builtins.str
@@ -149,6 +150,12 @@ class ExecuteStepRequest(_message.Message):
         (INVALID_CHECKPOINT).
         """
 
+    @_builtins.property
+    def absent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tensors that this stage accepts and that no edge brings it in this request. One that it cannot do without is refused
+        (MISSING_INPUT).
+        """
+
     def __init__(
         self,
         *,
@@ -163,10 +170,11 @@ class ExecuteStepRequest(_message.Message):
         max_steps: _builtins.int | None = ...,
         resume_from: Global___Checkpoint | None = ...,
         priority: _builtins.int = ...,
+        absent: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "input", b"input", "max_steps", b"max_steps", "parameters", b"parameters", "resume_from", b"resume_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_steps", b"max_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "step_id", b"step_id", "streamed", b"streamed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "absent", b"absent", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_steps", b"max_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "step_id", b"step_id", "streamed", b"streamed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_steps: _TypeAlias = _typing.Literal["max_steps"]  # noqa: Y015
     _WhichOneofArgType__max_steps: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps"]  # noqa: Y015
@@ -183,22 +191,28 @@ class InputBinding(_message.Message):
     EDGE_FIELD_NUMBER: _builtins.int
     PRODUCER_FIELD_NUMBER: _builtins.int
     TRANSFORM_FIELD_NUMBER: _builtins.int
+    APART_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
     """The edge's name."""
     producer: _builtins.str
     """The only replica whose chunks are taken."""
     transform: _builtins.str
     """The transform that turns what comes into what the engine takes; empty for none."""
+    apart: _builtins.bool
+    """Its packets are inputs of their own, taken as they come. Otherwise a packet waits until each other edge that is not
+    apart has one, and all make one input.
+    """
     def __init__(
         self,
         *,
         edge: _builtins.str = ...,
         producer: _builtins.str = ...,
         transform: _builtins.str = ...,
+        apart: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edge", b"edge", "producer", b"producer", "transform", b"transform"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apart", b"apart", "edge", b"edge", "producer", b"producer", "transform", b"transform"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ from stagemesh.orchestrator.spec.model import (
     PipelineOutput,
     Stage,
 )
+from stagemesh.orchestrator.spec.routes import Route
 from stagemesh.orchestrator.spec.sources import shipped_pipelines
 from stagemesh.orchestrator.spec.stages import Catalog
 
@@ -22,6 +23,7 @@ __all__ = [
     "Limits",
     "Pipeline",
     "PipelineOutput",
+    "Route",
     "Stage",
     "explain",
     "load_pipeline",

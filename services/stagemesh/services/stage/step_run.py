@@ -152,6 +152,7 @@ class StepRun:
             replace(
                 order.task,
                 inlets={edge: self._feed(edge) for edge in self._inlets if edge != STATE_EDGE},
+                apart=frozenset(binding.edge for binding in order.inputs if binding.apart),
                 resume_from=await self._resumed_from(),
                 wanted=wanted_of(order),
                 tokens=tokens_of(order, self._signature),
