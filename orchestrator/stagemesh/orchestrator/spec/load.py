@@ -9,7 +9,8 @@ from stagemesh.orchestrator.spec.document import read_document
 from stagemesh.orchestrator.spec.edges import EdgeResolver
 from stagemesh.orchestrator.spec.explain import explain_shape
 from stagemesh.orchestrator.spec.graph import topological_order
-from stagemesh.orchestrator.spec.model import WIRE_VERSION, Limits, Pipeline, Stage
+from stagemesh.orchestrator.spec.limits import resolve_limits
+from stagemesh.orchestrator.spec.model import WIRE_VERSION, Pipeline, Stage
 from stagemesh.orchestrator.spec.origins import Origins
 from stagemesh.orchestrator.spec.outputs import OutputResolver
 from stagemesh.orchestrator.spec.overrides import apply_overrides
@@ -46,6 +47,7 @@ def load_pipeline(
     outputs = OutputResolver(problems)
     resolved_outputs = outputs.resolve(shape, stages)
     outputs.check_all_used(shape, edges)
+    limits = resolve_limits(shape.limits, problems)
     problems.raise_any()
     order = topological_order(list(stages), {edge.arc for edge in edges})
     return Pipeline(
@@ -54,7 +56,7 @@ def load_pipeline(
         stages={name: stages[name] for name in order},
         edges=edges,
         outputs=resolved_outputs,
-        limits=Limits(shape.limits.max_in_flight),
+        limits=limits,
         source=source.path,
         explanation=explain_shape(shape, Origins(document.origin_by_path)),
     )

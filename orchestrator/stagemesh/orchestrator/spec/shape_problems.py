@@ -7,7 +7,14 @@ from pydantic import BaseModel, ValidationError
 from stagemesh.orchestrator.spec.document import Document
 from stagemesh.orchestrator.spec.origins import KeyPath, dotted
 from stagemesh.orchestrator.spec.problems import suggest
-from stagemesh.orchestrator.spec.schema import EdgeShape, FramesShape, LimitsShape, PipelineShape, StageShape
+from stagemesh.orchestrator.spec.schema import (
+    CallerLimitsShape,
+    EdgeShape,
+    FramesShape,
+    LimitsShape,
+    PipelineShape,
+    StageShape,
+)
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -57,6 +64,8 @@ def _shape_at(path: KeyPath) -> type[BaseModel]:
             return FramesShape
         case ("limits",):
             return LimitsShape
+        case ("limits", "per_caller"):
+            return CallerLimitsShape
         case _:
             return PipelineShape
 
