@@ -4,19 +4,21 @@ import itertools
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
+from itertools import islice
 
 from stagemesh.connectors.errors import DeadlineError, OverloadedError, StagemeshError
 from stagemesh.orchestrator.admission.lanes import Caller, Claim, Listener, Load, Ticket, TicketState
 from stagemesh.orchestrator.admission.measures import Measures
-from stagemesh.orchestrator.admission.queue import AdmissionQueue
+from stagemesh.orchestrator.admission.queue import AdmissionQueue, Standing
 from stagemesh.orchestrator.admission.ranking import Ranking
 from stagemesh.orchestrator.admission.returns import Returns
 from stagemesh.orchestrator.admission.snapshot import AdmissionSnapshot, CallerLoad
 from stagemesh.orchestrator.spec import Limits
 
-TELL_EVERY_S = 1.0
+_TELL_EVERY_S = 1.0
+_TOLD_AT_ONCE = 200
 # A request is hopeless where it would be late even if all went in this part of the time that was measured.
 _CAUTION = 0.5
 # At most this part of the queue is held for those who were told to come back.
@@ -42,6 +44,7 @@ class Admission:
         self._caller_returns = OrderedDict[str, Returns]()
         self._numbers = itertools.count()
         self._told_s = -math.inf
+        self._telling: Iterator[Standing] = iter(())
 
     @property
     def in_flight(self) -> int:
@@ -107,9 +110,8 @@ class Admission:
             hopeless = True
         if hopeless:
             self._fill()
-        if self.queued and now_s - self._told_s >= TELL_EVERY_S:
-            self._told_s = now_s
-            self._tell_all()
+        if self.queued:
+            self._tell_some(now_s)
 
     def close(self, error: StagemeshError) -> None:
         """Refuses all who wait; those who run go on."""
@@ -224,13 +226,18 @@ class Admission:
         ticket.told = position
         ticket.listener.queued(position=position, expected_wait_s=wait_s)
 
-    def _tell_all(self) -> None:
-        interval_s = self._interval_s(self._running)
-        for ticket, position, in_lane in self._queue.standings():
-            if position != ticket.told:
+    def _tell_some(self, now_s: float) -> None:
+        """Tells so many as do not hold others up, and goes on with the rest at the next tick."""
+        told = 0
+        for told, (ticket, position, in_lane) in enumerate(islice(self._telling, _TOLD_AT_ONCE), start=1):
+            if ticket.state is TicketState.WAITING and position != ticket.told:
                 caller = self._queue.caller(ticket.claim.caller)
-                wait_s = max(position * interval_s, self._caller_wait_s(caller, ticket, position=in_lane))
+                wait_s = position * self._interval_s(self._running)
+                wait_s = max(wait_s, self._caller_wait_s(caller, ticket, position=in_lane))
                 self._tell(ticket, position=position, wait_s=wait_s)
+        if told < _TOLD_AT_ONCE and now_s - self._told_s >= _TELL_EVERY_S:
+            self._told_s = now_s
+            self._telling = self._queue.standings()
 
     def _full_error(self, claim: Claim, now_s: float) -> OverloadedError:
         limits, waiting = self.limits, self._queue.load.requests

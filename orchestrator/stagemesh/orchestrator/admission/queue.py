@@ -107,20 +107,21 @@ class AdmissionQueue:
         return higher + min(within.waiting + 1, (before + 1) * lanes)
 
     def standings(self) -> Iterator[Standing]:
-        """Where everybody stands now, the first one first, as if nobody came or went. O(n log n)."""
+        """Where everybody stands, the first one first, as if nobody came or went. O(n log n)."""
         unit = 1 / self._limits.max_in_flight
         position = 0
         for priority, within in self._classes.items():
             if not within.waiting:
                 continue
-            order = [
-                ((share + i * unit, lane.turn + i, ticket.claim.deadline_s, ticket.number), i + 1, ticket)
-                for caller in self._callers.values()
-                if (lane := caller.lanes.get(priority)) is not None
-                for share in (self._running_share(lane),)
-                for i, ticket in enumerate(lane)
-            ]
-            for _, in_lane, ticket in sorted(order, key=lambda each: each[0]):
+            order: list[tuple[float, int, float, int, int, Ticket]] = []
+            for caller in self._callers.values():
+                lane = caller.lanes.get(priority)
+                share = self._running_share(lane) if lane is not None else 0.0
+                for i, ticket in enumerate(lane or ()):
+                    turn = caller.lanes[priority].turn + i
+                    order.append((share + i * unit, turn, ticket.claim.deadline_s, ticket.number, i + 1, ticket))
+            order.sort()
+            for *_, in_lane, ticket in order:
                 position += 1
                 yield Standing(ticket, position, in_lane)
 
@@ -145,10 +146,7 @@ class AdmissionQueue:
     def remove(self, ticket: Ticket) -> None:
         """One waits no longer."""
         lane = self._lane(ticket)
-        lane.remove(ticket)
-        for load in (self.load, lane.caller.waiting):
-            load.take(ticket.claim.input_bytes)
-        self._classes[lane.priority].waiting -= 1
+        self._take_out(ticket, lane)
         self._rank(lane)
         self._forget(lane)
 
@@ -160,7 +158,7 @@ class AdmissionQueue:
         if ticket.state is TicketState.WAITING:
             self._classes[lane.priority].serve(lane, by_age=self._is_by_age)
             self._turns += 1
-            self.remove(ticket)
+            self._take_out(ticket, lane)
         self._rank_all(lane.caller)
 
     def end(self, ticket: Ticket) -> None:
@@ -191,13 +189,21 @@ class AdmissionQueue:
         return self._turns % TURNS_TO_ONE_BY_AGE == TURNS_TO_ONE_BY_AGE - 1
 
     def _lane(self, ticket: Ticket) -> Lane:
-        caller = self._callers.setdefault(ticket.claim.caller, Caller(ticket.claim.caller))
+        caller = self._callers.get(ticket.claim.caller)
+        if caller is None:
+            caller = self._callers[ticket.claim.caller] = Caller(ticket.claim.caller)
         priority = priority_of(ticket.claim)
         lane = caller.lanes.get(priority)
         if lane is None:
             turn = self._classes[priority].next_turn(caller.name)
             lane = caller.lanes[priority] = Lane(caller, priority, turn=turn)
         return lane
+
+    def _take_out(self, ticket: Ticket, lane: Lane) -> None:
+        lane.remove(ticket)
+        for load in (self.load, lane.caller.waiting):
+            load.take(ticket.claim.input_bytes)
+        self._classes[lane.priority].waiting -= 1
 
     def _forget(self, lane: Lane) -> None:
         if lane.idle:
@@ -211,16 +217,20 @@ class AdmissionQueue:
 
     def _rank(self, lane: Lane) -> None:
         within = self._classes[lane.priority]
-        for ranking in (within.by_length, within.ready, self._by_age):
-            ranking.discard(lane)
         if not lane.waiting.requests:
+            for ranking in (within.by_length, within.ready, self._by_age):
+                ranking.discard(lane)
             return
         within.by_length.put(lane, -self._length(lane))
         bounds, first, oldest = self._limits.per_caller, lane.next, lane.oldest
         if lane.caller.may_run(first, bounds):
             within.ready.put(lane, (self._running_share(lane), lane.turn, first.claim.deadline_s, first.number))
+        else:
+            within.ready.discard(lane)
         if lane.caller.may_run(oldest, bounds):
             self._by_age.put(lane, oldest.number)
+        else:
+            self._by_age.discard(lane)
 
     def _running_share(self, lane: Lane) -> float:
         return lane.running.share(most=self._limits.max_in_flight, most_bytes=self._limits.max_in_flight_bytes)

@@ -18,8 +18,8 @@ class Ranking(Generic[Item]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[Any, int, Item]] = []
-        self._current: dict[Item, int] = {}
-        """The number of the one entry of each item that counts; others are left in the heap until they come up."""
+        self._current: dict[Item, tuple[Any, int, Item]] = {}
+        """The one entry of each item that counts; others are left in the heap until they come up."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -27,11 +27,13 @@ class Ranking(Generic[Item]):
 
     def put(self, item: Item, key: object) -> None:
         """Adds the item, or moves it to where `key` belongs."""
-        number = next(self._numbers)
-        self._current[item] = number
-        heapq.heappush(self._heap, (key, number, item))
+        current = self._current.get(item)
+        if current is not None and current[0] == key:
+            return
+        entry = self._current[item] = (key, next(self._numbers), item)
+        heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._current) + _SLACK:
-            self._heap = [entry for entry in self._heap if self._current.get(entry[2]) == entry[1]]
+            self._heap = list(self._current.values())
             heapq.heapify(self._heap)
 
     def discard(self, item: Item) -> None:
@@ -41,8 +43,8 @@ class Ranking(Generic[Item]):
     def first(self) -> Item | None:
         """The item with the least key, which stays; None where there is none."""
         while self._heap:
-            _, number, item = self._heap[0]
-            if self._current.get(item) == number:
-                return item
+            entry = self._heap[0]
+            if self._current.get(entry[2]) is entry:
+                return entry[2]
             heapq.heappop(self._heap)
         return None
