@@ -1,6 +1,7 @@
 """What is told to those who wait and to those who are refused, against what then happens, in virtual time."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import pytest
 
@@ -11,11 +12,12 @@ MEAN_S = 2.0
 """Of a crowd's requests: half a second for four of five, else eight; spread as the exponential distribution is."""
 
 
-def _crowd(*, load: float, come_back: float = 1.0, max_in_flight: int = 16) -> Crowd:
-    """Ten minutes of clients who ask for `load` times what the pipeline can do."""
-    door = Door(max_in_flight, max_queued=64)
-    crowd = Crowd(door, seed=1, arrivals_a_second=load * max_in_flight / MEAN_S, come_back=come_back)
-    crowd.run(for_s=600)
+@cache
+def _crowd(*, load: float, come_back: float) -> Crowd:
+    """Five minutes of clients who ask for `load` times what the pipeline can do."""
+    door = Door(16, max_queued=64)
+    crowd = Crowd(door, seed=1, arrivals_a_second=load * 16 / MEAN_S, come_back=come_back)
+    crowd.run(for_s=300)
     return crowd
 
 
@@ -28,13 +30,13 @@ def _came_true(visits: Sequence[Visit]) -> float:
 @pytest.mark.parametrize(("load", "come_back"), [(0.95, 1.0), (1.2, 1.0), (1.2, 0.5)])
 def test_who_comes_back_when_told_finds_a_place_then(load: float, come_back: float) -> None:
     refused = _crowd(load=load, come_back=come_back).refused
-    assert len(refused) > 100
-    assert 1.0 <= _came_true(refused) < 1.25
+    assert len(refused) > 50
+    assert 1.0 <= _came_true(refused) < 1.2
 
 
 @pytest.mark.parametrize("load", [0.95, 1.2])
 def test_those_who_wait_do_so_for_about_as_long_as_they_were_told(load: float) -> None:
-    queued = _crowd(load=load).queued
+    queued = _crowd(load=load, come_back=1.0).queued
     assert len(queued) > 1000
     told_s = sum(visit.asked.waits_s[0] for visit in queued)
     waited_s = sum(visit.began_s - visit.in_s for visit in queued if visit.began_s and visit.in_s)
@@ -42,6 +44,6 @@ def test_those_who_wait_do_so_for_about_as_long_as_they_were_told(load: float) -
 
 
 def test_everybody_who_comes_back_is_served_in_the_end() -> None:
-    crowd = _crowd(load=1.2)
+    crowd = _crowd(load=1.2, come_back=1.0)
     assert all(visit.began_s is not None for visit in crowd.visits)
     assert crowd.door.admission.snapshot().callers == ()

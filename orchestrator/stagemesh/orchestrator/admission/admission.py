@@ -228,14 +228,14 @@ class Admission:
 
     def _tell_some(self, now_s: float) -> None:
         """Tells so many as do not hold others up, and goes on with the rest at the next tick."""
-        told = 0
-        for told, (ticket, position, in_lane) in enumerate(islice(self._telling, _TOLD_AT_ONCE), start=1):
+        standings = list(islice(self._telling, _TOLD_AT_ONCE))
+        for ticket, position, in_lane in standings:
             if ticket.state is TicketState.WAITING and position != ticket.told:
                 caller = self._queue.caller(ticket.claim.caller)
                 wait_s = position * self._interval_s(self._running)
                 wait_s = max(wait_s, self._caller_wait_s(caller, ticket, position=in_lane))
                 self._tell(ticket, position=position, wait_s=wait_s)
-        if told < _TOLD_AT_ONCE and now_s - self._told_s >= _TELL_EVERY_S:
+        if len(standings) < _TOLD_AT_ONCE and now_s - self._told_s >= _TELL_EVERY_S:
             self._told_s = now_s
             self._telling = self._queue.standings()
 

@@ -7,6 +7,8 @@ _GRACE_S = 1.0
 _MOST = 10_000
 _LEAST_S = 0.1
 _SMOOTHING = 0.05
+# Who comes a little late waits a little longer; who comes too early has to come again.
+_MARGIN = 1.1
 _SOON = 8
 _FEWEST_RETURN = 0.05
 
@@ -59,6 +61,7 @@ class Returns:
             return again_s
         if request_id in self._promised:
             return max(_LEAST_S, self._promised[request_id] - now_s)
+        interval_s *= _MARGIN
         ahead, last_s = len(self) * self._returning, max(self._last_s, now_s)
         step_s = interval_s * self._returning
         # As the line says, and yet one after another: the interval is measured, and goes up and down.

@@ -72,7 +72,7 @@ class Sinks:
 
     def _write_queued(self, event: Queued) -> None:
         if not self._quiet:
-            sys.stderr.write(f"queued at place {event.position}, for about {event.expected_wait_s:.0f} s\n")
+            sys.stderr.write(f"queued: place {event.position}, about {event.expected_wait_s:.0f} s\n")
             sys.stderr.flush()
 
     def _write_text(self, event: Text) -> None:
