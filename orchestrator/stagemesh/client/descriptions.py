@@ -89,6 +89,8 @@ class PipelineInfo:
     outputs: tuple[OutputInfo, ...]
     in_flight: int
     max_in_flight: int
+    queued: int
+    max_queued: int
 
 
 def decode_pipeline(message: orchestrator_pb2.DescribePipelineResponse) -> PipelineInfo:
@@ -110,6 +112,8 @@ def decode_pipeline(message: orchestrator_pb2.DescribePipelineResponse) -> Pipel
         outputs=tuple(OutputInfo(out.name, out.stage, out.kind, out.sample_rate_hz) for out in message.outputs),
         in_flight=message.in_flight,
         max_in_flight=message.max_in_flight,
+        queued=message.queued,
+        max_queued=message.max_queued,
     )
 
 

@@ -22,7 +22,9 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         edges=[_edge(edge, orchestrator.fleet.links.of(edge)) for edge in pipeline.edges],
         outputs=[_output(output) for output in pipeline.outputs.values()],
         in_flight=orchestrator.admission.in_flight,
-        max_in_flight=orchestrator.admission.max_in_flight,
+        max_in_flight=pipeline.limits.max_in_flight,
+        queued=orchestrator.admission.queued,
+        max_queued=pipeline.limits.max_queued,
     )
 
 

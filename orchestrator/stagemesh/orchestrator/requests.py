@@ -4,14 +4,21 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Protocol
 
 from stagemesh.connectors.errors import ExistsError
 from stagemesh.orchestrator.record import RequestRecord
-from stagemesh.orchestrator.request_run import RequestRun
 from stagemesh.v1 import orchestrator_pb2
 
 KEEP_S = 30.0
 KEEP_BYTES = 64 << 20
+
+
+class Stoppable(Protocol):
+    """What can be told to end, harmlessly also when it has ended."""
+
+    def stop(self, reason: str) -> None:
+        """Has it end with CancelledRequestError."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,7 @@ class KnownRequest:
     """A request by its id."""
 
     fingerprint: bytes
-    run: RequestRun
+    run: Stoppable
     record: RequestRecord
     ended: asyncio.Event
     """Set once every stage has let go of it."""
@@ -52,13 +59,17 @@ class RequestTable:
 
     @property
     def running(self) -> tuple[KnownRequest, ...]:
-        """Those that have not ended."""
+        """Those that have not ended, whether they run or wait."""
         return tuple(self._running.values())
 
     def add(self, request_id: str, known: KnownRequest) -> None:
-        """A request begins to run."""
+        """A request waits or runs from now on."""
         assert self.find(request_id) is None, "request ids are unique"
         self._running[request_id] = known
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended before it ran: who comes again is to try anew."""
+        del self._running[request_id]
 
     def end(self, request_id: str) -> None:
         """A request has ended; it is kept for a while."""

@@ -4,6 +4,7 @@ from stagemesh.orchestrator.spec.explain import explain
 from stagemesh.orchestrator.spec.load import load_pipeline
 from stagemesh.orchestrator.spec.model import (
     WIRE_VERSION,
+    Bounds,
     Edge,
     ExplainedValue,
     Limits,
@@ -17,6 +18,7 @@ from stagemesh.orchestrator.spec.stages import Catalog
 
 __all__ = [
     "WIRE_VERSION",
+    "Bounds",
     "Catalog",
     "Edge",
     "ExplainedValue",

@@ -11,7 +11,8 @@ from stagemesh.orchestrator.spec.edges import EdgeResolver
 from stagemesh.orchestrator.spec.explain import explain_shape
 from stagemesh.orchestrator.spec.flows import FlowChecker
 from stagemesh.orchestrator.spec.graph import topological_order
-from stagemesh.orchestrator.spec.model import WIRE_VERSION, Limits, Pipeline, Stage
+from stagemesh.orchestrator.spec.limits import resolve_limits
+from stagemesh.orchestrator.spec.model import WIRE_VERSION, Pipeline, Stage
 from stagemesh.orchestrator.spec.origins import Origins
 from stagemesh.orchestrator.spec.outputs import OutputResolver
 from stagemesh.orchestrator.spec.overrides import apply_overrides
@@ -56,6 +57,7 @@ def load_pipeline(
         name: replace(stage, when=whens.resolve(("stages", name, "when"), shape.stages[name].when or ()))
         for name, stage in stages.items()
     }
+    limits = resolve_limits(shape.limits, problems)
     problems.raise_any()
     order = topological_order(list(stages), {edge.arc for edge in edges})
     stages = {name: stages[name] for name in order}
@@ -68,7 +70,7 @@ def load_pipeline(
         edges=edges,
         outputs=resolved_outputs,
         options=options,
-        limits=Limits(shape.limits.max_in_flight),
+        limits=limits,
         source=source.path,
         explanation=explain_shape(shape, Origins(document.origin_by_path)),
     )

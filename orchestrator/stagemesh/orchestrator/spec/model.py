@@ -1,5 +1,6 @@
 """A pipeline that has passed every check."""
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,10 +77,20 @@ class PipelineOutput:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What the orchestrator admits."""
+class Bounds:
+    """How many requests run and wait at once, with how many bytes."""
 
-    max_in_flight: int
+    max_in_flight: int = sys.maxsize
+    max_in_flight_bytes: int = sys.maxsize
+    max_queued: int = sys.maxsize
+    max_queued_bytes: int = sys.maxsize
+
+
+@dataclass(frozen=True)
+class Limits(Bounds):
+    """What the orchestrator admits over the whole pipeline, and of each caller."""
+
+    per_caller: Bounds = Bounds()
 
 
 @dataclass(frozen=True)

@@ -184,10 +184,23 @@ class OptionShape(_Shape):
         return OptionSpec(self.default, self.minimum, self.maximum)
 
 
+class CallerLimitsShape(_Shape):
+    """The value of `limits.per_caller`; what is left out has no limit of its own."""
+
+    max_in_flight: Positive | None = None
+    max_in_flight_bytes: Size | None = None
+    max_queued: Count | None = None
+    max_queued_bytes: Size | None = None
+
+
 class LimitsShape(_Shape):
     """The value of `limits`."""
 
     max_in_flight: Positive = 64
+    max_in_flight_bytes: Size = 4 << 30
+    max_queued: Count = 256
+    max_queued_bytes: Size = 256 << 20
+    per_caller: CallerLimitsShape = CallerLimitsShape()
 
 
 class PipelineShape(_Shape):

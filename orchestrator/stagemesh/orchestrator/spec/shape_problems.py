@@ -8,6 +8,7 @@ from stagemesh.orchestrator.spec.document import Document
 from stagemesh.orchestrator.spec.origins import KeyPath, dotted
 from stagemesh.orchestrator.spec.problems import suggest
 from stagemesh.orchestrator.spec.schema import (
+    CallerLimitsShape,
     EdgeShape,
     FramesShape,
     LimitsShape,
@@ -70,6 +71,8 @@ def _shape_at(path: KeyPath) -> type[BaseModel]:
             shape = OptionShape
         case ("limits",):
             shape = LimitsShape
+        case ("limits", "per_caller"):
+            shape = CallerLimitsShape
         case _:
             pass
     return shape
