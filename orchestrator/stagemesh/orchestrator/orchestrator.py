@@ -26,7 +26,7 @@ class Orchestrator:
         self.pipeline = pipeline
         self.fleet = fleet
         self.admission = Admission(pipeline.limits.max_in_flight)
-        self._planner = Planner(pipeline, fleet.replicas)
+        self._planner = Planner(pipeline, fleet.book)
         self._requests = RequestTable()
         self._max_request_s, self._drain_s = max_request_s, drain_s
         self._group: asyncio.TaskGroup | None = None
