@@ -127,6 +127,23 @@ async def test_load_is_reported_at_once_and_again() -> None:
     assert first.free_memory_bytes > 0
 
 
+async def test_idle_replicas_report_less_often() -> None:
+    engine = GatedEngine()
+    async with served_stage(engine=engine) as replica:
+        request = stage_pb2.WatchLoadRequest(interval_s=0.05, idle_interval_s=3600)
+        reports = aiter(replica.stub.WatchLoad(request))
+        step = replica.stub.ExecuteStep(step_request())
+        running = [(await anext(reports)).running]
+        await anext(aiter(step))
+        running += [(await anext(reports)).running]
+        step.cancel()
+        while running[-1]:
+            running += [(await anext(reports)).running]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(reports), 0.3)
+    assert (running[0], running[1], running[-1]) == (0, 1, 0)
+
+
 @pytest.mark.parametrize("interval_s", [0.01, -1.0, float("nan")])
 async def test_load_interval_has_a_least(interval_s: float) -> None:
     async with served_stage() as replica:
