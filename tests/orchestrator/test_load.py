@@ -59,6 +59,15 @@ def test_steps_are_counted_where_the_engine_does_not_estimate(load: LoadEstimate
     assert load.work_s == 0
 
 
+def test_each_request_there_makes_it_less_welcome(load: LoadEstimate) -> None:
+    load.report(3.0, steps=2)
+    release = load.place()
+    load.report(3.0, steps=2)
+    assert (load.work_s, load.backlog_s) == (pytest.approx(3.0), pytest.approx(4.5))
+    release()
+    assert load.backlog_s == pytest.approx(3.0)
+
+
 def test_an_engine_that_estimates_is_believed_when_it_says_none(load: LoadEstimate) -> None:
     load.report(2.0, steps=1)
     load.report(0.0, steps=4)

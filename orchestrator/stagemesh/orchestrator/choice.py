@@ -46,7 +46,7 @@ class LeastWork:
         for neighbour in near:
             drawn += self._draw(ready.on_host(neighbour.host), avoid)
             drawn += self._draw(ready.in_zone(neighbour.zone), avoid)
-        return min(drawn, key=lambda each: (each.load.work_s + _distance_s(each, near), each.running), default=None)
+        return min(drawn, key=lambda replica: replica.load.backlog_s + _distance_s(replica, near), default=None)
 
     def _draw(self, pool: Pool[Replica], avoid: Collection[Replica]) -> list[Replica]:
         drawn = pool.draw(_DRAWN + len(avoid), self._rng)

@@ -47,6 +47,14 @@ class LoadEstimate:
         left_s = self._reported_s and max(0.0, self._reported_s - (self._clock() - self._reported_at_s))
         return left_s + self._unreported * self._cost.seconds
 
+    @property
+    def backlog_s(self) -> float:
+        """What a new request should expect: the work left, and a step more for each of our requests there.
+
+        An engine's estimate holds little of those that wait for their input, and is a guess of all.
+        """
+        return self.work_s + self.running * self._cost.seconds
+
     def report(self, work_s: float, *, steps: int) -> None:
         """The replica says what it has left, in so many steps. An engine that does not estimate leaves `work_s` 0."""
         self._cost.learn(work_s, steps=steps)

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
 
 from stagemesh.connectors.errors import InternalError, NotFoundError, NotReadyError, StagemeshError
 from stagemesh.orchestrator.admission import Admission
+from stagemesh.orchestrator.choice import Choice
 from stagemesh.orchestrator.fleet import Fleet
 from stagemesh.orchestrator.planner import Planner
 from stagemesh.orchestrator.record import RequestRecord
@@ -22,11 +23,13 @@ _log = logging.getLogger(__name__)
 class Orchestrator:
     """Runs requests, within `async with orchestrator.running():`."""
 
-    def __init__(self, pipeline: Pipeline, fleet: Fleet, *, max_request_s: float, drain_s: float) -> None:
+    def __init__(
+        self, pipeline: Pipeline, fleet: Fleet, *, max_request_s: float, drain_s: float, choice: Choice | None = None
+    ) -> None:
         self.pipeline = pipeline
         self.fleet = fleet
         self.admission = Admission(pipeline.limits.max_in_flight)
-        self._planner = Planner(pipeline, fleet.book)
+        self._planner = Planner(pipeline, fleet.book, choice=choice)
         self._requests = RequestTable()
         self._max_request_s, self._drain_s = max_request_s, drain_s
         self._group: asyncio.TaskGroup | None = None

@@ -20,7 +20,7 @@ Resolve: TypeAlias = Callable[[str], Awaitable[Collection[str]]]
 async def resolve(host: str) -> Collection[str]:
     """Asks the system's resolver. See Resolve."""
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return [address for *_, (address, *_) in found]
+    return [str(address) for *_, (address, *_) in found]
 
 
 class DnsSource:

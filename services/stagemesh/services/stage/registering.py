@@ -91,7 +91,7 @@ class Registrar:
         leaving.add_done_callback(lambda _: woken.set())
         try:
             await call.write(membership_pb2.RegisterRequest(replica=self._who))
-            while (answer := await call.read()) is not grpc.aio.EOF:
+            while isinstance(answer := await call.read(), membership_pb2.RegisterResponse):
                 self._note_registered()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(woken.wait(), answer.lease_s / _RENEWALS)
