@@ -37,7 +37,7 @@ class DnsName:
 class Registration:
     """Replicas may register themselves."""
 
-    lease_s: float = 15.0
+    lease_s: float = 30.0
     """How long one that is not heard of stays a member."""
 
     def __post_init__(self) -> None:

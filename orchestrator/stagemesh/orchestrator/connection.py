@@ -13,7 +13,7 @@ from stagemesh.orchestrator.stages import GrpcStageClient, StageClient
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 _LOAD_INTERVAL_S = 0.5
-_IDLE_INTERVAL_S = 5.0
+_IDLE_INTERVAL_S = 30.0
 _DIAL_S = 1.0
 
 
