@@ -29,7 +29,7 @@ from stagemesh.orchestrator.planner import Planner
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 
 SIZES = (10, 100, 1_000, 10_000)
-REQUESTS = {10: 3_000, 100: 6_000, 1_000: 12_000, 10_000: 24_000}
+REQUESTS = {10: 2_000, 100: 4_000, 1_000: 10_000, 10_000: 20_000}
 UTILIZATION = 0.9
 _DECISIONS = 2_000
 _REPEATED_UP_TO = 100

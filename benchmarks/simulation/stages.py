@@ -19,7 +19,7 @@ from stagemesh.v1 import stage_pb2
 _ACCEPTED = stage_pb2.ExecuteStepResponse(accepted=stage_pb2.StepAccepted())
 _FINISHED = stage_pb2.ExecuteStepResponse(finished=stage_pb2.StepFinished())
 _REPORT_S, _IDLE_REPORT_S = 0.5, 30.0
-CHUNK_S = 0.5
+CHUNK_S = 0.2
 _HOST_REPLICAS, _ZONE_HOSTS = 8, 16
 
 
