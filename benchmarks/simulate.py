@@ -89,9 +89,10 @@ async def _decide(pipeline: Pipeline, replicas: int) -> Decisions:
 
 
 def _timed(planner: Planner) -> float:
-    began_s = time.perf_counter()
+    """Seconds of processor time: a decision waits for nothing, and other programs' turns are not its own."""
+    began_s = time.thread_time()
     plan = planner.plan(["text"])
-    taken_s = time.perf_counter() - began_s
+    taken_s = time.thread_time() - began_s
     # Half of the requests stay, so that replicas differ in what they have to do.
     if len(plan.steps) and plan.steps[0].replica.running % 2:
         plan.release()
