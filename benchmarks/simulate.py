@@ -125,6 +125,8 @@ def _figures(decisions: dict[int, Decisions], tails: dict[int, list[Tail]]) -> I
         gain = statistics.median(tail.gain for tail in tails[size])
         yield Figure("p99, by turns / planned", gain, "ratio", ">=2" if size >= _REPEATED_UP_TO else "", subject)
     least, most = min(decisions), max(decisions)
+    if least == most:
+        return
     growth = decisions[most].median_us / decisions[least].median_us
     logarithmic = math.log(most) / math.log(least)
     yield Figure("a decision, most replicas / least", growth, "ratio", f"<={logarithmic:g}", "growth")
@@ -135,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--repeats", type=int, default=3, help=f"of runs up to {_REPEATED_UP_TO} replicas")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, choices=SIZES, help="numbers of replicas")
     arguments = parser.parse_args()
     # Ten thousand replicas have much to say.
     logging.disable(logging.INFO)
@@ -144,7 +147,7 @@ def main() -> None:
         pipeline = load_pipeline(file.name)
     decisions: dict[int, Decisions] = {}
     tails: dict[int, list[Tail]] = {}
-    for size in SIZES:
+    for size in sorted(arguments.sizes):
         found = [virtual_time.run(_decide(pipeline, size)) for _ in range(arguments.repeats)]
         decisions[size] = sorted(found, key=lambda each: each.median_us)[len(found) // 2]
         repeats = arguments.repeats if size <= _REPEATED_UP_TO else 1
