@@ -76,9 +76,8 @@ async def _decide(pipeline: Pipeline, replicas: int) -> Decisions:
     tracemalloc.start()
     async with orchestrated(pipeline, replicas=replicas) as (orchestrator, _):
         gc.collect()
-        snapshot = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(False, "*/simulation/*")])
+        size_bytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        size_bytes = sum(trace.size for trace in snapshot.traces)
         planner = Planner(pipeline, orchestrator.fleet.book)
         taken_s = sorted(_timed(planner) for _ in range(_DECISIONS))
     return Decisions(
@@ -116,7 +115,7 @@ def _figures(decisions: dict[int, Decisions], tails: dict[int, list[Tail]]) -> I
         subject = f"{size:,} replicas"
         yield Figure("a decision, median", found.median_us, "us", goal, subject)
         yield Figure("a decision, p99", found.p99_us, "us", "", subject)
-        yield Figure("memory of the orchestrator a replica", found.replica_bytes / _KIB, "KiB", "", subject)
+        yield Figure("memory a replica, with what stands for it", found.replica_bytes / _KIB, "KiB", "", subject)
         for name, values, unit in (
             ("p99 of requests, planned", [tail.planned_s for tail in tails[size]], "s"),
             ("p99 of requests, by turns", [tail.by_turns_s for tail in tails[size]], "s"),
