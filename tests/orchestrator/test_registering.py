@@ -142,7 +142,8 @@ async def test_a_stage_that_belongs_elsewhere_logs_why_it_is_refused(
     path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture, field: str, complaint: str
 ) -> None:
     async with _orchestrator(path) as orchestrator:
-        config = replace(_config(pipeline, "b"), orchestrators=(orchestrator.endpoint,), **{field: "other"})
+        config = replace(_config(pipeline, "b"), orchestrators=(orchestrator.endpoint,))
+        config = replace(config, generation="other") if field == "generation" else replace(config, pipeline="other")
         async with registered(config, incarnation="one", port=7):
             await _until_logged(caplog, f"not registered with orchestrator {orchestrator.endpoint}: replica b-0")
         assert await orchestrator.replicas("b") == []
