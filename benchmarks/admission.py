@@ -27,7 +27,7 @@ class _Crowd:
     running: deque["_Waiter"] = field(default_factory=deque["_Waiter"])
 
     def __post_init__(self) -> None:
-        self._random = random.Random(1)  # noqa: S311
+        self._random = random.Random(1)
         limits = Limits(
             _MAX_IN_FLIGHT, max_in_flight_bytes=1 << 40, max_queued=self.waiting + 1, max_queued_bytes=1 << 50
         )

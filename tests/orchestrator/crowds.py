@@ -34,7 +34,7 @@ class Crowd:
     visits: list[Visit] = field(default_factory=list[Visit])
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)  # noqa: S311
+        self._random = random.Random(self.seed)
         self._agenda = Agenda(self.door.clock)
 
     @property

@@ -126,7 +126,7 @@ async def mesh(
             stages[name].probed = (probed or {}).get(name, stages[name].probed)
             stages[name].description.pipeline = pipeline.name
             stages[name].description.generation = pipeline.generation
-            servers[name], endpoint = await _serve(stages[name])
+            servers[name], endpoint = await serve(stages[name])
             stack.push_async_callback(servers[name].stop, grace_s=0)
             addresses[name] = (ReplicaAddress(f"{name}-0", endpoint),)
         config = OrchestratorConfig(str(path), addresses, "127.0.0.1:0", max_request_s=max_request_s, drain_s=drain_s)
@@ -147,7 +147,8 @@ async def until_health(channel: grpc.aio.Channel, *, serving: bool) -> None:
             return
 
 
-async def _serve(stage: ScriptedStage) -> tuple[Server, str]:
+async def serve(stage: ScriptedStage) -> tuple[Server, str]:
+    """A server of the stage, and where it is."""
     server = Server("127.0.0.1:0")
     stage_pb2_grpc.add_StageServiceServicer_to_server(stage, server.grpc)
     server.set_health("", serving=True)

@@ -10,6 +10,7 @@ from functools import partial
 from stagemesh.connectors.errors import InternalError, NotFoundError, StagemeshError, UnavailableError
 from stagemesh.orchestrator.admission import Admission
 from stagemesh.orchestrator.admission.sizes import claim_of, made_bytes
+from stagemesh.orchestrator.choice import Choice
 from stagemesh.orchestrator.facts import facts_of
 from stagemesh.orchestrator.fleet import Fleet
 from stagemesh.orchestrator.planner import Plan, Planner
@@ -36,13 +37,14 @@ class Orchestrator:
         *,
         max_request_s: float,
         drain_s: float,
+        choice: Choice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pipeline = pipeline
         self.fleet = fleet
         self.admission = Admission(pipeline.limits, clock=clock)
         self._clock = clock
-        self._planner = Planner(pipeline, fleet.replicas)
+        self._planner = Planner(pipeline, fleet.book, choice=choice)
         self._requests = RequestTable()
         self._max_request_s, self._drain_s = max_request_s, drain_s
         self._group: asyncio.TaskGroup | None = None

@@ -102,6 +102,7 @@ class RequestRun:
             _log.exception("following stage %s failed in a way that nobody foresaw", step.stage.name)
             message = f"the orchestrator could not follow stage {step.stage.name!r}; its log has the details"
             self._failures.append(Failure(step.stage.name, InternalError(message)))
+        step.release()
         self._running.discard(step.stage.name)
         self._changed.set()
 

@@ -41,6 +41,8 @@ class RequestTable:
         self._running: dict[str, KnownRequest] = {}
         self._ended = OrderedDict[str, KnownRequest]()
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._sizes: dict[str, int] = {}
+        self._kept_bytes = 0
 
     def find(self, request_id: str) -> KnownRequest | None:
         """The request of this id, running or kept."""
@@ -73,9 +75,11 @@ class RequestTable:
 
     def end(self, request_id: str) -> None:
         """A request has ended; it is kept for a while."""
-        self._ended[request_id] = self._running.pop(request_id)
+        known = self._ended[request_id] = self._running.pop(request_id)
+        self._sizes[request_id] = known.record.size_bytes
+        self._kept_bytes += known.record.size_bytes
         self._timers[request_id] = asyncio.get_running_loop().call_later(self._keep_s, self._drop, request_id)
-        while sum(known.record.size_bytes for known in self._ended.values()) > self._keep_bytes:
+        while self._kept_bytes > self._keep_bytes:
             self._drop(next(iter(self._ended)))
 
     def clear(self) -> None:
@@ -85,6 +89,7 @@ class RequestTable:
 
     def _drop(self, request_id: str) -> None:
         del self._ended[request_id]
+        self._kept_bytes -= self._sizes.pop(request_id)
         self._timers.pop(request_id).cancel()
 
 

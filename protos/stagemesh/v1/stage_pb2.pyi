@@ -1318,6 +1318,8 @@ class DescribeResponse(_message.Message):
     EMITS_FIELD_NUMBER: _builtins.int
     CONNECTORS_FIELD_NUMBER: _builtins.int
     WIRE_VERSION_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
     pipeline: _builtins.str
     """The pipeline's name."""
     generation: _builtins.str
@@ -1338,6 +1340,12 @@ class DescribeResponse(_message.Message):
     """For people: what it loads, or why it failed."""
     wire_version: _builtins.int
     """The contract's version, 1."""
+    host: _builtins.str
+    """Replicas that say the same can share memory: they are on one host, in one network namespace, and of one user. Drawn anew
+    when the host starts. Empty: not known.
+    """
+    zone: _builtins.str
+    """Where the host stands, as its operator calls it; replicas of one zone are near each other. Empty: not known."""
     @_builtins.property
     def accepts(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorSpec]:
         """What it must be fed, empty for a stage that takes the client's input."""
@@ -1366,10 +1374,12 @@ class DescribeResponse(_message.Message):
         emits: _abc.Iterable[_tensor_pb2.TensorSpec] | None = ...,
         connectors: _abc.Iterable[_chunk_pb2.Connector.ValueType] | None = ...,
         wire_version: _builtins.int = ...,
+        host: _builtins.str = ...,
+        zone: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts", b"accepts", "connectors", b"connectors", "detail", b"detail", "emits", b"emits", "engine", b"engine", "generation", b"generation", "incarnation", b"incarnation", "model", b"model", "pipeline", b"pipeline", "replica", b"replica", "stage", b"stage", "state", b"state", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts", b"accepts", "connectors", b"connectors", "detail", b"detail", "emits", b"emits", "engine", b"engine", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "model", b"model", "pipeline", b"pipeline", "replica", b"replica", "stage", b"stage", "state", b"state", "wire_version", b"wire_version", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1382,16 +1392,22 @@ class WatchLoadRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INTERVAL_S_FIELD_NUMBER: _builtins.int
+    IDLE_INTERVAL_S_FIELD_NUMBER: _builtins.int
     interval_s: _builtins.float
     """Seconds between reports, from 0.05; 0 is 1."""
+    idle_interval_s: _builtins.float
+    """Seconds between reports while no step runs or waits; 0, and anything shorter than interval_s, is interval_s. A replica
+    that gets work reports again within interval_s.
+    """
     def __init__(
         self,
         *,
         interval_s: _builtins.float = ...,
+        idle_interval_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_s", b"interval_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_interval_s", b"idle_interval_s", "interval_s", b"interval_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,7 @@ from stagemesh.services.serving.plugins import import_factory, load_engine_card
 from stagemesh.services.serving.server import Server
 from stagemesh.services.stage.control_servicer import SERVICE_NAME as CONTROL_NAME
 from stagemesh.services.stage.control_servicer import StageControlServicer
+from stagemesh.services.stage.registering import registered
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.servicer import SERVICE_NAME, StageServicer
 from stagemesh.v1 import control_pb2_grpc
@@ -45,8 +46,9 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     server.set_health(CONTROL_NAME, serving=False)
     _set_serving(server, serving=False)
     try:
-        await server.start()
-        await work(runtime, server, stopping)
+        port = await server.start()
+        async with registered(config, incarnation=runtime.data_plane.incarnation, port=port):
+            await work(runtime, server, stopping)
     finally:
         _set_serving(server, serving=False)
         server.set_health(CONTROL_NAME, serving=False)

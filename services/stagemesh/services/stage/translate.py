@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from stagemesh.connectors.base import ChunkPolicy, FlowUsage, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.connectors.host import host_token
 from stagemesh.connectors.registry import cards, name_of, number_of
 from stagemesh.connectors.tensors import Array, inline_tensor, read_inline, spec_to_wire
 from stagemesh.services.engines.base import (
@@ -19,6 +20,7 @@ from stagemesh.services.engines.base import (
     TokenSelection,
 )
 from stagemesh.services.engines.media import MediaFile, Part, Samples
+from stagemesh.services.serving import settings
 from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.plugins import Signature
 from stagemesh.services.stage.events import Accepted, Content, Finished, Output, Picture, Sound, StepEvent, Tokens
@@ -304,4 +306,6 @@ def description_to_wire(
         emits=[spec_to_wire(name, emitted.spec) for name, emitted in signature.emits.items()],
         connectors=[number_of(card.name) for card in cards().values() if not card.missing()],
         wire_version=WIRE_VERSION,
+        host=host_token(),
+        zone=settings.zone() if config.zone is None else config.zone,
     )
