@@ -1,6 +1,7 @@
 """The orchestrator without gRPC: admits, plans and runs requests over one pipeline's replicas."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
@@ -13,6 +14,8 @@ from stagemesh.orchestrator.record import RequestRecord
 from stagemesh.orchestrator.request_run import RequestRun
 from stagemesh.orchestrator.requests import KnownRequest, RequestTable, fingerprint
 from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.orchestrator.timeline import Timeline
+from stagemesh.orchestrator.totals import Totals
 from stagemesh.orchestrator.validation import ValidRequest, validate
 from stagemesh.v1 import orchestrator_pb2
 
@@ -28,8 +31,16 @@ class Orchestrator:
         self.admission = Admission(pipeline.limits.max_in_flight)
         self._planner = Planner(pipeline, fleet.replicas)
         self._requests = RequestTable()
+        self.totals = Totals()
+        """Of the requests that have ended."""
+        self._numbers = itertools.count(1)
         self._max_request_s, self._drain_s = max_request_s, drain_s
         self._group: asyncio.TaskGroup | None = None
+
+    @property
+    def requests(self) -> RequestTable:
+        """Those that run, and those that ended a moment ago."""
+        return self._requests
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -74,15 +85,23 @@ class Orchestrator:
         """Admits, plans and starts a request; on an error nothing is held."""
         if self._group is None:
             raise NotReadyError("the orchestrator is starting or stopping; try again", reason="NOT_RUNNING")
+        timeout_s = min(self._max_request_s, time_left_s if time_left_s is not None else self._max_request_s)
+        timeline = Timeline(
+            request.request_id,
+            number=next(self._numbers),
+            priority=request.priority,
+            outputs=request.outputs,
+            timeout_s=timeout_s,
+        )
         with ExitStack() as stack:
             stack.callback(self.admission.admit())
             self.fleet.links.check(self.pipeline.stages_for(request.outputs))
             plan = self._planner.plan(request.outputs)
             stack.callback(plan.release)
             held = stack.pop_all()
-        record = RequestRecord()
+        timeline.note_planned()
+        record = RequestRecord(timeline)
         record.add_admitted(request_id=request.request_id, seed=request.seed, replicas=plan.replicas)
-        timeout_s = min(self._max_request_s, time_left_s if time_left_s is not None else self._max_request_s)
         run = RequestRun(request, plan, record, timeout_s=timeout_s)
         record.journal.on_abandoned = lambda: run.stop("the client went away")
         known = KnownRequest(content, run, record, asyncio.Event())
@@ -99,6 +118,8 @@ class Orchestrator:
             error = InternalError("the orchestrator failed; its log has the details")
         # Before the client hears of the end: its next request is to find the place free.
         held.close()
+        known.record.timeline.end(error)
+        self.totals.add(known.record.timeline)
         self._requests.end(request_id)
         known.ended.set()
         if error is None:
