@@ -30,6 +30,8 @@ class OrchestratorConfig:
     """By stage."""
     listen: str
     """Where to serve, "host:port"."""
+    admin_listen: str | None = None
+    """Where to serve AdminService, "host:port", never where clients are; nowhere without it."""
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
     """Values that replace those of the pipeline file, as given to the launcher."""
     max_request_s: float = 3600.0

@@ -11,7 +11,6 @@ from enum import Enum
 from stagemesh.connectors.errors import CancelledRequestError, StagemeshError
 from stagemesh.v1 import stage_pb2
 
-
 _NO_PROGRESS = stage_pb2.StepProgress()
 
 
@@ -52,9 +51,7 @@ class StepNotes:
         "stage",
     )
 
-    def __init__(
-        self, *, stage: str, replica: str, attempt: int, began_s: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, *, stage: str, replica: str, attempt: int, began_s: float, clock: Callable[[], float]) -> None:
         self.stage, self.replica, self.attempt = stage, replica, attempt
         self._began_s, self._clock = began_s, clock
         self.planned_s = self._elapsed_s()
