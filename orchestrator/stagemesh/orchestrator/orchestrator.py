@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
 from stagemesh.connectors.errors import InternalError, NotFoundError, NotReadyError, StagemeshError
 from stagemesh.orchestrator.admission import Admission
 from stagemesh.orchestrator.fleet import Fleet
+from stagemesh.orchestrator.history import History
 from stagemesh.orchestrator.planner import Planner
 from stagemesh.orchestrator.record import RequestRecord
 from stagemesh.orchestrator.request_run import RequestRun
@@ -33,6 +34,7 @@ class Orchestrator:
         self._requests = RequestTable()
         self.totals = Totals()
         """Of the requests that have ended."""
+        self.history = History()
         self._numbers = itertools.count(1)
         self._max_request_s, self._drain_s = max_request_s, drain_s
         self._group: asyncio.TaskGroup | None = None
@@ -120,6 +122,7 @@ class Orchestrator:
         held.close()
         known.record.timeline.end(error)
         self.totals.add(known.record.timeline)
+        self.history.add(known.record.timeline)
         self._requests.end(request_id)
         known.ended.set()
         if error is None:

@@ -55,11 +55,6 @@ class RequestTable:
         """Those that have not ended."""
         return tuple(self._running.values())
 
-    @property
-    def all(self) -> tuple[KnownRequest, ...]:
-        """Those that run, and those that ended and are kept."""
-        return (*self._ended.values(), *self._running.values())
-
     def add(self, request_id: str, known: KnownRequest) -> None:
         """A request begins to run."""
         assert self.find(request_id) is None, "request ids are unique"

@@ -1,7 +1,7 @@
 """How the orchestrator talks to one replica of a stage."""
 
-from collections.abc import AsyncGenerator
-from typing import Protocol, cast
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Protocol, TypeAlias, cast
 
 import grpc
 
@@ -17,6 +17,8 @@ from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc
 _BROKEN = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
 )
+
+_Bytewise: TypeAlias = Callable[..., Awaitable[bytes]]
 
 REPLICA_LOST = "REPLICA_LOST"
 CONTROL_NAME = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].full_name
@@ -117,9 +119,10 @@ class GrpcStageClient:
 
     async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
         """See StageClient."""
-        call = self._channel.unary_unary(f"/{CONTROL_NAME}/{method}")
+        # Messages come and go as they are.
+        call = cast("_Bytewise", cast("Any", self._channel).unary_unary(f"/{CONTROL_NAME}/{method}"))
         try:
-            return cast("bytes", await call(request, timeout=timeout_s))
+            return await call(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as exc:
             raise self._translate(exc, running=False) from exc
 

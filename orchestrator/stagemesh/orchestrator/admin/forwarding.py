@@ -19,7 +19,7 @@ _LONGEST_S = 3600.0
 _OWN = {"Drain": "DrainReplicas", "Resume": "ResumeReplicas", "Shutdown": "RestartReplicas"}
 
 
-class ControlForwarder(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+class ControlForwarder(grpc.GenericRpcHandler):
     """Answers for every replica; messages pass serialized."""
 
     def __init__(self, directory: Directory) -> None:

@@ -8,7 +8,6 @@ from stagemesh.connectors.errors import NotFoundError, NotReadyError, StagemeshE
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.waiting import describe_wait
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.requests import KnownRequest
 from stagemesh.orchestrator.timeline import RequestState, StepNotes, Timeline
 from stagemesh.v1 import control_pb2
 
@@ -40,7 +39,7 @@ class InspectedFlow:
 class InspectedRequest:
     """A request in full."""
 
-    known: KnownRequest
+    timeline: Timeline
     steps: Sequence[InspectedStep]
     flows: Sequence[InspectedFlow]
 
@@ -52,40 +51,41 @@ class Inspector:
         self._orchestrator = orchestrator
         self._directory = directory
 
-    def requests(
-        self, *, states: Collection[RequestState] = (), target: str = ""
-    ) -> Iterator[tuple[int, KnownRequest]]:
+    def requests(self, *, states: Collection[RequestState] = (), target: str = "") -> Iterator[tuple[int, Timeline]]:
         """Requests with their numbers, the oldest first: those in one of `states` (none: that wait or run), of which
         the target has or had a share. Raises NotFoundError (UNKNOWN_TARGET).
         """
         names = {replica.name for replica in self._directory.target(target)} if target else None
         wanted = states or _UNDER_WAY
-        known = sorted(self._orchestrator.requests.all, key=lambda each: each.record.timeline.number)
+        known = sorted((*self._orchestrator.history, *self._running()), key=lambda timeline: timeline.number)
         return (
-            (each.record.timeline.number, each)
-            for each in known
-            if each.record.timeline.state in wanted and (names is None or _has_share(each.record.timeline, names))
+            (timeline.number, timeline)
+            for timeline in known
+            if timeline.state in wanted and (names is None or _has_share(timeline, names))
         )
 
-    def slowest(self, count: int) -> list[KnownRequest]:
+    def slowest(self, count: int) -> list[Timeline]:
         """Those that wait or run and were received first."""
-        running = sorted(self._orchestrator.requests.running, key=lambda each: each.record.timeline.number)
-        return running[:count]
+        return sorted(self._running(), key=lambda timeline: timeline.number)[:count]
+
+    def kept_bytes(self, request_id: str) -> int:
+        """What the orchestrator keeps of a request's outputs."""
+        known = self._orchestrator.requests.find(request_id)
+        return known.record.size_bytes if known is not None else 0
 
     async def inspect(self, request_id: str) -> InspectedRequest:
         """One request; takes two seconds at most. Raises NotFoundError (UNKNOWN_REQUEST)."""
-        known = self._find(request_id)
-        timeline = known.record.timeline
+        timeline = self._find(request_id)
         reports = await asyncio.gather(*(self._ask(request_id, notes) for notes in timeline.steps))
         steps = [
             InspectedStep(notes, report, describe_wait(notes, report, unready=self._unready(timeline, notes)))
             for notes, report in zip(timeline.steps, reports, strict=True)
         ]
-        return InspectedRequest(known, steps, _flows(steps))
+        return InspectedRequest(timeline, steps, _flows(steps))
 
     async def cancel(self, request_id: str) -> None:
         """Stops a request; raises NotFoundError (UNKNOWN_REQUEST) and NotReadyError (REQUEST_ENDED)."""
-        timeline = self._find(request_id).record.timeline
+        timeline = self._find(request_id)
         if timeline.state.is_over:
             raise NotReadyError(
                 f"request {request_id!r} has {_ENDINGS[timeline.state]} already, after {timeline.age_s:.1f} s; "
@@ -95,15 +95,19 @@ class Inspector:
             )
         await self._orchestrator.cancel(request_id)
 
-    def _find(self, request_id: str) -> KnownRequest:
+    def _running(self) -> list[Timeline]:
+        return [known.record.timeline for known in self._orchestrator.requests.running]
+
+    def _find(self, request_id: str) -> Timeline:
         known = self._orchestrator.requests.find(request_id)
-        if known is None:
+        timeline = known.record.timeline if known is not None else self._orchestrator.history.find(request_id)
+        if timeline is None:
             raise NotFoundError(
                 f"no request {request_id!r} here: it never was, it ended a while ago, or another orchestrator has it",
                 reason="UNKNOWN_REQUEST",
                 metadata={"request_id": request_id},
             )
-        return known
+        return timeline
 
     async def _ask(self, request_id: str, notes: StepNotes) -> control_pb2.StepReport | None:
         replica = self._directory.find(notes.replica)

@@ -12,7 +12,7 @@ from stagemesh.orchestrator.admin.lifecycle import Lifecycle
 from stagemesh.orchestrator.admin.loads import ask_loads
 from stagemesh.orchestrator.admin.paging import Page, page_of
 from stagemesh.orchestrator.admin.probing import probe_edge
-from stagemesh.orchestrator.admin.statuses import Statuses, replica_status, request_in_full, request_status
+from stagemesh.orchestrator.admin.statuses import Statuses, replica_status
 from stagemesh.orchestrator.describe import describe_edge
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.replica import ReplicaState
@@ -40,7 +40,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._directory = directory
         self._inspector = Inspector(orchestrator, directory)
         self._lifecycle = Lifecycle(directory)
-        self._statuses = Statuses(orchestrator, directory)
+        self._statuses = Statuses(orchestrator, directory, self._inspector)
 
     async def ListPipelines(  # noqa: N802
         self, request: admin_pb2.ListPipelinesRequest, context: _Context
@@ -89,7 +89,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             found = self._inspector.requests(states=states, target=request.target)
             page = page_of(found, size=request.page_size, token=request.page_token)
             return admin_pb2.ListRequestsResponse(
-                requests=map(request_status, page.items), next_page_token=page.next_token
+                requests=map(self._statuses.request, page.items), next_page_token=page.next_token
             )
 
     async def GetRequest(  # noqa: N802
@@ -97,7 +97,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.GetRequestResponse:
         """See the proto."""
         async with answering(context, request_id=request.request_id):
-            return request_in_full(await self._inspector.inspect(request.request_id))
+            return self._statuses.request_in_full(await self._inspector.inspect(request.request_id))
 
     @streaming
     async def WatchPipeline(  # noqa: N802
@@ -112,7 +112,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 )
             while True:
                 loads = await ask_loads(self._directory.replicas)
-                yield self._statuses.snapshot(self._inspector, loads, slowest=request.slowest or _DEFAULT_SLOWEST)
+                yield self._statuses.snapshot(loads, slowest=request.slowest or _DEFAULT_SLOWEST)
                 await asyncio.sleep(interval_s)
 
     async def DrainReplicas(  # noqa: N802
@@ -168,11 +168,10 @@ def _page(items: Iterable[_T], request: Any) -> Page[_T]:
 
 
 def _request_state(value: int) -> RequestState:
-    name = dict(zip(admin_pb2.RequestState.values(), admin_pb2.RequestState.keys(), strict=True)).get(value, "")
-    word = name.removeprefix("REQUEST_STATE_")
-    if word not in {state.value for state in RequestState}:
+    known = {int(admin_pb2.RequestState.Value(f"REQUEST_STATE_{state.value}")): state for state in RequestState}
+    if value not in known:
         raise InvalidRequestError(f"state {value} is none of a request")
-    return RequestState(word)
+    return known[value]
 
 
 def _time_to_wait_s(context: _Context) -> float:

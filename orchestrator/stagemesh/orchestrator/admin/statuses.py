@@ -10,9 +10,8 @@ from stagemesh.orchestrator.admin.loads import Load
 from stagemesh.orchestrator.describe import describe_edge
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.replica import Replica, ReplicaState
-from stagemesh.orchestrator.requests import KnownRequest
 from stagemesh.orchestrator.spec import Edge, Stage
-from stagemesh.orchestrator.timeline import RequestState
+from stagemesh.orchestrator.timeline import RequestState, Timeline
 from stagemesh.orchestrator.totals import EdgeTotals, StageTotals, Totals
 from stagemesh.v1 import admin_pb2
 
@@ -23,10 +22,16 @@ class Statuses:
     """Puts what is known at this moment into messages."""
 
     def __init__(
-        self, orchestrator: Orchestrator, directory: Directory, *, clock: Callable[[], float] = time.monotonic
+        self,
+        orchestrator: Orchestrator,
+        directory: Directory,
+        inspector: Inspector,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._orchestrator = orchestrator
         self._directory = directory
+        self._inspector = inspector
         self._clock = clock
         self._began_s = clock()
 
@@ -63,9 +68,7 @@ class Statuses:
         """All edges."""
         return [self._edge(edge, totals) for edge in self._directory.pipeline.edges]
 
-    def snapshot(
-        self, inspector: Inspector, loads: Mapping[str, Load], *, slowest: int
-    ) -> admin_pb2.WatchPipelineResponse:
+    def snapshot(self, loads: Mapping[str, Load], *, slowest: int) -> admin_pb2.WatchPipelineResponse:
         """Everything."""
         totals = self.totals()
         return admin_pb2.WatchPipelineResponse(
@@ -74,7 +77,32 @@ class Statuses:
             stages=self.stages(totals, loads),
             replicas=self.replicas(self._directory.replicas, loads),
             edges=self.edges(totals),
-            slowest=map(request_status, inspector.slowest(slowest)),
+            slowest=[self.request(timeline) for timeline in self._inspector.slowest(slowest)],
+        )
+
+    def request(self, timeline: Timeline) -> admin_pb2.RequestStatus:
+        """A request in short."""
+        return admin_pb2.RequestStatus(
+            request_id=timeline.request_id,
+            state=admin_pb2.RequestState.Value(f"REQUEST_STATE_{timeline.state.value}"),
+            received_at_s=timeline.received_at_s,
+            age_s=timeline.age_s,
+            left_s=0.0 if timeline.state.is_over else max(0.0, timeline.timeout_s - timeline.age_s),
+            priority=timeline.priority,
+            outputs=timeline.outputs,
+            pieces=sum(step.outputs for step in timeline.steps),
+            size_bytes=self._inspector.kept_bytes(timeline.request_id),
+            at_work=dict.fromkeys(step.stage for step in timeline.at_work),
+            error=error_to_wire(timeline.error) if timeline.error is not None else None,
+        )
+
+    def request_in_full(self, request: InspectedRequest) -> admin_pb2.GetRequestResponse:
+        """A request in full."""
+        return admin_pb2.GetRequestResponse(
+            request=self.request(request.timeline),
+            planned_s=request.timeline.planned_s,
+            steps=map(_step, request.steps),
+            flows=map(_flow, request.flows),
         )
 
     def _stage(self, stage: Stage, totals: Totals, loads: Mapping[str, Load]) -> admin_pb2.StageStatus:
@@ -115,34 +143,6 @@ def replica_status(replica: Replica, load: Load | None = None) -> admin_pb2.Repl
         detail=replica.detail,
         planned=replica.running,
         load=load,
-    )
-
-
-def request_status(known: KnownRequest) -> admin_pb2.RequestStatus:
-    """A request in short."""
-    timeline = known.record.timeline
-    return admin_pb2.RequestStatus(
-        request_id=timeline.request_id,
-        state=admin_pb2.RequestState.Value(f"REQUEST_STATE_{timeline.state.value}"),
-        received_at_s=timeline.received_at_s,
-        age_s=timeline.age_s,
-        left_s=0.0 if timeline.state.is_over else max(0.0, timeline.timeout_s - timeline.age_s),
-        priority=timeline.priority,
-        outputs=timeline.outputs,
-        pieces=sum(step.outputs for step in timeline.steps),
-        size_bytes=known.record.size_bytes,
-        at_work=dict.fromkeys(step.stage for step in timeline.at_work),
-        error=error_to_wire(timeline.error) if timeline.error is not None else None,
-    )
-
-
-def request_in_full(request: InspectedRequest) -> admin_pb2.GetRequestResponse:
-    """A request in full."""
-    return admin_pb2.GetRequestResponse(
-        request=request_status(request.known),
-        planned_s=request.known.record.timeline.planned_s,
-        steps=map(_step, request.steps),
-        flows=map(_flow, request.flows),
     )
 
 

@@ -19,7 +19,7 @@ AdminServer = Annotated[
         "--server",
         "-s",
         metavar="HOST:PORT",
-        help="Where the orchestrator serves operators, as `stagemesh up` shows it.",
+        help="Where operators are served, as `stagemesh up` shows it.",
     ),
 ]
 DEFAULT_ADMIN_SERVER = f"127.0.0.1:{DEFAULT_ADMIN_PORT}"

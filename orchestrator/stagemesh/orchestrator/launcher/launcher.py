@@ -25,8 +25,8 @@ Listener = Callable[[ProcessStatus], None]
 class Launcher:
     """The processes of one pipeline. Use `async with launcher.running():`, once, from the program's main thread.
 
-    `listen` is where clients reach the orchestrator, `admin_listen` where operators do; port 0 takes any that is free,
-    and operators' is the one after clients' where nothing else is asked for and nobody has it. `overrides` are those that the
+    `listen` is where clients reach the orchestrator, `admin_listen` where operators do; port 0 takes any that is free.
+    Without `admin_listen` it is the port after that of clients, where nobody has it. `overrides` are those that the
     pipeline was loaded with. `listener` hears of every change of a process.
     """
 

@@ -48,7 +48,8 @@ def check_listen(listen: str, *, option: str = "--port") -> None:
     error = _bind_error(host.strip("[]"), int(port))
     if error is not None and error.errno == errno.EADDRINUSE:
         raise NotReadyError(
-            f"port {port} of {host} is in use, perhaps by another `stagemesh up`; end it, or choose a port with {option}",
+            f"port {port} of {host} is in use, perhaps by another `stagemesh up`; end it, or choose a port with "
+            f"{option}",
             reason="PORT_IN_USE",
             metadata={"listen": listen},
         )
