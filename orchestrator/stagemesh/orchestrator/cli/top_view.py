@@ -9,10 +9,11 @@ from stagemesh.orchestrator.cli.admin.showing import make_table
 from stagemesh.orchestrator.cli.admin.views import requests_table
 from stagemesh.orchestrator.cli.admin.words import duration, rate, size
 from stagemesh.orchestrator.cli.tables import styled_state
-from stagemesh.v1 import admin_pb2, stage_pb2
+from stagemesh.v1 import admin_pb2, chunk_pb2, stage_pb2
 
 Snapshot = admin_pb2.WatchPipelineResponse
 
+_CONNECTORS = chunk_pb2.DESCRIPTOR.enum_types_by_name["Connector"]
 _STATES = stage_pb2.DESCRIPTOR.enum_types_by_name["ReplicaState"]
 
 
@@ -106,6 +107,5 @@ def _edges(now: Snapshot, before: Snapshot, seconds: float) -> Table:
 
 
 def _connectors(edge: admin_pb2.EdgeStatus) -> str:
-    connector = edge.DESCRIPTOR.fields_by_name["edge"].message_type.fields_by_name["connector"].enum_type
-    used = sorted({word_of(connector, link.connector) or "not known" for link in edge.edge.links})
+    used = sorted({word_of(_CONNECTORS, link.connector) or "not known" for link in edge.edge.links})
     return ", ".join(used) or "none are ready"

@@ -1,6 +1,7 @@
 """Messages as plain data, for --json: every field by its name, enums as the words that people see."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
@@ -8,7 +9,8 @@ from google.protobuf.message import Message
 
 def to_plain(message: Message) -> dict[str, Any]:
     """All fields, those that are not set included: as null where absence means something, else as the zero value."""
-    return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields}
+    fields: Sequence[FieldDescriptor] = cast("Any", message.DESCRIPTOR).fields
+    return {field.name: _field(message, field) for field in fields}
 
 
 def word_of(enum: EnumDescriptor, value: int) -> str:
@@ -25,7 +27,8 @@ def _field(message: Message, field: FieldDescriptor) -> Any:
         return None
     value = getattr(message, field.name)
     if _is_map(field):
-        return {key: _value(field.message_type.fields_by_name["value"], each) for key, each in value.items()}
+        values: FieldDescriptor = cast("Any", field.message_type).fields_by_name["value"]
+        return {key: _value(values, each) for key, each in value.items()}
     if field.is_repeated:
         return [_value(field, each) for each in value]
     return _value(field, value)
