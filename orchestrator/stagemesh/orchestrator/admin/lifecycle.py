@@ -1,7 +1,7 @@
 """Drains, resumes and restarts replicas."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -38,20 +38,22 @@ class Lifecycle:
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
+        # Of two replicas that are drained at once, each would take the other for the one that is left.
+        self._draining = asyncio.Lock()
 
     async def drain(self, target: str, *, force: bool) -> list[Replica]:
         """Has nothing more planned on the target. Raises NotReadyError (LAST_REPLICA) where no ready replica would be
         left, unless forced.
         """
-        replicas = self._directory.target(target)
-        begun = [replica for replica in replicas if replica.state is not ReplicaState.DRAINING]
-        if begun and not force:
-            self._check_others(replicas[0].stage, without={replica.name for replica in replicas}, what="draining")
-        # Of a stage, those that serve; of what was named alone, whatever state it is in, to hear why it cannot.
-        serving = [replica for replica in begun if len(replicas) == 1 or replica.state is ReplicaState.READY]
-        for replica in serving:
-            await _drain(replica)
-        return replicas
+        async with self._draining:
+            replicas = self._directory.target(target)
+            if not force:
+                self._check_others(replicas, what="draining")
+            for replica in replicas:
+                # Of a stage, those that serve; what was named alone says itself why it cannot.
+                if len(replicas) == 1 or replica.state is ReplicaState.READY:
+                    await _drain(replica)
+            return replicas
 
     async def wait_idle(self, replicas: Sequence[Replica], *, timeout_s: float) -> None:
         """Returns once nothing runs on them; raises DeadlineError (STILL_RUNNING)."""
@@ -76,8 +78,11 @@ class Lifecycle:
         """
         for name in [replica.name for replica in self._directory.target(target)]:
             replica = self._directory.replica(name)
-            if not force:
-                self._check_others(replica.stage, without={name}, what="restarting")
+            async with self._draining:
+                if not force:
+                    self._check_others([replica], what="restarting")
+                if replica.state is ReplicaState.READY:
+                    await _drain(replica)
             async for running in self._drained(replica, force=force, drain_s=drain_s or _DRAIN_S):
                 yield RestartEvent(name, RestartPhase.DRAINING, running)
             async for phase in self._started_again(replica):
@@ -85,10 +90,6 @@ class Lifecycle:
 
     async def _drained(self, replica: Replica, *, force: bool, drain_s: float) -> AsyncGenerator[int]:
         """How many run still, whenever that changes, until none does or they are to be stopped."""
-        if replica.state not in {ReplicaState.READY, ReplicaState.DRAINING}:
-            # It serves nobody.
-            return
-        await _drain(replica)
         told = -1
         ends_s = asyncio.get_running_loop().time() + drain_s
         while running := await count_running(replica):
@@ -125,13 +126,17 @@ class Lifecycle:
         replica = self._directory.find(name)
         return replica is not None and replica.state is ReplicaState.READY
 
-    def _check_others(self, stage: str, *, without: Collection[str], what: str) -> None:
-        others = [replica for replica in self._directory.replicas_of(stage) if replica.name not in without]
+    def _check_others(self, replicas: Sequence[Replica], *, what: str) -> None:
+        """Raises NotReadyError where replicas of a stage serve, and no other does."""
+        if not any(replica.state is ReplicaState.READY for replica in replicas):
+            return
+        stage, names = replicas[0].stage, {replica.name for replica in replicas}
+        others = [replica for replica in self._directory.replicas_of(stage) if replica.name not in names]
         if any(replica.state is ReplicaState.READY for replica in others):
             return
         left = ", ".join(f"{replica.name} is {replica.state.value.lower()}" for replica in others)
         raise NotReadyError(
-            f"{what} {', '.join(sorted(without))} would leave stage {stage!r} without a ready replica "
+            f"{what} {', '.join(sorted(names))} would leave stage {stage!r} without a ready replica "
             f"({left or 'it has no other'}): requests that need it would be refused",
             reason="LAST_REPLICA",
             metadata={"stage": stage},
