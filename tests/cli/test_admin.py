@@ -202,7 +202,7 @@ def test_a_drained_replica_gets_nothing_new(running: Deployment) -> None:
 def test_a_drain_waits_for_what_runs_and_stands_when_it_gives_up(running: Deployment, long_request: str) -> None:
     (document,) = _json(running, "request", long_request)
     (there,) = {step["replica"] for step in document["steps"] if step["stage"] == "write"}
-    ran = _admin(running, "drain", there, "--wait", "--timeout", "1")
+    ran = _admin(running, "drain", there, "--wait", "--timeout", "3")
     (after,) = _json(running, "replicas", "--state", "draining")
     _admin(running, "resume", there)
     assert (ran.exit_code, f"1 request runs still on replica {there}" in ran.stderr) == (1, True)

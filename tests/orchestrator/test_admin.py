@@ -217,7 +217,7 @@ async def test_a_forced_drain_refuses_requests_until_resume(chain: Mesh) -> None
 
 async def test_a_drain_that_waits_gives_up_before_its_deadline_and_stands(busy: Mesh) -> None:
     await _begin(busy, "r")
-    error = await error_of(_drain(busy, "b", force=True, wait=True, within_s=1))
+    error = await error_of(_drain(busy, "b", force=True, wait=True, within_s=3))
     assert (error.reason, error.metadata["replica"]) == ("STILL_RUNNING", "b-0")
     assert busy.stages["b"].description.state == stage_pb2.REPLICA_STATE_DRAINING
 

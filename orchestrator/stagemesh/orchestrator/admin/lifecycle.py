@@ -78,6 +78,7 @@ class Lifecycle:
         """
         for name in [replica.name for replica in self._directory.target(target)]:
             replica = self._directory.replica(name)
+            former = await _incarnation(replica)
             async with self._draining:
                 if not force:
                     self._check_others([replica], what="restarting")
@@ -85,7 +86,7 @@ class Lifecycle:
                     await _drain(replica)
             async for running in self._drained(replica, force=force, drain_s=drain_s or _DRAIN_S):
                 yield RestartEvent(name, RestartPhase.DRAINING, running)
-            async for phase in self._started_again(replica):
+            async for phase in self._started_again(replica, former=former):
                 yield RestartEvent(name, phase, 0)
 
     async def _drained(self, replica: Replica, *, force: bool, drain_s: float) -> AsyncGenerator[int]:
@@ -103,8 +104,7 @@ class Lifecycle:
                 raise _still_running(replica, running, f"after {drain_s:g} s; it is resumed")
             await asyncio.sleep(_POLL_S)
 
-    async def _started_again(self, replica: Replica) -> AsyncGenerator[RestartPhase]:
-        former = (await replica.client.describe(timeout_s=_CALL_S)).incarnation
+    async def _started_again(self, replica: Replica, *, former: str) -> AsyncGenerator[RestartPhase]:
         await _control(replica, "Shutdown", control_pb2.ShutdownRequest().SerializeToString())
         yield RestartPhase.ENDING
         await _until(lambda: self._is_another(replica.name, former))
@@ -118,7 +118,7 @@ class Lifecycle:
         if replica is None:
             return False
         try:
-            return (await replica.client.describe(timeout_s=_CALL_S)).incarnation != former
+            return await _incarnation(replica) != former
         except StagemeshError:
             return False
 
@@ -169,6 +169,10 @@ async def count_running(replica: Replica) -> int:
     except StagemeshError:
         return 0
     return len(control_pb2.ListStepsResponse.FromString(answer).steps)
+
+
+async def _incarnation(replica: Replica) -> str:
+    return (await replica.client.describe(timeout_s=_CALL_S)).incarnation
 
 
 async def _drain(replica: Replica) -> None:
