@@ -1,8 +1,8 @@
 """Passes calls of StageControlService on to the replica that they name, as they are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -31,11 +31,11 @@ class ControlForwarder(grpc.GenericRpcHandler):
         if service != CONTROL_NAME:
             return None
         forward: Callable[..., Any] = partial(self._forward, method)
-        return grpc.unary_unary_rpc_method_handler(forward)
+        return cast("Any", grpc.unary_unary_rpc_method_handler(forward))
 
     async def _forward(self, method: str, request: bytes, context: Any) -> bytes:
-        metadata = dict(context.invocation_metadata() or ())
-        name = str(metadata.get(REPLICA_KEY, ""))
+        metadata: Sequence[tuple[str, str | bytes]] = context.invocation_metadata() or ()
+        name = next((str(value) for key, value in metadata if key == REPLICA_KEY), "")
         async with answering(context, **({"replica": name} if name else {})):
             if not name:
                 raise InvalidRequestError(

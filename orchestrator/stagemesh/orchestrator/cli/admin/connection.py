@@ -1,6 +1,6 @@
 """A connection to the port for operators."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -71,7 +71,7 @@ class AdminConnection:
 
 
 @contextmanager
-def connected(endpoint: str) -> Iterator[AdminConnection]:
+def connected(endpoint: str) -> Generator[AdminConnection]:
     """A connection, closed at the end."""
     connection = AdminConnection(endpoint)
     try:
