@@ -64,6 +64,8 @@ class OrchestratorConfig:
     """Replicas of any stage may register themselves; absent, none may."""
     generations: tuple[str, ...] = ()
     """Generations whose replicas are taken in beside those of the pipeline file's own, while an upgrade goes on."""
+    admin_listen: str | None = None
+    """Where to serve AdminService, "host:port", never where clients are; nowhere without it."""
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
     """Values that replace those of the pipeline file, as given to the launcher."""
     max_request_s: float = 3600.0
@@ -76,6 +78,8 @@ class OrchestratorConfig:
     def __post_init__(self) -> None:
         if self.max_request_s <= 0:
             raise ValueError(f"max_request_s is {self.max_request_s}; it must be over 0")
+        if self.admin_listen == self.listen and not self.listen.endswith(":0"):
+            raise ValueError(f"admin_listen is {self.admin_listen}, where clients are served; it must be another port")
         if self.drain_s < 0:
             raise ValueError(f"drain_s is {self.drain_s}; it must be 0 or more")
         names = [address.name for addresses in self.replicas.values() for address in addresses]

@@ -1,6 +1,7 @@
 """The orchestrator without gRPC: admits, plans and runs requests over one pipeline's replicas."""
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -13,11 +14,14 @@ from stagemesh.orchestrator.admission.sizes import claim_of, made_bytes
 from stagemesh.orchestrator.choice import Choice
 from stagemesh.orchestrator.facts import facts_of
 from stagemesh.orchestrator.fleet import Fleet
+from stagemesh.orchestrator.history import History
 from stagemesh.orchestrator.planner import Plan, Planner
 from stagemesh.orchestrator.record import RequestRecord
 from stagemesh.orchestrator.request_life import RequestLife
 from stagemesh.orchestrator.requests import KnownRequest, RequestTable, fingerprint
 from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.orchestrator.timeline import Timeline
+from stagemesh.orchestrator.totals import Totals
 from stagemesh.orchestrator.validation import ValidRequest, validate
 from stagemesh.v1 import orchestrator_pb2
 
@@ -46,8 +50,17 @@ class Orchestrator:
         self._clock = clock
         self._planner = Planner(pipeline, fleet.book, choice=choice)
         self._requests = RequestTable()
+        self.totals = Totals()
+        """Of the requests that have ended."""
+        self.history = History()
+        self._numbers = itertools.count(1)
         self._max_request_s, self._drain_s = max_request_s, drain_s
         self._group: asyncio.TaskGroup | None = None
+
+    @property
+    def requests(self) -> RequestTable:
+        """Those that run, and those that ended a moment ago."""
+        return self._requests
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -95,7 +108,14 @@ class Orchestrator:
             raise _not_running()
         timeout_s = min(self._max_request_s, time_left_s if time_left_s is not None else self._max_request_s)
         claim = claim_of(request, deadline_s=self._clock() + timeout_s)
-        record = RequestRecord()
+        timeline = Timeline(
+            request.request_id,
+            number=next(self._numbers),
+            priority=request.priority,
+            outputs=request.outputs,
+            timeout_s=timeout_s,
+        )
+        record = RequestRecord(timeline)
         life = RequestLife(request, record, admission=self.admission, claim=claim, clock=self._clock)
         record.journal.on_abandoned = lambda: life.stop("the client went away")
         known = KnownRequest(content, life, record, asyncio.Event())
@@ -116,6 +136,9 @@ class Orchestrator:
             _log.exception("request %s failed in a way that nobody foresaw", request.request_id)
             error = InternalError("the orchestrator failed; its log has the details")
         # Before the client hears of the end: its next request is to find all as if this one had never been.
+        known.record.timeline.end(error)
+        self.totals.add(known.record.timeline)
+        self.history.add(known.record.timeline)
         if life.has_begun:
             self._requests.end(request.request_id)
         else:

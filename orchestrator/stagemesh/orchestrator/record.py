@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 
 from stagemesh.connectors.errors import StagemeshError
+from stagemesh.orchestrator.timeline import Timeline
 from stagemesh.services.serving.journal import Journal
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 
@@ -15,7 +16,8 @@ class RequestRecord:
     finished last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self.timeline = timeline or Timeline()
         self.journal: Journal[orchestrator_pb2.GenerateResponse] = Journal()
         self.size_bytes = 0
         self._began_s = time.monotonic()

@@ -65,6 +65,7 @@ class RequestLife:
     async def _run_planned(self, plan: Plan) -> StagemeshError | None:
         try:
             request = self._request
+            self._record.timeline.note_planned()
             self._record.add_admitted(request_id=request.request_id, seed=request.seed, replicas=plan.replicas)
             timeout_s = self._claim.deadline_s - self._clock()
             self._run = RequestRun(request, plan, self._record, timeout_s=timeout_s)

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.orchestrator.admin.service import serving_admin
 from stagemesh.orchestrator.config import OrchestratorConfig
 from stagemesh.orchestrator.fleet import Fleet
 from stagemesh.orchestrator.membership.base import MemberSource
@@ -65,6 +66,8 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     async with AsyncExitStack() as stack:
         # Last of all, so that clients hear how their requests ended.
         stack.push_async_callback(server.stop, grace_s=_GRACE_S)
+        if config.admin_listen is not None:
+            await stack.enter_async_context(serving_admin(orchestrator, config.admin_listen))
         await stack.enter_async_context(fleet.watched(on_change=show_readiness))
         await stack.enter_async_context(orchestrator.running())
         stack.callback(begin_to_drain)

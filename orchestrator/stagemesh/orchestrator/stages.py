@@ -1,7 +1,7 @@
 """How the orchestrator talks to one replica of a stage."""
 
-from collections.abc import AsyncGenerator
-from typing import Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, Protocol, TypeAlias, cast
 
 import grpc
 
@@ -11,14 +11,17 @@ from stagemesh.connectors.negotiation import EdgeProbe
 from stagemesh.connectors.probe_wire import probe_from_wire
 from stagemesh.connectors.registry import number_of
 from stagemesh.connectors.status import from_rpc_error
-from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc
 
 # What gRPC itself reports where the peer or the way to it broke; a service's own errors carry a reason.
 _BROKEN = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
 )
 
+_Bytewise: TypeAlias = Callable[..., Awaitable[bytes]]
+
 REPLICA_LOST = "REPLICA_LOST"
+CONTROL_NAME = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].full_name
 
 
 class StageClient(Protocol):
@@ -41,11 +44,24 @@ class StageClient(Protocol):
         """By which connector the replica would feed another one; raises why it cannot."""
         ...
 
+    async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
+        """What the replica says that it is."""
+        ...
+
+    async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:
+        """The replica's load now."""
+        ...
+
+    async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
+        """A call of StageControlService, by the method's name, serialized as it comes and goes."""
+        ...
+
 
 class GrpcStageClient:
     """A replica behind a channel, which the caller owns."""
 
     def __init__(self, channel: grpc.aio.Channel, *, stage: str, replica: str, endpoint: str) -> None:
+        self._channel = channel
         self._stub = stage_pb2_grpc.StageServiceStub(channel)
         self._where = {"stage": stage, "replica": replica}
         self._peer = f"stage {stage!r} (replica {replica} at {endpoint})"
@@ -85,9 +101,28 @@ class GrpcStageClient:
             raise self._translate(exc, running=False) from exc
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
-        """What the replica says that it is."""
+        """See StageClient."""
         try:
             return await self._stub.Describe(stage_pb2.DescribeRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as exc:
+            raise self._translate(exc, running=False) from exc
+
+    async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:
+        """See StageClient."""
+        call = self._stub.WatchLoad(stage_pb2.WatchLoadRequest(), timeout=timeout_s)
+        try:
+            return await anext(aiter(call))
+        except grpc.aio.AioRpcError as exc:
+            raise self._translate(exc, running=False) from exc
+        finally:
+            call.cancel()
+
+    async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
+        """See StageClient."""
+        # Messages come and go as they are.
+        call = cast("_Bytewise", cast("Any", self._channel).unary_unary(f"/{CONTROL_NAME}/{method}"))
+        try:
+            return await call(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as exc:
             raise self._translate(exc, running=False) from exc
 

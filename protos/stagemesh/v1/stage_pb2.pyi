@@ -64,7 +64,9 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     REPLICA_STATE_READY: _ReplicaState.ValueType  # 2
     """Steps are taken."""
     REPLICA_STATE_DRAINING: _ReplicaState.ValueType  # 3
-    """Running steps finish, new ones are refused (NOT_READY)."""
+    """Running steps finish. After StageControlService.Drain, steps that were planned before are taken still; after SIGTERM
+    new ones are refused (NOT_READY).
+    """
     REPLICA_STATE_FAILED: _ReplicaState.ValueType  # 4
     """The engine failed; the process is about to end."""
     REPLICA_STATE_UNREACHABLE: _ReplicaState.ValueType  # 5
@@ -82,7 +84,9 @@ REPLICA_STATE_LOADING: ReplicaState.ValueType  # 1
 REPLICA_STATE_READY: ReplicaState.ValueType  # 2
 """Steps are taken."""
 REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 3
-"""Running steps finish, new ones are refused (NOT_READY)."""
+"""Running steps finish. After StageControlService.Drain, steps that were planned before are taken still; after SIGTERM
+new ones are refused (NOT_READY).
+"""
 REPLICA_STATE_FAILED: ReplicaState.ValueType  # 4
 """The engine failed; the process is about to end."""
 REPLICA_STATE_UNREACHABLE: ReplicaState.ValueType  # 5

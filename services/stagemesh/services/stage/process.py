@@ -41,6 +41,7 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     control_pb2_grpc.add_StageControlServiceServicer_to_server(StageControlServicer(runtime), server.grpc)
     server.reflect(SERVICE_NAME)
     server.reflect(CONTROL_NAME)
+    runtime.on_shutdown = stopping.set
     runtime.on_serving = lambda serving: _set_serving(server, serving=serving)
     server.set_health(LIVENESS, serving=True)
     server.set_health(CONTROL_NAME, serving=False)
