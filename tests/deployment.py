@@ -64,7 +64,9 @@ class Deployment:
     def load(self, name: str) -> stage_pb2.WatchLoadResponse:
         """A replica's load, now."""
         with grpc.insecure_channel(self.statuses[name]["endpoint"], options=CHANNEL_OPTIONS) as channel:
-            call = stage_pb2_grpc.StageServiceStub(channel).WatchLoad(stage_pb2.WatchLoadRequest(), timeout=10)
+            call = stage_pb2_grpc.StageServiceStub(channel).WatchLoad(
+                stage_pb2.WatchLoadRequest(), timeout=10, wait_for_ready=True
+            )
             report = next(iter(call))
             call.cancel()
             return report
