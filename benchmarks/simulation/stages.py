@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator
 
 from stagemesh.connectors.base import ConnectorName
+from stagemesh.connectors.errors import UnsupportedError
 from stagemesh.connectors.negotiation import EdgeProbe
 from stagemesh.connectors.pulse import Pulse
 from stagemesh.orchestrator.membership.base import Member, Roster
@@ -103,7 +104,7 @@ class SimulatedReplica:
     async def loads(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         """See Connection."""
         while True:
-            yield stage_pb2.WatchLoadResponse(running=self._held, work_s=self._chunks_left * CHUNK_S)
+            yield self._load()
             if not self._held:
                 # As a real one: it reports again soon after it got work, and now and then in between.
                 self._touched.clear()
@@ -164,6 +165,17 @@ class SimulatedReplica:
     ) -> EdgeProbe:
         """See StageClient."""
         return EdgeProbe("shm", {})
+
+    async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:  # noqa: ARG002
+        """See StageClient."""
+        return self._load()
+
+    async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:  # noqa: ARG002
+        """See StageClient."""
+        raise UnsupportedError(f"a simulated replica knows no {method}")
+
+    def _load(self) -> stage_pb2.WatchLoadResponse:
+        return stage_pb2.WatchLoadResponse(running=self._held, work_s=self._chunks_left * CHUNK_S)
 
 
 class Members:
