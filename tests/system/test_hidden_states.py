@@ -142,10 +142,12 @@ def test_slow_taker_holds_up_its_own_request_alone(taking: Taking, references: l
         slow = pool.submit(generate, client, 15, outputs=["far", "far_place"], hold=True)
         eventually(lambda: taking.up.load("thinker-0").arena_used_bytes > 0, timeout_s=10)
         others = [pool.submit(generate, client, number, outputs=["near", "near_place"]) for number in range(15)]
-        for number, other in enumerate(others):
-            assert_taken(other.result(timeout=30), references[number], "near")
-        assert not slow.done()
-        eventually(lambda: _opened(taking.gate) and slow.done(), timeout_s=30)
+        try:
+            for number, other in enumerate(others):
+                assert_taken(other.result(timeout=30), references[number], "near")
+            assert not slow.done()
+        finally:
+            eventually(lambda: _opened(taking.gate) and slow.done(), timeout_s=30)
         assert_taken(slow.result(), references[15], "far")
         eventually(taking.idle, timeout_s=2)
 

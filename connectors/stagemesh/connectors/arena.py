@@ -28,6 +28,7 @@ from stagemesh.connectors.memory_file import (
     copy_tensors,
     create_memory_file,
     data_offset,
+    free_pages,
     layout_of,
     mark_pages,
     page_bytes_for,
@@ -245,13 +246,14 @@ class Arena:
     def free(self, region: Region) -> None:
         """Called by the region itself when its last holder lets go."""
         del self._regions[region.generation]
-        mark_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes, generation=0)
         writer = region.generation >> WRITER_SHIFT
         if writer:
+            free_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes)
             share = self._shares[writer]
             share.regions, share.held_bytes = share.regions - 1, share.held_bytes - region.size_bytes
             self._drop_if_over(writer)
             return
+        mark_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes, generation=0)
         self._allocator.release(region.offset - self.data_offset)
         region.account.held_bytes -= region.size_bytes
         self.wake()

@@ -51,6 +51,18 @@ def mark_pages(memory: memoryview, *, offset: int, size_bytes: int, generation: 
     memory[first : first + pages * GENERATION_BYTES] = generation.to_bytes(GENERATION_BYTES, sys.byteorder) * pages
 
 
+def free_pages(memory: memoryview, *, offset: int, size_bytes: int) -> None:
+    """Clears the generation of pages that another process may take at once.
+
+    Each entry is stored once. `mark_pages` copies bytes, for which the C library may store the same ones twice: who came
+    between the two would find its own mark cleared.
+    """
+    entries = memory.cast("Q")
+    first = (PAGE_BYTES + offset // PAGE_BYTES * GENERATION_BYTES) // GENERATION_BYTES
+    for entry in range(first, first + size_bytes // PAGE_BYTES):
+        entries[entry] = 0
+
+
 def pages_are_of(memory: memoryview, *, offset: int, size_bytes: int, generation: int) -> bool:
     """Whether all pages of a range have this generation."""
     first = PAGE_BYTES + offset // PAGE_BYTES * GENERATION_BYTES

@@ -90,8 +90,11 @@ class RequestStates:
     async def up_to(self, position: int) -> AsyncGenerator[Packet]:
         """The rest, until all rows before `position` have come. Raises UnavailableError where they do not."""
         while True:
-            for packet in self.take(before=position):
-                yield packet
+            if packets := self.take(before=position):
+                for packet in packets:
+                    yield packet
+                # More may have come meanwhile.
+                continue
             if self.next_position >= position:
                 return
             try:

@@ -1,0 +1,43 @@
+"""A request's rows on the replica's side: all of them, once, in order, whenever they come."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from stagemesh.connectors.errors import UnavailableError
+from stagemesh.services.engines.vllm.hidden_states import RequestStates
+
+
+def push(states: RequestStates, position: int, count: int) -> None:
+    rows = np.arange(position, position + count, dtype=np.float32)[:, np.newaxis]
+    states.push(position, {"hidden_states": rows})
+
+
+async def test_rows_that_come_while_others_are_taken_are_taken_too() -> None:
+    states = RequestStates(first_position=0, prompt_tokens=2)
+    push(states, 0, 2)
+    taken: list[float] = []
+    async for packet in states.up_to(4):
+        taken += packet.tensors["hidden_states"][:, 0].tolist()
+        if states.next_position == 2:
+            push(states, 2, 2)
+    assert taken == [0, 1, 2, 3]
+
+
+async def test_rows_that_come_again_are_dropped_and_those_past_the_end_stay() -> None:
+    states = RequestStates(first_position=0, prompt_tokens=2)
+    push(states, 0, 3)
+    push(states, 1, 4)
+    first = [packet async for packet in states.up_to(4)]
+    assert np.concatenate([packet.tensors["hidden_states"][:, 0] for packet in first]).tolist() == [0, 1, 2, 3]
+    rest = states.take(before=5)
+    assert [packet.metadata["token_start"] for packet in rest] == [4]
+
+
+async def test_waiting_ends_by_what_the_worker_failed_with() -> None:
+    states = RequestStates(first_position=0, prompt_tokens=1)
+    waiting = asyncio.create_task(anext(aiter(states.up_to(1))))
+    states.fail(UnavailableError("the worker ended"))
+    with pytest.raises(UnavailableError, match="the worker ended"):
+        await waiting
