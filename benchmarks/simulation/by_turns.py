@@ -1,7 +1,7 @@
 """The baseline: replicas take requests by turns, whatever they have to do."""
 
 from collections.abc import Collection, Iterator, Sequence
-from itertools import cycle
+from itertools import cycle, islice
 
 from stagemesh.orchestrator.book import ReadyReplicas
 from stagemesh.orchestrator.replica import Replica
@@ -22,4 +22,4 @@ class ByTurns:
     ) -> Replica | None:
         """The next one."""
         turns = self._turns.setdefault(ready, cycle(list(ready.all)))
-        return next(replica for replica in turns if replica not in avoid)
+        return next((replica for replica in islice(turns, len(ready.all)) if replica not in avoid), None)

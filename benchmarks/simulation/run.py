@@ -48,25 +48,25 @@ async def latencies_s(pipeline: Pipeline, *, replicas: int, load: Load, choice: 
     rng = random.Random(load.seed)
     per_stage = replicas // len(pipeline.stages)
     pause_s = MEAN_S / per_stage / load.utilization
-    taken_s: list[float] = []
+    taken_s = [0.0] * load.requests
     async with (
         orchestrated(pipeline, replicas=replicas, choice=choice) as (orchestrator, world),
         asyncio.TaskGroup() as group,
     ):
         for number in range(load.requests):
             world.chunks[str(number)] = LARGE_CHUNKS if rng.random() < LARGE_SHARE else SMALL_CHUNKS
-            group.create_task(_ask(orchestrator, world, str(number), taken_s))
+            group.create_task(_ask(orchestrator, world, number, taken_s))
             await asyncio.sleep(rng.expovariate(1 / pause_s))
-    return taken_s[len(taken_s) // 4 :]
+    return taken_s[load.requests // 4 :]
 
 
-async def _ask(orchestrator: Orchestrator, world: World, request_id: str, taken_s: list[float]) -> None:
+async def _ask(orchestrator: Orchestrator, world: World, number: int, taken_s: list[float]) -> None:
     loop = asyncio.get_running_loop()
-    began_s = loop.time()
+    began_s, request_id = loop.time(), str(number)
     request = orchestrator_pb2.GenerateRequest(request_id=request_id)
     request.input.text = "work"
     async with aclosing(orchestrator.generate(request, time_left_s=None)) as events:
         async for _ in events:
             pass
-    taken_s.append(loop.time() - began_s)
+    taken_s[number] = loop.time() - began_s
     world.forget(request_id)

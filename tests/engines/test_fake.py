@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from stagemesh.connectors.errors import InternalError, InvalidChunkError, Invali
 from stagemesh.connectors.tensors import Tensors
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Paused, SamplingOptions, Task, Usage
 from stagemesh.services.engines.fake import CARD
+from stagemesh.services.engines.fake.amounts import Amount, Dice
 from stagemesh.services.engines.fake.contents import frames_of, pack, unpack
 from stagemesh.services.engines.fake.engine import FakeEngine
 from stagemesh.services.engines.fake.pace import Pace
@@ -142,6 +144,7 @@ async def test_sound_is_within_its_bounds() -> None:
         ({"step_s": {"uniform": [2, 1]}}, "uniform goes from the lower number to the higher one"),
         ({"step_s": {}}, "give a number, or one of uniform, exponential, lognormal, one_of"),
         ({"step_s": -1}, r"option step_s\.fixed is -1"),
+        ({"step_s": {"lognormal": [60, 20]}}, "lognormal's second number is a deviation of the logarithm, at most 10"),
         ({"steps": "many"}, "option steps is 'many'.*it must be a number, or one of uniform"),
         ({"faults": [{"kind": "explode"}]}, r"option faults\.0\.kind is 'explode'.*'error', 'hang'"),
         ({"faults": [{"kind": "error", "probability": 2}]}, r"option faults\.0\.probability is 2"),
@@ -163,6 +166,13 @@ async def test_amounts_are_drawn_by_the_requests_seed() -> None:
     assert sizes[0] == sizes[1] != sizes[2]
     assert len(sizes[0]) != len(sizes[2])
     assert len(set(sizes[0])) > 1
+
+
+def test_no_draw_is_ever_out_of_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    highest = SimpleNamespace(digest=lambda: b"\xff" * 8)
+    monkeypatch.setattr("stagemesh.services.engines.fake.amounts.hashlib.blake2b", lambda *_, **__: highest)
+    assert 0 < Dice(0, "a").quantile("anything") < 1
+    assert Dice(0, "a").draw(Amount(one_of=(1, 2)), "anything") == 2
 
 
 async def test_another_stage_draws_other_amounts() -> None:
@@ -271,6 +281,13 @@ async def test_a_slow_task_makes_the_same_later() -> None:
 async def test_a_disorder_swaps_two_outputs() -> None:
     events = await collect(fake(faults=one("disorder", after_steps=1)).submit(Task("r", 0, "hi")))
     assert steps_of(events) == [0, 2, 1, 3]
+
+
+async def test_a_disorder_does_not_keep_a_task_from_pausing() -> None:
+    engine = fake(faults=one("disorder", after_steps=1))
+    events = await collect(engine.submit(Task("r", 0, "hi", max_steps=2)))
+    assert steps_of(events) == [0, 1]
+    assert isinstance(events[-1], Paused)
 
 
 async def test_a_consumer_notices_what_comes_out_of_order() -> None:

@@ -1,6 +1,8 @@
 """What a stage with several incoming edges is fed: packets together, packets apart, and tensors that do not come."""
 
 import asyncio
+import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 
@@ -113,6 +115,29 @@ async def test_what_breaks_on_one_edge_ends_the_reading_of_all() -> None:
     with pytest.raises(InvalidChunkError, match="left is broken"):
         await all_of(task, EITHER)
     assert len(asyncio.all_tasks()) == 1
+
+
+class Ready:
+    """Incoming edge whose packets are all there; it holds on to none that was taken."""
+
+    def __init__(self, tensor: str, *values: float) -> None:
+        self._packets = deque(Packet({tensor: np.array([value], np.float32)}) for value in values)
+
+    def __aiter__(self) -> AsyncIterator[Packet]:
+        return self
+
+    async def __anext__(self) -> Packet:
+        if not self._packets:
+            raise StopAsyncIteration
+        return self._packets.popleft()
+
+
+async def test_a_packet_that_was_used_is_let_go_of_before_the_next() -> None:
+    task = Task("r", 0, inlets={"left": Ready("x", 1), "right": Ready("y", 2)}, apart=frozenset({"left", "right"}))
+    async with aclosing(packets_of(task, EITHER)) as packets:
+        first = weakref.ref((await anext(packets)).tensors["x"])
+        assert values([await anext(packets)]) == [{"y": 2}]
+        assert first() is None
 
 
 async def test_whoever_stops_reading_leaves_no_reader_behind() -> None:

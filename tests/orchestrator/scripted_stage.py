@@ -82,6 +82,7 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self.probed: list[Probed] = [stage_pb2.ProbeEdgeResponse()]
         """What ProbeEdge answers, the last one again and again; unset for what was asked for, and shm for auto."""
         self.controls = ScriptedControls(self)  # type: ignore[abstract]
+        self.tells_load = True
         self.running = 0
         self.time_left_s = 0.0
         self.idle = asyncio.Event()
@@ -125,7 +126,8 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self, request: stage_pb2.WatchLoadRequest, context: object
     ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
         del request, context
-        yield stage_pb2.WatchLoadResponse()
+        if self.tells_load:
+            yield stage_pb2.WatchLoadResponse()
 
     async def PutChunk(
         self, request_iterator: AsyncIterator[stage_pb2.PutChunkRequest], context: object

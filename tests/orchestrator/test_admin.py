@@ -1,6 +1,7 @@
 """The port for operators, over scripted stages."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterable, AsyncIterator
 from pathlib import Path
 
@@ -96,7 +97,7 @@ async def test_pages_join_without_gaps(chain: Mesh) -> None:
     assert names == ["a-0", "b-0", "c-0"]
 
 
-@pytest.mark.parametrize("token", ["x", "-1", "²"])
+@pytest.mark.parametrize("token", ["x", "-1", "²", pytest.param("9" * 5000, id="long")])
 async def test_a_token_that_no_page_gave_is_refused(chain: Mesh, token: str) -> None:
     assert (await error_of(_list(chain, page_token=token))).reason == "INVALID_PAGE_TOKEN"
 
@@ -106,6 +107,32 @@ async def test_replicas_are_filtered_by_stage_and_state(chain: Mesh) -> None:
     asleep = admin_pb2.ListReplicasRequest(stage="b", state=stage_pb2.REPLICA_STATE_ASLEEP)
     answers = [await _admin(chain).ListReplicas(request, timeout=10) for request in (ready, asleep)]
     assert [[replica.name for replica in answer.replicas] for answer in answers] == [["b-0"], []]
+
+
+async def test_a_state_that_no_replica_has_is_refused(chain: Mesh) -> None:
+    request = admin_pb2.ListReplicasRequest(state=99)  # type: ignore[arg-type]
+    error = await error_of(_admin(chain).ListReplicas(request, timeout=10))
+    assert error.message == "state 99 is none of a replica"
+
+
+async def test_a_replica_that_no_longer_says_its_load_is_listed_without(chain: Mesh) -> None:
+    chain.stages["b"].tells_load = False
+    answer = await _admin(chain).ListReplicas(admin_pb2.ListReplicasRequest(), timeout=10)
+    assert [(each.name, each.HasField("load")) for each in answer.replicas] == [
+        ("a-0", True),
+        ("b-0", False),
+        ("c-0", True),
+    ]
+
+
+async def test_a_pipeline_says_who_has_requests_there(busy: Mesh) -> None:
+    tasks = await _begin(busy, "r1")
+    answer = await _admin(busy).ListPipelines(admin_pb2.ListPipelinesRequest(), timeout=10)
+    (pipeline,) = answer.pipelines
+    assert [(each.caller, each.in_flight, each.queued) for each in pipeline.callers] == [("", 1, 0)]
+    assert pipeline.callers[0].in_flight_bytes == pipeline.in_flight_bytes > 0
+    for task in tasks:
+        task.cancel()
 
 
 async def test_running_requests_are_listed_oldest_first_by_pages(busy: Mesh) -> None:
@@ -229,6 +256,13 @@ async def test_a_drain_that_waits_returns_once_nothing_runs(busy: Mesh) -> None:
     assert not draining.done()
     await busy.cancel("r")
     await asyncio.wait_for(draining, 5)
+
+
+@pytest.mark.parametrize("drain_s", [-1.0, math.nan])
+async def test_a_restart_within_no_time_is_refused(chain: Mesh, drain_s: float) -> None:
+    request = admin_pb2.RestartReplicasRequest(target="b", force=True, drain_s=drain_s)
+    error = await error_of(anext(aiter(_admin(chain).RestartReplicas(request, timeout=10))))
+    assert error.code.name == "INVALID_ARGUMENT"
 
 
 async def test_an_unknown_target_is_named_with_those_that_are_there(chain: Mesh) -> None:

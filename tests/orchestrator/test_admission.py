@@ -144,11 +144,12 @@ async def test_a_second_call_attaches_to_one_that_waits(tmp_path: Path) -> None:
 
 
 async def test_stopping_refuses_those_who_wait_and_lets_them_try_again(tmp_path: Path) -> None:
-    async with mesh(tmp_path, ONE, scripts={"c": hang}, drain_s=0.5) as chain:
+    async with mesh(tmp_path, ONE, scripts={"c": hang}, drain_s=20) as chain:
         running, waiting = await _running(chain), await _queued(chain)
         stopping = asyncio.ensure_future(chain.stop())
         error = await _error(waiting)
         assert not running.done()
+        running.cancel()
         await stopping
     assert isinstance(error, UnavailableError)
     assert (error.reason, error.retry_after_s) == ("NOT_RUNNING", 1.0)
@@ -170,10 +171,9 @@ async def test_who_was_refused_in_the_queue_may_come_again_under_its_id(tmp_path
 
 
 async def test_a_deadline_that_passes_in_the_queue_ends_the_request(tmp_path: Path) -> None:
-    async with mesh(tmp_path, ONE, scripts={"c": hang}, max_request_s=0.6) as chain, asyncio.TaskGroup() as group:
+    async with mesh(tmp_path, ONE, scripts={"c": hang}, max_request_s=1.5) as chain, asyncio.TaskGroup() as group:
         running = group.create_task(chain.failure(request_id="running"))
         await chain.stages["c"].started.wait()
-        await _until_queued(chain, 0)
         waiting = await _queued(chain)
         await asyncio.wait([running])
         error = await _error(waiting)

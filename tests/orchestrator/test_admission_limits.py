@@ -1,5 +1,7 @@
 """What is counted, and who is sent away when it is too much."""
 
+import gc
+import weakref
 from collections import Counter
 from contextlib import suppress
 
@@ -81,6 +83,16 @@ def test_who_is_pushed_out_is_told_when_to_come_back() -> None:
     assert last.error.retry_after_s is not None
 
 
+def test_nobody_is_pushed_out_for_one_who_finds_no_room_even_so() -> None:
+    door = Door(1, max_queued_bytes=100)
+    first = door.ask(caller="greedy")
+    waiting = [door.ask(caller="greedy", input_bytes=20) for _ in range(5)]
+    with pytest.raises(OverloadedError):
+        door.ask(caller="b", input_bytes=70)
+    assert all(asked.waits for asked in waiting)
+    assert door.serve(waiting, first=first) == [asked.name for asked in waiting]
+
+
 def test_a_higher_priority_finds_a_full_queue_open() -> None:
     door = Door(1, max_queued=2)
     door.ask()
@@ -110,6 +122,27 @@ def test_nothing_is_left_of_those_who_have_gone() -> None:
     door.admission.withdraw(waiting.ticket)
     door.end(running)
     assert door.admission.snapshot().callers == ()
+
+
+@pytest.mark.parametrize("urgent_first", [True, False])
+def test_those_who_have_left_the_queue_are_let_go(urgent_first: bool) -> None:
+    door = Door(1, max_queued=1000)
+    door.ask(caller="first")
+    here = [door.ask(caller="b", within_s=50.0)] if urgent_first else []
+    waiting = [door.ask(within_s=99.0) for _ in range(500)]
+    door.admission.tick()
+    door.admission.tick()
+    gone = [weakref.ref(asked.ticket) for asked in waiting if asked.ticket is not None]
+    while waiting:
+        ticket = waiting.pop().ticket
+        assert ticket is not None
+        door.admission.withdraw(ticket)
+    ticket = None
+    for _ in range(3 if here else 1):
+        door.admission.tick()
+    gc.collect()
+    assert sum(ticket() is not None for ticket in gone) <= 50
+    assert all(asked.waits for asked in here)
 
 
 def test_closing_refuses_all_who_wait_and_none_who_run() -> None:

@@ -86,6 +86,13 @@ def test_nobody_passes_one_who_waits_for_bytes() -> None:
     assert (large.runs, small.runs) == (True, True)
 
 
+def test_one_of_higher_priority_who_fits_runs_at_once() -> None:
+    door = Door(10, max_in_flight_bytes=100)
+    door.ask(input_bytes=50)
+    large, urgent = door.ask(input_bytes=90), door.ask(input_bytes=10, priority=1)
+    assert (large.waits, urgent.runs) == (True, True)
+
+
 def test_who_is_at_a_limit_of_its_own_holds_up_nobody_else() -> None:
     door = Door(2, per_caller=Bounds(max_in_flight=1))
     first = door.ask(caller="a", priority=9)

@@ -3,6 +3,7 @@
 import pytest
 
 from stagemesh.connectors.errors import DeadlineError, OverloadedError
+from stagemesh.orchestrator.admission.returns import Returns
 from stagemesh.orchestrator.spec import Bounds
 from tests.orchestrator.doors import Door
 
@@ -51,6 +52,13 @@ def test_who_cannot_get_through_the_queue_in_time_is_refused_at_the_door() -> No
     with pytest.raises(DeadlineError, match=r"it would wait about 50\.0 s"):
         door.ask(within_s=20.0, priority=-1)
     assert door.ask(within_s=30.0, priority=-1).waits
+
+
+def test_a_guess_at_the_wait_refuses_nobody() -> None:
+    door = Door()
+    for _ in range(50):
+        door.ask()
+    assert door.ask(within_s=1.0, priority=-1).waits
 
 
 def test_an_urgent_one_is_judged_by_its_place_and_not_by_the_queue() -> None:
@@ -119,6 +127,13 @@ def test_those_who_are_refused_are_told_one_time_after_the_other() -> None:
     door = Door(2, max_queued=0)
     _ = [door.ask(), door.ask()]
     assert [_refused(door) for _ in range(3)] == pytest.approx([0.55, 1.1, 1.65])
+
+
+def test_a_flood_of_those_who_never_come_back_does_not_push_the_times_off_for_ever() -> None:
+    line = Returns()
+    told_s = [line.promise(str(number), 0.0, interval_s=1.0) for number in range(12_000)]
+    assert told_s[-1] == told_s[9_999]
+    assert line.promise("later", told_s[-1] + 2.0, interval_s=1.0) < 2.0
 
 
 def test_who_asks_too_early_is_told_what_is_left() -> None:

@@ -69,6 +69,8 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
         "with another value")),
     "contradiction": ([("to: singer}", "to: singer, when: {option: loud, over: 5, under: 5}}")],
         "band.yaml:10: option loud is over 5 and option loud is under 5: no request is so; remove one of them"),
+    "tokens and text": ([("to: singer}", "to: singer, when: [{input: tokens}, {input: text}]}")],
+        "band.yaml:10: the input has tokens and the input has text: no request is so; remove one of them"),
     "unknown comparison": ([("to: singer}", "to: singer, when: {option: loud, above: 5}}")],
         "band.yaml:10: unknown key 'edges.1.when.0.above'; did you mean 'over'?"),
     "nothing named": ([("to: singer}", "to: singer, when: {is: 5}}")],
@@ -187,6 +189,16 @@ def test_edges_that_exclude_each_other_may_bring_the_same(tmp_path: Path) -> Non
     pipeline = _load(tmp_path, text)
     assert _taken(pipeline, "blend", loud=9) == {"thinker->blender"}
     assert _taken(pipeline, "blend") == {"thinker->reader", "reader->blender"}
+
+
+def test_tokens_exclude_text_because_a_prompt_is_one_of_them(tmp_path: Path) -> None:
+    text = _edited(
+        ("thinker, to: blender}", "thinker, to: blender, when: {input: text}}"),
+        ("outputs:", "  - {from: thinker, to: blender, name: again, when: {input: tokens}}\noutputs:"),
+    )
+    pipeline = _load(tmp_path, text)
+    route = pipeline.route(["blend"], {Fact("input", "tokens"): 1.0})
+    assert [edge.name for edge in route.incoming["blender"]] == ["reader->blender", "again"]
 
 
 @pytest.mark.parametrize(

@@ -241,9 +241,10 @@ def test_an_engine_that_failed_ends_its_replica(pipeline: Pipeline) -> None:
     _play(pipeline, scene)
 
 
-def test_one_found_by_its_address_takes_the_name_that_it_says(pipeline: Pipeline) -> None:
+@pytest.mark.parametrize("known_as", ["", "b-6"], ids=["by its address", "where another one was"])
+def test_a_replica_takes_the_name_that_it_says(pipeline: Pipeline, known_as: str) -> None:
     async def scene(world: _World) -> None:
-        world.fleet.join(Member("b", "10.0.0.1:7"))
+        world.fleet.join(Member("b", "10.0.0.1:7", known_as))
         world.stages["10.0.0.1:7"].description.replica = "b-7"
         await asyncio.sleep(0.1)
         assert [replica.name for replica in world.fleet.replicas["b"]] == ["b-0", "b-7"]
@@ -251,7 +252,7 @@ def test_one_found_by_its_address_takes_the_name_that_it_says(pipeline: Pipeline
     _play(pipeline, scene)
 
 
-def test_a_second_one_of_a_name_is_refused(pipeline: Pipeline) -> None:
+def test_a_second_one_of_a_name_is_refused(pipeline: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
     async def scene(world: _World) -> None:
         world.fleet.join(Member("b", "10.0.0.1:7"))
         world.stages["10.0.0.1:7"].description.replica = "b-0"
@@ -259,5 +260,7 @@ def test_a_second_one_of_a_name_is_refused(pipeline: Pipeline) -> None:
         second = world.fleet.replicas["b"][1]
         assert second.state is ReplicaState.FAILED
         assert second.detail == "refused: the replica at h:b has the name b-0 too; give it one of its own"
+        await asyncio.sleep(5)
 
     _play(pipeline, scene)
+    assert [record.levelname for record in caplog.records if "too; give it" in record.getMessage()] == ["WARNING"]

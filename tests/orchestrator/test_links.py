@@ -6,12 +6,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 from stagemesh.connectors.base import StepPolicy
 from stagemesh.connectors.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.connectors.negotiation import EdgeProbe
 from stagemesh.connectors.pulse import Pulse
 from stagemesh.connectors.wire import error_to_wire
 from stagemesh.orchestrator.config import ReplicaAddress
+from stagemesh.orchestrator.connection import GrpcConnection
 from stagemesh.orchestrator.links import PARTNERS, EdgeLinks
 from stagemesh.orchestrator.replica import Replica
 from stagemesh.orchestrator.spec import Edge
@@ -184,6 +187,19 @@ async def test_a_replica_that_left_is_forgotten() -> None:
     assert not links.of(_EDGE)
     assert not links.ready
     assert all(not held for held in (links._by_replica, links._ready, links._settled[_EDGE.name]))
+
+
+async def test_a_replica_that_leaves_while_it_is_asked_ends_no_asking() -> None:
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as silent:
+        endpoint = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        connection = GrpcConnection("a", name="a-0", endpoint=endpoint)
+        asking = asyncio.create_task(
+            connection.client.probe_edge("a->b", consumer="b-0", endpoint="h:1", connector="auto", timeout_s=20)
+        )
+        await asyncio.sleep(0)
+        await connection.close()
+        with pytest.raises(UnavailableError, match="a-0"):
+            await asking
 
 
 async def test_links_grow_with_the_replicas_and_not_with_their_pairs() -> None:

@@ -70,6 +70,14 @@ def test_each_request_there_makes_it_less_welcome(load: LoadEstimate) -> None:
     assert load.backlog_s == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("work_s", [float("nan"), float("inf")])
+def test_an_estimate_that_is_no_number_spoils_nothing(load: LoadEstimate, work_s: float) -> None:
+    load.report(3.0, steps=2)
+    load.report(work_s, steps=2)
+    load.place()
+    assert load.work_s == pytest.approx(1.5)
+
+
 def test_an_engine_that_estimates_is_believed_when_it_says_none(load: LoadEstimate) -> None:
     load.report(2.0, steps=1)
     load.report(0.0, steps=4)

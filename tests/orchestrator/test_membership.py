@@ -3,9 +3,11 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Collection
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any, cast
 
+import grpc
 import pytest
 
 from benchmarks.simulation import virtual_time
@@ -14,6 +16,7 @@ from stagemesh.orchestrator.config import DnsName, ReplicaAddress
 from stagemesh.orchestrator.membership.base import Member, MemberSource
 from stagemesh.orchestrator.membership.dns import DnsSource
 from stagemesh.orchestrator.membership.registration import RegistrationSource
+from stagemesh.orchestrator.membership.servicer import MembershipServicer
 from stagemesh.orchestrator.membership.static import StaticSource
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.v1 import membership_pb2
@@ -37,6 +40,16 @@ class _Roster:
     @property
     def endpoints(self) -> list[str]:
         return [member.endpoint for member in self.members]
+
+
+class _Caller:
+    """Hears answers, as a call's context, until it is gone."""
+
+    gone = False
+
+    async def write(self, _: membership_pb2.RegisterResponse) -> None:
+        if self.gone:
+            raise grpc.aio.InternalError("Failed to send a message")
 
 
 @asynccontextmanager
@@ -117,7 +130,15 @@ def test_a_resolver_that_fails_takes_no_replica_away(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_a_resolver_that_hangs_is_asked_again() -> None:
+async def test_a_name_that_cannot_be_one_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    async with _followed(DnsSource("b", DnsName("a" * 64 + ".svc", 7, poll_s=0.01))) as roster, asyncio.timeout(10):
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+        assert roster.members == []
+    assert "cannot be resolved" in caplog.text
+
+
+def test_a_resolver_that_hangs_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     asked: list[float] = []
 
     async def resolve(host: str) -> Collection[str]:
@@ -132,6 +153,7 @@ def test_a_resolver_that_hangs_is_asked_again() -> None:
 
     virtual_time.run(play())
     assert len(asked) == 2
+    assert "cannot be resolved (no answer)" in caplog.text
 
 
 async def test_the_system_resolves_names_on_loopback() -> None:
@@ -184,6 +206,22 @@ def test_one_that_says_so_leaves_at_once(pipeline: Pipeline) -> None:
             assert (roster.members, roster.left) == ([], ["it said so"])
 
     virtual_time.run(play())
+
+
+@pytest.mark.parametrize(("broken", "left"), [(False, ["it said so"]), (True, [])], ids=["ended", "broken"])
+async def test_a_side_that_ended_leaves_and_a_connection_that_broke_does_not(
+    pipeline: Pipeline, broken: bool, left: list[str]
+) -> None:
+    async def requests() -> AsyncGenerator[membership_pb2.RegisterRequest]:
+        yield membership_pb2.RegisterRequest(replica=_identity(pipeline))
+        caller.gone = broken
+
+    source, caller = RegistrationSource(pipeline, lease_s=15), _Caller()
+    async with _followed(source) as roster:
+        with suppress(grpc.aio.InternalError):
+            # The wrapper that writes the answers has another signature.
+            await cast("Any", MembershipServicer(source).Register)(requests(), caller)
+        assert roster.left == left
 
 
 def test_a_connection_made_again_goes_on_with_the_lease(pipeline: Pipeline) -> None:

@@ -1,3 +1,5 @@
+import pytest
+
 from stagemesh.connectors.errors import CancelledRequestError, InternalError
 from stagemesh.orchestrator.admin.waiting import describe_wait
 from stagemesh.orchestrator.history import History
@@ -72,7 +74,19 @@ def test_the_end_of_a_request_ends_what_was_at_work_for_it() -> None:
     error = InternalError("broken")
     timeline.end(error)
     clock.now_s = 109.0
-    assert (notes.ended_s, notes.error, timeline.age_s, timeline.at_work) == (7.0, error, 7.0, [])
+    assert (notes.ended_s, timeline.age_s, timeline.at_work) == (7.0, 7.0, [])
+    assert [str(each) for each in (notes.error, timeline.error)] == ["broken", "broken"]
+
+
+def test_a_remembered_error_holds_on_to_nothing() -> None:
+    timeline, notes = _running(Clock())
+    with pytest.raises(InternalError) as caught:
+        raise InternalError("broken", reason="WHY") from KeyError("cause")
+    notes.end(caught.value)
+    timeline.end(caught.value)
+    for error in (notes.error, timeline.error):
+        assert error is not None
+        assert (error.reason, error.__traceback__, error.__cause__, error.__context__) == ("WHY", None, None, None)
 
 
 def test_totals_count_running_requests_as_they_stand_and_ended_ones_once() -> None:

@@ -10,9 +10,11 @@ from benchmarks.simulation import virtual_time
 from benchmarks.simulation.by_turns import ByTurns
 from benchmarks.simulation.run import LARGE_CHUNKS, SMALL_CHUNKS, Load, latencies_s
 from benchmarks.simulation.stages import CHUNK_S
+from stagemesh.orchestrator.book import ReadyReplicas
 from stagemesh.orchestrator.choice import Choice
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from tests.orchestrator.mesh import CHAIN
+from tests.orchestrator.replicas import ready_replica
 
 
 @pytest.fixture
@@ -37,6 +39,15 @@ def test_waiting_for_nothing_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="nothing is to come"):
         virtual_time.run(wait())
+
+
+def test_by_turns_finds_none_where_all_are_to_be_avoided(pipeline: Pipeline) -> None:
+    ready, replicas = ReadyReplicas(), [ready_replica(f"b-{number}", pipeline) for number in range(2)]
+    for replica in replicas:
+        ready.add(replica)
+    choice = ByTurns()
+    assert choice.choose(ready, avoid=replicas) is None
+    assert [choice.choose(ready, avoid=replicas[:1]) for _ in range(3)] == [replicas[1]] * 3
 
 
 @pytest.mark.parametrize("choice", [None, ByTurns()], ids=["planned", "by turns"])

@@ -167,6 +167,17 @@ async def test_load_interval_has_a_least(interval_s: float) -> None:
     assert "must be 0.05 or more" in error.message
 
 
+@pytest.mark.parametrize("idle_interval_s", [float("nan"), float("inf"), 1e308])
+async def test_idle_load_interval_is_a_number(idle_interval_s: float) -> None:
+    async with served_stage() as replica:
+        request = stage_pb2.WatchLoadRequest(interval_s=0.05, idle_interval_s=idle_interval_s)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(replica.stub.WatchLoad(request)))
+    error = from_rpc_error(caught.value, peer="stage")
+    assert isinstance(error, InvalidRequestError)
+    assert "it must be a number of seconds" in error.message
+
+
 async def test_closing_ends_load_reports() -> None:
     runtime = make_runtime()
     async with served(runtime) as replica:

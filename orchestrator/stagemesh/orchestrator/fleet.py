@@ -113,18 +113,18 @@ class Fleet:
 
     def admit(self, replica: Replica, said: stage_pb2.DescribeResponse) -> None:
         """See Seats."""
-        if replica.name == replica.endpoint and said.replica:
-            replica.name = said.replica
+        # Its peers know it by the name in its own config, whoever had the address before.
+        replica.name = said.replica or replica.name
+        former = replica.detail
         holder = self._by_name.setdefault(replica.name, replica)
         if holder is not replica and holder.endpoint != replica.endpoint and holder.state is ReplicaState.READY:
             detail = (
                 f"refused: the replica at {holder.endpoint} has the name {replica.name} too; give it one of its own"
             )
             replica.observe(ReplicaState.FAILED, detail)
-            return
-        self._by_name[replica.name] = replica
-        former = replica.detail
-        replica.observe_description(said, self._pipeline, generations=self._generations)
+        else:
+            self._by_name[replica.name] = replica
+            replica.observe_description(said, self._pipeline, generations=self._generations)
         if replica.state is ReplicaState.FAILED and replica.detail != former:
             _log.warning("replica %s of stage %s: %s", replica.name, replica.stage, replica.detail)
 

@@ -1,5 +1,6 @@
 """How much work a replica has left: what it last reported, brought up to now."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -57,6 +58,8 @@ class LoadEstimate:
 
     def report(self, work_s: float, *, steps: int) -> None:
         """The replica says what it has left, in so many steps. An engine that does not estimate leaves `work_s` 0."""
+        # One that no clock can count is no estimate: it would spoil what all replicas of the stage learn.
+        work_s = work_s if math.isfinite(work_s) else 0.0
         self._cost.learn(work_s, steps=steps)
         self._reported_s = work_s if self._cost.known else steps * self._cost.seconds
         self._reported_at_s = self._clock()

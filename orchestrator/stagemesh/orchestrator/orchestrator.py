@@ -116,7 +116,7 @@ class Orchestrator:
             timeout_s=timeout_s,
         )
         record = RequestRecord(timeline)
-        life = RequestLife(request, record, admission=self.admission, claim=claim, clock=self._clock)
+        life = RequestLife(record, admission=self.admission, claim=claim, clock=self._clock)
         record.journal.on_abandoned = lambda: life.stop("the client went away")
         known = KnownRequest(content, life, record, asyncio.Event())
         self._requests.add(request.request_id, known)
@@ -131,7 +131,7 @@ class Orchestrator:
     async def _run(self, request: ValidRequest, known: KnownRequest, life: RequestLife) -> None:
         error: StagemeshError | None
         try:
-            error = await life.run(partial(self._plan, request), partial(made_bytes, pipeline=self.pipeline))
+            error = await life.run(request, partial(self._plan, request), partial(made_bytes, pipeline=self.pipeline))
         except Exception:  # noqa: BLE001
             _log.exception("request %s failed in a way that nobody foresaw", request.request_id)
             error = InternalError("the orchestrator failed; its log has the details")

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from copy import copy
 
 from stagemesh.connectors.errors import (
     CancelledRequestError,
@@ -100,7 +101,8 @@ class RequestRun:
             await self._follow(step, notes)
         except StagemeshError as exc:
             notes.end(exc)
-            self._failures.append(Failure(step.stage.name, exc))
+            # A copy, for the error itself holds on to the frames that it came through: to this run.
+            self._failures.append(Failure(step.stage.name, copy(exc)))
         except Exception:  # noqa: BLE001
             _log.exception("following stage %s failed in a way that nobody foresaw", step.stage.name)
             message = f"the orchestrator could not follow stage {step.stage.name!r}; its log has the details"

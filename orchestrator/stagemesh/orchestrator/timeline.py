@@ -6,6 +6,7 @@ microsecond; whatever can be worked out later is.
 
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from enum import Enum
 
 from stagemesh.connectors.errors import CancelledRequestError, StagemeshError
@@ -104,7 +105,7 @@ class StepNotes:
     def end(self, error: StagemeshError | None) -> None:
         """It has ended, in whatever way; only the first call counts."""
         if self.ended_s is None:
-            self.ended_s, self.error = self._elapsed_s(), error
+            self.ended_s, self.error = self._elapsed_s(), _remembered(error)
 
     def _elapsed_s(self) -> float:
         return self._clock() - self._began_s
@@ -170,6 +171,11 @@ class Timeline:
 
     def end(self, error: StagemeshError | None) -> None:
         """The request has ended, and with it whatever was at work for it."""
-        self.ended_s, self.error = self.elapsed_s(), error
+        self.ended_s, self.error = self.elapsed_s(), _remembered(error)
         for step in self.steps:
             step.end(error)
+
+
+def _remembered(error: StagemeshError | None) -> StagemeshError | None:
+    """A copy: one that was raised holds on to the frames that it came through, and so to all that the request made."""
+    return None if error is None else copy(error)

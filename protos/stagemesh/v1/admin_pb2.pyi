@@ -161,6 +161,11 @@ class PipelineStatus(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     CANCELLED_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    QUEUED_BYTES_FIELD_NUMBER: _builtins.int
+    EXPECTED_WAIT_S_FIELD_NUMBER: _builtins.int
+    RETURNING_FIELD_NUMBER: _builtins.int
+    CALLERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     generation: _builtins.str
@@ -181,6 +186,18 @@ class PipelineStatus(_message.Message):
     """Requests that failed, in all."""
     cancelled: _builtins.int
     """Requests that were cancelled, in all."""
+    in_flight_bytes: _builtins.int
+    """Bytes that the requests that run are taken for."""
+    queued_bytes: _builtins.int
+    """Input bytes of the requests that wait."""
+    expected_wait_s: _builtins.float
+    """Seconds that a request of priority 0 would wait now, of a caller who has nothing here."""
+    returning: _builtins.int
+    """Requests that were refused, have been told when to come back, and may still."""
+    @_builtins.property
+    def callers(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallerStatus]:
+        """The callers that have requests here, who has most first; at most 100."""
+
     def __init__(
         self,
         *,
@@ -194,14 +211,57 @@ class PipelineStatus(_message.Message):
         finished: _builtins.int = ...,
         failed: _builtins.int = ...,
         cancelled: _builtins.int = ...,
+        in_flight_bytes: _builtins.int = ...,
+        queued_bytes: _builtins.int = ...,
+        expected_wait_s: _builtins.float = ...,
+        returning: _builtins.int = ...,
+        callers: _abc.Iterable[Global___CallerStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "failed", b"failed", "finished", b"finished", "generation", b"generation", "in_flight", b"in_flight", "max_in_flight", b"max_in_flight", "name", b"name", "queued", b"queued", "ready", b"ready", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["callers", b"callers", "cancelled", b"cancelled", "expected_wait_s", b"expected_wait_s", "failed", b"failed", "finished", b"finished", "generation", b"generation", "in_flight", b"in_flight", "in_flight_bytes", b"in_flight_bytes", "max_in_flight", b"max_in_flight", "name", b"name", "queued", b"queued", "queued_bytes", b"queued_bytes", "ready", b"ready", "returning", b"returning", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PipelineStatus: _TypeAlias = PipelineStatus  # noqa: Y015
+
+@_typing.final
+class CallerStatus(_message.Message):
+    """CallerStatus is what one caller has at an orchestrator now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLER_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    QUEUED_BYTES_FIELD_NUMBER: _builtins.int
+    caller: _builtins.str
+    """Its name; empty for all who gave none."""
+    in_flight: _builtins.int
+    """Requests that run."""
+    in_flight_bytes: _builtins.int
+    """Bytes that they are taken for."""
+    queued: _builtins.int
+    """Requests that wait to be admitted."""
+    queued_bytes: _builtins.int
+    """Their input bytes."""
+    def __init__(
+        self,
+        *,
+        caller: _builtins.str = ...,
+        in_flight: _builtins.int = ...,
+        in_flight_bytes: _builtins.int = ...,
+        queued: _builtins.int = ...,
+        queued_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "in_flight", b"in_flight", "in_flight_bytes", b"in_flight_bytes", "queued", b"queued", "queued_bytes", b"queued_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallerStatus: _TypeAlias = CallerStatus  # noqa: Y015
 
 @_typing.final
 class ListStagesRequest(_message.Message):

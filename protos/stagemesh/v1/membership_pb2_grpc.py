@@ -55,7 +55,8 @@ class MembershipServiceServicer(object):
         leaves when its lease ends, and may register again before. Steps that it runs go on in either case.
 
         Fails with FAILED_PRECONDITION: REPLICA_REFUSED where the replica is of another wire version, pipeline or generation, or of a
-        stage that is not there; REGISTRATION_CLOSED where the orchestrator's config has no registration. With ALREADY_EXISTS
+        stage that is not there; REGISTRATION_CLOSED where the orchestrator's config has no registration; NOT_RUNNING while the
+        orchestrator starts or stops, and LEASE_ENDED where a renewal came too late: register again. With ALREADY_EXISTS
         (REPLICA_EXISTS) while another replica of the same name keeps itself registered from another address.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -6,8 +6,10 @@ from itertools import chain
 from stagemesh.connectors.errors import NotFoundError
 from stagemesh.orchestrator.fleet import Fleet
 from stagemesh.orchestrator.links import EdgeLink
-from stagemesh.orchestrator.replica import Replica
+from stagemesh.orchestrator.replica import Replica, ReplicaState
 from stagemesh.orchestrator.spec import Edge, Pipeline
+
+_RANKS = {ReplicaState.READY: 0, ReplicaState.FAILED: 2, ReplicaState.UNREACHABLE: 2}
 
 
 class Directory:
@@ -28,8 +30,8 @@ class Directory:
         return list(chain.from_iterable(self.replicas_of(stage) for stage in self.pipeline.stages))
 
     def replicas_of(self, stage: str) -> Sequence[Replica]:
-        """Those of a stage."""
-        return self._fleet.replicas.get(stage, ())
+        """Those of a stage, by name: "a-2" before "a-10"."""
+        return sorted(self._fleet.book.of(stage), key=lambda replica: (len(replica.name), replica.name))
 
     def stage_replicas(self, stage: str) -> list[Replica]:
         """Those of a stage; raises NotFoundError (UNKNOWN_TARGET) where there is no such stage."""
@@ -46,8 +48,9 @@ class Directory:
         return self._fleet.links.of(edge)
 
     def find(self, name: str) -> Replica | None:
-        """The replica of this name."""
-        return next((replica for replica in self.replicas if replica.name == name), None)
+        """The replica of this name. Of two, one of which is on its way out or refused, the other."""
+        named = [replica for replica in self.replicas if replica.name == name]
+        return min(named, key=lambda replica: _RANKS.get(replica.state, 1), default=None)
 
     def target(self, name: str) -> list[Replica]:
         """A replica, or those of a stage; raises NotFoundError (UNKNOWN_TARGET)."""

@@ -76,10 +76,12 @@ class Inspector:
     async def inspect(self, request_id: str) -> InspectedRequest:
         """One request; takes two seconds at most. Raises NotFoundError (UNKNOWN_REQUEST)."""
         timeline = self._find(request_id)
-        reports = await asyncio.gather(*(self._ask(request_id, notes) for notes in timeline.steps))
+        # More may begin while the replicas are asked.
+        noted = tuple(timeline.steps)
+        reports = await asyncio.gather(*(self._ask(request_id, notes) for notes in noted))
         steps = [
             InspectedStep(notes, report, describe_wait(notes, report, unready=self._unready(timeline, notes)))
-            for notes, report in zip(timeline.steps, reports, strict=True)
+            for notes, report in zip(noted, reports, strict=True)
         ]
         return InspectedRequest(timeline, steps, _flows(steps))
 

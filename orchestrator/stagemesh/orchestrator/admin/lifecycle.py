@@ -5,10 +5,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from stagemesh.connectors.errors import DeadlineError, NotReadyError, StagemeshError
+from stagemesh.connectors.errors import DeadlineError, InvalidRequestError, NotReadyError, StagemeshError
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.replica import Replica, ReplicaState
-from stagemesh.v1 import control_pb2, stage_pb2
+from stagemesh.v1 import control_pb2
 
 _CALL_S = 5.0
 _POLL_S = 0.1
@@ -49,10 +49,10 @@ class Lifecycle:
             replicas = self._directory.target(target)
             if not force:
                 self._check_others(replicas, what="draining")
-            for replica in replicas:
-                # Of a stage, those that serve; what was named alone says itself why it cannot.
-                if len(replicas) == 1 or replica.state is ReplicaState.READY:
-                    await _drain(replica)
+            # Of a stage, those that serve; what was named alone says itself why it cannot.
+            await _each(
+                [replica for replica in replicas if len(replicas) == 1 or replica.state is ReplicaState.READY], _drain
+            )
             return replicas
 
     async def wait_idle(self, replicas: Sequence[Replica], *, timeout_s: float) -> None:
@@ -66,9 +66,9 @@ class Lifecycle:
     async def resume(self, target: str) -> list[Replica]:
         """Has the target planned on again. Of a stage, those replicas that drain."""
         replicas = self._directory.target(target)
-        for replica in replicas:
-            if len(replicas) == 1 or replica.state is ReplicaState.DRAINING:
-                await _resume(replica)
+        await _each(
+            [replica for replica in replicas if len(replicas) == 1 or replica.state is ReplicaState.DRAINING], _resume
+        )
         return replicas
 
     async def restart(self, target: str, *, force: bool, drain_s: float) -> AsyncGenerator[RestartEvent]:
@@ -76,6 +76,8 @@ class Lifecycle:
 
         Raises NotReadyError (LAST_REPLICA), and DeadlineError (STILL_RUNNING) after resuming the replica.
         """
+        if not drain_s >= 0:
+            raise InvalidRequestError(f"drain_s is {drain_s:g}; it must be 0 for {_DRAIN_S:g}, or more")
         for name in [replica.name for replica in self._directory.target(target)]:
             replica = self._directory.replica(name)
             former = await _incarnation(replica)
@@ -150,6 +152,18 @@ async def _until(done: Callable[[], Awaitable[bool]]) -> None:
         await asyncio.sleep(_POLL_S)
 
 
+async def _each(replicas: Sequence[Replica], act: Callable[[Replica], Awaitable[None]]) -> None:
+    """Acts on all, also where one of them fails; raises the first error then."""
+    errors: list[StagemeshError] = []
+    for replica in replicas:
+        try:
+            await act(replica)
+        except StagemeshError as exc:
+            errors.append(exc)
+    if errors:
+        raise errors[0]
+
+
 async def _left_running(replica: Replica, *, ends_s: float) -> int:
     """How many requests run once none does, or at `ends_s` of the event loop's time."""
     while True:
@@ -160,12 +174,17 @@ async def _left_running(replica: Replica, *, ends_s: float) -> int:
 
 
 async def count_running(replica: Replica) -> int:
-    """Requests that are planned on a replica or run there, whosever they are. One that is out of reach runs nothing."""
+    """Requests that are planned on a replica or run there, whosever they are.
+
+    One that is out of reach runs nothing; one that does not answer in time may run something, and counts as 1.
+    """
     if replica.running:
         return replica.running
     request = control_pb2.ListStepsRequest(page_size=1000)
     try:
         answer = await _control(replica, "ListSteps", request.SerializeToString())
+    except DeadlineError:
+        return 1
     except StagemeshError:
         return 0
     return len(control_pb2.ListStepsResponse.FromString(answer).steps)
@@ -177,16 +196,16 @@ async def _incarnation(replica: Replica) -> str:
 
 async def _drain(replica: Replica) -> None:
     await _control(replica, "Drain", control_pb2.DrainRequest().SerializeToString())
-    replica.observe(ReplicaState.DRAINING, _DRAINED)
+    if replica.state is ReplicaState.READY:
+        replica.observe(ReplicaState.DRAINING, _DRAINED)
 
 
 async def _resume(replica: Replica) -> None:
     await _control(replica, "Resume", control_pb2.ResumeRequest().SerializeToString())
-    replica.observe(*_described(await replica.client.describe(timeout_s=_CALL_S)))
-
-
-def _described(said: stage_pb2.DescribeResponse) -> tuple[ReplicaState, str]:
-    return ReplicaState.from_wire(said.state), said.detail
+    said = await replica.client.describe(timeout_s=_CALL_S)
+    # Of any other only the fleet says whether it is one of ours, and which process.
+    if replica.state is ReplicaState.DRAINING and replica.incarnation == said.incarnation:
+        replica.observe(ReplicaState.from_wire(said.state), said.detail)
 
 
 async def _control(replica: Replica, method: str, request: bytes) -> bytes:

@@ -9,6 +9,7 @@ from stagemesh.connectors.errors import InvalidRequestError
 T = TypeVar("T")
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
+_MOST_DIGITS = 19
 
 
 class Page(NamedTuple, Generic[T]):
@@ -23,7 +24,7 @@ def page_of(numbered: Iterable[tuple[int, T]], *, size: int, token: str) -> Page
 
     Raises InvalidRequestError (INVALID_PAGE_TOKEN) for a token that no page gave.
     """
-    if token and not (token.isascii() and token.isdecimal()):
+    if token and not (token.isascii() and token.isdecimal() and len(token) <= _MOST_DIGITS):
         raise InvalidRequestError(
             f"page_token {token[:40]!r} is none that a list gave; leave it out to begin anew",
             reason="INVALID_PAGE_TOKEN",

@@ -8,6 +8,9 @@ from stagemesh.orchestrator.links import EdgeLink
 from stagemesh.orchestrator.replica import Replica
 from stagemesh.orchestrator.spec import Edge
 
+_AT_ONCE = 64
+"""Probes under way: the pairs of a large pipeline are many."""
+
 
 async def probe_edge(directory: Directory, edge: Edge, *, producer: str = "", consumer: str = "") -> list[EdgeLink]:
     """The edge's links between the replicas that are named, or all; each holds what its producer answered, or the
@@ -18,7 +21,13 @@ async def probe_edge(directory: Directory, edge: Edge, *, producer: str = "", co
         for each in _ends(directory, edge.producer, producer)
         for other in _ends(directory, edge.consumer, consumer)
     ]
-    await asyncio.gather(*(link.ask() for link in links))
+    gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def ask(link: EdgeLink) -> None:
+        async with gate:
+            await link.ask()
+
+    await asyncio.gather(*map(ask, links))
     return links
 
 

@@ -66,7 +66,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         async with answering(context):
             replicas = self._directory.stage_replicas(request.stage) if request.stage else self._directory.replicas
             if request.state:
-                wanted = ReplicaState.from_wire(request.state)
+                wanted = _replica_state(request.state)
                 replicas = [replica for replica in replicas if replica.state is wanted]
             page = _page(replicas, request)
             shown = self._statuses.replicas(page.items, await ask_loads(page.items))
@@ -165,6 +165,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
 def _page(items: Iterable[_T], request: Any) -> Page[_T]:
     return page_of(enumerate(items), size=request.page_size, token=request.page_token)
+
+
+def _replica_state(value: int) -> ReplicaState:
+    known = {int(state.wire): state for state in ReplicaState}
+    if value not in known:
+        raise InvalidRequestError(f"state {value} is none of a replica")
+    return known[value]
 
 
 def _request_state(value: int) -> RequestState:

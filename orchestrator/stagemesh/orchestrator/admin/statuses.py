@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from heapq import nlargest
 
 from stagemesh.connectors.wire import error_to_wire
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import InspectedFlow, InspectedRequest, InspectedStep, Inspector
 from stagemesh.orchestrator.admin.loads import Load
+from stagemesh.orchestrator.admission.snapshot import CallerLoad
 from stagemesh.orchestrator.describe import describe_edge
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.replica import Replica, ReplicaState
@@ -16,6 +18,7 @@ from stagemesh.orchestrator.totals import EdgeTotals, StageTotals, Totals
 from stagemesh.v1 import admin_pb2
 
 _NO_LOAD = Load()
+_MOST_CALLERS = 100
 
 
 class Statuses:
@@ -42,7 +45,7 @@ class Statuses:
 
     def pipeline(self, totals: Totals) -> admin_pb2.PipelineStatus:
         """The pipeline."""
-        pipeline, admission = self._directory.pipeline, self._orchestrator.admission
+        pipeline, admission = self._directory.pipeline, self._orchestrator.admission.snapshot()
         return admin_pb2.PipelineStatus(
             name=pipeline.name,
             generation=pipeline.generation,
@@ -54,6 +57,11 @@ class Statuses:
             finished=totals.requests[RequestState.FINISHED],
             failed=totals.requests[RequestState.FAILED],
             cancelled=totals.requests[RequestState.CANCELLED],
+            in_flight_bytes=admission.in_flight_bytes,
+            queued_bytes=admission.queued_bytes,
+            expected_wait_s=admission.expected_wait_s,
+            returning=admission.returning,
+            callers=map(_caller, nlargest(_MOST_CALLERS, admission.callers, key=_requests_of)),
         )
 
     def stages(self, totals: Totals, loads: Mapping[str, Load]) -> list[admin_pb2.StageStatus]:
@@ -143,6 +151,20 @@ def replica_status(replica: Replica, load: Load | None = None) -> admin_pb2.Repl
         detail=replica.detail,
         planned=replica.running,
         load=load,
+    )
+
+
+def _requests_of(caller: CallerLoad) -> int:
+    return caller.in_flight + caller.queued
+
+
+def _caller(caller: CallerLoad) -> admin_pb2.CallerStatus:
+    return admin_pb2.CallerStatus(
+        caller=caller.caller,
+        in_flight=caller.in_flight,
+        in_flight_bytes=caller.in_flight_bytes,
+        queued=caller.queued,
+        queued_bytes=caller.queued_bytes,
     )
 
 

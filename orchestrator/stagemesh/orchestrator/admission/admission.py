@@ -78,13 +78,16 @@ class Admission:
             self._admit(ticket, now_s)
         else:
             self._wait(ticket, caller, now_s)
+            # It may go before one who waits for bytes, or have pushed that one out.
+            self._fill()
         return ticket
 
     def withdraw(self, ticket: Ticket) -> bool:
         """Gives up waiting; returns whether it did wait. Its listener hears nothing more."""
         if ticket.state is not TicketState.WAITING:
             return False
-        self._leave(ticket)
+        self._queue.remove(ticket)
+        self._end_waiting(ticket)
         self._fill()
         return True
 
@@ -112,6 +115,8 @@ class Admission:
             self._fill()
         if self.queued:
             self._tell_some(now_s)
+        else:
+            self._telling = iter(())
 
     def close(self, error: StagemeshError) -> None:
         """Refuses all who wait; those who run go on."""
@@ -152,7 +157,9 @@ class Admission:
         self._running.add(ticket.size_bytes)
         ticket.state, ticket.admitted_s = TicketState.RUNNING, now_s
         self._keep_promise(ticket.claim)
-        ticket.listener.admitted()
+        listener, ticket.listener = ticket.listener, None
+        assert listener is not None, "nobody is admitted twice"
+        listener.admitted()
 
     def _fill(self) -> None:
         """Admits whose turn it is. Nobody passes one who waits for bytes to become free."""
@@ -166,16 +173,21 @@ class Admission:
     def _wait(self, ticket: Ticket, caller: Caller, now_s: float) -> None:
         position = self._queue.position(ticket.claim)
         wait_s = max(position * self._interval_s(self._running), self._caller_wait_s(caller, ticket, position=position))
-        _check_hope(ticket, now_s, wait_s=wait_s)
-        self._make_room(ticket, caller, now_s)
+        _check_hope(ticket, now_s, wait_s=wait_s if self._measures.has_mean else 0.0)
+        pushed_out = self._make_room(ticket, caller, now_s)
         self._keep_promise(ticket.claim)
         ticket.state = TicketState.WAITING
         self._queue.add(ticket)
         self._hopeless.put(ticket, ticket.hopeless_s)
         self._tell(ticket, position=position, wait_s=wait_s)
+        for other in pushed_out:
+            self._tell_refused(other, self._full_error(other.claim, now_s))
 
-    def _make_room(self, ticket: Ticket, caller: Caller, now_s: float) -> None:
-        """Finds the ticket a place in the queue, by pushing others out where that is fair; raises OverloadedError."""
+    def _make_room(self, ticket: Ticket, caller: Caller, now_s: float) -> list[Ticket]:
+        """Finds the ticket a place in the queue; raises OverloadedError.
+
+        Returns those who were pushed out for it, where that is fair, and who are to hear so.
+        """
         claim = ticket.claim
         bounds, line = self.limits.per_caller, self._caller_returns.get(caller.name)
         held = _held(line, claim, now_s, most=bounds.max_queued) if line is not None else 0
@@ -183,24 +195,34 @@ class Admission:
             raise self._caller_error(claim, caller, now_s)
         most = self.limits.max_queued
         may_wait = self._may_wait(claim, most=most - _held(self._returns, claim, now_s, most=most))
-        while not may_wait:
-            other = self._queue.who_gives_way(claim)
-            if other is None:
-                raise self._full_error(claim, now_s)
-            self._refuse(other, self._full_error(other.claim, now_s))
+        pushed_out: list[Ticket] = []
+        while not may_wait and (other := self._queue.who_gives_way(claim)) is not None:
+            self._queue.remove(other)
+            pushed_out.append(other)
             may_wait = self._may_wait(claim, most=most)
+        if not may_wait:
+            # Nobody is pushed out for nothing.
+            for other in pushed_out:
+                self._queue.add(other)
+            raise self._full_error(claim, now_s)
+        return pushed_out
 
     def _may_wait(self, claim: Claim, *, most: int) -> bool:
         return self._queue.load.fits(claim.input_bytes, most=most, most_bytes=self.limits.max_queued_bytes)
 
-    def _leave(self, ticket: Ticket) -> None:
-        self._queue.remove(ticket)
-        self._hopeless.discard(ticket)
-        ticket.state = TicketState.GONE
-
     def _refuse(self, ticket: Ticket, error: StagemeshError) -> None:
-        self._leave(ticket)
-        ticket.listener.refused(error)
+        self._queue.remove(ticket)
+        self._tell_refused(ticket, error)
+
+    def _tell_refused(self, ticket: Ticket, error: StagemeshError) -> None:
+        if (listener := self._end_waiting(ticket)) is not None:
+            listener.refused(error)
+
+    def _end_waiting(self, ticket: Ticket) -> Listener | None:
+        """It has left the queue; returns who is to hear why."""
+        self._hopeless.discard(ticket)
+        listener, ticket.listener, ticket.state = ticket.listener, None, TicketState.GONE
+        return listener
 
     def _keep_promise(self, claim: Claim) -> None:
         self._returns.keep(claim.request_id)
@@ -224,6 +246,7 @@ class Admission:
 
     def _tell(self, ticket: Ticket, *, position: int, wait_s: float) -> None:
         ticket.told = position
+        assert ticket.listener is not None, "it waits"
         ticket.listener.queued(position=position, expected_wait_s=wait_s)
 
     def _tell_some(self, now_s: float) -> None:

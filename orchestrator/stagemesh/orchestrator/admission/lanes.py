@@ -2,13 +2,13 @@
 
 import math
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
 from stagemesh.connectors.errors import StagemeshError
+from stagemesh.orchestrator.admission.ranking import Ranking
 from stagemesh.orchestrator.spec import Bounds
 
 LOWEST_PRIORITY, HIGHEST_PRIORITY = -10, 10
@@ -55,7 +55,8 @@ class Ticket:
     """A claim that was taken. Only the admission that made it changes it."""
 
     claim: Claim
-    listener: Listener
+    listener: Listener | None
+    """None once it has heard the last: it holds the ticket, mostly, and a circle would outlive both."""
     number: int
     """In the order of arrival."""
     size_bytes: int
@@ -117,11 +118,6 @@ class Caller:
     lanes: dict[int, "Lane"] = field(default_factory=dict[int, "Lane"])
     """By priority."""
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing waits or runs."""
-        return not self.running.requests and not self.waiting.requests
-
     def may_run(self, ticket: Ticket, bounds: Bounds) -> bool:
         """Whether the caller's own limits leave room."""
         return self.running.fits(ticket.size_bytes, most=bounds.max_in_flight, most_bytes=bounds.max_in_flight_bytes)
@@ -142,7 +138,7 @@ class Lane:
         """In which round of its priority it is served next."""
         self.running, self.waiting = Load(), Load()
         self._places: list[Place] = []
-        self._by_age = OrderedDict[int, Ticket]()
+        self._by_age = Ranking[Ticket]()
 
     def __iter__(self) -> Iterator[Ticket]:
         return (place.ticket for place in reversed(self._places))
@@ -164,19 +160,21 @@ class Lane:
 
     @property
     def oldest(self) -> Ticket:
-        """Who has waited longest."""
-        return next(iter(self._by_age.values()))
+        """Who has waited longest. There must be one."""
+        oldest = self._by_age.first()
+        assert oldest is not None, "somebody waits"
+        return oldest
 
     def add(self, ticket: Ticket) -> None:
         """One more waits."""
         insort(self._places, ticket.place)
-        self._by_age[ticket.number] = ticket
+        self._by_age.put(ticket, ticket.number)
         self.waiting.add(ticket.claim.input_bytes)
 
     def remove(self, ticket: Ticket) -> None:
         """One waits no longer."""
         del self._places[bisect_left(self._places, ticket.place)]
-        del self._by_age[ticket.number]
+        self._by_age.discard(ticket)
         self.waiting.take(ticket.claim.input_bytes)
 
     def ahead_of(self, claim: Claim) -> int:

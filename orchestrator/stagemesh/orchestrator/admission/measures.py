@@ -55,6 +55,11 @@ class Measures:
         """How long requests hold their places, on average over all of them; 1 s until one has ended."""
         return self._took_s.value
 
+    @property
+    def has_mean(self) -> bool:
+        """Whether one has ended."""
+        return not self._took_s.is_guess
+
     def made_bytes(self, kind: Hashable) -> int:
         """What a request of this kind makes, on average; where none has ended, what any makes."""
         known = self._kinds.get(kind)

@@ -32,13 +32,12 @@ class Ranking(Generic[Item]):
             return
         entry = self._current[item] = (key, next(self._numbers), item)
         heapq.heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._current) + _SLACK:
-            self._heap = list(self._current.values())
-            heapq.heapify(self._heap)
+        self._compact()
 
     def discard(self, item: Item) -> None:
         """Takes the item out, if it is there."""
-        self._current.pop(item, None)
+        if self._current.pop(item, None) is not None:
+            self._compact()
 
     def first(self) -> Item | None:
         """The item with the least key, which stays; None where there is none."""
@@ -48,3 +47,9 @@ class Ranking(Generic[Item]):
                 return entry[2]
             heapq.heappop(self._heap)
         return None
+
+    def _compact(self) -> None:
+        # What is left in the heap keeps whatever it belongs to, too.
+        if len(self._heap) > 2 * len(self._current) + _SLACK:
+            self._heap = list(self._current.values())
+            heapq.heapify(self._heap)

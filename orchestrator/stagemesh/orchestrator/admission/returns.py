@@ -17,7 +17,7 @@ class Returns:
     """A line of those who were told when to come back: places are promised one after another, as they become free.
 
     Who comes at the promised time, or within a second after, goes before newcomers. As not all come back, promises lie
-    closer together, by as much as experience says.
+    closer together, by as much as experience says. At most 10,000 are promised a place; who is beyond comes after them.
     """
 
     def __init__(self) -> None:
@@ -61,14 +61,16 @@ class Returns:
             return again_s
         if request_id in self._promised:
             return max(_LEAST_S, self._promised[request_id] - now_s)
+        if len(self._promised) >= _MOST:
+            # Nor does the line get longer: it would for as long as these take, even where nobody comes back.
+            return max(_LEAST_S, self._last_s - now_s)
         interval_s *= _MARGIN
         ahead, last_s = len(self) * self._returning, max(self._last_s, now_s)
         step_s = interval_s * self._returning
         # As the line says, and yet one after another: the interval is measured, and goes up and down.
         ideal_s = now_s + (ahead + 1) * interval_s
         self._last_s = min(max(ideal_s, last_s + step_s / 2), last_s + max(_LEAST_S, 2 * step_s))
-        if len(self._promised) < _MOST:
-            self._promised[request_id] = self._last_s
+        self._promised[request_id] = self._last_s
         return self._last_s - now_s
 
     def _learn(self, came: float) -> None:

@@ -41,8 +41,8 @@ class DnsSource:
             try:
                 async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
                     addresses = await self._resolve(self._name.host)
-            except OSError as exc:
-                # A timeout is one too.
+            except (OSError, UnicodeError) as exc:
+                # A timeout is an OSError; a name that is none in DNS cannot even be encoded.
                 self._note_failure(exc)
             else:
                 self._failed = False
@@ -57,13 +57,13 @@ class DnsSource:
             self._members[endpoint] = Member(self._stage, endpoint)
             roster.join(self._members[endpoint])
 
-    def _note_failure(self, exc: OSError) -> None:
+    def _note_failure(self, exc: Exception) -> None:
         if not self._failed:
             _log.warning(
                 "%s, where the replicas of stage %s are, cannot be resolved (%s); the %d known ones stay",
                 self._name.host,
                 self._stage,
-                exc or "no answer",
+                str(exc) or "no answer",
                 len(self._members),
             )
         self._failed = True

@@ -45,6 +45,8 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
                 while await _next(request_iterator, source.closed):
                     source.renew(lease)
                     yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
+                # A connection that breaks may look like a side that ended, but takes no answer: this raises then.
+                yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
                 source.leave(lease)
             finally:
                 source.disconnect(lease)

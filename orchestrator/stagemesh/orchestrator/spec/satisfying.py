@@ -3,7 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 
-from stagemesh.orchestrator.spec.conditions import Condition, Fact, Facts, Term
+from stagemesh.orchestrator.spec.conditions import Comparison, Condition, Fact, Facts, InputKind, Term
+
+_BESIDE_TOKENS: Sequence[InputKind] = ("text", "image", "audio", "video")
+_NEVER: Sequence[Condition] = tuple(
+    tuple(Term(Fact("input", kind), Comparison.IS, 1.0) for kind in ("tokens", other)) for other in _BESIDE_TOKENS
+)
+"""What no request is like: its prompt is tokens, or it is something else."""
 
 
 def find_facts(given: Condition, *, unless: Iterable[Condition] = ()) -> Facts | None:
@@ -13,7 +19,8 @@ def find_facts(given: Condition, *, unless: Iterable[Condition] = ()) -> Facts |
     """
     others = tuple(unless)
     values = _values(dict.fromkeys(chain(given, *others)))
-    return _search({}, given, others, values)
+    never = tuple(condition for condition in _NEVER if all(term.fact in values for term in condition))
+    return _search({}, given, others + never, values)
 
 
 def _search(

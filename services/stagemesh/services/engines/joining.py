@@ -82,14 +82,14 @@ async def merged(sources: Sequence[AsyncIterator[Packet]]) -> AsyncGenerator[Pac
     try:
         while reading:
             await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
-            for task in [task for task in reading if task.done()]:
-                source = reading.pop(task)
-                packet = task.result()
-                if packet is not None:
-                    reading[asyncio.ensure_future(_next(source))] = source
-                    yield packet
-                # What nobody uses any more is not to be held on to: a packet may hold a lease.
-                del packet, task
+            # One at a time: what nobody uses any more is not to be held on to, for a packet may hold a lease.
+            task = next(task for task in reading if task.done())
+            source = reading.pop(task)
+            packet = task.result()
+            if packet is not None:
+                reading[asyncio.ensure_future(_next(source))] = source
+                yield packet
+            del packet, task
     finally:
         for task in reading:
             task.cancel()

@@ -15,6 +15,7 @@ from stagemesh.services.serving.plugins import import_factory, load_engine_card
 from stagemesh.services.serving.server import Server
 from stagemesh.services.stage.control_servicer import SERVICE_NAME as CONTROL_NAME
 from stagemesh.services.stage.control_servicer import StageControlServicer
+from stagemesh.services.stage.load import ReplicaState
 from stagemesh.services.stage.registering import registered
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.servicer import SERVICE_NAME, StageServicer
@@ -65,7 +66,8 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
     # What is loaded stays: the garbage collector need not look through it again, which takes it tens of milliseconds.
     gc.collect()
     gc.freeze()
-    _set_serving(server, serving=True)
+    # It may have been drained already.
+    _set_serving(server, serving=runtime.state is ReplicaState.READY)
     server.set_health(CONTROL_NAME, serving=True)
     _log.info("ready")
     await _unless(stopping, runtime.watch_engine())

@@ -25,6 +25,8 @@ _RENEWALS = 3
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 2.0
 _REFUSED_PAUSE_S = 10.0
 _GOODBYE_S = 1.0
+_PASSING = frozenset({"NOT_RUNNING", "LEASE_ENDED"})
+"""Reasons why an orchestrator has it register again, at once."""
 _ANYWHERE = frozenset({"", "0.0.0.0", "[::]", "*"})  # noqa: S104
 
 
@@ -47,14 +49,20 @@ async def registered(config: StageConfig, *, incarnation: str, port: int) -> Asy
         endpoint=_advertised(config, port),
     )
     registrars = [Registrar(orchestrator, who) for orchestrator in config.orchestrators]
+    failure: Exception | None = None
     async with asyncio.TaskGroup() as group:
         for registrar in registrars:
             group.create_task(registrar.run(), name=f"register with {registrar.orchestrator}")
         try:
             yield
+        except Exception as exc:  # noqa: BLE001
+            # Raised below: the group would wrap it, and cancel those who are about to leave.
+            failure = exc
         finally:
             for registrar in registrars:
                 registrar.leave()
+    if failure is not None:
+        raise failure
 
 
 class Registrar:
@@ -64,12 +72,17 @@ class Registrar:
         self.orchestrator = orchestrator
         self._who = who
         self._leaving = asyncio.Event()
+        self._bound: asyncio.Timeout | None = None
+        """Of the registration that is held."""
         self._pause_s = _FIRST_PAUSE_S
         self._registered, self._complaint = False, ""
 
     def leave(self) -> None:
         """Has `run` take the replica off the list and return."""
-        self._leaving.set()
+        if not self._leaving.is_set():
+            self._leaving.set()
+            if self._bound is not None:
+                self._bound.reschedule(asyncio.get_running_loop().time() + _GOODBYE_S)
 
     async def run(self) -> None:
         """Registers, and again whenever that is lost; returns, within a second, once it has left."""
@@ -77,9 +90,14 @@ class Registrar:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)
             while not self._leaving.is_set():
                 try:
-                    await self._hold(stub)
+                    async with asyncio.timeout(None) as self._bound:
+                        await self._hold(stub)
+                except TimeoutError:
+                    _log.warning("orchestrator %s was silent when this replica left", self.orchestrator)
                 except StagemeshError as exc:
                     self._note_failure(exc)
+                finally:
+                    self._bound = None
                 await self._pause()
 
     async def _hold(self, stub: "membership_pb2_grpc.MembershipServiceAsyncStub") -> None:
@@ -115,7 +133,7 @@ class Registrar:
     def _note_failure(self, error: StagemeshError) -> None:
         """Says once why it is not registered; an orchestrator that refuses it is asked again only now and then."""
         self._registered = False
-        refused = not isinstance(error, UnavailableError | DeadlineError) and error.reason != "NOT_RUNNING"
+        refused = not isinstance(error, UnavailableError | DeadlineError) and error.reason not in _PASSING
         self._pause_s = _REFUSED_PAUSE_S if refused else min(_LAST_PAUSE_S, 2 * self._pause_s)
         if error.message != self._complaint:
             level = logging.ERROR if refused else logging.WARNING
@@ -129,11 +147,10 @@ class Registrar:
 
 async def _say_goodbye(call: _Call) -> None:
     """Ends our side, and waits a moment for the orchestrator to have taken that in."""
-    with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
-        async with asyncio.timeout(_GOODBYE_S):
-            await call.done_writing()
-            while await call.read() is not grpc.aio.EOF:
-                pass
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        await call.done_writing()
+        while await call.read() is not grpc.aio.EOF:
+            pass
 
 
 def _advertised(config: StageConfig, port: int) -> str:

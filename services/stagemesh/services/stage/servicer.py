@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -126,7 +127,12 @@ class _Pace:
             raise InvalidRequestError(
                 f"interval_s is {self.interval_s:g}; it must be {_MIN_INTERVAL_S:g} or more, or 0 for 1"
             )
-        self._rests = max(1, round(request.idle_interval_s / self.interval_s))
+        rests = request.idle_interval_s / self.interval_s
+        if not math.isfinite(rests):
+            raise InvalidRequestError(
+                f"idle_interval_s is {request.idle_interval_s:g}; it must be a number of seconds, or 0 for interval_s"
+            )
+        self._rests = max(1, round(rests))
         """Intervals between reports while there is nothing to do."""
         self._rested = self._rests
         self._was_busy = False

@@ -40,16 +40,16 @@ class RequestWord(StrEnum):
 def pipelines(
     server: Server = DEFAULT_SERVER, page_size: PageSize = 0, page_token: PageToken = "", as_json: AsJson = False
 ) -> None:
-    """Shows the pipelines that are served, and what became of their requests."""
+    """Shows the pipelines that are served, what became of their requests, and who has some there."""
     from stagemesh.orchestrator.cli.admin.connection import connected
     from stagemesh.orchestrator.cli.admin.showing import show_page
-    from stagemesh.orchestrator.cli.admin.views import pipelines_table
+    from stagemesh.orchestrator.cli.admin.views import pipelines_view
     from stagemesh.v1 import admin_pb2
 
     with connected(server) as admin:
         request = admin_pb2.ListPipelinesRequest(page_size=page_size, page_token=page_token)
         answer = admin.call(admin.admin.ListPipelines, request)
-    show_page(answer, pipelines_table(answer.pipelines), as_json=as_json, next_token=answer.next_page_token)
+    show_page(answer, pipelines_view(answer.pipelines), as_json=as_json, next_token=answer.next_page_token)
 
 
 def stages(

@@ -1,7 +1,7 @@
 """Calls of the controls of one replica, or of all of a stage's, one after the other."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import typer
@@ -12,7 +12,7 @@ from stagemesh.orchestrator.cli.admin.connection import AdminConnection, connect
 from stagemesh.orchestrator.cli.admin.plain import to_plain
 from stagemesh.v1 import admin_pb2
 
-_ALL = 1000
+_PAGE = 1000
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -37,10 +37,20 @@ def call_replicas(
 
 def replicas_of(admin: AdminConnection, target: str) -> list[str]:
     """The replica of this name, or those of the stage; raises NotFoundError."""
-    answer = admin.call(admin.admin.ListReplicas, admin_pb2.ListReplicasRequest(page_size=_ALL))
-    if target in {replica.name for replica in answer.replicas}:
+    known = list(_replicas(admin))
+    if target in {replica.name for replica in known}:
         return [target]
-    found = [replica.name for replica in answer.replicas if replica.stage == target]
+    found = [replica.name for replica in known if replica.stage == target]
     if not found:
         raise NotFoundError(f"no replica or stage {target!r} here", reason="UNKNOWN_TARGET")
     return found
+
+
+def _replicas(admin: AdminConnection) -> Iterator[admin_pb2.ReplicaStatus]:
+    request = admin_pb2.ListReplicasRequest(page_size=_PAGE)
+    while True:
+        answer = admin.call(admin.admin.ListReplicas, request)
+        yield from answer.replicas
+        if not answer.next_page_token:
+            return
+        request.page_token = answer.next_page_token

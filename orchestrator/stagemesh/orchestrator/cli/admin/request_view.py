@@ -110,7 +110,7 @@ def _waiting(flow: control_pb2.FlowReport) -> str:
 def _moments_table(answer: admin_pb2.GetRequestResponse) -> Table:
     table = make_table("when", "who", "what", right=("when",))
     for moment in moments(answer):
-        table.add_row(duration(moment.at_s), moment.who, moment.what)
+        table.add_row(duration(moment.at_s), moment.who, Text(moment.what))
     return table
 
 

@@ -37,6 +37,30 @@ def pipelines_table(pipelines: Iterable[admin_pb2.PipelineStatus]) -> Table:
     return table
 
 
+def pipelines_view(pipelines: Sequence[admin_pb2.PipelineStatus]) -> RenderableType:
+    """Pipelines, and who has requests there."""
+    parts: list[RenderableType] = [pipelines_table(pipelines)]
+    for each in pipelines:
+        if each.callers:
+            parts += ["", callers_table(each)]
+    return Group(*parts)
+
+
+def callers_table(pipeline: admin_pb2.PipelineStatus) -> Table:
+    """What each caller has that runs and waits."""
+    figures = ("in flight", "bytes", "queued", "queued bytes")
+    table = make_table("caller", *figures, right=figures)
+    for each in pipeline.callers:
+        table.add_row(
+            Text(each.caller) if each.caller else Text("without a name", "dim"),
+            str(each.in_flight),
+            size(each.in_flight_bytes),
+            str(each.queued),
+            size(each.queued_bytes),
+        )
+    return table
+
+
 def stages_table(stages: Iterable[admin_pb2.StageStatus]) -> Table:
     """Stages with their work."""
     figures = ("ready", "running", "queued", "work left", "finished", "failed", "outputs", "arena")
@@ -113,7 +137,7 @@ def requests_table(requests: Iterable[admin_pb2.RequestStatus], *, title: str | 
             f"{each.pieces:,}",
             size(each.size_bytes),
             str(each.priority),
-            each.error.message if each.HasField("error") else ", ".join(each.at_work),
+            Text(each.error.message if each.HasField("error") else ", ".join(each.at_work)),
         )
     return table
 

@@ -10,6 +10,9 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 Number: TypeAlias = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 
+_MAX_SIGMA = 10
+"""Of the logarithm; beyond it, no draw is of any use, and soon none is finite."""
+
 
 @dataclass(frozen=True)
 class Amount:
@@ -33,6 +36,8 @@ class Amount:
             raise ValueError(f"give {_FORMS}")
         if self.uniform is not None and self.uniform[0] > self.uniform[1]:
             raise ValueError("uniform goes from the lower number to the higher one")
+        if self.lognormal is not None and self.lognormal[1] > _MAX_SIGMA:
+            raise ValueError(f"lognormal's second number is a deviation of the logarithm, at most {_MAX_SIGMA}")
 
     def at(self, quantile: float) -> float:
         """The amount that this part of all draws, over 0 and under 1, stays under."""
@@ -97,7 +102,8 @@ class Dice:
     def quantile(self, *what: str | int) -> float:
         """A number over 0 and under 1, evenly spread."""
         digest = hashlib.blake2b(repr((self.seed, self.stage, what)).encode(), digest_size=8).digest()
-        return (int.from_bytes(digest) + 0.5) / (1 << 64)
+        # As many bits as a float holds beside the half, so that none is rounded up to 1.
+        return ((int.from_bytes(digest) >> 12) + 0.5) / (1 << 52)
 
     def draw(self, amount: Amount, *what: str | int) -> float:
         """An amount."""

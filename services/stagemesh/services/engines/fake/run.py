@@ -60,7 +60,9 @@ class FakeRun:
                 emission = Emission(Packet(made_of(self._function, given), {"step": self._step}))
                 disordered = self._faults.disorders(self._step)
                 self._step += 1
-                if disordered:
+                pauses = self._step - self._resumed == self._task.max_steps
+                # What comes late comes before a pause: nobody would emit it afterwards.
+                if disordered and not pauses:
                     late.append(emission)
                     continue
                 for each in (emission, *late):
@@ -69,7 +71,7 @@ class FakeRun:
                 yield Progress(self._step)
                 if self._options.checkpoint_steps and not self._step % self._options.checkpoint_steps:
                     yield Checkpoint(self._step)
-                if self._step - self._resumed == self._task.max_steps:
+                if pauses:
                     left = await self._state(inputs)
                     if left is not None:
                         yield Paused(left)
