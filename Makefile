@@ -63,11 +63,13 @@ stubs: # Write the stubs into $(OUT); tests/repository compares them with the co
 	python -m grpc_tools.protoc -I protos --python_out=$(OUT) --mypy_out=$(OUT) $(PROTOS)
 	python -m grpc_tools.protoc -I protos --grpc_python_out=$(OUT) --mypy_grpc_out=$(OUT) $(SERVICES)
 
-bench: models ## Measure the speech pipeline, the edges and the stages into out/bench-*.json
+bench: models ## Measure the speech pipeline, the edges, the stages and the orchestrator into out/bench-*.json
 	python -m benchmarks.speech --json out/bench-speech.json
 	python -m benchmarks.edges --json out/bench-edges.json
 	python -m benchmarks.ar_stage --json out/bench-ar-stage.json
 	python -m benchmarks.diffusion_stage --json out/bench-diffusion-stage.json
+	python -m benchmarks.orchestrator_idle --json out/bench-orchestrator-idle.json
+	python -m benchmarks.simulate --json out/bench-simulate.json
 
 lock: venv ## Pin anew what requirements/ holds
 	python requirements/lock.py

@@ -27,6 +27,7 @@ class Deployment:
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self.process = process
         self.endpoint = ""
+        self.admin_endpoint = ""
         self.statuses: dict[str, Mapping[str, Any]] = {}
         self.history: list[Mapping[str, Any]] = []
         self._changed = threading.Condition()
@@ -86,7 +87,7 @@ class Deployment:
             with self._changed:
                 self.history.append(document)
                 if document.get("event") == "ready":
-                    self.endpoint = document["endpoint"]
+                    self.endpoint, self.admin_endpoint = document["endpoint"], document["admin_endpoint"]
                 elif document.get("event") == "process":
                     self.statuses[document["name"]] = document
                 self._changed.notify_all()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from stagemesh.connectors.errors import OverloadedError, UnavailableError
 from tests.cli.commands import stagemesh
-from tests.client.scripted import ScriptedOrchestrator, admitted, audio, finished, text
+from tests.client.scripted import ScriptedOrchestrator, admitted, audio, finished, queued, text
 
 
 async def test_text_goes_to_stdout_and_the_rest_to_stderr(orchestrator: ScriptedOrchestrator) -> None:
@@ -37,6 +37,15 @@ async def test_options_reach_the_server(orchestrator: ScriptedOrchestrator) -> N
     request = orchestrator.requests[0]
     assert (request.input.text, list(request.outputs)) == ("from stdin", ["text", "audio"])
     assert (request.parameters.sampling.max_tokens, request.parameters.options["speed"]) == (9, 1.5)
+
+
+async def test_one_that_waits_says_so(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([queued(3, expected_wait_s=4.4), admitted(), text("Hi"), finished()])
+    ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--caller", "me", "--priority", "2")
+    assert (ran.stdout, ran.stderr.splitlines()[0]) == ("Hi\n", "queued: place 3, about 4 s")
+    assert (orchestrator.requests[0].caller, orchestrator.requests[0].priority) == ("me", 2)
+    silent = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--json")
+    assert "queued" not in silent.stderr
 
 
 async def test_all_of_sampling_can_be_said(orchestrator: ScriptedOrchestrator) -> None:

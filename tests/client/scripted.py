@@ -21,6 +21,7 @@ from stagemesh.v1.orchestrator_pb2 import (
     RequestAdmitted,
     RequestFinished,
     RequestProgress,
+    RequestQueued,
 )
 from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceServicer
 from stagemesh.v1.request_pb2 import Audio, Output, Timings, Usage
@@ -87,6 +88,11 @@ def admitted(request_id: str = "r", *, seed: int = 7) -> GenerateResponse:
     return GenerateResponse(
         admitted=RequestAdmitted(request_id=request_id, seed=seed, replicas={"thinker": "thinker-0"})
     )
+
+
+def queued(position: int, *, expected_wait_s: float = 1.5) -> GenerateResponse:
+    """A request waits."""
+    return GenerateResponse(queued=RequestQueued(request_id="r", position=position, expected_wait_s=expected_wait_s))
 
 
 def progress(stage: str, *, steps: int) -> GenerateResponse:

@@ -12,6 +12,7 @@ from stagemesh.client import (
     Content,
     Finished,
     Progress,
+    Queued,
     ReplicaState,
     RetryPolicy,
     Sound,
@@ -33,7 +34,7 @@ from stagemesh.services.serving.server import Server
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
 from stagemesh.v1.request_pb2 import Output, TokenIds
-from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, text
+from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text
 
 QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1)
 
@@ -67,11 +68,14 @@ async def test_result_knows_usage_and_edges(orchestrator: ScriptedOrchestrator) 
 async def test_arguments_reach_the_server(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([finished()])
     async with AsyncClient(orchestrator.endpoint) as client:
-        call = client.generate("hello", max_tokens=9, seed=0, options={"speed": 1.5}, outputs=["text"])
+        call = client.generate(
+            "hello", max_tokens=9, seed=0, options={"speed": 1.5}, outputs=["text"], priority=-3, caller="me"
+        )
         _ = [event async for event in call]
     request = orchestrator.requests[0]
     assert (request.input.text, list(request.outputs), request.request_id) == ("hello", ["text"], call.request_id)
     assert (request.parameters.sampling.max_tokens, request.parameters.options["speed"]) == (9, 1.5)
+    assert (request.priority, request.caller) == (-3, "me")
     assert request.parameters.HasField("seed")
     assert not request.parameters.sampling.HasField("temperature")
 
@@ -219,6 +223,20 @@ async def test_nothing_is_retried_once_admitted(orchestrator: ScriptedOrchestrat
             await client.generate("hello").result()
     assert caught.value.metadata["stage"] == "thinker"
     assert len(orchestrator.requests) == 1
+
+
+async def test_one_that_waits_hears_where_it_stands(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([queued(2), queued(1), admitted(), finished()])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        events = [event async for event in client.generate("hello")]
+    assert events[:2] == [Queued("r", 2, 1.5), Queued("r", 1, 1.5)]
+
+
+async def test_what_was_refused_in_the_queue_is_sent_again(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.extend([[queued(1), UnavailableError("it stops")], [admitted(), text("Hi"), finished()]])
+    async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
+        assert (await client.generate("hello").result()).text == "Hi"
+    assert len({request.request_id for request in orchestrator.requests}) == 1
 
 
 async def test_an_overloaded_server_is_asked_again_when_it_says_so(orchestrator: ScriptedOrchestrator) -> None:

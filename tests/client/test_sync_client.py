@@ -4,7 +4,7 @@ import pytest
 
 from stagemesh.client import Client, Result, RetryPolicy, Text
 from stagemesh.connectors.errors import NotFoundError, UnavailableError
-from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, text
+from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, queued, text
 
 QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1)
 
@@ -45,6 +45,11 @@ async def test_nothing_is_retried_once_admitted(orchestrator: ScriptedOrchestrat
     with pytest.raises(UnavailableError, match="thinker-0 died"):
         await asyncio.to_thread(_result, orchestrator.endpoint)
     assert len(orchestrator.requests) == 1
+
+
+async def test_what_was_refused_in_the_queue_is_sent_again(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.extend([[queued(1), UnavailableError("it stops")], [admitted(), text("Hi"), finished()]])
+    assert (await asyncio.to_thread(_result, orchestrator.endpoint)).text == "Hi"
 
 
 async def test_describe_and_cancel_work_without_asyncio(orchestrator: ScriptedOrchestrator) -> None:

@@ -73,7 +73,7 @@ def _assert_flat(before: Mapping[str, int], after: Mapping[str, int]) -> None:
 
 async def _kill_rounds(connector: str, rounds: int) -> None:
     shared_before = _shared_memory()
-    draw = random.Random(f"{connector} {rounds}")  # noqa: S311 - a test's own moments, the same every time
+    draw = random.Random(f"{connector} {rounds}")
     async with replica("s-0", limits=LIMITS) as survivor, replica("t-0", limits=LIMITS) as other:
         for number in range(WARM_UP_ROUNDS):
             await _round(survivor, other, number=number, connector=connector, draw=draw)

@@ -98,7 +98,7 @@ def _all(count: int) -> list[int]:
 
 def _some(count: int) -> list[int]:
     """Where flows begin and end, and some between."""
-    return [*range(5), *sorted(random.Random(count).sample(range(5, count - 2), 4)), count - 2, count - 1]  # noqa: S311
+    return [*range(5), *sorted(random.Random(count).sample(range(5, count - 2), 4)), count - 2, count - 1]
 
 
 async def _harm_each(fault: Fault, direction: Direction, *, connector: str, chosen: Callable[[int], list[int]]) -> None:

@@ -162,7 +162,7 @@ async def test_cancel_takes_effect_within_one_step(folder: Path, steps: Steps) -
 
 
 async def test_memory_stays_flat_over_five_hundred_cancels(folder: Path) -> None:
-    chance = random.Random(0)  # noqa: S311
+    chance = random.Random(0)
     async with started(folder, max_batch=4) as engine:
 
         async def cancel_some(number: int) -> int:

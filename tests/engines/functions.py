@@ -9,7 +9,7 @@ import numpy as np
 from stagemesh.connectors.base import Packet
 from stagemesh.connectors.errors import InvalidRequestError
 from stagemesh.connectors.tensors import Array, TensorSpec
-from stagemesh.services.engines.function.base import Call
+from stagemesh.services.engines.function.base import Call, OpensWithout
 from stagemesh.services.serving.plugins import Emitted, FunctionCard, OptionSpec, Signature
 
 NUMBERS = TensorSpec("float32", ("count",))
@@ -75,6 +75,23 @@ class Echo:
         return [[] if call.packet is None else [call.packet] for call in batch]
 
 
+class Telling(OpensWithout[frozenset[str]]):
+    """Emits the length of the name of each tensor that will not come, and then nothing."""
+
+    def __init__(self, model: object, options: Mapping[str, object]) -> None:
+        pass
+
+    def open_without(self, absent: frozenset[str], *, seed: int, options: Mapping[str, float]) -> frozenset[str]:
+        return absent
+
+    def open(self, *, seed: int, options: Mapping[str, float]) -> frozenset[str]:
+        raise AssertionError("open_without is called instead")
+
+    def __call__(self, batch: Sequence[Call[frozenset[str]]]) -> Sequence[Sequence[Packet]]:
+        lengths = [np.array([len(name) for name in sorted(call.state)], np.float32) for call in batch]
+        return [[Packet({"y": each})] if call.packet is None else [] for call, each in zip(batch, lengths, strict=True)]
+
+
 SUMMING = FunctionCard(
     Signature(
         accepts={"x": NUMBERS},
@@ -86,4 +103,10 @@ SUMMING = FunctionCard(
 ECHO = FunctionCard(
     Signature(emits={"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}),
     factory="tests.engines.functions:Echo",
+)
+TELLING = FunctionCard(
+    Signature(
+        accepts={"x": NUMBERS, "side": NUMBERS}, emits={"y": Emitted(NUMBERS)}, optional=frozenset({"x", "side"})
+    ),
+    factory="tests.engines.functions:Telling",
 )

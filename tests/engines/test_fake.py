@@ -1,21 +1,51 @@
 """The fake engine."""
 
 import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from pydantic import JsonValue
 
-from stagemesh.connectors.errors import InternalError, InvalidRequestError, NotFoundError, UnsupportedError
-from stagemesh.services.engines.base import SamplingOptions, Task, Usage
+from stagemesh.connectors.base import Packet
+from stagemesh.connectors.errors import InternalError, InvalidChunkError, InvalidRequestError, NotFoundError
+from stagemesh.connectors.tensors import Tensors
+from stagemesh.services.engines.base import Checkpoint, EngineEvent, Paused, SamplingOptions, Task, Usage
 from stagemesh.services.engines.fake import CARD
+from stagemesh.services.engines.fake.amounts import Amount, Dice
+from stagemesh.services.engines.fake.contents import frames_of, pack, unpack
 from stagemesh.services.engines.fake.engine import FakeEngine
+from stagemesh.services.engines.fake.pace import Pace
 from stagemesh.services.serving.plugins import load_engine_card
 from tests.engines.support import collect, packets, stage_config, text_of, text_stream
 
+BOUND_S = 5
 
-def fake(function: str = "source", **options: float) -> FakeEngine:
+
+def fake(function: str = "source", **options: JsonValue) -> FakeEngine:
     return FakeEngine(stage_config("fake", function=function, options=options))
+
+
+def one(kind: str, **more: JsonValue) -> JsonValue:
+    """The option faults with one of them."""
+    return [{"kind": kind, **more}]
+
+
+def steps_of(events: list[EngineEvent]) -> list[object]:
+    return [packet.metadata["step"] for packet in packets(events)]
+
+
+def made(events: list[EngineEvent]) -> list[tuple[object, list[bytes]]]:
+    """What was emitted, by step."""
+    return [
+        (packet.metadata["step"], [each.tobytes() for each in packet.tensors.values()]) for packet in packets(events)
+    ]
 
 
 def test_card_is_found_by_name() -> None:
@@ -23,7 +53,7 @@ def test_card_is_found_by_name() -> None:
 
 
 def test_unknown_function_names_those_known() -> None:
-    with pytest.raises(NotFoundError, match="known: source, relay, frames"):
+    with pytest.raises(NotFoundError, match="known: source, relay, frames, mix, sound"):
         CARD.signature("sauce", {})
 
 
@@ -79,6 +109,256 @@ async def test_tasks_over_the_limit_are_queued() -> None:
     assert engine.load().running == 0
 
 
-async def test_pausing_is_refused() -> None:
-    with pytest.raises(UnsupportedError):
-        await collect(fake().submit(Task("r", 0, "hi", max_steps=1)))
+async def test_mix_shifts_frames_by_what_the_text_says() -> None:
+    async def mixed(**tensors: bytes) -> bytes:
+        both = {name: frames_of(np.frombuffer(text, np.uint8)) if name == "frames" else np.frombuffer(text, np.uint8)
+                for name, text in tensors.items()}  # fmt: skip
+
+        async def flow() -> AsyncIterator[Packet]:
+            yield Packet(both)
+
+        events = await collect(fake("mix").submit(Task("r", 0, inlets={"in": flow()})))
+        return packets(events)[0].tensors["frames"].tobytes()
+
+    assert await mixed(frames=b"ab") == frames_of(np.frombuffer(b"ab", np.uint8)).tobytes()
+    assert await mixed(frames=b"ab", text=b"\x02\x01") == (frames_of(np.frombuffer(b"ab", np.uint8)) + 3).tobytes()
+    assert await mixed(text=b"\x01") == (frames_of(np.frombuffer(b"\x01", np.uint8)) + 1).tobytes()
+
+
+async def test_sound_is_within_its_bounds() -> None:
+    async def flow() -> AsyncIterator[Packet]:
+        yield Packet({"frames": frames_of(np.frombuffer(bytes(range(256)), np.uint8))})
+
+    sound = packets(await collect(fake("sound").submit(Task("r", 0, inlets={"in": flow()}))))[0].tensors["audio"]
+    assert sound.shape == (256 * 8,)
+    assert 0 <= sound.min() < sound.max() <= 1
+
+
+# -- amounts
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step_s": {"normal": 1}}, r"option step_s\.normal is 1"),
+        ({"step_s": {"uniform": [2, 1]}}, "uniform goes from the lower number to the higher one"),
+        ({"step_s": {}}, "give a number, or one of uniform, exponential, lognormal, one_of"),
+        ({"step_s": -1}, r"option step_s\.fixed is -1"),
+        ({"step_s": {"lognormal": [60, 20]}}, "lognormal's second number is a deviation of the logarithm, at most 10"),
+        ({"steps": "many"}, "option steps is 'many'.*it must be a number, or one of uniform"),
+        ({"faults": [{"kind": "explode"}]}, r"option faults\.0\.kind is 'explode'.*'error', 'hang'"),
+        ({"faults": [{"kind": "error", "probability": 2}]}, r"option faults\.0\.probability is 2"),
+        ({"faults": [{"kind": "error", "when": 2}]}, r"option faults\.0\.when is 2"),
+        ({"max_running": 0}, "option max_running is 0"),
+    ],
+)
+def test_options_that_do_not_hold_are_named_when_the_pipeline_loads(
+    options: dict[str, JsonValue], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        CARD.signature("source", options)
+
+
+async def test_amounts_are_drawn_by_the_requests_seed() -> None:
+    engine = fake(steps={"uniform": [2, 200]}, size_bytes={"lognormal": [100, 1.0]})
+    runs = [await collect(engine.submit(Task("r", seed, "hi"))) for seed in (1, 1, 2)]
+    sizes = [[packet.tensors["text"].nbytes for packet in packets(run)] for run in runs]
+    assert sizes[0] == sizes[1] != sizes[2]
+    assert len(sizes[0]) != len(sizes[2])
+    assert len(set(sizes[0])) > 1
+
+
+def test_no_draw_is_ever_out_of_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    highest = SimpleNamespace(digest=lambda: b"\xff" * 8)
+    monkeypatch.setattr("stagemesh.services.engines.fake.amounts.hashlib.blake2b", lambda *_, **__: highest)
+    assert 0 < Dice(0, "a").quantile("anything") < 1
+    assert Dice(0, "a").draw(Amount(one_of=(1, 2)), "anything") == 2
+
+
+async def test_another_stage_draws_other_amounts() -> None:
+    config = stage_config("fake", function="source", options={"size_bytes": {"uniform": [1, 1000]}})
+    engines = [FakeEngine(config), FakeEngine(replace(config, stage="other"))]
+    first, second = [text_of(await collect(engine.submit(Task("r", 1, "hi")))) for engine in engines]
+    assert len(first) != len(second)
+
+
+def paused(times: list[float], *, keeps: bool) -> list[float]:
+    """The pauses of steps of a second each that begin at these times."""
+    pace = Pace(keeps=keeps, clock=iter(times).__next__)
+    return [round(pace.pause_s(1.0), 6) for _ in times]
+
+
+def test_a_source_keeps_its_rate_and_does_not_hurry_after_a_wait() -> None:
+    assert paused([0.0, 1.1, 2.3, 9.0, 10.1], keeps=True) == [1.0, 0.9, 0.7, 1.0, 0.9]
+
+
+def test_a_step_of_what_comes_takes_its_time_from_then() -> None:
+    assert paused([0.0, 1.1, 2.3], keeps=False) == [1.0, 1.0, 1.0]
+
+
+# -- faults
+
+
+async def until_failed(engine: FakeEngine, seed: int) -> tuple[list[EngineEvent], InternalError | None]:
+    events: list[EngineEvent] = []
+    submitted = engine.submit(Task("r", seed, "hi"))
+    try:
+        while True:
+            events.append(await anext(submitted))
+    except InternalError as error:
+        return events, error
+    except StopAsyncIteration:
+        return events, None
+
+
+async def test_faults_strike_by_seed_and_never_change_what_is_made() -> None:
+    plain, faulty = fake(), fake(faults=one("error", probability=0.3, after_steps={"uniform": [0, 3]}))
+    struck = 0
+    for seed in range(60):
+        whole, (part, error) = (
+            made(await collect(plain.submit(Task("r", seed, "hi")))),
+            await until_failed(faulty, seed),
+        )
+        assert made(part) == whole[: len(made(part))]
+        assert (error is None) == (len(made(part)) == len(whole))
+        struck += error is not None
+    assert 8 <= struck <= 30
+
+
+async def test_a_fault_strikes_the_attempts_that_it_is_for() -> None:
+    once, twice, always = [fake(faults=one("error", attempts=count)) for count in (1, 2, 0)]
+
+    async def succeeds(engine: FakeEngine, attempt: int) -> bool:
+        try:
+            await collect(engine.submit(Task("r", 0, "hi", attempt=attempt)))
+        except InternalError:
+            return False
+        return True
+
+    assert [await succeeds(once, attempt) for attempt in (1, 2, 3)] == [False, True, True]
+    assert [await succeeds(twice, attempt) for attempt in (1, 2, 3)] == [False, False, True]
+    assert [await succeeds(always, attempt) for attempt in (1, 2, 3)] == [False, False, False]
+
+
+async def test_a_hang_says_nothing_until_it_is_aborted() -> None:
+    engine = fake(faults=one("hang", after_steps=1))
+    async with aclosing(engine.submit(Task("r", 0, "hi"))) as events:
+        for _ in range(2):
+            await anext(events)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await anext(events)
+    assert engine.load().running == 0
+
+
+EXITING = """
+import asyncio
+from stagemesh.services.engines.base import Task
+from tests.engines.test_fake import fake, one
+
+async def main():
+    async for event in fake(faults=one("exit", after_steps=1)).submit(Task("r", 0, "hi")):
+        print(type(event).__name__, flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_an_exit_ends_the_process_at_its_step() -> None:
+    ended = subprocess.run([sys.executable, "-c", EXITING], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert ended.stdout.split() == ["Emission", "Progress"]
+
+
+async def test_a_slow_task_makes_the_same_later() -> None:
+    loop, slow = asyncio.get_running_loop(), fake(faults=one("slow", after_steps=2, slow_s=0.05))
+    began_s = loop.time()
+    events = await collect(slow.submit(Task("r", 0, "hi")))
+    assert loop.time() - began_s >= 0.1
+    assert text_of(events) == text_of(await collect(fake().submit(Task("r", 0, "hi"))))
+
+
+async def test_a_disorder_swaps_two_outputs() -> None:
+    events = await collect(fake(faults=one("disorder", after_steps=1)).submit(Task("r", 0, "hi")))
+    assert steps_of(events) == [0, 2, 1, 3]
+
+
+async def test_a_disorder_does_not_keep_a_task_from_pausing() -> None:
+    engine = fake(faults=one("disorder", after_steps=1))
+    events = await collect(engine.submit(Task("r", 0, "hi", max_steps=2)))
+    assert steps_of(events) == [0, 1]
+    assert isinstance(events[-1], Paused)
+
+
+async def test_a_consumer_notices_what_comes_out_of_order() -> None:
+    async def flow() -> AsyncIterator[Packet]:
+        for step in (0, 2, 1):
+            yield Packet({"text": np.frombuffer(b"x", np.uint8)}, {"step": step})
+
+    with pytest.raises(InvalidChunkError, match="step 1 came after what it made at step 2") as caught:
+        await collect(fake("relay").submit(Task("r", 0, inlets={"in": flow()})))
+    assert caught.value.reason == "OUT_OF_ORDER"
+
+
+# -- going on
+
+
+def fed(function: str, **more: object) -> Task:
+    """A task with four inputs."""
+    return replace(Task("r", 3, inlets={"in": text_stream("ab", "c", "de", "f")}), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("function", ["source", "relay", "frames"])
+async def test_a_paused_task_goes_on_where_it_was_left(function: str) -> None:
+    def task(**more: object) -> Task:
+        return replace(Task("r", 3, "hi"), **more) if function == "source" else fed(function, **more)  # type: ignore[arg-type]
+
+    whole = await collect(fake(function).submit(task()))
+    events = await collect(fake(function).submit(task(max_steps=1)))
+    parts = made(events)
+    while isinstance(paused := events[-1], Paused):
+        events = await collect(fake(function).submit(task(max_steps=1, resume_from=paused.checkpoint, inlets={})))
+        parts += made(events)
+    assert isinstance(events[-1], Usage)
+    assert parts == made(whole)
+
+
+@pytest.mark.parametrize("function", ["source", "relay", "frames"])
+async def test_a_new_attempt_skips_what_its_checkpoint_has(function: str) -> None:
+    def task(**more: object) -> Task:
+        return replace(Task("r", 3, "hi"), **more) if function == "source" else fed(function, **more)  # type: ignore[arg-type]
+
+    whole = await collect(fake(function, checkpoint_steps=2).submit(task()))
+    checkpoint = next(event for event in whole if isinstance(event, Checkpoint))
+    rest = await collect(fake(function).submit(task(resume_from=checkpoint, attempt=2)))
+    assert steps_of(whole) == [0, 1, 2, 3]
+    assert steps_of(rest) == [2, 3]
+
+
+def test_inputs_that_wait_are_packed_and_come_out_as_they_were() -> None:
+    empty, text = np.zeros(0, np.uint8), np.frombuffer(b"ab", np.uint8)
+    inputs: list[Tensors] = [{"text": text}, {"frames": frames_of(text)}, {"text": empty, "frames": frames_of(text)}]
+    again = unpack(pack(inputs))
+    assert [{name: (t.tobytes(), t.shape) for name, t in each.items()} for each in again] == [
+        {name: (t.tobytes(), t.shape) for name, t in each.items()} for each in inputs
+    ]
+
+
+async def test_a_checkpoint_at_the_very_end_leaves_nothing_to_do() -> None:
+    events = await collect(fake().submit(Task("r", 3, "hi", resume_from=Checkpoint(4))))
+    assert [type(event) for event in events] == [Usage]
+
+
+async def test_the_work_left_goes_down_step_by_step() -> None:
+    engine = fake(steps=4, step_s=0.01)
+    left = [round(engine.load().work_s, 3) async for _ in engine.submit(Task("r", 0, "hi"))]
+    assert left == [0.03, 0.03, 0.02, 0.02, 0.01, 0.01, 0.0, 0.0, 0.0]
+    assert not engine.load().running
+
+
+async def test_memory_is_really_held() -> None:
+    engine = fake(memory_bytes=1 << 20)
+    await engine.start(print)
+    assert engine._memory.nbytes == 1 << 20
+    await engine.close()
+    assert engine._memory.nbytes == 0

@@ -12,7 +12,7 @@ from stagemesh.connectors.errors import InternalError, InvalidChunkError, Invali
 from stagemesh.services.engines.base import Progress, Task, Usage
 from stagemesh.services.engines.function.engine import FunctionEngine
 from stagemesh.services.serving.plugins import FunctionCard
-from tests.engines.functions import ECHO, ENTERED, GATE, SUMMING
+from tests.engines.functions import ECHO, ENTERED, GATE, SUMMING, TELLING
 from tests.engines.support import collect, numbers_task, packets, stage_config, stream, text_of
 
 
@@ -103,6 +103,14 @@ async def test_an_edge_that_ends_early_is_named(engine: FunctionEngine) -> None:
     task = Task("r", 0, inlets={"long": stream([1], [2]), "short": _renamed(stream([5]))})
     with pytest.raises(InvalidChunkError, match="edge short ended sooner"):
         await collect(engine.submit(task))
+
+
+async def test_a_function_is_told_what_will_not_come() -> None:
+    engine = make(TELLING)
+    await engine.start(quiet)
+    events = await collect(engine.submit(Task("r", 0, inlets={"in": stream([1])}, absent=frozenset({"side"}))))
+    assert values(packets(events)[-1]) == [len("side")]
+    await engine.close()
 
 
 async def test_wrong_tensor_is_refused(engine: FunctionEngine) -> None:

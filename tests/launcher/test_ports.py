@@ -13,6 +13,17 @@ def test_ports_are_free_and_never_the_same() -> None:
     assert all(port in CANDIDATES for port in ports)
 
 
+def test_the_port_beside_another_is_the_next_one_where_nobody_has_it() -> None:
+    picker = PortPicker()
+    port = picker.pick()
+    beside = picker.pick_beside(port)
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        taken = holder.getsockname()[1]
+        assert PortPicker().pick_beside(taken - 1) != taken
+    assert beside in {port + 1, *CANDIDATES}
+    assert picker.pick_beside(port) != beside
+
+
 def test_a_port_in_use_is_named_with_its_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]

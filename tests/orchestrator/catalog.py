@@ -5,7 +5,7 @@ from typing import TypeVar
 from stagemesh.connectors.errors import NotFoundError
 from stagemesh.connectors.tensors import TensorSpec
 from stagemesh.orchestrator.spec import Catalog
-from stagemesh.services.serving.plugins import Emitted, EngineCard, Signature, TransformCard
+from stagemesh.services.serving.plugins import Emitted, EngineCard, OptionSpec, Signature, TransformCard
 
 _TEXT = TensorSpec.parse("uint8[bytes]")
 _FRAMES = TensorSpec.parse("float32[frames, 8]")
@@ -17,6 +17,15 @@ _SIGNATURES = {
     ),
     "wide": Signature(accepts={"frames": TensorSpec.parse("float32[frames, 16]")}, emits={"text": Emitted(_TEXT)}),
     "mix": Signature(accepts={"text": _TEXT, "frames": _FRAMES}, emits={"text": Emitted(_TEXT)}),
+    "blend": Signature(
+        accepts={"text": _TEXT, "frames": _FRAMES},
+        emits={"frames": Emitted(_FRAMES)},
+        options={"speed": OptionSpec(1.0, 0.5, 2.0)},
+        optional=frozenset({"text", "frames"}),
+    ),
+    "drawl": Signature(
+        accepts={"frames": _FRAMES}, emits={"frames": Emitted(_FRAMES)}, options={"speed": OptionSpec(0.7, 0.5, 2.0)}
+    ),
 }
 _ENGINES = {
     "plain": EngineCard(
@@ -27,6 +36,7 @@ _ENGINES = {
         stage_options=frozenset({"max_len", "device"}),
     ),
     "heavy": EngineCard(factory="", signature=lambda *_: _SIGNATURES["talk"], needs_model=True),
+    "lone": EngineCard(factory="", signature=lambda *_: _SIGNATURES["blend"], needs_model=False, joins=False),
 }
 _TRANSFORMS = {
     "text.upper": TransformCard(takes={"text": _TEXT}, gives={"text": _TEXT}, factory=""),

@@ -12,10 +12,11 @@ from stagemesh.connectors.channels import open_channel
 from stagemesh.connectors.errors import StagemeshError
 from stagemesh.connectors.status import from_rpc_error
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
+from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.orchestrator.service import serving
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.services.serving.server import Server
-from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc, request_pb2, stage_pb2_grpc
+from stagemesh.v1 import control_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, request_pb2, stage_pb2_grpc
 from tests.orchestrator.scripted_stage import Probed, Script, ScriptedStage, say_hello
 from tests.serving.health_calls import Request as HealthRequest
 from tests.serving.health_calls import Response as HealthResponse
@@ -34,7 +35,7 @@ outputs: {first: a, last: c}
 DIAMOND = """
 pipeline: diamond
 stages:
-  join: {engine: fake, function: relay}
+  join: {engine: fake, function: relay, join: any}
   left: {engine: fake, function: relay}
   right: {engine: fake, function: relay}
   top: {engine: fake, function: source}
@@ -58,6 +59,8 @@ class Mesh:
     """Stops the orchestrator."""
     stages: dict[str, ScriptedStage] = field(default_factory=dict[str, ScriptedStage])
     servers: dict[str, Server] = field(default_factory=dict[str, Server])
+    admin: grpc.aio.Channel = field(kw_only=True)
+    """To the port for operators."""
 
     async def generate(
         self, **fields: "str | list[str] | request_pb2.Parameters"
@@ -126,17 +129,26 @@ async def mesh(
             stages[name].probed = (probed or {}).get(name, stages[name].probed)
             stages[name].description.pipeline = pipeline.name
             stages[name].description.generation = pipeline.generation
-            servers[name], endpoint = await _serve(stages[name])
+            servers[name], endpoint = await serve(stages[name])
             stack.push_async_callback(servers[name].stop, grace_s=0)
             addresses[name] = (ReplicaAddress(f"{name}-0", endpoint),)
-        config = OrchestratorConfig(str(path), addresses, "127.0.0.1:0", max_request_s=max_request_s, drain_s=drain_s)
+        admin_listen = f"127.0.0.1:{PortPicker().pick()}"
+        config = OrchestratorConfig(
+            str(path),
+            addresses,
+            "127.0.0.1:0",
+            admin_listen=admin_listen,
+            max_request_s=max_request_s,
+            drain_s=drain_s,
+        )
         service = await stack.enter_async_context(AsyncExitStack())
         port = await service.enter_async_context(serving(config, pipeline))
         channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{port}"))
         if ready:
             await until_health(channel, serving=True)
         stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
-        yield Mesh(pipeline, stub, channel, service.aclose, stages, servers)
+        admin = await stack.enter_async_context(open_channel(admin_listen))
+        yield Mesh(pipeline, stub, channel, service.aclose, stages, servers, admin=admin)
 
 
 async def until_health(channel: grpc.aio.Channel, *, serving: bool) -> None:
@@ -147,8 +159,10 @@ async def until_health(channel: grpc.aio.Channel, *, serving: bool) -> None:
             return
 
 
-async def _serve(stage: ScriptedStage) -> tuple[Server, str]:
+async def serve(stage: ScriptedStage) -> tuple[Server, str]:
+    """A server of the stage, and where it is."""
     server = Server("127.0.0.1:0")
     stage_pb2_grpc.add_StageServiceServicer_to_server(stage, server.grpc)
+    control_pb2_grpc.add_StageControlServiceServicer_to_server(stage.controls, server.grpc)
     server.set_health("", serving=True)
     return server, f"127.0.0.1:{await server.start()}"

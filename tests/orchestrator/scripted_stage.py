@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.connectors.errors import StagemeshError
 from stagemesh.services.serving.answering import answering, streaming
-from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2, stage_pb2_grpc
+from stagemesh.v1 import chunk_pb2, control_pb2, control_pb2_grpc, request_pb2, stage_pb2, stage_pb2_grpc
 
 if TYPE_CHECKING:
     import grpc
@@ -44,6 +44,31 @@ async def hang(stage: "ScriptedStage", request: stage_pb2.ExecuteStepRequest) ->
     await asyncio.Event().wait()
 
 
+class ScriptedControls(control_pb2_grpc.StageControlServiceServicer):
+    """A replica's controls, some of them: drains change what it describes, and the rest it cannot."""
+
+    def __init__(self, stage: "ScriptedStage") -> None:
+        self._stage = stage
+        self.slept: list[control_pb2.SleepRequest] = []
+        self.reports: list[control_pb2.StepReport] = []
+        """What ListSteps answers."""
+
+    async def Drain(self, request: control_pb2.DrainRequest, context: object) -> control_pb2.DrainResponse:
+        self._stage.description.state = stage_pb2.REPLICA_STATE_DRAINING
+        return control_pb2.DrainResponse(running=self._stage.running)
+
+    async def Resume(self, request: control_pb2.ResumeRequest, context: object) -> control_pb2.ResumeResponse:
+        self._stage.description.state = stage_pb2.REPLICA_STATE_READY
+        return control_pb2.ResumeResponse()
+
+    async def Sleep(self, request: control_pb2.SleepRequest, context: object) -> control_pb2.SleepResponse:
+        self.slept.append(request)
+        return control_pb2.SleepResponse(asleep=["weights"])
+
+    async def ListSteps(self, request: control_pb2.ListStepsRequest, context: object) -> control_pb2.ListStepsResponse:
+        return control_pb2.ListStepsResponse(steps=self.reports)
+
+
 class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
     """One replica."""
 
@@ -56,6 +81,8 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self.probes: list[stage_pb2.ProbeEdgeRequest] = []
         self.probed: list[Probed] = [stage_pb2.ProbeEdgeResponse()]
         """What ProbeEdge answers, the last one again and again; unset for what was asked for, and shm for auto."""
+        self.controls = ScriptedControls(self)  # type: ignore[abstract]
+        self.tells_load = True
         self.running = 0
         self.time_left_s = 0.0
         self.idle = asyncio.Event()
@@ -99,7 +126,8 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self, request: stage_pb2.WatchLoadRequest, context: object
     ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
         del request, context
-        yield stage_pb2.WatchLoadResponse()
+        if self.tells_load:
+            yield stage_pb2.WatchLoadResponse()
 
     async def PutChunk(
         self, request_iterator: AsyncIterator[stage_pb2.PutChunkRequest], context: object

@@ -1,27 +1,76 @@
-from pathlib import Path
+"""Admission through the whole orchestrator: who waits hears so, and can leave."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
 import pytest
 
-from stagemesh.connectors.errors import OverloadedError
-from stagemesh.orchestrator.admission import Admission
-from tests.orchestrator.mesh import CHAIN, ask, mesh
-from tests.orchestrator.scripted_stage import hang
+from stagemesh.connectors.errors import (
+    CancelledRequestError,
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
+from stagemesh.connectors.status import from_rpc_error
+from stagemesh.v1 import orchestrator_pb2, stage_pb2
+from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh, texts
+from tests.orchestrator.scripted_stage import Response, Script, ScriptedStage, hang, say_hello
+
+if TYPE_CHECKING:
+    Call = grpc.aio.UnaryStreamCall[orchestrator_pb2.GenerateRequest, orchestrator_pb2.GenerateResponse]
+
+ONE = CHAIN + "limits: {max_in_flight: 1}\n"
+ONE_WITHOUT_QUEUE = CHAIN + "limits: {max_in_flight: 1, max_queued: 0}\n"
 
 
-class _Clock:
-    now_s = 0.0
+def _once(gate: asyncio.Event) -> Script:
+    """Says hello once the gate is open."""
 
-    def __call__(self) -> float:
-        return self.now_s
+    async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        stage.started.set()
+        await gate.wait()
+        async for response in say_hello(stage, request):
+            yield response
+
+    return script
 
 
-async def test_a_request_beyond_the_limit_is_told_when_to_come_back(tmp_path: Path) -> None:
-    limited = CHAIN + "limits: {max_in_flight: 1}\n"
-    async with mesh(tmp_path, limited, scripts={"a": hang}) as chain:
-        call = chain.stub.Generate(ask())
-        await chain.stages["a"].started.wait()
+async def _queued(chain: Mesh, **fields: str) -> "Call":
+    """A call that waits, behind one that runs."""
+    call = chain.stub.Generate(ask(**fields), timeout=20)
+    async for event in call:
+        assert event.HasField("queued")
+        break
+    return call
+
+
+async def _running(chain: Mesh) -> "Call":
+    call = chain.stub.Generate(ask(request_id="running"), timeout=20)
+    await chain.stages["c"].started.wait()
+    return call
+
+
+async def _error(call: "Call") -> Exception:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        _ = [event async for event in call]
+    return from_rpc_error(caught.value, peer="the orchestrator")
+
+
+async def _until_queued(chain: Mesh, count: int) -> None:
+    async with asyncio.timeout(2):
+        while (await chain.describe()).queued != count:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_request_beyond_the_limits_is_told_when_to_come_back(tmp_path: Path) -> None:
+    async with mesh(tmp_path, ONE_WITHOUT_QUEUE, scripts={"c": hang}) as chain:
+        call = await _running(chain)
         error = await chain.failure()
-        assert len(chain.stages["a"].requests) == 1
+        assert len(chain.stages["c"].requests) == 1
         call.cancel()
     assert isinstance(error, OverloadedError)
     assert error.reason == "ADMISSION_LIMIT"
@@ -30,7 +79,7 @@ async def test_a_request_beyond_the_limit_is_told_when_to_come_back(tmp_path: Pa
 
 
 async def test_a_finished_request_leaves_its_place_to_the_next(tmp_path: Path) -> None:
-    async with mesh(tmp_path, CHAIN + "limits: {max_in_flight: 1}\n") as chain:
+    async with mesh(tmp_path, ONE_WITHOUT_QUEUE) as chain:
         for _ in range(5):
             await chain.generate()
 
@@ -38,21 +87,117 @@ async def test_a_finished_request_leaves_its_place_to_the_next(tmp_path: Path) -
 async def test_a_request_that_cannot_be_planned_holds_nothing(tmp_path: Path) -> None:
     async with mesh(tmp_path, ready=False) as chain:
         await chain.servers["b"].stop(grace_s=0)
-        await chain.failure()
+        first, second = await chain.failure(request_id="r1"), await chain.failure(request_id="r1")
         described = await chain.describe()
+    assert isinstance(first, UnavailableError)
+    assert isinstance(second, UnavailableError)
     assert described.in_flight == 0
     assert [replica.running for stage in described.stages for replica in stage.replicas] == [0, 0, 0]
 
 
-def test_the_pause_is_what_requests_take_shared_among_those_that_run() -> None:
-    clock = _Clock()
-    admission = Admission(2, clock=clock)
-    for _ in range(60):
-        give_back = admission.admit()
-        clock.now_s += 8.0
-        give_back()
-    admission.admit()
-    admission.admit()
-    with pytest.raises(OverloadedError) as caught:
-        admission.admit()
-    assert caught.value.retry_after_s == pytest.approx(4.0, rel=0.01)
+async def test_one_that_waits_hears_so_and_runs_when_its_turn_comes(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+    async with mesh(tmp_path, ONE, scripts={"c": _once(gate)}) as chain:
+        first = await _running(chain)
+        second = chain.stub.Generate(ask(request_id="r1"), timeout=20)
+        await _until_queued(chain, 1)
+        gate.set()
+        events = [event async for event in second]
+        _ = [event async for event in first]
+    assert (events[0].queued.request_id, events[0].queued.position) == ("r1", 1)
+    assert events[0].queued.expected_wait_s > 0
+    assert events[1].HasField("admitted")
+    assert texts(events, "last") == "c done"
+
+
+async def test_a_client_that_hangs_up_in_the_queue_leaves_at_once(tmp_path: Path) -> None:
+    async with mesh(tmp_path, ONE, scripts={"c": hang}) as chain:
+        running, waiting = await _running(chain), await _queued(chain)
+        waiting.cancel()
+        await _until_queued(chain, 0)
+        running.cancel()
+        await chain.until_idle()
+        assert len(chain.stages["c"].requests) == 1
+
+
+async def test_a_request_can_be_cancelled_in_the_queue(tmp_path: Path) -> None:
+    async with mesh(tmp_path, ONE, scripts={"c": hang}) as chain:
+        running, waiting = await _running(chain), await _queued(chain, request_id="r1")
+        await chain.cancel("r1")
+        assert (await chain.describe()).queued == 0
+        assert isinstance(await _error(waiting), CancelledRequestError)
+        running.cancel()
+
+
+async def test_a_second_call_attaches_to_one_that_waits(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+    async with mesh(tmp_path, ONE, scripts={"c": _once(gate)}) as chain:
+        running = await _running(chain)
+        first, second = await _queued(chain, request_id="r1"), await _queued(chain, request_id="r1")
+        assert (await chain.describe()).queued == 1
+        first.cancel()
+        gate.set()
+        events = [event async for event in second]
+        _ = [event async for event in running]
+        assert len(chain.stages["c"].requests) == 2
+    assert texts(events, "last") == "c done"
+
+
+async def test_stopping_refuses_those_who_wait_and_lets_them_try_again(tmp_path: Path) -> None:
+    async with mesh(tmp_path, ONE, scripts={"c": hang}, drain_s=20) as chain:
+        running, waiting = await _running(chain), await _queued(chain)
+        stopping = asyncio.ensure_future(chain.stop())
+        error = await _error(waiting)
+        assert not running.done()
+        running.cancel()
+        await stopping
+    assert isinstance(error, UnavailableError)
+    assert (error.reason, error.retry_after_s) == ("NOT_RUNNING", 1.0)
+
+
+async def test_who_was_refused_in_the_queue_may_come_again_under_its_id(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+    limited = CHAIN + "limits: {max_in_flight: 1, max_queued: 1}\n"
+    async with mesh(tmp_path, limited, scripts={"c": _once(gate)}) as chain:
+        running, pushed_out = await _running(chain), await _queued(chain, request_id="r1")
+        urgent = ask()
+        urgent.priority = 1
+        other = chain.stub.Generate(urgent, timeout=20)
+        assert isinstance(await _error(pushed_out), OverloadedError)
+        gate.set()
+        for call in (running, other):
+            _ = [event async for event in call]
+        assert texts(await chain.generate(request_id="r1"), "last") == "c done"
+
+
+async def test_a_deadline_that_passes_in_the_queue_ends_the_request(tmp_path: Path) -> None:
+    async with mesh(tmp_path, ONE, scripts={"c": hang}, max_request_s=1.5) as chain, asyncio.TaskGroup() as group:
+        running = group.create_task(chain.failure(request_id="running"))
+        await chain.stages["c"].started.wait()
+        waiting = await _queued(chain)
+        await asyncio.wait([running])
+        error = await _error(waiting)
+    assert isinstance(error, DeadlineError)
+
+
+@pytest.mark.parametrize("caller", ["a b", "x" * 129, "é"])
+async def test_a_caller_that_is_no_name_is_refused(tmp_path: Path, caller: str) -> None:
+    async with mesh(tmp_path) as chain:
+        error = await chain.failure(caller=caller)
+    assert isinstance(error, InvalidRequestError)
+    assert error.reason == "INVALID_CALLER"
+
+
+async def test_limits_of_a_caller_hold_for_it_alone(tmp_path: Path) -> None:
+    limited = CHAIN + "limits: {per_caller: {max_in_flight: 1, max_queued: 0}}\n"
+    async with mesh(tmp_path, limited, scripts={"c": hang}) as chain:
+        calls = [chain.stub.Generate(ask(caller="a"), timeout=20)]
+        await chain.stages["c"].started.wait()
+        error = await chain.failure(caller="a")
+        calls.append(chain.stub.Generate(ask(caller="b"), timeout=20))
+        async for event in calls[1]:
+            assert event.HasField("admitted")
+            break
+        for call in calls:
+            call.cancel()
+    assert (isinstance(error, OverloadedError), getattr(error, "reason", "")) == (True, "CALLER_LIMIT")

@@ -57,6 +57,44 @@ async def test_a_diamond_is_bound_at_all_its_edges(tmp_path: Path) -> None:
     ]
 
 
+CONDITIONAL = """
+pipeline: conditional
+options: {side: {default: 0, minimum: 0, maximum: 1}}
+stages:
+  top: {engine: fake, function: source}
+  text: {engine: fake, function: relay, when: {option: side, is: 1}}
+  frames: {engine: fake, function: frames}
+  join: {engine: fake, function: mix, join: [frames]}
+edges:
+  - {from: top, to: text}
+  - {from: top, to: frames}
+  - {from: text, to: join}
+  - {from: frames, to: join}
+outputs: {end: join}
+"""
+
+
+async def test_a_stage_is_told_what_its_request_leaves_out(tmp_path: Path) -> None:
+    async with mesh(tmp_path, CONDITIONAL) as conditional:
+        events = await conditional.generate()
+        assert not conditional.stages["text"].requests
+        (asked,) = conditional.stages["join"].requests
+    assert set(events[0].admitted.replicas) == {"top", "frames", "join"}
+    assert list(asked.absent) == ["text"]
+    assert [(binding.edge, binding.apart) for binding in asked.inputs] == [("frames->join", False)]
+
+
+async def test_an_option_of_the_pipeline_goes_to_no_stage(tmp_path: Path) -> None:
+    async with mesh(tmp_path, CONDITIONAL) as conditional:
+        await conditional.generate(parameters=request_pb2.Parameters(options={"side": 1.0}))
+        (asked,) = conditional.stages["join"].requests
+        error = await conditional.failure(parameters=request_pb2.Parameters(options={"side": 2.0}))
+    assert not asked.parameters.options
+    assert not asked.absent
+    assert {binding.edge: binding.apart for binding in asked.inputs} == {"text->join": True, "frames->join": False}
+    assert "option 'side' is 2.0; it must be from 0.0 to 1.0" in error.message
+
+
 async def test_chunk_policies_reach_the_producers(tmp_path: Path) -> None:
     async with mesh(tmp_path, DIAMOND) as diamond:
         await diamond.generate()

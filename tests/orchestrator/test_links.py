@@ -1,16 +1,22 @@
 """Edges are probed once both ends are ready; a fixed connector that cannot work keeps the pipeline from starting."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 from stagemesh.connectors.base import StepPolicy
-from stagemesh.connectors.errors import NotReadyError, UnavailableError
+from stagemesh.connectors.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.connectors.negotiation import EdgeProbe
+from stagemesh.connectors.pulse import Pulse
 from stagemesh.connectors.wire import error_to_wire
 from stagemesh.orchestrator.config import ReplicaAddress
-from stagemesh.orchestrator.links import EdgeLinks
-from stagemesh.orchestrator.replica import Replica, ReplicaState
+from stagemesh.orchestrator.connection import GrpcConnection
+from stagemesh.orchestrator.links import PARTNERS, EdgeLinks
+from stagemesh.orchestrator.replica import Replica
 from stagemesh.orchestrator.spec import Edge
 from stagemesh.orchestrator.stages import StageClient
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
@@ -39,10 +45,36 @@ async def _until_refused(chain: Mesh) -> orchestrator_pb2.EdgeLink:
             await asyncio.sleep(0.01)
 
 
-def _replica(name: str) -> Replica:
-    replica = Replica(name[0], ReplicaAddress(name, "h:1"), cast("StageClient", None), on_change=lambda: None)
-    replica.observe(ReplicaState.READY, "")
-    return replica
+class _Answering:
+    """A client that says of every edge that it works, or what it is told to."""
+
+    def __init__(self, error: StagemeshError | None = None) -> None:
+        self.error = error
+        self.asked: list[str] = []
+
+    async def probe_edge(self, edge: str, *, consumer: str, **_: object) -> EdgeProbe:
+        self.asked.append(consumer)
+        if self.error is not None:
+            raise self.error
+        return EdgeProbe("nixl", {})
+
+
+def _replica(name: str, client: _Answering | None = None) -> Replica:
+    address = ReplicaAddress(name, f"h:{name}")
+    return Replica(name[0], address, cast("StageClient", client or _Answering()), on_change=lambda: None)
+
+
+@asynccontextmanager
+async def _kept(links: EdgeLinks) -> AsyncGenerator[Pulse]:
+    """The links' own task; fires when one is known."""
+    changed = Pulse()
+    task = asyncio.create_task(links.keep(on_change=changed.fire))
+    try:
+        async with asyncio.timeout(5):
+            yield changed
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_each_edge_is_described_with_what_it_uses(tmp_path: Path) -> None:
@@ -127,11 +159,65 @@ async def test_replica_that_was_away_is_probed_again(tmp_path: Path) -> None:
         assert [len(chain.stages[name].probes) for name in "ab"] == [2, 2]
 
 
-def test_a_replica_that_joins_holds_nothing_up() -> None:
+async def test_a_replica_that_joins_holds_nothing_up() -> None:
     links = EdgeLinks((_EDGE,))
-    one, *others = links.join({"a": (_replica("a-0"),), "b": (_replica("b-0"), _replica("b-1"))})
+    async with _kept(links) as changed:
+        for name in ("a-0", "b-0"):
+            links.joined(_replica(name))
+        assert not links.ready
+        await changed.wait()
+        assert links.ready
+        links.joined(_replica("b-1"))
+        assert links.ready
+        links.joined(_replica("a-1", _Answering(BROKEN)))
+        while links.ready:
+            await changed.wait()
+
+
+async def test_a_replica_that_left_is_forgotten() -> None:
+    links = EdgeLinks((_EDGE,))
+    replicas = [_replica(name) for name in ("a-0", "a-1", "b-0", "b-1")]
+    async with _kept(links) as changed:
+        for replica in replicas:
+            links.joined(replica)
+        await changed.wait()
+        for replica in replicas:
+            links.left(replica)
+            links.left(replica)
+    assert not links.of(_EDGE)
     assert not links.ready
-    one.probe = EdgeProbe("nixl", {})
-    assert links.ready
-    others[0].error = BROKEN
-    assert not links.ready
+    assert all(not held for held in (links._by_replica, links._ready, links._settled[_EDGE.name]))
+
+
+async def test_a_replica_that_leaves_while_it_is_asked_ends_no_asking() -> None:
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as silent:
+        endpoint = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        connection = GrpcConnection("a", name="a-0", endpoint=endpoint)
+        asking = asyncio.create_task(
+            connection.client.probe_edge("a->b", consumer="b-0", endpoint="h:1", connector="auto", timeout_s=20)
+        )
+        await asyncio.sleep(0)
+        await connection.close()
+        with pytest.raises(UnavailableError, match="a-0"):
+            await asking
+
+
+async def test_links_grow_with_the_replicas_and_not_with_their_pairs() -> None:
+    links = EdgeLinks((_EDGE,))
+    before = len(asyncio.all_tasks())
+    async with _kept(links):
+        for number in range(100):
+            links.joined(_replica(f"a-{number}"))
+            links.joined(_replica(f"b-{number}"))
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) - before < 20
+    assert 100 <= len(links.of(_EDGE)) <= 200 * PARTNERS
+
+
+async def test_a_replica_whose_partners_all_left_gets_others() -> None:
+    links = EdgeLinks((_EDGE,), partners=1)
+    one, *others = (_replica(name) for name in ("a-0", "b-0", "b-1"))
+    for replica in (*others, one):
+        links.joined(replica)
+    links.left(links.of(_EDGE)[0].consumer)
+    assert [link.producer for link in links.of(_EDGE)] == [one]

@@ -85,6 +85,11 @@ def test_an_unknown_key_in_a_config_is_named(tmp_path: Path) -> None:
         load_orchestrator_config(path)
 
 
+def test_operators_are_not_served_on_the_port_of_clients() -> None:
+    with pytest.raises(ValueError, match="admin_listen is h:3"):
+        OrchestratorConfig("x", {}, "h:3", admin_listen="h:3")
+
+
 def test_replica_names_are_unique() -> None:
     twice = (ReplicaAddress("a-0", "h:1"), ReplicaAddress("a-0", "h:2"))
     with pytest.raises(ValueError, match="a-0 more than once"):

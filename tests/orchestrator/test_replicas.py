@@ -1,15 +1,18 @@
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from stagemesh.connectors.errors import UnavailableError
+from stagemesh.connectors.errors import StagemeshError, UnavailableError
+from stagemesh.orchestrator.book import ReplicaBook
 from stagemesh.orchestrator.config import ReplicaAddress
 from stagemesh.orchestrator.planner import Planner
 from stagemesh.orchestrator.replica import Replica, ReplicaState
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.orchestrator.stages import GrpcStageClient
+from stagemesh.orchestrator.stages import StageClient
 from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import CHAIN, mesh, until_health
+from tests.orchestrator.replicas import ready_replica
 from tests.serving.health_calls import Request, Response, check
 
 
@@ -19,61 +22,116 @@ def pipeline(tmp_path: Path) -> Pipeline:
     return load_pipeline(str(tmp_path / "chain.yaml"))
 
 
-class _IdleClient(GrpcStageClient):
-    def __init__(self) -> None:
-        pass
-
-
-def _replicas(pipeline: Pipeline, count: int) -> dict[str, tuple[Replica, ...]]:
-    changes: list[None] = []
-    made = {
-        stage: tuple(
-            Replica(
-                stage,
-                ReplicaAddress(f"{stage}-{i}", f"h:{i}"),
-                _IdleClient(),
-                on_change=lambda: changes.append(None),
-            )
-            for i in range(count)
-        )
-        for stage in pipeline.stages
-    }
-    for replica in (replica for group in made.values() for replica in group):
-        replica.observe(ReplicaState.READY, "")
-    return made
+def _book(pipeline: Pipeline, count: int) -> ReplicaBook:
+    book = ReplicaBook()
+    for stage in pipeline.stages:
+        for number in range(count):
+            ready_replica(f"{stage}-{number}", pipeline, book=book)
+    return book
 
 
 def test_requests_spread_over_the_replicas(pipeline: Pipeline) -> None:
-    planner = Planner(pipeline, _replicas(pipeline, 2))
-    chosen = [planner.plan(["last"]).replicas["b"] for _ in range(4)]
-    assert chosen == ["b-0", "b-1", "b-0", "b-1"]
+    planner = Planner(pipeline, _book(pipeline, 2))
+    chosen = [planner.plan(pipeline.route(["last"])).replicas["b"] for _ in range(4)]
+    assert sorted(chosen) == ["b-0", "b-0", "b-1", "b-1"]
 
 
 def test_a_released_plan_makes_its_replica_the_first_choice_again(pipeline: Pipeline) -> None:
-    planner = Planner(pipeline, _replicas(pipeline, 2))
-    planner.plan(["last"]).release()
-    assert planner.plan(["last"]).replicas["b"] == "b-0"
+    book = _book(pipeline, 2)
+    planner = Planner(pipeline, book)
+    first = planner.plan(pipeline.route(["last"]))
+    planner.plan(pipeline.route(["last"]))
+    first.release()
+    first.release()
+    assert planner.plan(pipeline.route(["last"])).replicas["b"] == first.replicas["b"]
+    assert [replica.running for replica in book.of("b")] == [1, 1]
 
 
 def test_only_ready_replicas_are_chosen(pipeline: Pipeline) -> None:
-    replicas = _replicas(pipeline, 2)
-    replicas["b"][0].observe(ReplicaState.DRAINING, "")
-    assert Planner(pipeline, replicas).plan(["last"]).replicas["b"] == "b-1"
+    book = _book(pipeline, 2)
+    book.of("b")[0].observe(ReplicaState.DRAINING, "")
+    assert {Planner(pipeline, book).plan(pipeline.route(["last"])).replicas["b"] for _ in range(20)} == {"b-1"}
+
+
+def test_one_that_leaves_takes_no_more_whatever_it_says(pipeline: Pipeline) -> None:
+    book = _book(pipeline, 2)
+    leaving = book.of("b")[0]
+    leaving.leave("it said so")
+    leaving.observe(ReplicaState.READY, "")
+    assert {Planner(pipeline, book).plan(pipeline.route(["last"])).replicas["b"] for _ in range(20)} == {"b-1"}
+    assert (leaving.state, leaving.detail) == (ReplicaState.DRAINING, "it said so")
 
 
 def test_a_stage_without_a_ready_replica_is_named_with_their_states(pipeline: Pipeline) -> None:
-    replicas = _replicas(pipeline, 2)
-    replicas["b"][0].observe(ReplicaState.LOADING, "reading weights")
-    replicas["b"][1].observe(ReplicaState.UNREACHABLE, "")
+    book = _book(pipeline, 2)
+    book.of("b")[0].observe(ReplicaState.LOADING, "reading weights")
+    book.of("b")[1].observe(ReplicaState.UNREACHABLE, "")
     with pytest.raises(UnavailableError, match=r"stage 'b' is ready: b-0 loading \(reading weights\), b-1 unreachable"):
-        Planner(pipeline, replicas).plan(["last"])
-    assert replicas["a"][0].running == 0
+        Planner(pipeline, book).plan(pipeline.route(["last"]))
+    assert book.of("a")[0].running == 0
 
 
-async def test_a_stage_that_is_not_needed_need_not_be_ready(pipeline: Pipeline) -> None:
-    replicas = _replicas(pipeline, 1)
-    replicas["c"][0].observe(ReplicaState.FAILED, "")
-    assert set(Planner(pipeline, replicas).plan(["first"]).replicas) == {"a"}
+def test_a_message_names_a_few_of_many_replicas(pipeline: Pipeline) -> None:
+    book = _book(pipeline, 100)
+    for replica in book.of("b"):
+        replica.observe(ReplicaState.LOADING, "")
+    with pytest.raises(UnavailableError, match="and 92 more") as caught:
+        Planner(pipeline, book).plan(pipeline.route(["last"]))
+    assert len(caught.value.message) < 400
+
+
+def test_a_stage_that_is_not_needed_need_not_be_ready(pipeline: Pipeline) -> None:
+    book = _book(pipeline, 1)
+    book.of("c")[0].observe(ReplicaState.FAILED, "")
+    assert set(Planner(pipeline, book).plan(pipeline.route(["first"])).replicas) == {"a"}
+
+
+def test_a_plan_is_of_one_generation(pipeline: Pipeline) -> None:
+    book = ReplicaBook()
+    for stage in pipeline.stages:
+        for generation in ("old", "new"):
+            ready_replica(f"{stage}-{generation}", pipeline, book=book, generation=generation)
+    planner = Planner(pipeline, book)
+    plans = [planner.plan(pipeline.route(["last"])) for _ in range(50)]
+    assert {frozenset(plan.replicas.values()) for plan in plans} == {
+        frozenset({"a-old", "b-old", "c-old"}),
+        frozenset({"a-new", "b-new", "c-new"}),
+    }
+
+
+def test_a_generation_takes_requests_once_all_its_stages_are_ready(pipeline: Pipeline) -> None:
+    book = _book(pipeline, 1)
+    ready_replica("a-new", pipeline, book=book, generation="new")
+    planner = Planner(pipeline, book)
+    assert {planner.plan(pipeline.route(["last"])).replicas["a"] for _ in range(20)} == {"a-0"}
+    book.of("b")[0].observe(ReplicaState.DRAINING, "")
+    ready_replica("b-new", pipeline, book=book, generation="new")
+    with pytest.raises(UnavailableError, match="of no one generation"):
+        planner.plan(pipeline.route(["last"]))
+
+
+def test_another_replica_of_the_generation_is_chosen_again(pipeline: Pipeline) -> None:
+    book = _book(pipeline, 2)
+    ready_replica("b-new", pipeline, book=book, generation="new")
+    planner = Planner(pipeline, book)
+    plan = planner.plan(pipeline.route(["last"]))
+    lost = plan.steps[1].replica
+    again = planner.choose_again("b", plan, avoid=[lost])
+    assert again in set(book.of("b")[:2]) - {lost}
+    with pytest.raises(UnavailableError, match="no replica of stage 'b'"):
+        planner.choose_again("b", plan, avoid=[lost, again])
+
+
+def test_whoever_planned_on_a_replica_hears_of_its_end(pipeline: Pipeline) -> None:
+    replica = ready_replica("a-0", pipeline)
+    heard: list[StagemeshError] = []
+    replica.on_gone(heard.append)
+    take_back = replica.on_gone(lambda _: pytest.fail("it was taken back"))
+    take_back()
+    for cause in ("died", "died again"):
+        replica.end(UnavailableError(cause))
+    replica.on_gone(heard.append)
+    assert [error.message for error in heard] == ["died", "died"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +146,7 @@ def test_a_replica_that_belongs_elsewhere_is_refused(pipeline: Pipeline, field: 
         state=stage_pb2.REPLICA_STATE_READY,
     )
     setattr(said, field, value)
-    replica = _replicas(pipeline, 1)["a"][0]
+    replica = Replica("a", ReplicaAddress("a-0", "h:1"), cast("StageClient", None), on_change=lambda: None)
     replica.observe_description(said, pipeline)
     assert replica.state is ReplicaState.FAILED
     assert replica.detail.startswith(f"refused: its {field.replace('_', ' ')} is {value}, expected")

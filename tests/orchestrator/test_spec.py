@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.connectors.base import AUTO, GRPC, SHM, FramesPolicy, StepPolicy, WholePolicy
-from stagemesh.orchestrator.spec import Pipeline, explain, load_pipeline, shipped_pipelines
+from stagemesh.orchestrator.spec import Bounds, Limits, Pipeline, explain, load_pipeline, shipped_pipelines
 from tests.orchestrator.catalog import CATALOG
 from tests.orchestrator.test_spec_errors import GOOD
 
@@ -96,6 +96,16 @@ def test_a_value_is_explained_by_its_origin(tmp_path: Path) -> None:
     assert origins["stages.reader.options.device"] == ("cpu", "variable D")
     assert origins["edges.0.connector"] == ("shm", "override")
     assert origins["limits.max_in_flight"] == ("64", "default")
+
+
+def test_limits_have_defaults_and_may_be_set_by_caller(tmp_path: Path) -> None:
+    overrides = {"limits.max_queued": "0", "limits.per_caller.max_in_flight": "2"}
+    pipeline = _load(tmp_path, overrides=overrides)
+    assert pipeline.limits == Limits(64, 4 << 30, 0, 256 << 20, per_caller=Bounds(max_in_flight=2))
+    rows = {row.key: (row.value, row.origin) for row in explain(pipeline)}
+    assert rows["limits.per_caller.max_in_flight"] == ("2", "override")
+    assert rows["limits.max_in_flight_bytes"] == (str(4 << 30), "default")
+    assert "limits.per_caller.max_queued" not in rows
 
 
 def test_models_need_not_exist_where_only_the_shape_matters(tmp_path: Path) -> None:

@@ -3,15 +3,21 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
+from stagemesh.orchestrator.admin.servicer import AdminServicer
+from stagemesh.orchestrator.membership.servicer import MembershipServicer
 from stagemesh.orchestrator.servicer import OrchestratorServicer
+from stagemesh.services.stage.control_servicer import StageControlServicer
 from stagemesh.services.stage.servicer import StageServicer
-from stagemesh.v1 import orchestrator_pb2, stage_pb2
+from stagemesh.v1 import admin_pb2, control_pb2, membership_pb2, orchestrator_pb2, stage_pb2
 from tests.repository.commands import ROOT, run
 
 STUBS = ROOT / "protos" / "stagemesh" / "v1"
 SERVICERS = {
     stage_pb2.DESCRIPTOR.services_by_name["StageService"]: StageServicer,
+    control_pb2.DESCRIPTOR.services_by_name["StageControlService"]: StageControlServicer,
     orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"]: OrchestratorServicer,
+    membership_pb2.DESCRIPTOR.services_by_name["MembershipService"]: MembershipServicer,
+    admin_pb2.DESCRIPTOR.services_by_name["AdminService"]: AdminServicer,
 }
 
 
@@ -29,7 +35,9 @@ def test_the_contract_is_formatted_and_lints() -> None:
     run("buf", "lint")
 
 
-@pytest.mark.parametrize(("service", "servicer"), SERVICERS.items(), ids=["stage", "orchestrator"])
+@pytest.mark.parametrize(
+    ("service", "servicer"), SERVICERS.items(), ids=["stage", "control", "orchestrator", "membership", "admin"]
+)
 def test_every_rpc_is_served(service: ServiceDescriptor, servicer: type) -> None:
     missing = [method.name for method in service.methods if method.name not in vars(servicer)]
     assert not missing

@@ -1,6 +1,7 @@
 """What is refused before anything is held for it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -225,3 +226,16 @@ def test_all_of_sampling_arrives() -> None:
 def _policy(request: Request) -> stage_pb2.ChunkPolicy:
     binding = request.outputs.add(edge="a->b", consumer="b", endpoint="h:1", connector=chunk_pb2.CONNECTOR_SHM)
     return binding.policy
+
+
+def test_a_stage_that_lacks_what_it_needs_is_refused_at_once() -> None:
+    request = step_request()
+    request.ClearField("streamed")
+    request.inputs.add(edge="a->b", producer="a-0")
+    request.absent.append("y")
+    numbers = TensorSpec.parse("float32[n]")
+    needing = Signature(accepts={"x": numbers, "y": numbers})
+    with pytest.raises(InvalidRequestError, match="no edge brings y, and this stage does not run without") as caught:
+        check_order(order_from_wire(request), needing, engine="fake")
+    assert caught.value.reason == "MISSING_INPUT"
+    check_order(order_from_wire(request), replace(needing, optional=frozenset("y")), engine="fake")

@@ -54,6 +54,51 @@ async def test_transform_runs_on_the_consumers_side() -> None:
     assert talked.usage.steps < 3
 
 
+async def test_what_goes_to_two_stages_lies_in_the_arena_once() -> None:
+    async with (
+        _pair(stage_config(steps=5, size_bytes=20_000)) as (thinker, talker),
+        served_stage(stage_config("framer", function="frames")) as framer,
+    ):
+        thinking, talking = _requests(talker)
+        other = "thinker->framer"
+        thinking.outputs.add(edge=other, consumer="framer-0", endpoint=framer.endpoint, connector=CONNECTORS["shm"])
+        framing = stage_pb2.ExecuteStepRequest(request_id="r", step_id="r/framer/1", attempt=1)
+        framing.inputs.add(edge=other, producer="thinker-0")
+        sent, received, framed = await asyncio.gather(
+            _hear(thinker, thinking), _hear(talker, talking), _hear(framer, framing)
+        )
+        assert sent[0] == received[0]
+        assert framed[1].usage.steps == 5
+        assert [edge.size_bytes for edge in sent[1].edges] == [100_000, 100_000]
+        assert thinker.runtime.data_plane.arena.copied_bytes == 100_000
+
+
+async def test_a_join_waits_for_each_edge_and_takes_what_is_apart_as_it_comes() -> None:
+    async with (
+        served_stage(stage_config(steps=3)) as thinker,
+        served_stage(stage_config("framer", function="frames")) as framer,
+        served_stage(stage_config("mixer", function="mix")) as mixer,
+    ):
+        for request, apart in (("r1", False), ("r2", True)):
+            steps = await _mixed(request, thinker, framer, mixer, apart=apart)
+            assert steps == (6 if apart else 3)
+
+
+async def _mixed(request: str, thinker: Replica, framer: Replica, mixer: Replica, *, apart: bool) -> int:
+    """The steps of a mixer that is fed with text and with frames of it."""
+    thinking = step_request(request)
+    framing = stage_pb2.ExecuteStepRequest(request_id=request, step_id=f"{request}/framer/1", attempt=1)
+    mixing = stage_pb2.ExecuteStepRequest(request_id=request, step_id=f"{request}/mixer/1", attempt=1)
+    for edge, step, consumer in (("text", thinking, mixer), ("frames", framing, mixer), ("raw", thinking, framer)):
+        name = consumer.runtime.config.replica
+        step.outputs.add(edge=edge, consumer=name, endpoint=consumer.endpoint, connector=CONNECTORS["shm"])
+    framing.inputs.add(edge="raw", producer="thinker-0")
+    mixing.inputs.add(edge="text", producer="thinker-0", apart=apart)
+    mixing.inputs.add(edge="frames", producer="framer-0", apart=apart)
+    heard = await asyncio.gather(_hear(mixer, mixing), _hear(framer, framing), _hear(thinker, thinking))
+    return int(heard[0][1].usage.steps)
+
+
 async def test_unknown_transform_is_named() -> None:
     async with _pair() as (thinker, talker):
         errors = await _failures(thinker, talker, transform="text.shout")

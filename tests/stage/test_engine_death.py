@@ -1,6 +1,7 @@
 """A process whose engine fails is of no use to anybody."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -29,6 +30,28 @@ async def test_engine_that_does_not_load_ends_the_service() -> None:
         await work(runtime, Server("127.0.0.1:0"), asyncio.Event())
     assert caught.value.reason == "LOAD_FAILED"
     await runtime.close()
+
+
+async def test_a_replica_that_was_drained_at_once_is_not_said_to_serve() -> None:
+    class DrainedEngine(GatedEngine):
+        """Somebody asks for a drain just when it has loaded."""
+
+        async def start(self, report: Callable[[str], None]) -> None:
+            await super().start(report)
+            asyncio.get_running_loop().call_soon(runtime.hold)
+
+    class SeenServer(Server):
+        def set_health(self, service: str, *, serving: bool) -> None:
+            seen[service] = serving
+
+    seen = dict[str, bool]()
+    engine = DrainedEngine()
+    engine.death.set()
+    runtime = make_runtime(engine=engine)
+    with pytest.raises(UnavailableError):
+        await work(runtime, SeenServer("127.0.0.1:0"), asyncio.Event())
+    await runtime.close()
+    assert seen == {"": False, "stagemesh.v1.StageService": False, "stagemesh.v1.StageControlService": True}
 
 
 async def test_stop_while_loading_ends_it_in_order() -> None:

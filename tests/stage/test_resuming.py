@@ -60,8 +60,8 @@ def test_nothing_of_a_checkpoint_is_lost_on_the_wire() -> None:
 
 async def test_checkpoint_past_the_end_is_refused() -> None:
     async with ready_runtime(CONFIG) as runtime:
-        with pytest.raises(InvalidRequestError, match="the checkpoint is of step 5") as caught:
-            await events_of(runtime, _resumed(Checkpoint(5)))
+        with pytest.raises(InvalidRequestError, match="the checkpoint is of step 6") as caught:
+            await events_of(runtime, _resumed(Checkpoint(6)))
     assert caught.value.reason == "INVALID_CHECKPOINT"
 
 

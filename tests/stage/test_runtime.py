@@ -263,7 +263,7 @@ async def test_load_failure_is_kept_for_those_who_ask() -> None:
 
 
 async def test_pausing_is_refused_with_a_remedy() -> None:
-    async with ready_runtime() as runtime:
+    async with ready_runtime(engine=GatedEngine()) as runtime:
         pausing = replace(order(), task=replace(order().task, max_steps=2))
         with pytest.raises(UnsupportedError, match="engine fake cannot pause; leave max_steps unset"):
             await events_of(runtime, pausing)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -14,6 +15,7 @@ from stagemesh.connectors.errors import (
     NotReadyError,
     StagemeshError,
 )
+from stagemesh.connectors.host import host_token
 from stagemesh.connectors.status import from_rpc_error
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
@@ -102,6 +104,17 @@ async def test_describe_is_a_self_portrait() -> None:
     assert said.wire_version == 1
 
 
+@pytest.mark.parametrize(("configured", "expected"), [(None, "by environment"), ("rack-4", "rack-4"), ("", "")])
+async def test_replicas_say_where_they_stand(
+    monkeypatch: pytest.MonkeyPatch, configured: str | None, expected: str
+) -> None:
+    monkeypatch.setenv("STAGEMESH_ZONE", "by environment")
+    async with served_stage(replace(stage_config(), zone=configured)) as replica:
+        said = await replica.stub.Describe(stage_pb2.DescribeRequest())
+    assert (said.host, said.zone) == (host_token(), expected)
+    assert len(said.host) == 16
+
+
 async def test_loading_replica_refuses_steps_and_says_why() -> None:
     runtime = make_runtime()
     async with served(runtime) as replica:
@@ -127,6 +140,23 @@ async def test_load_is_reported_at_once_and_again() -> None:
     assert first.free_memory_bytes > 0
 
 
+async def test_idle_replicas_report_less_often() -> None:
+    engine = GatedEngine()
+    async with served_stage(engine=engine) as replica:
+        request = stage_pb2.WatchLoadRequest(interval_s=0.05, idle_interval_s=3600)
+        reports = aiter(replica.stub.WatchLoad(request))
+        running = [(await anext(reports)).running]
+        step = replica.stub.ExecuteStep(step_request())
+        await anext(aiter(step))
+        running += [(await anext(reports)).running]
+        step.cancel()
+        while running[-1]:
+            running += [(await anext(reports)).running]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(reports), 0.3)
+    assert (running[0], running[1], running[-1]) == (0, 1, 0)
+
+
 @pytest.mark.parametrize("interval_s", [0.01, -1.0, float("nan")])
 async def test_load_interval_has_a_least(interval_s: float) -> None:
     async with served_stage() as replica:
@@ -135,6 +165,17 @@ async def test_load_interval_has_a_least(interval_s: float) -> None:
     error = from_rpc_error(caught.value, peer="stage")
     assert isinstance(error, InvalidRequestError)
     assert "must be 0.05 or more" in error.message
+
+
+@pytest.mark.parametrize("idle_interval_s", [float("nan"), float("inf"), 1e308])
+async def test_idle_load_interval_is_a_number(idle_interval_s: float) -> None:
+    async with served_stage() as replica:
+        request = stage_pb2.WatchLoadRequest(interval_s=0.05, idle_interval_s=idle_interval_s)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(replica.stub.WatchLoad(request)))
+    error = from_rpc_error(caught.value, peer="stage")
+    assert isinstance(error, InvalidRequestError)
+    assert "it must be a number of seconds" in error.message
 
 
 async def test_closing_ends_load_reports() -> None:

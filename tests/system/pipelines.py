@@ -12,7 +12,7 @@ edges:
   - {{from: source, to: relay, connector: {connector}}}
   - {{from: relay, to: frames, connector: {connector}}}
 outputs: {{text: source, frames: frames}}
-limits: {{max_in_flight: {max_in_flight}}}
+limits: {{max_in_flight: {max_in_flight}, max_queued: {max_queued}}}
 """
 
 
@@ -24,6 +24,7 @@ def relays(
     size_bytes: int = 20_000,
     connector: str = "auto",
     max_in_flight: int = 16,
+    max_queued: int = 256,
     fail: str = "",
 ) -> Path:
     """source → relay → frames; `fail` is put into the last stage's definition."""
@@ -35,6 +36,7 @@ def relays(
             size_bytes=size_bytes,
             connector=connector,
             max_in_flight=max_in_flight,
+            max_queued=max_queued,
             fail=fail,
         )
     )

@@ -106,7 +106,7 @@ def test_failing_stage_ends_the_request_with_its_cause(tmp_path: Path) -> None:
 
 def test_beyond_the_limit_is_refused_with_a_time_to_retry(tmp_path: Path) -> None:
     with (
-        deployed(relays(tmp_path, steps=STEPS, step_s=STEP_S, max_in_flight=2)) as up,
+        deployed(relays(tmp_path, steps=STEPS, step_s=STEP_S, max_in_flight=2, max_queued=0)) as up,
         up.client() as client,
         ThreadPoolExecutor(2) as pool,
     ):

@@ -83,6 +83,21 @@ class FlowUsage:
     size_bytes: int
 
 
+@dataclass(frozen=True)
+class FlowStanding:
+    """One end of a flow at one moment; see the proto message FlowReport."""
+
+    edge: str
+    connector: ConnectorName
+    connected: bool
+    chunks: int
+    waiting_chunks: int
+    waiting_bytes: int
+    credit_bytes: int
+    wanted_bytes: int
+    ended: bool
+
+
 class Outlet(Protocol):
     """The producing end of a flow."""
 
@@ -100,6 +115,11 @@ class Outlet(Protocol):
         """What was sent."""
         ...
 
+    @property
+    def standing(self) -> FlowStanding:
+        """Where it stands now."""
+        ...
+
 
 class Inlet(Protocol):
     """The consuming end of a flow."""
@@ -110,3 +130,8 @@ class Inlet(Protocol):
 
     async def aclose(self) -> None:
         """Refuses the rest and lets go of everything. Closing twice is harmless."""
+
+    @property
+    def standing(self) -> FlowStanding:
+        """Where it stands now."""
+        ...

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import TypeAlias
 
 from stagemesh.connectors.arena import Account, Arena
-from stagemesh.connectors.base import FlowUsage, Outlet, Packet
+from stagemesh.connectors.base import FlowStanding, FlowUsage, Outlet, Packet
 from stagemesh.connectors.errors import StagemeshError
 
 Select: TypeAlias = Callable[[Packet], Packet | None]
@@ -28,6 +28,11 @@ class FanOut:
     def usages(self) -> tuple[FlowUsage, ...]:
         """What was sent, by outlet."""
         return tuple(outlet.usage for outlet in self._outlets)
+
+    @property
+    def standings(self) -> tuple[FlowStanding, ...]:
+        """Where each outlet stands now."""
+        return tuple(outlet.standing for outlet in self._outlets)
 
     async def send(self, packet: Packet) -> None:
         """Hands a packet to every outlet; raises what broke the first of them that breaks."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from stagemesh.connectors import wire
 from stagemesh.connectors.arena import Account
-from stagemesh.connectors.base import GRPC, ConnectorName, EdgeKey, Packet
+from stagemesh.connectors.base import AUTO, GRPC, ConnectorName, EdgeKey, FlowStanding, Packet
 from stagemesh.connectors.errors import (
     CancelledRequestError,
     InvalidChunkError,
@@ -121,6 +121,21 @@ class InFlow:
         packet = self._queue.popleft()
         self._consumed(packet.size_bytes)
         return packet
+
+    @property
+    def standing(self) -> FlowStanding:
+        """See `Inlet`."""
+        return FlowStanding(
+            edge=self.key.edge,
+            connector=self.connector if self.incarnation else AUTO,
+            connected=self._session is not None,
+            chunks=self._next_seq,
+            waiting_chunks=len(self._queue),
+            waiting_bytes=sum(packet.size_bytes for packet in self._queue),
+            credit_bytes=self.credit_bytes,
+            wanted_bytes=0,
+            ended=self._ended,
+        )
 
     async def aclose(self) -> None:
         """See `Inlet`."""

@@ -9,7 +9,16 @@ from typing import Protocol
 
 from stagemesh.connectors import pieces, wire
 from stagemesh.connectors.arena import Account, Arena, Region, Written
-from stagemesh.connectors.base import GRPC, ChunkPolicy, ConnectorName, EdgeKey, FlowUsage, MetadataValue, Packet
+from stagemesh.connectors.base import (
+    GRPC,
+    ChunkPolicy,
+    ConnectorName,
+    EdgeKey,
+    FlowStanding,
+    FlowUsage,
+    MetadataValue,
+    Packet,
+)
 from stagemesh.connectors.chunking import Chunker
 from stagemesh.connectors.connector import ArenaRange, Connector
 from stagemesh.connectors.errors import CancelledRequestError, InvalidChunkError, StagemeshError
@@ -139,6 +148,21 @@ class OutFlow:
     def usage(self) -> FlowUsage:
         """What was sent."""
         return FlowUsage(self.key.edge, self._connector, self._sent_chunks, self._sent_bytes)
+
+    @property
+    def standing(self) -> FlowStanding:
+        """See `Outlet`."""
+        return FlowStanding(
+            edge=self.key.edge,
+            connector=self._connector,
+            connected=self._open,
+            chunks=self._next_seq,
+            waiting_chunks=len(self._unacked),
+            waiting_bytes=sum(sent.size_bytes for sent in self._unacked),
+            credit_bytes=max(0, self._limit_bytes - self._used_bytes),
+            wanted_bytes=self._wanted_bytes,
+            ended=self._ended,
+        )
 
     async def send(self, packet: Packet) -> None:
         """See `Outlet`."""

@@ -49,7 +49,7 @@ class AsyncGeneration:
             call = self._client.stub.Generate(self._request, timeout=attempts.begin())
             try:
                 async for response in call:
-                    begun = True
+                    begun = begun or response.WhichOneof("event") != "queued"
                     event = decode_event(response)
                     if event is not None:
                         yield event

@@ -10,6 +10,7 @@ from stagemesh.client.events import (
     Finished,
     Image,
     Progress,
+    Queued,
     StageReport,
     TensorOutput,
     Text,
@@ -29,6 +30,9 @@ def decode_event(response: orchestrator_pb2.GenerateResponse) -> Event | None:
         case "admitted":
             admitted = response.admitted
             return Admitted(admitted.request_id, admitted.seed, dict(admitted.replicas))
+        case "queued":
+            queued = response.queued
+            return Queued(queued.request_id, queued.position, queued.expected_wait_s)
         case "progress":
             return _progress(response.progress)
         case "output":

@@ -89,6 +89,8 @@ class PipelineInfo:
     outputs: tuple[OutputInfo, ...]
     in_flight: int
     max_in_flight: int
+    queued: int
+    max_queued: int
 
 
 def decode_pipeline(message: orchestrator_pb2.DescribePipelineResponse) -> PipelineInfo:
@@ -97,19 +99,23 @@ def decode_pipeline(message: orchestrator_pb2.DescribePipelineResponse) -> Pipel
         name=message.pipeline,
         generation=message.generation,
         stages=tuple(_stage(stage) for stage in message.stages),
-        edges=tuple(
-            EdgeInfo(
-                edge.name,
-                edge.from_stage,
-                edge.to_stage,
-                _connector_word(edge.connector),
-                tuple(_link(link) for link in edge.links),
-            )
-            for edge in message.edges
-        ),
+        edges=tuple(decode_edge(edge) for edge in message.edges),
         outputs=tuple(OutputInfo(out.name, out.stage, out.kind, out.sample_rate_hz) for out in message.outputs),
         in_flight=message.in_flight,
         max_in_flight=message.max_in_flight,
+        queued=message.queued,
+        max_queued=message.max_queued,
+    )
+
+
+def decode_edge(message: orchestrator_pb2.EdgeDescription) -> EdgeInfo:
+    """The edge in `message`."""
+    return EdgeInfo(
+        message.name,
+        message.from_stage,
+        message.to_stage,
+        _connector_word(message.connector),
+        tuple(_link(link) for link in message.links),
     )
 
 

@@ -11,8 +11,17 @@ from stagemesh.connectors.tensors import Array
 
 
 @dataclass(frozen=True)
+class Queued:
+    """The request waits at this place, from 1, for about so long from now. Comes again when the place is another."""
+
+    request_id: str
+    position: int
+    expected_wait_s: float
+
+
+@dataclass(frozen=True)
 class Admitted:
-    """The first event: the request is planned and runs, on these replicas (by stage) and with this seed."""
+    """The first event but for Queued: the request is planned and runs, on these replicas (by stage), with this seed."""
 
     request_id: str
     seed: int
@@ -136,4 +145,4 @@ class Finished:
         return tuple(edge for stage in self.stages.values() for edge in stage.edges)
 
 
-Event: TypeAlias = Admitted | Progress | Text | Tokens | AudioChunk | Image | TensorOutput | Finished
+Event: TypeAlias = Queued | Admitted | Progress | Text | Tokens | AudioChunk | Image | TensorOutput | Finished

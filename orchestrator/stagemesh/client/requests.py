@@ -39,6 +39,9 @@ class GenerateArguments(SamplingArguments, total=False):
     pipeline: str
     """Needed only where a server has several."""
     priority: int
+    """Higher goes first where requests queue, from -10 to 10."""
+    caller: str
+    """In whose name: callers of one priority share the pipeline and its queue evenly."""
 
 
 def build_request(prompt: Content | None, arguments: GenerateArguments) -> orchestrator_pb2.GenerateRequest:
@@ -54,6 +57,7 @@ def build_request(prompt: Content | None, arguments: GenerateArguments) -> orche
             parameters=_parameters(arguments),
             outputs=arguments.get("outputs", ()),
             priority=arguments.get("priority", 0),
+            caller=arguments.get("caller", ""),
         )
     except (ValueError, TypeError) as exc:
         raise InvalidRequestError(f"an argument of generate cannot be sent: {exc}") from exc

@@ -46,7 +46,7 @@ class Generation:
             call = self._client.stub.Generate(self._request, timeout=attempts.begin())
             try:
                 for response in call:
-                    begun = True
+                    begun = begun or response.WhichOneof("event") != "queued"
                     event = decode_event(response)
                     if event is not None:
                         yield event

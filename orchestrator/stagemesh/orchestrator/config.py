@@ -18,6 +18,34 @@ class ReplicaAddress:
 
 
 @dataclass(frozen=True)
+class DnsName:
+    """A name whose addresses are a stage's replicas, all on one port."""
+
+    host: str
+    port: int
+    poll_s: float = 5.0
+    """Seconds between two looks at it."""
+
+    def __post_init__(self) -> None:
+        if not self.host or not 0 < self.port < 1 << 16:
+            raise ValueError(f"host and port are {self.host!r} and {self.port}; give a name and a port from 1 to 65535")
+        if self.poll_s <= 0:
+            raise ValueError(f"poll_s is {self.poll_s}; it must be over 0")
+
+
+@dataclass(frozen=True)
+class Registration:
+    """Replicas may register themselves."""
+
+    lease_s: float = 30.0
+    """How long one that is not heard of stays a member."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.lease_s <= 3600:
+            raise ValueError(f"lease_s is {self.lease_s}; it must be from 1 to 3600")
+
+
+@dataclass(frozen=True)
 class OrchestratorConfig:
     """One orchestrator of one pipeline."""
 
@@ -27,9 +55,17 @@ class OrchestratorConfig:
     pipeline: str
     """The pipeline file's path, or the name of a shipped one."""
     replicas: Mapping[str, tuple[ReplicaAddress, ...]]
-    """By stage."""
+    """By stage; a stage whose replicas are found otherwise may have none."""
     listen: str
     """Where to serve, "host:port"."""
+    dns: Mapping[str, DnsName] = field(default_factory=dict[str, DnsName])
+    """By stage, the name that stands for its replicas."""
+    registration: Registration | None = None
+    """Replicas of any stage may register themselves; absent, none may."""
+    generations: tuple[str, ...] = ()
+    """Generations whose replicas are taken in beside those of the pipeline file's own, while an upgrade goes on."""
+    admin_listen: str | None = None
+    """Where to serve AdminService, "host:port", never where clients are; nowhere without it."""
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
     """Values that replace those of the pipeline file, as given to the launcher."""
     max_request_s: float = 3600.0
@@ -42,6 +78,8 @@ class OrchestratorConfig:
     def __post_init__(self) -> None:
         if self.max_request_s <= 0:
             raise ValueError(f"max_request_s is {self.max_request_s}; it must be over 0")
+        if self.admin_listen == self.listen and not self.listen.endswith(":0"):
+            raise ValueError(f"admin_listen is {self.admin_listen}, where clients are served; it must be another port")
         if self.drain_s < 0:
             raise ValueError(f"drain_s is {self.drain_s}; it must be 0 or more")
         names = [address.name for addresses in self.replicas.values() for address in addresses]

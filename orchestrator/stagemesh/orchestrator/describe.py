@@ -19,10 +19,12 @@ def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePi
         pipeline=pipeline.name,
         generation=pipeline.generation,
         stages=[_stage(stage, replicas.get(stage.name, ())) for stage in pipeline.stages.values()],
-        edges=[_edge(edge, orchestrator.fleet.links.of(edge)) for edge in pipeline.edges],
+        edges=[describe_edge(edge, orchestrator.fleet.links.of(edge)) for edge in pipeline.edges],
         outputs=[_output(output) for output in pipeline.outputs.values()],
         in_flight=orchestrator.admission.in_flight,
-        max_in_flight=orchestrator.admission.max_in_flight,
+        max_in_flight=pipeline.limits.max_in_flight,
+        queued=orchestrator.admission.queued,
+        max_queued=pipeline.limits.max_queued,
     )
 
 
@@ -42,7 +44,8 @@ def _replica(replica: Replica) -> orchestrator_pb2.ReplicaDescription:
     )
 
 
-def _edge(edge: Edge, links: Sequence[EdgeLink]) -> orchestrator_pb2.EdgeDescription:
+def describe_edge(edge: Edge, links: Sequence[EdgeLink]) -> orchestrator_pb2.EdgeDescription:
+    """An edge and its links."""
     return orchestrator_pb2.EdgeDescription(
         name=edge.name,
         from_stage=edge.producer,

@@ -1,44 +1,67 @@
-"""All replicas of a pipeline, each watched from start to end."""
+"""All replicas of a pipeline: they come and go while it runs, and each is watched from start to end."""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Protocol, cast
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-from stagemesh.connectors.channels import open_channel
-from stagemesh.connectors.errors import StagemeshError
+from stagemesh.orchestrator.book import ReplicaBook
 from stagemesh.orchestrator.config import ReplicaAddress
+from stagemesh.orchestrator.connection import Connection, GrpcConnection
 from stagemesh.orchestrator.links import EdgeLinks
+from stagemesh.orchestrator.load import StepCost
+from stagemesh.orchestrator.membership.base import Member, MemberSource
 from stagemesh.orchestrator.replica import Replica, ReplicaState
+from stagemesh.orchestrator.seat import Seat
 from stagemesh.orchestrator.spec import Pipeline
-from stagemesh.orchestrator.stages import GrpcStageClient
+from stagemesh.v1 import stage_pb2
 
 _log = logging.getLogger(__name__)
 
-_POLL_S = 0.5
-_DESCRIBE_TIMEOUT_S = 2.0
+
+def connect(member: Member) -> Connection:
+    """Opens a connection to where a member serves."""
+    return GrpcConnection(member.stage, name=member.name or member.endpoint, endpoint=member.endpoint)
 
 
 class Fleet:
-    """The replicas by stage, within `async with fleet.watched():`."""
+    """The replicas by stage, within `async with fleet.watched():`. `sources` say who they are.
 
-    def __init__(self, pipeline: Pipeline, addresses: Mapping[str, Sequence[ReplicaAddress]]) -> None:
-        self.replicas: dict[str, tuple[Replica, ...]] = {}
+    `generations` are those whose replicas are taken in beside those of the pipeline's own.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        sources: Sequence[MemberSource],
+        *,
+        generations: Collection[str] = (),
+        connect: Callable[[Member], Connection] = connect,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.book = ReplicaBook()
         self.links = EdgeLinks(pipeline.edges)
-        self._pipeline = pipeline
-        self._addresses = addresses
+        self._pipeline, self._sources, self._generations = pipeline, sources, frozenset(generations)
+        self._connect, self._clock = connect, clock
+        self._seats: dict[tuple[str, str], Seat] = {}
+        self._claims = Counter[tuple[str, str]]()
+        self._costs: dict[str, StepCost] = defaultdict(StepCost)
+        self._by_name: dict[str, Replica] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._group: asyncio.TaskGroup | None = None
+        self._on_change: Callable[[], None] = lambda: None
+
+    @property
+    def replicas(self) -> Mapping[str, tuple[Replica, ...]]:
+        """All replicas by stage, those that are out of reach or on their way out too."""
+        return {stage: self.book.of(stage) for stage in self._pipeline.stages}
 
     @property
     def ready(self) -> bool:
-        """Whether every stage has a replica that takes requests, and the edges between them can be crossed."""
-        return self.links.ready and all(
-            any(replica.state is ReplicaState.READY for replica in self.replicas.get(stage, ()))
-            for stage in self._pipeline.stages
-        )
+        """Whether requests can run: a generation has a ready replica for every stage, and the edges can be crossed."""
+        return self.links.ready and bool(self.book.ready(self._pipeline.stages.keys()))
 
     @asynccontextmanager
     async def watched(self, *, on_change: Callable[[], None] = lambda: None) -> AsyncGenerator[None]:
@@ -46,63 +69,98 @@ class Fleet:
 
         `on_change` is called when any of that changes.
         """
-
-        def replica_changed() -> None:
-            self.links.replica_changed()
-            on_change()
-
-        async with AsyncExitStack() as channels, asyncio.TaskGroup() as group:
-            watches: list[asyncio.Task[None]] = []
-            for stage in self._pipeline.stages:
-                for address in self._addresses.get(stage, ()):
-                    channel = await channels.enter_async_context(open_channel(address.endpoint))
-                    client = GrpcStageClient(channel, stage=stage, replica=address.name, endpoint=address.endpoint)
-                    replica = Replica(stage, address, client, on_change=replica_changed)
-                    self.replicas[stage] = (*self.replicas.get(stage, ()), replica)
-                    watch = self._watch(replica, client, health_pb2_grpc.HealthStub(channel))
-                    watches.append(group.create_task(watch, name=f"watch {address.name}"))
-            for link in self.links.join(self.replicas):
-                name = f"link {link.producer.name} to {link.consumer.name}"
-                watches.append(group.create_task(self.links.keep(link, on_change=on_change), name=name))
+        async with asyncio.TaskGroup() as group:
+            self._group, self._on_change = group, on_change
+            self._start(self.links.keep(on_change=on_change), name="links")
+            for source in self._sources:
+                self._start(source.follow(self), name=type(source).__name__)
             try:
                 yield
             finally:
-                for task in watches:
+                self._group = None
+                for task in self._tasks:
                     task.cancel()
 
-    async def _watch(self, replica: Replica, client: GrpcStageClient, health: health_pb2_grpc.HealthStub) -> None:
-        """Asks what the replica is until it is ready, then listens for the moment when it no longer is."""
-        while True:
-            try:
-                replica.observe_description(await client.describe(timeout_s=_DESCRIBE_TIMEOUT_S), self._pipeline)
-                if replica.state is ReplicaState.READY:
-                    _log.info("replica %s is ready", replica.name)
-                    await _while_serving(health)
-            except StagemeshError as exc:
-                replica.observe(ReplicaState.UNREACHABLE, exc.message)
-            except grpc.aio.AioRpcError as exc:
-                replica.observe(ReplicaState.UNREACHABLE, f"the connection was lost ({exc.details()})")
-            await asyncio.sleep(_POLL_S)
+    # -- who is there: told by the sources
 
+    def join(self, member: Member) -> None:
+        """A replica serves there; two sources may know of it."""
+        place = (member.stage, member.endpoint)
+        self._claims[place] += 1
+        if self._claims[place] > 1 or self._group is None:
+            return
+        _log.info("replica %s of stage %s joins", member.name or member.endpoint, member.stage)
+        address = ReplicaAddress(member.name or member.endpoint, member.endpoint)
+        connection = self._connect(member)
+        seat = Seat(address, connection, lambda: self._make(member.stage, address, connection), self)
+        self._seats[place] = seat
+        self.book.add(seat.replica)
+        self._start(seat.keep(), name=f"seat {address.name}")
 
-class _HealthWatch(Protocol):
-    def __aiter__(self) -> AsyncIterator[health_pb2.HealthCheckResponse]: ...
+    def leave(self, member: Member, why: str) -> None:
+        """The source knows of it no longer. Requests that it works on go on."""
+        place = (member.stage, member.endpoint)
+        self._claims[place] -= 1
+        if self._claims[place] > 0:
+            return
+        del self._claims[place]
+        seat = self._seats.pop(place, None)
+        if seat is not None:
+            _log.info("replica %s of stage %s leaves: %s", seat.replica.name, member.stage, why)
+            seat.leave(why)
 
-    def cancel(self) -> bool: ...
+    # -- what they say: told by the seats
 
+    def admit(self, replica: Replica, said: stage_pb2.DescribeResponse) -> None:
+        """See Seats."""
+        # Its peers know it by the name in its own config, whoever had the address before.
+        replica.name = said.replica or replica.name
+        former = replica.detail
+        holder = self._by_name.setdefault(replica.name, replica)
+        if holder is not replica and holder.endpoint != replica.endpoint and holder.state is ReplicaState.READY:
+            detail = (
+                f"refused: the replica at {holder.endpoint} has the name {replica.name} too; give it one of its own"
+            )
+            replica.observe(ReplicaState.FAILED, detail)
+        else:
+            self._by_name[replica.name] = replica
+            replica.observe_description(said, self._pipeline, generations=self._generations)
+        if replica.state is ReplicaState.FAILED and replica.detail != former:
+            _log.warning("replica %s of stage %s: %s", replica.name, replica.stage, replica.detail)
 
-def _watch_health(health: health_pb2_grpc.HealthStub) -> _HealthWatch:
-    # The published annotations know Check alone.
-    watch = cast("Callable[[health_pb2.HealthCheckRequest], _HealthWatch]", vars(health)["Watch"])
-    return watch(health_pb2.HealthCheckRequest())
+    def succeed(self, replica: Replica, successor: Replica | None) -> None:
+        """See Seats."""
+        self.book.remove(replica)
+        self.links.left(replica)
+        if self._by_name.get(replica.name) is replica:
+            del self._by_name[replica.name]
+        if successor is not None:
+            self.book.add(successor)
+        self._on_change()
 
+    # -- inner workings
 
-async def _while_serving(health: health_pb2_grpc.HealthStub) -> None:
-    """Returns when the replica says that it no longer serves; raises AioRpcError when it is gone."""
-    call = _watch_health(health)
-    try:
-        async for answer in call:
-            if answer.status != health_pb2.HealthCheckResponse.SERVING:
-                return
-    finally:
-        call.cancel()
+    def _make(self, stage: str, address: ReplicaAddress, connection: Connection) -> Replica:
+        replica = Replica(
+            stage,
+            address,
+            connection.client,
+            on_change=lambda: self._changed(replica),
+            cost=self._costs[stage],
+            clock=self._clock,
+        )
+        return replica
+
+    def _changed(self, replica: Replica) -> None:
+        if self.book.update(replica):
+            if self.book.is_ready(replica):
+                self.links.joined(replica)
+            else:
+                self.links.left(replica)
+        self._on_change()
+
+    def _start(self, work: Coroutine[object, object, None], *, name: str) -> None:
+        assert self._group is not None, "only within `watched`"
+        task = self._group.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

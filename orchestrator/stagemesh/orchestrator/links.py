@@ -1,24 +1,30 @@
-"""By which connector each edge crosses, for each pair of replicas that it joins.
+"""By which connector each edge crosses, between replicas that it joins.
 
 A link's producer is asked once both ends are ready, and again when one of them has been away. A fixed connector that
-cannot work shows here, before any request does.
+cannot work shows here, before any request does. Each replica is linked to a few of those that it may meet: all of them
+in a small pipeline; in a large one the pairs would be many, and the others are no different.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Sequence
 
 from stagemesh.connectors.base import AUTO
 from stagemesh.connectors.errors import DeadlineError, NotReadyError, StagemeshError, UnavailableError, make_error
 from stagemesh.connectors.negotiation import EdgeProbe
-from stagemesh.connectors.pulse import Pulse
-from stagemesh.orchestrator.replica import Replica, ReplicaState
-from stagemesh.orchestrator.spec import Edge, Stage
+from stagemesh.orchestrator.pool import Pool
+from stagemesh.orchestrator.replica import Replica
+from stagemesh.orchestrator.spec import Edge
 
 _log = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 3.0
-_AGAIN_S = 1.0
+_FIRST_AGAIN_S, _LAST_AGAIN_S = 1.0, 16.0
+_AT_ONCE = 16
+"""Probes under way."""
+PARTNERS = 4
+"""Replicas on an edge's other side that a replica is linked to when it becomes ready."""
 
 
 class EdgeLink:
@@ -28,11 +34,7 @@ class EdgeLink:
         self.edge, self.producer, self.consumer = edge, producer, consumer
         self.probe: EdgeProbe | None = None
         self.error: StagemeshError | None = None
-
-    @property
-    def is_up(self) -> bool:
-        """Whether both replicas are ready."""
-        return self.producer.state is self.consumer.state is ReplicaState.READY
+        self.again_s = _FIRST_AGAIN_S
 
     @property
     def is_settled(self) -> bool:
@@ -61,10 +63,6 @@ class EdgeLink:
             error = self._located(exc)
         self._take(found, error)
 
-    def forget(self) -> None:
-        """One of its ends has gone."""
-        self.probe = self.error = None
-
     def _take(self, found: EdgeProbe | None, error: StagemeshError | None) -> None:
         if error is not None and (self.error is None or self.error.message != error.message):
             _log.warning("%s", error.message)
@@ -84,12 +82,18 @@ class EdgeLink:
 
 
 class EdgeLinks:
-    """The links of all edges, each kept known by its `keep`."""
+    """The links of all edges between the replicas that are ready. `keep` has them asked."""
 
-    def __init__(self, edges: Sequence[Edge]) -> None:
+    def __init__(self, edges: Sequence[Edge], *, partners: int = PARTNERS, rng: random.Random | None = None) -> None:
         self._edges = edges
-        self._links: list[EdgeLink] = []
-        self._changed = Pulse()
+        self._partners = partners
+        self._rng = rng or random.Random()  # noqa: S311
+        self._ready: dict[tuple[str, str], Pool[Replica]] = {}
+        self._links: dict[str, dict[tuple[Replica, Replica], EdgeLink]] = {edge.name: {} for edge in edges}
+        self._by_replica: dict[Replica, dict[EdgeLink, None]] = {}
+        self._settled: dict[str, set[EdgeLink]] = {edge.name: set() for edge in edges}
+        self._refused: dict[str, set[EdgeLink]] = {edge.name: set() for edge in edges}
+        self._to_ask: asyncio.Queue[EdgeLink] = asyncio.Queue()
 
     @property
     def ready(self) -> bool:
@@ -97,49 +101,86 @@ class EdgeLinks:
 
         A replica that joins those which serve holds nothing up.
         """
-        return all(_may_cross(self.of(edge)) for edge in self._edges)
-
-    def join(self, replicas: Mapping[str, Sequence[Replica]]) -> Sequence[EdgeLink]:
-        """The links that join these replicas, by stage."""
-        self._links = [
-            EdgeLink(edge, producer=producer, consumer=consumer)
-            for edge in self._edges
-            for producer in replicas.get(edge.producer, ())
-            for consumer in replicas.get(edge.consumer, ())
-        ]
-        return self._links
+        return all(self._settled[edge.name] and not self._refused[edge.name] for edge in self._edges)
 
     def of(self, edge: Edge) -> list[EdgeLink]:
-        """An edge's links between replicas that are ready."""
-        return [link for link in self._links if link.edge is edge and link.is_up]
+        """An edge's links."""
+        return list(self._links[edge.name].values())
 
-    def check(self, stages: Collection[Stage]) -> None:
-        """Raises NotReadyError (CONNECTOR_UNAVAILABLE) where an edge between two of the stages cannot be crossed."""
-        names = {stage.name for stage in stages}
-        for link in self._links:
-            if link.is_up and link.is_refused and {link.edge.producer, link.edge.consumer} <= names:
+    def check(self, edges: Collection[Edge]) -> None:
+        """Raises NotReadyError (CONNECTOR_UNAVAILABLE) where one of the edges cannot be crossed."""
+        for edge in edges:
+            for link in self._refused[edge.name]:
                 assert link.error is not None, "it is refused with an error"
                 raise NotReadyError(link.error.message, reason="CONNECTOR_UNAVAILABLE", metadata=link.error.metadata)
 
-    def replica_changed(self) -> None:
-        """The state of a replica is another one."""
-        self._changed.fire()
+    def joined(self, replica: Replica) -> None:
+        """A replica has become ready."""
+        self._ready.setdefault((replica.stage, replica.generation), Pool()).add(replica)
+        for edge in self._edges:
+            if replica.stage in (edge.producer, edge.consumer):
+                self._join(edge, replica)
 
-    async def keep(self, link: EdgeLink, *, on_change: Callable[[], None]) -> None:
-        """Asks whenever both ends have become ready, and again while nothing is known; never ends by itself."""
+    def left(self, replica: Replica) -> None:
+        """A replica is no longer ready; harmless where it was not."""
+        kind = (replica.stage, replica.generation)
+        self._ready.get(kind, Pool()).discard(replica)
+        if not self._ready.get(kind):
+            self._ready.pop(kind, None)
+        for link in self._by_replica.pop(replica, {}):
+            self._drop(link)
+            other = link.consumer if link.producer is replica else link.producer
+            self._by_replica[other].pop(link)
+            if not any(each.edge is link.edge for each in self._by_replica[other]):
+                self._join(link.edge, other)
+
+    async def keep(self, *, on_change: Callable[[], None]) -> None:
+        """Asks about every new link, and again while nothing is known; never ends by itself."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_AT_ONCE):
+                group.create_task(self._ask(on_change))
+
+    # -- inner workings
+
+    async def _ask(self, on_change: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            while not link.is_up:
-                await self._changed.wait()
-            await link.ask()
-            on_change()
-            try:
-                async with asyncio.timeout(None if link.probe else _AGAIN_S):
-                    while link.is_up:
-                        await self._changed.wait()
-            except TimeoutError:
+            link = await self._to_ask.get()
+            if not self._is_current(link):
                 continue
-            link.forget()
+            await link.ask()
+            if not self._is_current(link):
+                continue
+            _keep_in(self._settled[link.edge.name], link, member=link.is_settled)
+            _keep_in(self._refused[link.edge.name], link, member=link.is_refused)
+            if link.probe is None:
+                loop.call_later(link.again_s, self._to_ask.put_nowait, link)
+                link.again_s = min(_LAST_AGAIN_S, 2 * link.again_s)
+            on_change()
+
+    def _is_current(self, link: EdgeLink) -> bool:
+        return self._links[link.edge.name].get((link.producer, link.consumer)) is link
+
+    def _join(self, edge: Edge, replica: Replica) -> None:
+        produces = replica.stage == edge.producer
+        other_side = (edge.consumer if produces else edge.producer, replica.generation)
+        for other in self._ready.get(other_side, Pool()).draw(self._partners, self._rng):
+            producer, consumer = (replica, other) if produces else (other, replica)
+            self._add(EdgeLink(edge, producer=producer, consumer=consumer))
+
+    def _add(self, link: EdgeLink) -> None:
+        links = self._links[link.edge.name]
+        if (link.producer, link.consumer) not in links:
+            links[link.producer, link.consumer] = link
+            for replica in (link.producer, link.consumer):
+                self._by_replica.setdefault(replica, {})[link] = None
+            self._to_ask.put_nowait(link)
+
+    def _drop(self, link: EdgeLink) -> None:
+        del self._links[link.edge.name][link.producer, link.consumer]
+        self._settled[link.edge.name].discard(link)
+        self._refused[link.edge.name].discard(link)
 
 
-def _may_cross(links: Sequence[EdgeLink]) -> bool:
-    return any(link.is_settled for link in links) and not any(link.is_refused for link in links)
+def _keep_in(links: set[EdgeLink], link: EdgeLink, *, member: bool) -> None:
+    (links.add if member else links.discard)(link)

@@ -1,44 +1,76 @@
 """The orchestrator without gRPC: admits, plans and runs requests over one pipeline's replicas."""
 
 import asyncio
+import itertools
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from functools import partial
 
-from stagemesh.connectors.errors import InternalError, NotFoundError, NotReadyError, StagemeshError
+from stagemesh.connectors.errors import InternalError, NotFoundError, StagemeshError, UnavailableError
 from stagemesh.orchestrator.admission import Admission
+from stagemesh.orchestrator.admission.sizes import claim_of, made_bytes
+from stagemesh.orchestrator.choice import Choice
+from stagemesh.orchestrator.facts import facts_of
 from stagemesh.orchestrator.fleet import Fleet
-from stagemesh.orchestrator.planner import Planner
+from stagemesh.orchestrator.history import History
+from stagemesh.orchestrator.planner import Plan, Planner
 from stagemesh.orchestrator.record import RequestRecord
-from stagemesh.orchestrator.request_run import RequestRun
+from stagemesh.orchestrator.request_life import RequestLife
 from stagemesh.orchestrator.requests import KnownRequest, RequestTable, fingerprint
 from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.orchestrator.timeline import Timeline
+from stagemesh.orchestrator.totals import Totals
 from stagemesh.orchestrator.validation import ValidRequest, validate
 from stagemesh.v1 import orchestrator_pb2
 
 _log = logging.getLogger(__name__)
 
+_TICK_S = 0.25
+_RETRY_AFTER_S = 1.0
+
 
 class Orchestrator:
     """Runs requests, within `async with orchestrator.running():`."""
 
-    def __init__(self, pipeline: Pipeline, fleet: Fleet, *, max_request_s: float, drain_s: float) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        fleet: Fleet,
+        *,
+        max_request_s: float,
+        drain_s: float,
+        choice: Choice | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.pipeline = pipeline
         self.fleet = fleet
-        self.admission = Admission(pipeline.limits.max_in_flight)
-        self._planner = Planner(pipeline, fleet.replicas)
+        self.admission = Admission(pipeline.limits, clock=clock)
+        self._clock = clock
+        self._planner = Planner(pipeline, fleet.book, choice=choice)
         self._requests = RequestTable()
+        self.totals = Totals()
+        """Of the requests that have ended."""
+        self.history = History()
+        self._numbers = itertools.count(1)
         self._max_request_s, self._drain_s = max_request_s, drain_s
         self._group: asyncio.TaskGroup | None = None
 
+    @property
+    def requests(self) -> RequestTable:
+        """Those that run, and those that ended a moment ago."""
+        return self._requests
+
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Takes requests. At the end those that run have `drain_s` to finish; the rest is stopped, and every stage
-        has let go.
+        """Takes requests. At the end those that wait are refused, and those that run have `drain_s` to finish; the rest
+        is stopped, and every stage has let go.
         """
         async with AsyncExitStack() as stack:
             stack.callback(self._requests.clear)
             self._group = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.callback(self._group.create_task(self._watch_admission(), name="watch admission").cancel)
             stack.push_async_callback(self._drain)
             yield
 
@@ -71,43 +103,60 @@ class Orchestrator:
         await known.ended.wait()
 
     def _start(self, request: ValidRequest, content: bytes, *, time_left_s: float | None) -> KnownRequest:
-        """Admits, plans and starts a request; on an error nothing is held."""
+        """Has a request admitted, now or later, and run; one that is refused at the door is not known afterwards."""
         if self._group is None:
-            raise NotReadyError("the orchestrator is starting or stopping; try again", reason="NOT_RUNNING")
-        with ExitStack() as stack:
-            stack.callback(self.admission.admit())
-            self.fleet.links.check(self.pipeline.stages_for(request.outputs))
-            plan = self._planner.plan(request.outputs)
-            stack.callback(plan.release)
-            held = stack.pop_all()
-        record = RequestRecord()
-        record.add_admitted(request_id=request.request_id, seed=request.seed, replicas=plan.replicas)
+            raise _not_running()
         timeout_s = min(self._max_request_s, time_left_s if time_left_s is not None else self._max_request_s)
-        run = RequestRun(request, plan, record, timeout_s=timeout_s)
-        record.journal.on_abandoned = lambda: run.stop("the client went away")
-        known = KnownRequest(content, run, record, asyncio.Event())
+        claim = claim_of(request, deadline_s=self._clock() + timeout_s)
+        timeline = Timeline(
+            request.request_id,
+            number=next(self._numbers),
+            priority=request.priority,
+            outputs=request.outputs,
+            timeout_s=timeout_s,
+        )
+        record = RequestRecord(timeline)
+        life = RequestLife(record, admission=self.admission, claim=claim, clock=self._clock)
+        record.journal.on_abandoned = lambda: life.stop("the client went away")
+        known = KnownRequest(content, life, record, asyncio.Event())
         self._requests.add(request.request_id, known)
-        self._group.create_task(self._run(request.request_id, known, held), name=request.request_id)
+        self._group.create_task(self._run(request, known, life), name=request.request_id)
         return known
 
-    async def _run(self, request_id: str, known: KnownRequest, held: ExitStack) -> None:
+    def _plan(self, request: ValidRequest) -> Plan:
+        route = self.pipeline.route(request.outputs, facts_of(request))
+        self.fleet.links.check(route.edges)
+        return self._planner.plan(route)
+
+    async def _run(self, request: ValidRequest, known: KnownRequest, life: RequestLife) -> None:
         error: StagemeshError | None
         try:
-            error = await known.run.run()
+            error = await life.run(request, partial(self._plan, request), partial(made_bytes, pipeline=self.pipeline))
         except Exception:  # noqa: BLE001
-            _log.exception("request %s failed in a way that nobody foresaw", request_id)
+            _log.exception("request %s failed in a way that nobody foresaw", request.request_id)
             error = InternalError("the orchestrator failed; its log has the details")
-        # Before the client hears of the end: its next request is to find the place free.
-        held.close()
-        self._requests.end(request_id)
+        # Before the client hears of the end: its next request is to find all as if this one had never been.
+        known.record.timeline.end(error)
+        self.totals.add(known.record.timeline)
+        self.history.add(known.record.timeline)
+        if life.has_begun:
+            self._requests.end(request.request_id)
+        else:
+            self._requests.forget(request.request_id)
         known.ended.set()
         if error is None:
             known.record.finish()
         else:
             known.record.close(error)
 
+    async def _watch_admission(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.admission.tick()
+
     async def _drain(self) -> None:
         self._group = None
+        self.admission.close(_not_running())
         running = [asyncio.ensure_future(known.ended.wait()) for known in self._requests.running]
         if running:
             _log.info("%d requests run still; they have %.0f s", len(running), self._drain_s)
@@ -115,3 +164,9 @@ class Orchestrator:
         for known in self._requests.running:
             known.run.stop("the orchestrator stops")
         await asyncio.gather(*running)
+
+
+def _not_running() -> UnavailableError:
+    return UnavailableError(
+        "the orchestrator is starting or stopping; try again", reason="NOT_RUNNING", retry_after_s=_RETRY_AFTER_S
+    )

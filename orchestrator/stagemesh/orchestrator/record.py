@@ -2,18 +2,22 @@
 
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 
 from stagemesh.connectors.errors import StagemeshError
+from stagemesh.orchestrator.timeline import Timeline
 from stagemesh.services.serving.journal import Journal
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 
 
 class RequestRecord:
-    """The merged events of a request: admitted first, outputs numbered by name, finished last."""
+    """The merged events of a request: where it stands while it waits, then admitted, outputs numbered by name, and
+    finished last.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        self.timeline = timeline or Timeline()
         self.journal: Journal[orchestrator_pb2.GenerateResponse] = Journal()
         self.size_bytes = 0
         self._began_s = time.monotonic()
@@ -26,6 +30,13 @@ class RequestRecord:
         """The request is planned and runs."""
         admitted = orchestrator_pb2.RequestAdmitted(request_id=request_id, seed=seed, replicas=replicas)
         self._append(orchestrator_pb2.GenerateResponse(admitted=admitted))
+
+    def add_queued(self, *, request_id: str, position: int, expected_wait_s: float) -> None:
+        """The request waits to be admitted."""
+        queued = orchestrator_pb2.RequestQueued(
+            request_id=request_id, position=position, expected_wait_s=expected_wait_s
+        )
+        self._append(orchestrator_pb2.GenerateResponse(queued=queued))
 
     def add_progress(self, stage: str, progress: stage_pb2.StepProgress) -> None:
         """A stage got on."""
@@ -51,6 +62,11 @@ class RequestRecord:
     def note_finished(self, stage: str, finished: stage_pb2.StepFinished) -> None:
         """A stage is done."""
         self._finished[stage] = finished
+
+    @property
+    def edges(self) -> Iterator[request_pb2.EdgeUsage]:
+        """What crossed the edges of the stages that are done."""
+        return (edge for finished in self._finished.values() for edge in finished.edges)
 
     def has_finished(self, stage: str) -> bool:
         """Whether the stage is done."""

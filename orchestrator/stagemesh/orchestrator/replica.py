@@ -1,9 +1,13 @@
 """What the orchestrator knows about a replica."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from enum import Enum
+from typing import Protocol
 
+from stagemesh.connectors.errors import StagemeshError
 from stagemesh.orchestrator.config import ReplicaAddress
+from stagemesh.orchestrator.load import LoadEstimate, StepCost
 from stagemesh.orchestrator.spec import WIRE_VERSION, Pipeline
 from stagemesh.orchestrator.stages import StageClient
 from stagemesh.v1 import stage_pb2
@@ -27,34 +31,100 @@ class ReplicaState(Enum):
     @classmethod
     def from_wire(cls, value: stage_pb2.ReplicaState.ValueType) -> "ReplicaState":
         """The state that a replica reports; one that is not known counts as FAILED."""
-        by_number = {state.wire: state for state in cls}
-        return by_number.get(value, cls.FAILED)
+        return _BY_NUMBER.get(value, cls.FAILED)
+
+
+_BY_NUMBER = {state.wire: state for state in ReplicaState}
 
 
 class Replica:
-    """One replica of a stage: its client, its state as last seen, and how many of our requests it works on."""
+    """One replica of a stage, from a start of its process to its end: its client, its state as last seen, its load.
+
+    A process that starts again at the same address is another replica. `on_gone` tells when this one has ended.
+    """
 
     def __init__(
-        self, stage: str, address: ReplicaAddress, client: StageClient, *, on_change: Callable[[], None]
+        self,
+        stage: str,
+        address: ReplicaAddress,
+        client: StageClient,
+        *,
+        on_change: Callable[[], None],
+        cost: StepCost | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stage = stage
         self.name = address.name
         self.endpoint = address.endpoint
         self.client = client
-        self.running = 0
+        self.load = LoadEstimate(cost or StepCost(), clock=clock)
+        self.incarnation = self.generation = self.host = self.zone = ""
+        """As it first says of itself; empty until then."""
+        self._described = False
         self._on_change = on_change
         self._state = ReplicaState.UNREACHABLE
         self._detail = "not heard of yet"
+        self._leaving = ""
+        self._gone: StagemeshError | None = None
+        self._mourners: dict[object, Callable[[StagemeshError], None]] = {}
 
     @property
     def state(self) -> ReplicaState:
-        """As last seen."""
-        return self._state
+        """As last seen; one that is leaving is DRAINING whatever it says."""
+        return ReplicaState.DRAINING if self._leaving and self._state is ReplicaState.READY else self._state
 
     @property
     def detail(self) -> str:
         """For people: what it loads, or why it fails."""
-        return self._detail
+        return self._leaving or self._detail
+
+    @property
+    def met(self) -> bool:
+        """Whether it has ever said what it is."""
+        return self._described
+
+    @property
+    def running(self) -> int:
+        """How many of our requests it works on."""
+        return self.load.running
+
+    @property
+    def gone(self) -> StagemeshError | None:
+        """Why it has ended; None while it may live."""
+        return self._gone
+
+    def on_gone(self, callback: Callable[[StagemeshError], None]) -> Callable[[], None]:
+        """Has `callback` told the cause once the replica has ended, or now where it has; returns what takes it back."""
+        if self._gone is not None:
+            callback(self._gone)
+            return lambda: None
+        key = object()
+        self._mourners[key] = callback
+
+        def take_back() -> None:
+            self._mourners.pop(key, None)
+
+        return take_back
+
+    def end(self, cause: StagemeshError) -> None:
+        """It has ended, and its requests there with it. Ending twice is harmless."""
+        if self._gone is not None:
+            return
+        self._gone = cause
+        mourners, self._mourners = self._mourners, {}
+        for callback in mourners.values():
+            callback(cause)
+        self.load.idle.fire()
+
+    async def wait_unused(self) -> None:
+        """Returns once none of our requests runs on it: they are done, or it has ended."""
+        while self.running and self._gone is None:
+            await self.load.idle.wait()
+
+    def leave(self, why: str) -> None:
+        """It takes no more requests; those that it has go on."""
+        self._leaving = why
+        self._on_change()
 
     def observe(self, state: ReplicaState, detail: str) -> None:
         """Takes note of a state; tells the owner when it is another."""
@@ -63,20 +133,40 @@ class Replica:
         if changed:
             self._on_change()
 
-    def observe_description(self, said: stage_pb2.DescribeResponse, pipeline: Pipeline) -> None:
+    def observe_description(
+        self, said: stage_pb2.DescribeResponse, pipeline: Pipeline, *, generations: Collection[str] = ()
+    ) -> None:
         """Takes note of what the replica says; one that belongs elsewhere is refused."""
-        refusal = _refusal(said, stage=self.stage, pipeline=pipeline)
+        if not self._described:
+            self._described = True
+            self.incarnation, self.generation = said.incarnation, said.generation
+            self.host, self.zone = said.host, said.zone
+        refusal = find_refusal(said, stage=self.stage, pipeline=pipeline, generations=generations)
         if refusal:
             self.observe(ReplicaState.FAILED, f"refused: {refusal}")
         else:
             self.observe(ReplicaState.from_wire(said.state), said.detail)
 
 
-def _refusal(said: stage_pb2.DescribeResponse, *, stage: str, pipeline: Pipeline) -> str:
+class Belonging(Protocol):
+    """What a replica says of where it belongs: DescribeResponse and ReplicaIdentity."""
+
+    wire_version: int
+    pipeline: str
+    generation: str
+    stage: str
+
+
+def find_refusal(said: Belonging, *, stage: str, pipeline: Pipeline, generations: Collection[str] = ()) -> str:
+    """Why a replica is not one of this stage, for people; empty where it is.
+
+    `generations` are those that are taken in beside the pipeline's own.
+    """
+    generation = said.generation if said.generation in generations else pipeline.generation
     facts = {
         "wire version": (said.wire_version, WIRE_VERSION),
         "pipeline": (said.pipeline, pipeline.name),
-        "generation": (said.generation, pipeline.generation),
+        "generation": (said.generation, generation),
         "stage": (said.stage, stage),
     }
     return "; ".join(f"its {what} is {has}, expected {want}" for what, (has, want) in facts.items() if has != want)

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from copy import copy
 
 from stagemesh.connectors.errors import (
     CancelledRequestError,
@@ -16,6 +17,7 @@ from stagemesh.connectors.errors import (
 from stagemesh.orchestrator.causes import Failure, root_cause
 from stagemesh.orchestrator.planner import Plan, PlannedStep
 from stagemesh.orchestrator.record import RequestRecord
+from stagemesh.orchestrator.timeline import StepNotes
 from stagemesh.orchestrator.validation import ValidRequest
 from stagemesh.services.serving.logs import bind_log_context
 from stagemesh.v1 import request_pb2, stage_pb2
@@ -94,33 +96,41 @@ class RequestRun:
 
     async def _run_step(self, step: PlannedStep) -> None:
         bind_log_context(stage=step.stage.name)
+        notes = self._record.timeline.begin(step.stage.name, replica=step.replica.name, attempt=_ATTEMPT)
         try:
-            await self._follow(step)
+            await self._follow(step, notes)
         except StagemeshError as exc:
-            self._failures.append(Failure(step.stage.name, exc))
+            notes.end(exc)
+            # A copy, for the error itself holds on to the frames that it came through: to this run.
+            self._failures.append(Failure(step.stage.name, copy(exc)))
         except Exception:  # noqa: BLE001
             _log.exception("following stage %s failed in a way that nobody foresaw", step.stage.name)
             message = f"the orchestrator could not follow stage {step.stage.name!r}; its log has the details"
             self._failures.append(Failure(step.stage.name, InternalError(message)))
+        step.release()
+        notes.end(None)
         self._running.discard(step.stage.name)
         self._changed.set()
 
-    async def _follow(self, step: PlannedStep) -> None:
+    async def _follow(self, step: PlannedStep, notes: StepNotes) -> None:
         """Starts a step once its consumers can be fed, and takes in its events to the end."""
         for consumer in step.consumers:
             await self._accepted[consumer].wait()
+        notes.note_sent()
         left_s = max(0.0, self._deadline_s - time.monotonic())
         events = step.replica.client.execute(self._step_request(step), timeout_s=left_s)
         async with aclosing(events):
-            await self._hear_accepted(step, events)
+            notes.note_accepted(await self._hear_accepted(step, events))
             self._accepted[step.stage.name].set()
             self._record.note_started()
             async for event in events:
-                self._take(step, event)
+                self._take(step, event, notes)
         if not self._record.has_finished(step.stage.name):
             raise InternalError(f"stage {step.stage.name!r} ended its stream before it finished; see its log")
 
-    async def _hear_accepted(self, step: PlannedStep, events: AsyncGenerator[stage_pb2.ExecuteStepResponse]) -> None:
+    async def _hear_accepted(
+        self, step: PlannedStep, events: AsyncGenerator[stage_pb2.ExecuteStepResponse]
+    ) -> stage_pb2.StepAccepted:
         try:
             async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
                 first = await anext(events, None)
@@ -132,14 +142,18 @@ class RequestRun:
             raise UnavailableError(message, reason="NOT_ACCEPTED") from exc
         if first is None or first.WhichOneof("event") != "accepted":
             raise InternalError(f"stage {step.stage.name!r} did not say that it accepted the request; see its log")
+        return first.accepted
 
-    def _take(self, step: PlannedStep, event: stage_pb2.ExecuteStepResponse) -> None:
+    def _take(self, step: PlannedStep, event: stage_pb2.ExecuteStepResponse, notes: StepNotes) -> None:
         match event.WhichOneof("event"):
             case "progress":
+                notes.note_progress(event.progress)
                 self._record.add_progress(step.stage.name, event.progress)
             case "output":
+                notes.note_output()
                 self._record.add_output(step.output_names.get(event.output.name, ""), event.output)
             case "finished":
+                notes.note_finished(event.finished)
                 self._record.note_finished(step.stage.name, event.finished)
             case "paused":
                 raise InternalError(f"stage {step.stage.name!r} paused although nobody asked it to")
@@ -162,6 +176,7 @@ class RequestRun:
             input=self._input(step) if step.takes_input else None,
             parameters=parameters,
             inputs=step.inputs,
+            absent=step.absent,
             outputs=step.outputs,
             streamed=list(step.output_names),
             priority=self._request.priority,

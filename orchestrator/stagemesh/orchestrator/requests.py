@@ -4,14 +4,21 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Protocol
 
 from stagemesh.connectors.errors import ExistsError
 from stagemesh.orchestrator.record import RequestRecord
-from stagemesh.orchestrator.request_run import RequestRun
 from stagemesh.v1 import orchestrator_pb2
 
 KEEP_S = 30.0
 KEEP_BYTES = 64 << 20
+
+
+class Stoppable(Protocol):
+    """What can be told to end, harmlessly also when it has ended."""
+
+    def stop(self, reason: str) -> None:
+        """Has it end with CancelledRequestError."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,7 @@ class KnownRequest:
     """A request by its id."""
 
     fingerprint: bytes
-    run: RequestRun
+    run: Stoppable
     record: RequestRecord
     ended: asyncio.Event
     """Set once every stage has let go of it."""
@@ -34,6 +41,8 @@ class RequestTable:
         self._running: dict[str, KnownRequest] = {}
         self._ended = OrderedDict[str, KnownRequest]()
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._sizes: dict[str, int] = {}
+        self._kept_bytes = 0
 
     def find(self, request_id: str) -> KnownRequest | None:
         """The request of this id, running or kept."""
@@ -52,19 +61,25 @@ class RequestTable:
 
     @property
     def running(self) -> tuple[KnownRequest, ...]:
-        """Those that have not ended."""
+        """Those that have not ended, whether they run or wait."""
         return tuple(self._running.values())
 
     def add(self, request_id: str, known: KnownRequest) -> None:
-        """A request begins to run."""
+        """A request waits or runs from now on."""
         assert self.find(request_id) is None, "request ids are unique"
         self._running[request_id] = known
 
+    def forget(self, request_id: str) -> None:
+        """A request has ended before it ran: who comes again is to try anew."""
+        del self._running[request_id]
+
     def end(self, request_id: str) -> None:
         """A request has ended; it is kept for a while."""
-        self._ended[request_id] = self._running.pop(request_id)
+        known = self._ended[request_id] = self._running.pop(request_id)
+        self._sizes[request_id] = known.record.size_bytes
+        self._kept_bytes += known.record.size_bytes
         self._timers[request_id] = asyncio.get_running_loop().call_later(self._keep_s, self._drop, request_id)
-        while sum(known.record.size_bytes for known in self._ended.values()) > self._keep_bytes:
+        while self._kept_bytes > self._keep_bytes:
             self._drop(next(iter(self._ended)))
 
     def clear(self) -> None:
@@ -74,6 +89,7 @@ class RequestTable:
 
     def _drop(self, request_id: str) -> None:
         del self._ended[request_id]
+        self._kept_bytes -= self._sizes.pop(request_id)
         self._timers.pop(request_id).cancel()
 
 

@@ -5,13 +5,20 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.orchestrator.admin.service import serving_admin
 from stagemesh.orchestrator.config import OrchestratorConfig
 from stagemesh.orchestrator.fleet import Fleet
+from stagemesh.orchestrator.membership.base import MemberSource
+from stagemesh.orchestrator.membership.dns import DnsSource
+from stagemesh.orchestrator.membership.registration import RegistrationSource
+from stagemesh.orchestrator.membership.servicer import SERVICE_NAME as MEMBERSHIP_NAME
+from stagemesh.orchestrator.membership.servicer import MembershipServicer
+from stagemesh.orchestrator.membership.static import StaticSource
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.servicer import OrchestratorServicer
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.services.serving.server import Server
-from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+from stagemesh.v1 import membership_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
 
 SERVICE_NAME = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
 LIVENESS = "liveness"
@@ -34,10 +41,13 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     """
     _check_stages(config, pipeline)
     server = Server(config.listen)
-    fleet = Fleet(pipeline, config.replicas)
+    registration = _registration(config, pipeline)
+    fleet = Fleet(pipeline, _sources(config, registration), generations=config.generations)
     orchestrator = Orchestrator(pipeline, fleet, max_request_s=config.max_request_s, drain_s=config.drain_s)
     orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(OrchestratorServicer(orchestrator), server.grpc)
+    membership_pb2_grpc.add_MembershipServiceServicer_to_server(MembershipServicer(registration), server.grpc)
     server.reflect(SERVICE_NAME)
+    server.reflect(MEMBERSHIP_NAME)
 
     draining = asyncio.Event()
 
@@ -56,15 +66,30 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     async with AsyncExitStack() as stack:
         # Last of all, so that clients hear how their requests ended.
         stack.push_async_callback(server.stop, grace_s=_GRACE_S)
+        if config.admin_listen is not None:
+            await stack.enter_async_context(serving_admin(orchestrator, config.admin_listen))
         await stack.enter_async_context(fleet.watched(on_change=show_readiness))
         await stack.enter_async_context(orchestrator.running())
         stack.callback(begin_to_drain)
         yield port
 
 
+def _registration(config: OrchestratorConfig, pipeline: Pipeline) -> RegistrationSource | None:
+    if config.registration is None:
+        return None
+    return RegistrationSource(pipeline, lease_s=config.registration.lease_s, generations=config.generations)
+
+
+def _sources(config: OrchestratorConfig, registration: RegistrationSource | None) -> list[MemberSource]:
+    sources: list[MemberSource] = [StaticSource(config.replicas)]
+    sources += [DnsSource(stage, name) for stage, name in config.dns.items()]
+    return sources if registration is None else [*sources, registration]
+
+
 def _check_stages(config: OrchestratorConfig, pipeline: Pipeline) -> None:
-    without = [stage for stage in pipeline.stages if not config.replicas.get(stage)]
-    unknown = [stage for stage in config.replicas if stage not in pipeline.stages]
+    found = config.registration is not None
+    without = [stage for stage in pipeline.stages if not (found or config.replicas.get(stage) or stage in config.dns)]
+    unknown = [stage for stage in (*config.replicas, *config.dns) if stage not in pipeline.stages]
     if without or unknown:
         raise InvalidRequestError(
             f"the config's replicas do not match pipeline {pipeline.name!r}: "

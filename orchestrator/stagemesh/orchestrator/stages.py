@@ -1,7 +1,9 @@
 """How the orchestrator talks to one replica of a stage."""
 
-from collections.abc import AsyncGenerator
-from typing import Protocol
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeAlias, cast
 
 import grpc
 
@@ -11,14 +13,17 @@ from stagemesh.connectors.negotiation import EdgeProbe
 from stagemesh.connectors.probe_wire import probe_from_wire
 from stagemesh.connectors.registry import number_of
 from stagemesh.connectors.status import from_rpc_error
-from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc
 
 # What gRPC itself reports where the peer or the way to it broke; a service's own errors carry a reason.
 _BROKEN = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
 )
 
+_Bytewise: TypeAlias = Callable[..., Awaitable[bytes]]
+
 REPLICA_LOST = "REPLICA_LOST"
+CONTROL_NAME = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].full_name
 
 
 class StageClient(Protocol):
@@ -41,11 +46,24 @@ class StageClient(Protocol):
         """By which connector the replica would feed another one; raises why it cannot."""
         ...
 
+    async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
+        """What the replica says that it is."""
+        ...
+
+    async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:
+        """The replica's load now."""
+        ...
+
+    async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
+        """A call of StageControlService, by the method's name, serialized as it comes and goes."""
+        ...
+
 
 class GrpcStageClient:
     """A replica behind a channel, which the caller owns."""
 
     def __init__(self, channel: grpc.aio.Channel, *, stage: str, replica: str, endpoint: str) -> None:
+        self._channel = channel
         self._stub = stage_pb2_grpc.StageServiceStub(channel)
         self._where = {"stage": stage, "replica": replica}
         self._peer = f"stage {stage!r} (replica {replica} at {endpoint})"
@@ -55,22 +73,21 @@ class GrpcStageClient:
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
         """See StageClient."""
         accepted = False
-        call = self._stub.ExecuteStep(request, timeout=timeout_s)
-        try:
-            async for response in call:
-                accepted = True
-                yield response
-        except grpc.aio.AioRpcError as exc:
-            raise self._translate(exc, running=accepted) from exc
-        finally:
-            call.cancel()
+        with self._asking():
+            call = self._stub.ExecuteStep(request, timeout=timeout_s)
+            try:
+                async for response in call:
+                    accepted = True
+                    yield response
+            except grpc.aio.AioRpcError as exc:
+                raise self._translate(exc, running=accepted) from exc
+            finally:
+                call.cancel()
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
         """See StageClient."""
-        try:
+        with self._asking():
             await self._stub.CancelStep(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as exc:
-            raise self._translate(exc, running=False) from exc
 
     async def probe_edge(
         self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float
@@ -79,17 +96,47 @@ class GrpcStageClient:
         request = stage_pb2.ProbeEdgeRequest(
             edge=edge, consumer=consumer, endpoint=endpoint, connector=number_of(connector)
         )
-        try:
+        with self._asking():
             return probe_from_wire(await self._stub.ProbeEdge(request, timeout=timeout_s))
-        except grpc.aio.AioRpcError as exc:
-            raise self._translate(exc, running=False) from exc
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
-        """What the replica says that it is."""
-        try:
+        """See StageClient."""
+        with self._asking():
             return await self._stub.Describe(stage_pb2.DescribeRequest(), timeout=timeout_s)
+
+    async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:
+        """See StageClient."""
+        with self._asking():
+            call = self._stub.WatchLoad(stage_pb2.WatchLoadRequest(), timeout=timeout_s)
+            try:
+                said = await anext(aiter(call), None)
+            finally:
+                call.cancel()
+        if said is None:
+            raise self._lost("says nothing of its load any more")
+        return said
+
+    async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
+        """See StageClient."""
+        # Messages come and go as they are.
+        call = cast("_Bytewise", cast("Any", self._channel).unary_unary(f"/{CONTROL_NAME}/{method}"))
+        with self._asking():
+            return await call(request, timeout=timeout_s)
+
+    @contextmanager
+    def _asking(self) -> Generator[None]:
+        """Maps what a call fails with; the owner may close the channel, before the call or under it."""
+        try:
+            yield
         except grpc.aio.AioRpcError as exc:
             raise self._translate(exc, running=False) from exc
+        except grpc.aio.UsageError as exc:
+            raise self._lost(f"is no longer there ({exc})") from exc
+        except asyncio.CancelledError as exc:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise self._lost("is no longer there (its connection was closed)") from exc
 
     def _translate(self, exc: grpc.aio.AioRpcError, *, running: bool) -> StagemeshError:
         error = from_rpc_error(exc, peer=self._peer).located(**self._where)
@@ -97,8 +144,11 @@ class GrpcStageClient:
         if error.metadata.get("peer") != self._peer or exc.code() not in _BROKEN:
             return error
         what = "went away while the request ran" if running else "cannot be reached"
+        return self._lost(f"{what} ({exc.details()})")
+
+    def _lost(self, what: str) -> UnavailableError:
         return UnavailableError(
-            f"{self._peer} {what} ({exc.details()}); it is restarted where it is supervised: try again",
+            f"{self._peer} {what}; it is restarted where it is supervised: try again",
             reason=REPLICA_LOST,
             metadata=self._where,
             retry_after_s=1.0,

@@ -13,6 +13,7 @@ from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_CALLER = re.compile(r"[A-Za-z0-9._:@/-]{0,128}")
 _ROLES = ("system", "user", "assistant")
 
 
@@ -25,6 +26,7 @@ class ValidRequest:
     parameters: request_pb2.Parameters
     outputs: tuple[str, ...]
     priority: int = 0
+    caller: str = ""
 
     @property
     def seed(self) -> int:
@@ -36,6 +38,7 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
     """The request as the pipeline will run it; raises InvalidRequestError or NotFoundError with the remedy."""
     check_pipeline(request.pipeline, pipeline)
     _check_request_id(request.request_id)
+    _check_caller(request.caller)
     outputs = _check_outputs(request.outputs, pipeline)
     _check_outputs(request.next_seqs, pipeline)
     _check_input(request.input)
@@ -54,6 +57,7 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
         parameters=parameters,
         outputs=outputs,
         priority=request.priority,
+        caller=request.caller,
     )
 
 
@@ -72,6 +76,14 @@ def _check_request_id(request_id: str) -> None:
         raise InvalidRequestError(
             f"request_id is {request_id[:140]!r}; use up to 128 letters, digits, '.', '_', ':' and '-', or none at all",
             reason="INVALID_REQUEST_ID",
+        )
+
+
+def _check_caller(caller: str) -> None:
+    if _CALLER.fullmatch(caller) is None:
+        raise InvalidRequestError(
+            f'caller is {caller[:140]!r}; use up to 128 letters, digits and "._:@/-", or none at all',
+            reason="INVALID_CALLER",
         )
 
 
@@ -146,7 +158,7 @@ def _has_prompt(given: request_pb2.Input) -> bool:
 
 
 def _check_options(options: Mapping[str, float], pipeline: Pipeline) -> None:
-    known = {name: spec for stage in pipeline.stages.values() for name, spec in stage.signature.options.items()}
+    known = pipeline.options
     for name, value in options.items():
         if name not in known:
             raise InvalidRequestError(

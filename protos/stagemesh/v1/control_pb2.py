@@ -22,59 +22,80 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from stagemesh.v1 import chunk_pb2 as stagemesh_dot_v1_dot_chunk__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astagemesh/v1/control.proto\x12\x0cstagemesh.v1\"T\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0e\n\x06pinned\x18\x04 \x01(\x08\x12\x0f\n\x07running\x18\x05 \x01(\r\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"=\n\x13LoadAdapterResponse\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.stagemesh.v1.Adapter\"Q\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\twhen_busy\x18\x02 \x01(\x0e\x32\x18.stagemesh.v1.BusyPolicy\"\x17\n\x15UnloadAdapterResponse\"<\n\x13ListAdaptersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"X\n\x14ListAdaptersResponse\x12\'\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x15.stagemesh.v1.Adapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"!\n\x11PinAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"<\n\x12PinAdapterResponse\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.stagemesh.v1.Adapter\"J\n\x0cSleepRequest\x12\r\n\x05level\x18\x01 \x01(\r\x12+\n\twhen_busy\x18\x02 \x01(\x0e\x32\x18.stagemesh.v1.BusyPolicy\"\x1f\n\rSleepResponse\x12\x0e\n\x06\x61sleep\x18\x01 \x03(\t\"\x1b\n\x0bWakeRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"\x1e\n\x0cWakeResponse\x12\x0e\n\x06\x61sleep\x18\x01 \x03(\t\"K\n\x13StartProfileRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x16\n\tmax_steps\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0c\n\n_max_steps\"&\n\x14StartProfileResponse\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"\x14\n\x12StopProfileRequest\"$\n\x13StopProfileResponse\x12\r\n\x05\x66iles\x18\x01 \x03(\t\"-\n\x12\x43learCachesRequest\x12\x17\n\x0fpreempt_running\x18\x01 \x01(\x08\"\x15\n\x13\x43learCachesResponse\"\x1b\n\x19GetCacheStatisticsRequest\"\xe0\x01\n\x1aGetCacheStatisticsResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x16\n\x0eprefix_caching\x18\x03 \x01(\x08\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\x04\x12\x0f\n\x07\x65ntries\x18\x06 \x01(\x04\x12\x12\n\nsize_bytes\x18\x07 \x01(\x04\x12\x13\n\x0blimit_bytes\x18\x08 \x01(\x04\x12\x0c\n\x04hits\x18\t \x01(\x04\x12\x0e\n\x06misses\x18\n \x01(\x04*X\n\nBusyPolicy\x12\x1b\n\x17\x42USY_POLICY_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42USY_POLICY_REFUSE\x10\x01\x12\x15\n\x11\x42USY_POLICY_DRAIN\x10\x02\x32\xd4\x06\n\x13StageControlService\x12R\n\x0bLoadAdapter\x12 .stagemesh.v1.LoadAdapterRequest\x1a!.stagemesh.v1.LoadAdapterResponse\x12X\n\rUnloadAdapter\x12\".stagemesh.v1.UnloadAdapterRequest\x1a#.stagemesh.v1.UnloadAdapterResponse\x12U\n\x0cListAdapters\x12!.stagemesh.v1.ListAdaptersRequest\x1a\".stagemesh.v1.ListAdaptersResponse\x12O\n\nPinAdapter\x12\x1f.stagemesh.v1.PinAdapterRequest\x1a .stagemesh.v1.PinAdapterResponse\x12@\n\x05Sleep\x12\x1a.stagemesh.v1.SleepRequest\x1a\x1b.stagemesh.v1.SleepResponse\x12=\n\x04Wake\x12\x19.stagemesh.v1.WakeRequest\x1a\x1a.stagemesh.v1.WakeResponse\x12U\n\x0cStartProfile\x12!.stagemesh.v1.StartProfileRequest\x1a\".stagemesh.v1.StartProfileResponse\x12R\n\x0bStopProfile\x12 .stagemesh.v1.StopProfileRequest\x1a!.stagemesh.v1.StopProfileResponse\x12R\n\x0b\x43learCaches\x12 .stagemesh.v1.ClearCachesRequest\x1a!.stagemesh.v1.ClearCachesResponse\x12g\n\x12GetCacheStatistics\x12\'.stagemesh.v1.GetCacheStatisticsRequest\x1a(.stagemesh.v1.GetCacheStatisticsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1astagemesh/v1/control.proto\x12\x0cstagemesh.v1\x1a\x18stagemesh/v1/chunk.proto\"T\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0e\n\x06pinned\x18\x04 \x01(\x08\x12\x0f\n\x07running\x18\x05 \x01(\r\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"=\n\x13LoadAdapterResponse\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.stagemesh.v1.Adapter\"Q\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\twhen_busy\x18\x02 \x01(\x0e\x32\x18.stagemesh.v1.BusyPolicy\"\x17\n\x15UnloadAdapterResponse\"<\n\x13ListAdaptersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"X\n\x14ListAdaptersResponse\x12\'\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x15.stagemesh.v1.Adapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"!\n\x11PinAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"<\n\x12PinAdapterResponse\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.stagemesh.v1.Adapter\"J\n\x0cSleepRequest\x12\r\n\x05level\x18\x01 \x01(\r\x12+\n\twhen_busy\x18\x02 \x01(\x0e\x32\x18.stagemesh.v1.BusyPolicy\"\x1f\n\rSleepResponse\x12\x0e\n\x06\x61sleep\x18\x01 \x03(\t\"\x1b\n\x0bWakeRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"\x1e\n\x0cWakeResponse\x12\x0e\n\x06\x61sleep\x18\x01 \x03(\t\"K\n\x13StartProfileRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x16\n\tmax_steps\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0c\n\n_max_steps\"&\n\x14StartProfileResponse\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\"\x14\n\x12StopProfileRequest\"$\n\x13StopProfileResponse\x12\r\n\x05\x66iles\x18\x01 \x03(\t\"-\n\x12\x43learCachesRequest\x12\x17\n\x0fpreempt_running\x18\x01 \x01(\x08\"\x15\n\x13\x43learCachesResponse\"\x1b\n\x19GetCacheStatisticsRequest\"\xe0\x01\n\x1aGetCacheStatisticsResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x16\n\x0eprefix_caching\x18\x03 \x01(\x08\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x15\n\rcached_tokens\x18\x05 \x01(\x04\x12\x0f\n\x07\x65ntries\x18\x06 \x01(\x04\x12\x12\n\nsize_bytes\x18\x07 \x01(\x04\x12\x13\n\x0blimit_bytes\x18\x08 \x01(\x04\x12\x0c\n\x04hits\x18\t \x01(\x04\x12\x0e\n\x06misses\x18\n \x01(\x04\"\x0e\n\x0c\x44rainRequest\" \n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x11\n\x0fShutdownRequest\"\x12\n\x10ShutdownResponse\"M\n\x10ListStepsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"U\n\x11ListStepsResponse\x12\'\n\x05steps\x18\x01 \x03(\x0b\x32\x18.stagemesh.v1.StepReport\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xb7\x01\n\nStepReport\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07step_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\x0f\n\x07started\x18\x05 \x01(\x08\x12(\n\x06inlets\x18\x06 \x03(\x0b\x32\x18.stagemesh.v1.FlowReport\x12)\n\x07outlets\x18\x07 \x03(\x0b\x32\x18.stagemesh.v1.FlowReport\"\xe1\x01\n\nFlowReport\x12\x0c\n\x04\x65\x64ge\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12*\n\tconnector\x18\x03 \x01(\x0e\x32\x17.stagemesh.v1.Connector\x12\x11\n\tconnected\x18\x04 \x01(\x08\x12\x0e\n\x06\x63hunks\x18\x05 \x01(\x04\x12\x16\n\x0ewaiting_chunks\x18\x06 \x01(\x04\x12\x15\n\rwaiting_bytes\x18\x07 \x01(\x04\x12\x14\n\x0c\x63redit_bytes\x18\x08 \x01(\x04\x12\x14\n\x0cwanted_bytes\x18\t \x01(\x04\x12\r\n\x05\x65nded\x18\n \x01(\x08*X\n\nBusyPolicy\x12\x1b\n\x17\x42USY_POLICY_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42USY_POLICY_REFUSE\x10\x01\x12\x15\n\x11\x42USY_POLICY_DRAIN\x10\x02\x32\xf4\x08\n\x13StageControlService\x12R\n\x0bLoadAdapter\x12 .stagemesh.v1.LoadAdapterRequest\x1a!.stagemesh.v1.LoadAdapterResponse\x12X\n\rUnloadAdapter\x12\".stagemesh.v1.UnloadAdapterRequest\x1a#.stagemesh.v1.UnloadAdapterResponse\x12U\n\x0cListAdapters\x12!.stagemesh.v1.ListAdaptersRequest\x1a\".stagemesh.v1.ListAdaptersResponse\x12O\n\nPinAdapter\x12\x1f.stagemesh.v1.PinAdapterRequest\x1a .stagemesh.v1.PinAdapterResponse\x12@\n\x05Sleep\x12\x1a.stagemesh.v1.SleepRequest\x1a\x1b.stagemesh.v1.SleepResponse\x12=\n\x04Wake\x12\x19.stagemesh.v1.WakeRequest\x1a\x1a.stagemesh.v1.WakeResponse\x12U\n\x0cStartProfile\x12!.stagemesh.v1.StartProfileRequest\x1a\".stagemesh.v1.StartProfileResponse\x12R\n\x0bStopProfile\x12 .stagemesh.v1.StopProfileRequest\x1a!.stagemesh.v1.StopProfileResponse\x12R\n\x0b\x43learCaches\x12 .stagemesh.v1.ClearCachesRequest\x1a!.stagemesh.v1.ClearCachesResponse\x12g\n\x12GetCacheStatistics\x12\'.stagemesh.v1.GetCacheStatisticsRequest\x1a(.stagemesh.v1.GetCacheStatisticsResponse\x12@\n\x05\x44rain\x12\x1a.stagemesh.v1.DrainRequest\x1a\x1b.stagemesh.v1.DrainResponse\x12\x43\n\x06Resume\x12\x1b.stagemesh.v1.ResumeRequest\x1a\x1c.stagemesh.v1.ResumeResponse\x12I\n\x08Shutdown\x12\x1d.stagemesh.v1.ShutdownRequest\x1a\x1e.stagemesh.v1.ShutdownResponse\x12L\n\tListSteps\x12\x1e.stagemesh.v1.ListStepsRequest\x1a\x1f.stagemesh.v1.ListStepsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stagemesh.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BUSYPOLICY']._serialized_start=1273
-  _globals['_BUSYPOLICY']._serialized_end=1361
-  _globals['_ADAPTER']._serialized_start=44
-  _globals['_ADAPTER']._serialized_end=128
-  _globals['_LOADADAPTERREQUEST']._serialized_start=130
-  _globals['_LOADADAPTERREQUEST']._serialized_end=178
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=180
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=241
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=243
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=324
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=326
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=349
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=351
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=411
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=413
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=501
-  _globals['_PINADAPTERREQUEST']._serialized_start=503
-  _globals['_PINADAPTERREQUEST']._serialized_end=536
-  _globals['_PINADAPTERRESPONSE']._serialized_start=538
-  _globals['_PINADAPTERRESPONSE']._serialized_end=598
-  _globals['_SLEEPREQUEST']._serialized_start=600
-  _globals['_SLEEPREQUEST']._serialized_end=674
-  _globals['_SLEEPRESPONSE']._serialized_start=676
-  _globals['_SLEEPRESPONSE']._serialized_end=707
-  _globals['_WAKEREQUEST']._serialized_start=709
-  _globals['_WAKEREQUEST']._serialized_end=736
-  _globals['_WAKERESPONSE']._serialized_start=738
-  _globals['_WAKERESPONSE']._serialized_end=768
-  _globals['_STARTPROFILEREQUEST']._serialized_start=770
-  _globals['_STARTPROFILEREQUEST']._serialized_end=845
-  _globals['_STARTPROFILERESPONSE']._serialized_start=847
-  _globals['_STARTPROFILERESPONSE']._serialized_end=885
-  _globals['_STOPPROFILEREQUEST']._serialized_start=887
-  _globals['_STOPPROFILEREQUEST']._serialized_end=907
-  _globals['_STOPPROFILERESPONSE']._serialized_start=909
-  _globals['_STOPPROFILERESPONSE']._serialized_end=945
-  _globals['_CLEARCACHESREQUEST']._serialized_start=947
-  _globals['_CLEARCACHESREQUEST']._serialized_end=992
-  _globals['_CLEARCACHESRESPONSE']._serialized_start=994
-  _globals['_CLEARCACHESRESPONSE']._serialized_end=1015
-  _globals['_GETCACHESTATISTICSREQUEST']._serialized_start=1017
-  _globals['_GETCACHESTATISTICSREQUEST']._serialized_end=1044
-  _globals['_GETCACHESTATISTICSRESPONSE']._serialized_start=1047
-  _globals['_GETCACHESTATISTICSRESPONSE']._serialized_end=1271
-  _globals['_STAGECONTROLSERVICE']._serialized_start=1364
-  _globals['_STAGECONTROLSERVICE']._serialized_end=2216
+  _globals['_BUSYPOLICY']._serialized_start=2003
+  _globals['_BUSYPOLICY']._serialized_end=2091
+  _globals['_ADAPTER']._serialized_start=70
+  _globals['_ADAPTER']._serialized_end=154
+  _globals['_LOADADAPTERREQUEST']._serialized_start=156
+  _globals['_LOADADAPTERREQUEST']._serialized_end=204
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=206
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=267
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=269
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=350
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=352
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=375
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=377
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=437
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=439
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=527
+  _globals['_PINADAPTERREQUEST']._serialized_start=529
+  _globals['_PINADAPTERREQUEST']._serialized_end=562
+  _globals['_PINADAPTERRESPONSE']._serialized_start=564
+  _globals['_PINADAPTERRESPONSE']._serialized_end=624
+  _globals['_SLEEPREQUEST']._serialized_start=626
+  _globals['_SLEEPREQUEST']._serialized_end=700
+  _globals['_SLEEPRESPONSE']._serialized_start=702
+  _globals['_SLEEPRESPONSE']._serialized_end=733
+  _globals['_WAKEREQUEST']._serialized_start=735
+  _globals['_WAKEREQUEST']._serialized_end=762
+  _globals['_WAKERESPONSE']._serialized_start=764
+  _globals['_WAKERESPONSE']._serialized_end=794
+  _globals['_STARTPROFILEREQUEST']._serialized_start=796
+  _globals['_STARTPROFILEREQUEST']._serialized_end=871
+  _globals['_STARTPROFILERESPONSE']._serialized_start=873
+  _globals['_STARTPROFILERESPONSE']._serialized_end=911
+  _globals['_STOPPROFILEREQUEST']._serialized_start=913
+  _globals['_STOPPROFILEREQUEST']._serialized_end=933
+  _globals['_STOPPROFILERESPONSE']._serialized_start=935
+  _globals['_STOPPROFILERESPONSE']._serialized_end=971
+  _globals['_CLEARCACHESREQUEST']._serialized_start=973
+  _globals['_CLEARCACHESREQUEST']._serialized_end=1018
+  _globals['_CLEARCACHESRESPONSE']._serialized_start=1020
+  _globals['_CLEARCACHESRESPONSE']._serialized_end=1041
+  _globals['_GETCACHESTATISTICSREQUEST']._serialized_start=1043
+  _globals['_GETCACHESTATISTICSREQUEST']._serialized_end=1070
+  _globals['_GETCACHESTATISTICSRESPONSE']._serialized_start=1073
+  _globals['_GETCACHESTATISTICSRESPONSE']._serialized_end=1297
+  _globals['_DRAINREQUEST']._serialized_start=1299
+  _globals['_DRAINREQUEST']._serialized_end=1313
+  _globals['_DRAINRESPONSE']._serialized_start=1315
+  _globals['_DRAINRESPONSE']._serialized_end=1347
+  _globals['_RESUMEREQUEST']._serialized_start=1349
+  _globals['_RESUMEREQUEST']._serialized_end=1364
+  _globals['_RESUMERESPONSE']._serialized_start=1366
+  _globals['_RESUMERESPONSE']._serialized_end=1382
+  _globals['_SHUTDOWNREQUEST']._serialized_start=1384
+  _globals['_SHUTDOWNREQUEST']._serialized_end=1401
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=1403
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=1421
+  _globals['_LISTSTEPSREQUEST']._serialized_start=1423
+  _globals['_LISTSTEPSREQUEST']._serialized_end=1500
+  _globals['_LISTSTEPSRESPONSE']._serialized_start=1502
+  _globals['_LISTSTEPSRESPONSE']._serialized_end=1587
+  _globals['_STEPREPORT']._serialized_start=1590
+  _globals['_STEPREPORT']._serialized_end=1773
+  _globals['_FLOWREPORT']._serialized_start=1776
+  _globals['_FLOWREPORT']._serialized_end=2001
+  _globals['_STAGECONTROLSERVICE']._serialized_start=2094
+  _globals['_STAGECONTROLSERVICE']._serialized_end=3234
 # @@protoc_insertion_point(module_scope)

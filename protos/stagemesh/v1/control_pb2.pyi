@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from stagemesh.v1 import chunk_pb2 as _chunk_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -589,3 +590,278 @@ class GetCacheStatisticsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetCacheStatisticsResponse: _TypeAlias = GetCacheStatisticsResponse  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    """DrainRequest asks for no new work."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    """DrainResponse says what is left."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNNING_FIELD_NUMBER: _builtins.int
+    running: _builtins.int
+    """Steps that run still."""
+    def __init__(
+        self,
+        *,
+        running: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["running", b"running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    """ResumeRequest asks for new work again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class ResumeResponse(_message.Message):
+    """ResumeResponse says that steps are planned here again as soon as orchestrators have heard of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
+
+@_typing.final
+class ShutdownRequest(_message.Message):
+    """ShutdownRequest asks the process to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShutdownRequest: _TypeAlias = ShutdownRequest  # noqa: Y015
+
+@_typing.final
+class ShutdownResponse(_message.Message):
+    """ShutdownResponse says that it is about to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShutdownResponse: _TypeAlias = ShutdownResponse  # noqa: Y015
+
+@_typing.final
+class ListStepsRequest(_message.Message):
+    """ListStepsRequest asks for a page of the steps under way."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Only those of this request; empty for all."""
+    page_size: _builtins.int
+    """At most so many; 0 is 100, and more than 1000 is 1000."""
+    page_token: _builtins.str
+    """Where to go on: the next_page_token of the page before; empty for the first."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListStepsRequest: _TypeAlias = ListStepsRequest  # noqa: Y015
+
+@_typing.final
+class ListStepsResponse(_message.Message):
+    """ListStepsResponse is a page of the steps under way, in the order of their ids."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """For the next page; empty when this is the last."""
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepReport]:
+        """The steps."""
+
+    def __init__(
+        self,
+        *,
+        steps: _abc.Iterable[Global___StepReport] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListStepsResponse: _TypeAlias = ListStepsResponse  # noqa: Y015
+
+@_typing.final
+class StepReport(_message.Message):
+    """StepReport is a step that is under way, seen from its replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
+    INLETS_FIELD_NUMBER: _builtins.int
+    OUTLETS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request."""
+    step_id: _builtins.str
+    """The call's name."""
+    attempt: _builtins.int
+    """The try."""
+    age_s: _builtins.float
+    """Seconds since it was accepted."""
+    started: _builtins.bool
+    """Whether the engine has had something of it to work on."""
+    @_builtins.property
+    def inlets(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlowReport]:
+        """The flows that feed it."""
+
+    @_builtins.property
+    def outlets(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlowReport]:
+        """The flows that it feeds."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        step_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        started: _builtins.bool = ...,
+        inlets: _abc.Iterable[Global___FlowReport] | None = ...,
+        outlets: _abc.Iterable[Global___FlowReport] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "inlets", b"inlets", "outlets", b"outlets", "request_id", b"request_id", "started", b"started", "step_id", b"step_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
+
+@_typing.final
+class FlowReport(_message.Message):
+    """FlowReport is one end of a flow at one moment. What is waiting at the producer's end and has been received at the
+    consumer's is on its way back as an acknowledgement.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EDGE_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    CONNECTOR_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    WAITING_CHUNKS_FIELD_NUMBER: _builtins.int
+    WAITING_BYTES_FIELD_NUMBER: _builtins.int
+    CREDIT_BYTES_FIELD_NUMBER: _builtins.int
+    WANTED_BYTES_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    edge: _builtins.str
+    """The edge."""
+    peer: _builtins.str
+    """The replica at the other end."""
+    connector: _chunk_pb2.Connector.ValueType
+    """What carries the bytes; AUTO while that is not settled."""
+    connected: _builtins.bool
+    """Whether the other end has taken part in it, and the connection holds."""
+    chunks: _builtins.int
+    """Chunks so far, End and Abort included: sent, at the producer's end; arrived, at the consumer's."""
+    waiting_chunks: _builtins.int
+    """Of these, those that wait: at the producer's end for the consumer's acknowledgement, at the consumer's for the engine."""
+    waiting_bytes: _builtins.int
+    """Their payload bytes."""
+    credit_bytes: _builtins.int
+    """Bytes that may be sent still before the consumer reads on."""
+    wanted_bytes: _builtins.int
+    """The size of a chunk that waits for more credit than there is; 0 where none does. At the producer's end only."""
+    ended: _builtins.bool
+    """Whether End or Abort is among the chunks."""
+    def __init__(
+        self,
+        *,
+        edge: _builtins.str = ...,
+        peer: _builtins.str = ...,
+        connector: _chunk_pb2.Connector.ValueType = ...,
+        connected: _builtins.bool = ...,
+        chunks: _builtins.int = ...,
+        waiting_chunks: _builtins.int = ...,
+        waiting_bytes: _builtins.int = ...,
+        credit_bytes: _builtins.int = ...,
+        wanted_bytes: _builtins.int = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "connected", b"connected", "connector", b"connector", "credit_bytes", b"credit_bytes", "edge", b"edge", "ended", b"ended", "peer", b"peer", "waiting_bytes", b"waiting_bytes", "waiting_chunks", b"waiting_chunks", "wanted_bytes", b"wanted_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlowReport: _TypeAlias = FlowReport  # noqa: Y015

@@ -29,7 +29,9 @@ class StageControlServiceStub(object):
     """StageControlService is a replica's own controls: what an operator may change while it serves. Every stage process
     serves it on the port of StageService; operators' tools and the orchestrator call it. What the engine cannot do fails
     (UNIMPLEMENTED, UNSUPPORTED) with the engine and the ability named. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded.
+    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded, and
+    ListSteps, Resume and Shutdown not even that. The port of AdminService forwards these calls to the replica that the
+    metadata "stagemesh-replica" names, but for Drain, Resume and Shutdown, for which AdminService has its own.
     """
 
     def __init__(self, channel):
@@ -88,13 +90,35 @@ class StageControlServiceStub(object):
                 request_serializer=stagemesh_dot_v1_dot_control__pb2.GetCacheStatisticsRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_v1_dot_control__pb2.GetCacheStatisticsResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/stagemesh.v1.StageControlService/Drain',
+                request_serializer=stagemesh_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_control__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/stagemesh.v1.StageControlService/Resume',
+                request_serializer=stagemesh_dot_v1_dot_control__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_control__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.Shutdown = channel.unary_unary(
+                '/stagemesh.v1.StageControlService/Shutdown',
+                request_serializer=stagemesh_dot_v1_dot_control__pb2.ShutdownRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_control__pb2.ShutdownResponse.FromString,
+                _registered_method=True)
+        self.ListSteps = channel.unary_unary(
+                '/stagemesh.v1.StageControlService/ListSteps',
+                request_serializer=stagemesh_dot_v1_dot_control__pb2.ListStepsRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_control__pb2.ListStepsResponse.FromString,
+                _registered_method=True)
 
 
 class StageControlServiceServicer(object):
     """StageControlService is a replica's own controls: what an operator may change while it serves. Every stage process
     serves it on the port of StageService; operators' tools and the orchestrator call it. What the engine cannot do fails
     (UNIMPLEMENTED, UNSUPPORTED) with the engine and the ability named. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded.
+    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded, and
+    ListSteps, Resume and Shutdown not even that. The port of AdminService forwards these calls to the replica that the
+    metadata "stagemesh-replica" names, but for Drain, Resume and Shutdown, for which AdminService has its own.
     """
 
     def LoadAdapter(self, request, context):
@@ -172,6 +196,39 @@ class StageControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Drain asks for no new work: the replica says of itself that it drains (REPLICA_STATE_DRAINING, its health NOT_SERVING),
+        upon which no orchestrator plans anything more on it. What runs goes on, and steps that come still are taken: they
+        were planned before their orchestrator heard of it. It lasts until Resume, or the end of the process. Called by
+        AdminService and by operators; draining twice is harmless.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Resume ends Drain; harmless where there was none. Called by whoever called Drain. A replica that shuts down does not come
+        back (FAILED_PRECONDITION, NOT_READY).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Shutdown(self, request, context):
+        """Shutdown ends the process as SIGTERM does: new steps are refused, those that run have ten seconds, and whoever
+        supervises the process starts it again. Drain and wait first. Called by AdminService and by operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSteps(self, request, context):
+        """ListSteps shows what the replica works on, and how far its flows are. Called by AdminService and by operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StageControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -225,6 +282,26 @@ def add_StageControlServiceServicer_to_server(servicer, server):
                     request_deserializer=stagemesh_dot_v1_dot_control__pb2.GetCacheStatisticsRequest.FromString,
                     response_serializer=stagemesh_dot_v1_dot_control__pb2.GetCacheStatisticsResponse.SerializeToString,
             ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=stagemesh_dot_v1_dot_control__pb2.DrainRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=stagemesh_dot_v1_dot_control__pb2.ResumeRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_control__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Shutdown': grpc.unary_unary_rpc_method_handler(
+                    servicer.Shutdown,
+                    request_deserializer=stagemesh_dot_v1_dot_control__pb2.ShutdownRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_control__pb2.ShutdownResponse.SerializeToString,
+            ),
+            'ListSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSteps,
+                    request_deserializer=stagemesh_dot_v1_dot_control__pb2.ListStepsRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_control__pb2.ListStepsResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'stagemesh.v1.StageControlService', rpc_method_handlers)
@@ -237,7 +314,9 @@ class StageControlService(object):
     """StageControlService is a replica's own controls: what an operator may change while it serves. Every stage process
     serves it on the port of StageService; operators' tools and the orchestrator call it. What the engine cannot do fails
     (UNIMPLEMENTED, UNSUPPORTED) with the engine and the ability named. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded.
+    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded, and
+    ListSteps, Resume and Shutdown not even that. The port of AdminService forwards these calls to the replica that the
+    metadata "stagemesh-replica" names, but for Drain, Resume and Shutdown, for which AdminService has its own.
     """
 
     @staticmethod
@@ -500,6 +579,114 @@ class StageControlService(object):
             '/stagemesh.v1.StageControlService/GetCacheStatistics',
             stagemesh_dot_v1_dot_control__pb2.GetCacheStatisticsRequest.SerializeToString,
             stagemesh_dot_v1_dot_control__pb2.GetCacheStatisticsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.StageControlService/Drain',
+            stagemesh_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
+            stagemesh_dot_v1_dot_control__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.StageControlService/Resume',
+            stagemesh_dot_v1_dot_control__pb2.ResumeRequest.SerializeToString,
+            stagemesh_dot_v1_dot_control__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Shutdown(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.StageControlService/Shutdown',
+            stagemesh_dot_v1_dot_control__pb2.ShutdownRequest.SerializeToString,
+            stagemesh_dot_v1_dot_control__pb2.ShutdownResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.StageControlService/ListSteps',
+            stagemesh_dot_v1_dot_control__pb2.ListStepsRequest.SerializeToString,
+            stagemesh_dot_v1_dot_control__pb2.ListStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

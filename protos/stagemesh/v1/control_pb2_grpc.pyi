@@ -30,7 +30,9 @@ class StageControlServiceStub:
     """StageControlService is a replica's own controls: what an operator may change while it serves. Every stage process
     serves it on the port of StageService; operators' tools and the orchestrator call it. What the engine cannot do fails
     (UNIMPLEMENTED, UNSUPPORTED) with the engine and the ability named. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded.
+    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded, and
+    ListSteps, Resume and Shutdown not even that. The port of AdminService forwards these calls to the replica that the
+    metadata "stagemesh-replica" names, but for Drain, Resume and Shutdown, for which AdminService has its own.
     """
 
     @_typing.overload
@@ -66,13 +68,31 @@ class StageControlServiceStub:
     """GetCacheStatistics says how large the engine's cache is and how much it has spared. Called by operators and by the
     orchestrator.
     """
+    Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
+    """Drain asks for no new work: the replica says of itself that it drains (REPLICA_STATE_DRAINING, its health NOT_SERVING),
+    upon which no orchestrator plans anything more on it. What runs goes on, and steps that come still are taken: they
+    were planned before their orchestrator heard of it. It lasts until Resume, or the end of the process. Called by
+    AdminService and by operators; draining twice is harmless.
+    """
+    Resume: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]
+    """Resume ends Drain; harmless where there was none. Called by whoever called Drain. A replica that shuts down does not come
+    back (FAILED_PRECONDITION, NOT_READY).
+    """
+    Shutdown: _grpc.UnaryUnaryMultiCallable[_control_pb2.ShutdownRequest, _control_pb2.ShutdownResponse]
+    """Shutdown ends the process as SIGTERM does: new steps are refused, those that run have ten seconds, and whoever
+    supervises the process starts it again. Drain and wait first. Called by AdminService and by operators.
+    """
+    ListSteps: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListStepsRequest, _control_pb2.ListStepsResponse]
+    """ListSteps shows what the replica works on, and how far its flows are. Called by AdminService and by operators."""
 
 @_typing.type_check_only
 class StageControlServiceAsyncStub(StageControlServiceStub):
     """StageControlService is a replica's own controls: what an operator may change while it serves. Every stage process
     serves it on the port of StageService; operators' tools and the orchestrator call it. What the engine cannot do fails
     (UNIMPLEMENTED, UNSUPPORTED) with the engine and the ability named. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded.
+    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded, and
+    ListSteps, Resume and Shutdown not even that. The port of AdminService forwards these calls to the replica that the
+    metadata "stagemesh-replica" names, but for Drain, Resume and Shutdown, for which AdminService has its own.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -105,12 +125,30 @@ class StageControlServiceAsyncStub(StageControlServiceStub):
     """GetCacheStatistics says how large the engine's cache is and how much it has spared. Called by operators and by the
     orchestrator.
     """
+    Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
+    """Drain asks for no new work: the replica says of itself that it drains (REPLICA_STATE_DRAINING, its health NOT_SERVING),
+    upon which no orchestrator plans anything more on it. What runs goes on, and steps that come still are taken: they
+    were planned before their orchestrator heard of it. It lasts until Resume, or the end of the process. Called by
+    AdminService and by operators; draining twice is harmless.
+    """
+    Resume: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]  # type: ignore[assignment]
+    """Resume ends Drain; harmless where there was none. Called by whoever called Drain. A replica that shuts down does not come
+    back (FAILED_PRECONDITION, NOT_READY).
+    """
+    Shutdown: _aio.UnaryUnaryMultiCallable[_control_pb2.ShutdownRequest, _control_pb2.ShutdownResponse]  # type: ignore[assignment]
+    """Shutdown ends the process as SIGTERM does: new steps are refused, those that run have ten seconds, and whoever
+    supervises the process starts it again. Drain and wait first. Called by AdminService and by operators.
+    """
+    ListSteps: _aio.UnaryUnaryMultiCallable[_control_pb2.ListStepsRequest, _control_pb2.ListStepsResponse]  # type: ignore[assignment]
+    """ListSteps shows what the replica works on, and how far its flows are. Called by AdminService and by operators."""
 
 class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """StageControlService is a replica's own controls: what an operator may change while it serves. Every stage process
     serves it on the port of StageService; operators' tools and the orchestrator call it. What the engine cannot do fails
     (UNIMPLEMENTED, UNSUPPORTED) with the engine and the ability named. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded.
+    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded, and
+    ListSteps, Resume and Shutdown not even that. The port of AdminService forwards these calls to the replica that the
+    metadata "stagemesh-replica" names, but for Drain, Resume and Shutdown, for which AdminService has its own.
     """
 
     @_abc_1.abstractmethod
@@ -201,5 +239,45 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         """GetCacheStatistics says how large the engine's cache is and how much it has spared. Called by operators and by the
         orchestrator.
         """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _control_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.DrainResponse, _abc.Awaitable[_control_pb2.DrainResponse]]:
+        """Drain asks for no new work: the replica says of itself that it drains (REPLICA_STATE_DRAINING, its health NOT_SERVING),
+        upon which no orchestrator plans anything more on it. What runs goes on, and steps that come still are taken: they
+        were planned before their orchestrator heard of it. It lasts until Resume, or the end of the process. Called by
+        AdminService and by operators; draining twice is harmless.
+        """
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _control_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ResumeResponse, _abc.Awaitable[_control_pb2.ResumeResponse]]:
+        """Resume ends Drain; harmless where there was none. Called by whoever called Drain. A replica that shuts down does not come
+        back (FAILED_PRECONDITION, NOT_READY).
+        """
+
+    @_abc_1.abstractmethod
+    def Shutdown(
+        self,
+        request: _control_pb2.ShutdownRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ShutdownResponse, _abc.Awaitable[_control_pb2.ShutdownResponse]]:
+        """Shutdown ends the process as SIGTERM does: new steps are refused, those that run have ten seconds, and whoever
+        supervises the process starts it again. Drain and wait first. Called by AdminService and by operators.
+        """
+
+    @_abc_1.abstractmethod
+    def ListSteps(
+        self,
+        request: _control_pb2.ListStepsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.ListStepsResponse, _abc.Awaitable[_control_pb2.ListStepsResponse]]:
+        """ListSteps shows what the replica works on, and how far its flows are. Called by AdminService and by operators."""
 
 def add_StageControlServiceServicer_to_server(servicer: StageControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

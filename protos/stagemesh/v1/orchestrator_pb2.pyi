@@ -54,6 +54,7 @@ class GenerateRequest(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     NEXT_SEQS_FIELD_NUMBER: _builtins.int
+    CALLER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request everywhere; 1 to 128 characters of letters, digits, '.', '_', ':' and '-'. Empty: the orchestrator
     draws one and reports it.
@@ -61,7 +62,14 @@ class GenerateRequest(_message.Message):
     pipeline: _builtins.str
     """The pipeline; empty for the only one that is served. Another fails (NOT_FOUND, UNKNOWN_PIPELINE)."""
     priority: _builtins.int
-    """Higher goes first where requests queue."""
+    """Higher goes first where requests queue; there, beyond -10 and 10 counts as those. Nobody waits for ever: every eighth
+    place goes to who has waited longest.
+    """
+    caller: _builtins.str
+    """In whose name, up to 128 characters of letters, digits and "._:@/-"; another is refused (INVALID_ARGUMENT,
+    INVALID_CALLER). Callers of equal priority share the pipeline and its queue evenly, and limits by caller count for
+    each. Empty: one caller that all without a name share.
+    """
     @_builtins.property
     def input(self) -> _request_pb2.Input:
         """What to work on."""
@@ -88,10 +96,11 @@ class GenerateRequest(_message.Message):
         outputs: _abc.Iterable[_builtins.str] | None = ...,
         priority: _builtins.int = ...,
         next_seqs: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        caller: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "parameters", b"parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "next_seqs", b"next_seqs", "outputs", b"outputs", "parameters", b"parameters", "pipeline", b"pipeline", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "input", b"input", "next_seqs", b"next_seqs", "outputs", b"outputs", "parameters", b"parameters", "pipeline", b"pipeline", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -107,9 +116,10 @@ class GenerateResponse(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admitted(self) -> Global___RequestAdmitted:
-        """First."""
+        """First, but for queued."""
 
     @_builtins.property
     def progress(self) -> Global___RequestProgress:
@@ -123,6 +133,10 @@ class GenerateResponse(_message.Message):
     def finished(self) -> Global___RequestFinished:
         """Last."""
 
+    @_builtins.property
+    def queued(self) -> Global___RequestQueued:
+        """Before admitted, where the request has to wait; again while it waits, when its place is another."""
+
     def __init__(
         self,
         *,
@@ -130,16 +144,47 @@ class GenerateResponse(_message.Message):
         progress: Global___RequestProgress | None = ...,
         output: _request_pb2.Output | None = ...,
         finished: Global___RequestFinished | None = ...,
+        queued: Global___RequestQueued | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "output", b"output", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "output", b"output", "progress", b"progress", "queued", b"queued"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "output", b"output", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "event", b"event", "finished", b"finished", "output", b"output", "progress", b"progress", "queued", b"queued"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "progress", "output", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "progress", "output", "finished", "queued"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class RequestQueued(_message.Message):
+    """RequestQueued says that the request waits to be admitted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    EXPECTED_WAIT_S_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's name."""
+    position: _builtins.int
+    """Its place in the order as it stands, from 1. It may fall back: others may be more urgent or have had less so far."""
+    expected_wait_s: _builtins.float
+    """About how long it will wait, in seconds from now, as requests took so far."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        position: _builtins.int = ...,
+        expected_wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_wait_s", b"expected_wait_s", "position", b"position", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestQueued: _TypeAlias = RequestQueued  # noqa: Y015
 
 @_typing.final
 class RequestAdmitted(_message.Message):
@@ -346,6 +391,8 @@ class DescribePipelineResponse(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     MAX_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    MAX_QUEUED_FIELD_NUMBER: _builtins.int
     pipeline: _builtins.str
     """Its name."""
     generation: _builtins.str
@@ -354,6 +401,10 @@ class DescribePipelineResponse(_message.Message):
     """Requests that run now."""
     max_in_flight: _builtins.int
     """Requests that may run at once."""
+    queued: _builtins.int
+    """Requests that wait to run."""
+    max_queued: _builtins.int
+    """Requests that may wait at once."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageDescription]:
         """Its stages, producers before consumers."""
@@ -376,10 +427,12 @@ class DescribePipelineResponse(_message.Message):
         outputs: _abc.Iterable[Global___OutputDescription] | None = ...,
         in_flight: _builtins.int = ...,
         max_in_flight: _builtins.int = ...,
+        queued: _builtins.int = ...,
+        max_queued: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "generation", b"generation", "in_flight", b"in_flight", "max_in_flight", b"max_in_flight", "outputs", b"outputs", "pipeline", b"pipeline", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["edges", b"edges", "generation", b"generation", "in_flight", b"in_flight", "max_in_flight", b"max_in_flight", "max_queued", b"max_queued", "outputs", b"outputs", "pipeline", b"pipeline", "queued", b"queued", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,6 +60,12 @@ class OrchestratorServiceServicer(object):
         """Generate runs a request through a pipeline and streams its outputs as they are made. A second call with the
         same request_id and content attaches to the first; with other content it fails (ALREADY_EXISTS,
         REQUEST_EXISTS). The request is cancelled when its last caller goes.
+
+        A request beyond the pipeline's limits waits in a bounded queue and hears where it stands. Beyond that queue it is refused
+        (RESOURCE_EXHAUSTED; ADMISSION_LIMIT, or CALLER_LIMIT for a limit of its caller's), with RetryInfo: who comes back
+        then, under the same request_id, finds a place. One that cannot be done by its deadline any more is refused
+        (DEADLINE_EXCEEDED, DEADLINE_UNREACHABLE), on arrival or while it waits. When the orchestrator stops, what waits is refused
+        (UNAVAILABLE, NOT_RUNNING). A request that never ran is forgotten: its request_id is free again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -37,6 +37,12 @@ class OrchestratorServiceStub:
     """Generate runs a request through a pipeline and streams its outputs as they are made. A second call with the
     same request_id and content attaches to the first; with other content it fails (ALREADY_EXISTS,
     REQUEST_EXISTS). The request is cancelled when its last caller goes.
+
+    A request beyond the pipeline's limits waits in a bounded queue and hears where it stands. Beyond that queue it is refused
+    (RESOURCE_EXHAUSTED; ADMISSION_LIMIT, or CALLER_LIMIT for a limit of its caller's), with RetryInfo: who comes back
+    then, under the same request_id, finds a place. One that cannot be done by its deadline any more is refused
+    (DEADLINE_EXCEEDED, DEADLINE_UNREACHABLE), on arrival or while it waits. When the orchestrator stops, what waits is refused
+    (UNAVAILABLE, NOT_RUNNING). A request that never ran is forgotten: its request_id is free again.
     """
     CancelRequest: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelRequestRequest, _orchestrator_pb2.CancelRequestResponse]
     """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED."""
@@ -52,6 +58,12 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """Generate runs a request through a pipeline and streams its outputs as they are made. A second call with the
     same request_id and content attaches to the first; with other content it fails (ALREADY_EXISTS,
     REQUEST_EXISTS). The request is cancelled when its last caller goes.
+
+    A request beyond the pipeline's limits waits in a bounded queue and hears where it stands. Beyond that queue it is refused
+    (RESOURCE_EXHAUSTED; ADMISSION_LIMIT, or CALLER_LIMIT for a limit of its caller's), with RetryInfo: who comes back
+    then, under the same request_id, finds a place. One that cannot be done by its deadline any more is refused
+    (DEADLINE_EXCEEDED, DEADLINE_UNREACHABLE), on arrival or while it waits. When the orchestrator stops, what waits is refused
+    (UNAVAILABLE, NOT_RUNNING). A request that never ran is forgotten: its request_id is free again.
     """
     CancelRequest: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelRequestRequest, _orchestrator_pb2.CancelRequestResponse]  # type: ignore[assignment]
     """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED."""
@@ -70,6 +82,12 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generate runs a request through a pipeline and streams its outputs as they are made. A second call with the
         same request_id and content attaches to the first; with other content it fails (ALREADY_EXISTS,
         REQUEST_EXISTS). The request is cancelled when its last caller goes.
+
+        A request beyond the pipeline's limits waits in a bounded queue and hears where it stands. Beyond that queue it is refused
+        (RESOURCE_EXHAUSTED; ADMISSION_LIMIT, or CALLER_LIMIT for a limit of its caller's), with RetryInfo: who comes back
+        then, under the same request_id, finds a place. One that cannot be done by its deadline any more is refused
+        (DEADLINE_EXCEEDED, DEADLINE_UNREACHABLE), on arrival or while it waits. When the orchestrator stops, what waits is refused
+        (UNAVAILABLE, NOT_RUNNING). A request that never ran is forgotten: its request_id is free again.
         """
 
     @_abc_1.abstractmethod

@@ -64,7 +64,9 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     REPLICA_STATE_READY: _ReplicaState.ValueType  # 2
     """Steps are taken."""
     REPLICA_STATE_DRAINING: _ReplicaState.ValueType  # 3
-    """Running steps finish, new ones are refused (NOT_READY)."""
+    """Running steps finish. After StageControlService.Drain, steps that were planned before are taken still; after SIGTERM
+    new ones are refused (NOT_READY).
+    """
     REPLICA_STATE_FAILED: _ReplicaState.ValueType  # 4
     """The engine failed; the process is about to end."""
     REPLICA_STATE_UNREACHABLE: _ReplicaState.ValueType  # 5
@@ -82,7 +84,9 @@ REPLICA_STATE_LOADING: ReplicaState.ValueType  # 1
 REPLICA_STATE_READY: ReplicaState.ValueType  # 2
 """Steps are taken."""
 REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 3
-"""Running steps finish, new ones are refused (NOT_READY)."""
+"""Running steps finish. After StageControlService.Drain, steps that were planned before are taken still; after SIGTERM
+new ones are refused (NOT_READY).
+"""
 REPLICA_STATE_FAILED: ReplicaState.ValueType  # 4
 """The engine failed; the process is about to end."""
 REPLICA_STATE_UNREACHABLE: ReplicaState.ValueType  # 5
@@ -108,6 +112,7 @@ class ExecuteStepRequest(_message.Message):
     MAX_STEPS_FIELD_NUMBER: _builtins.int
     RESUME_FROM_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ABSENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'."""
     step_id: _builtins.str
@@ -149,6 +154,12 @@ class ExecuteStepRequest(_message.Message):
         (INVALID_CHECKPOINT).
         """
 
+    @_builtins.property
+    def absent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Tensors that this stage accepts and that no edge brings it in this request. One that it cannot do without is refused
+        (MISSING_INPUT).
+        """
+
     def __init__(
         self,
         *,
@@ -163,10 +174,11 @@ class ExecuteStepRequest(_message.Message):
         max_steps: _builtins.int | None = ...,
         resume_from: Global___Checkpoint | None = ...,
         priority: _builtins.int = ...,
+        absent: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "input", b"input", "max_steps", b"max_steps", "parameters", b"parameters", "resume_from", b"resume_from"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_steps", b"max_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "step_id", b"step_id", "streamed", b"streamed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps", "absent", b"absent", "attempt", b"attempt", "input", b"input", "inputs", b"inputs", "max_steps", b"max_steps", "outputs", b"outputs", "parameters", b"parameters", "priority", b"priority", "request_id", b"request_id", "resume_from", b"resume_from", "step_id", b"step_id", "streamed", b"streamed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_steps: _TypeAlias = _typing.Literal["max_steps"]  # noqa: Y015
     _WhichOneofArgType__max_steps: _TypeAlias = _typing.Literal["_max_steps", b"_max_steps"]  # noqa: Y015
@@ -183,22 +195,28 @@ class InputBinding(_message.Message):
     EDGE_FIELD_NUMBER: _builtins.int
     PRODUCER_FIELD_NUMBER: _builtins.int
     TRANSFORM_FIELD_NUMBER: _builtins.int
+    APART_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
     """The edge's name."""
     producer: _builtins.str
     """The only replica whose chunks are taken."""
     transform: _builtins.str
     """The transform that turns what comes into what the engine takes; empty for none."""
+    apart: _builtins.bool
+    """Its packets are inputs of their own, taken as they come. Otherwise a packet waits until each other edge that is not
+    apart has one, and all make one input.
+    """
     def __init__(
         self,
         *,
         edge: _builtins.str = ...,
         producer: _builtins.str = ...,
         transform: _builtins.str = ...,
+        apart: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["edge", b"edge", "producer", b"producer", "transform", b"transform"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apart", b"apart", "edge", b"edge", "producer", b"producer", "transform", b"transform"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1304,6 +1322,8 @@ class DescribeResponse(_message.Message):
     EMITS_FIELD_NUMBER: _builtins.int
     CONNECTORS_FIELD_NUMBER: _builtins.int
     WIRE_VERSION_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
     pipeline: _builtins.str
     """The pipeline's name."""
     generation: _builtins.str
@@ -1324,6 +1344,12 @@ class DescribeResponse(_message.Message):
     """For people: what it loads, or why it failed."""
     wire_version: _builtins.int
     """The contract's version, 1."""
+    host: _builtins.str
+    """Replicas that say the same can share memory: they are on one host, in one network namespace, and of one user. Drawn anew
+    when the host starts. Empty: not known.
+    """
+    zone: _builtins.str
+    """Where the host stands, as its operator calls it; replicas of one zone are near each other. Empty: not known."""
     @_builtins.property
     def accepts(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorSpec]:
         """What it must be fed, empty for a stage that takes the client's input."""
@@ -1352,10 +1378,12 @@ class DescribeResponse(_message.Message):
         emits: _abc.Iterable[_tensor_pb2.TensorSpec] | None = ...,
         connectors: _abc.Iterable[_chunk_pb2.Connector.ValueType] | None = ...,
         wire_version: _builtins.int = ...,
+        host: _builtins.str = ...,
+        zone: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts", b"accepts", "connectors", b"connectors", "detail", b"detail", "emits", b"emits", "engine", b"engine", "generation", b"generation", "incarnation", b"incarnation", "model", b"model", "pipeline", b"pipeline", "replica", b"replica", "stage", b"stage", "state", b"state", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts", b"accepts", "connectors", b"connectors", "detail", b"detail", "emits", b"emits", "engine", b"engine", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "model", b"model", "pipeline", b"pipeline", "replica", b"replica", "stage", b"stage", "state", b"state", "wire_version", b"wire_version", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1368,16 +1396,22 @@ class WatchLoadRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INTERVAL_S_FIELD_NUMBER: _builtins.int
+    IDLE_INTERVAL_S_FIELD_NUMBER: _builtins.int
     interval_s: _builtins.float
     """Seconds between reports, from 0.05; 0 is 1."""
+    idle_interval_s: _builtins.float
+    """Seconds between reports while no step runs or waits; 0, and anything shorter than interval_s, is interval_s. A replica
+    that gets work reports again within interval_s.
+    """
     def __init__(
         self,
         *,
         interval_s: _builtins.float = ...,
+        idle_interval_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_s", b"interval_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_interval_s", b"idle_interval_s", "interval_s", b"interval_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

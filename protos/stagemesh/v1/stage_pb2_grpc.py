@@ -112,7 +112,8 @@ class StageServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """WatchLoad reports the load at once and then at every interval. Called by orchestrators.
+        """WatchLoad reports the load at once and then at every interval, less often while there is nothing to do. Called by
+        orchestrators.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,7 +52,9 @@ class StageServiceStub:
     Describe: _grpc.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeResponse]
     """Describe says what this replica is. Called by orchestrators and tools."""
     WatchLoad: _grpc.UnaryStreamMultiCallable[_stage_pb2.WatchLoadRequest, _stage_pb2.WatchLoadResponse]
-    """WatchLoad reports the load at once and then at every interval. Called by orchestrators."""
+    """WatchLoad reports the load at once and then at every interval, less often while there is nothing to do. Called by
+    orchestrators.
+    """
     CancelStep: _grpc.UnaryUnaryMultiCallable[_stage_pb2.CancelStepRequest, _stage_pb2.CancelStepResponse]
     """CancelStep stops a request on this stage within one engine step. Called by orchestrators."""
     ProbeEdge: _grpc.UnaryUnaryMultiCallable[_stage_pb2.ProbeEdgeRequest, _stage_pb2.ProbeEdgeResponse]
@@ -85,7 +87,9 @@ class StageServiceAsyncStub(StageServiceStub):
     Describe: _aio.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeResponse]  # type: ignore[assignment]
     """Describe says what this replica is. Called by orchestrators and tools."""
     WatchLoad: _aio.UnaryStreamMultiCallable[_stage_pb2.WatchLoadRequest, _stage_pb2.WatchLoadResponse]  # type: ignore[assignment]
-    """WatchLoad reports the load at once and then at every interval. Called by orchestrators."""
+    """WatchLoad reports the load at once and then at every interval, less often while there is nothing to do. Called by
+    orchestrators.
+    """
     CancelStep: _aio.UnaryUnaryMultiCallable[_stage_pb2.CancelStepRequest, _stage_pb2.CancelStepResponse]  # type: ignore[assignment]
     """CancelStep stops a request on this stage within one engine step. Called by orchestrators."""
     ProbeEdge: _aio.UnaryUnaryMultiCallable[_stage_pb2.ProbeEdgeRequest, _stage_pb2.ProbeEdgeResponse]  # type: ignore[assignment]
@@ -145,7 +149,9 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stage_pb2.WatchLoadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_stage_pb2.WatchLoadResponse], _abc.AsyncIterator[_stage_pb2.WatchLoadResponse]]:
-        """WatchLoad reports the load at once and then at every interval. Called by orchestrators."""
+        """WatchLoad reports the load at once and then at every interval, less often while there is nothing to do. Called by
+        orchestrators.
+        """
 
     @_abc_1.abstractmethod
     def CancelStep(

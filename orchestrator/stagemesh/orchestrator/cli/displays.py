@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stagemesh.client import EdgeInfo
+from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER
 from stagemesh.orchestrator.cli.tables import links_table, styled_state
 from stagemesh.orchestrator.launcher import ProcessState, ProcessStatus
 
@@ -23,8 +24,8 @@ class Display(Protocol):
     def show(self, status: ProcessStatus) -> None:
         """A process has changed."""
 
-    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str) -> None:
-        """Everything is up; `hint` says how to go on."""
+    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str, admin_endpoint: str = "") -> None:
+        """Everything is up; `hint` says how to go on. Operators are served at `admin_endpoint`, if anywhere."""
 
     def close(self, message: str = "") -> None:
         """Nothing more comes; `message` sums up. Closing twice is harmless."""
@@ -48,11 +49,14 @@ class LineDisplay:
         """Writes a line."""
         self._print(Text.assemble(f"{status.name}: ", styled_state(status.state.value, status.detail)))
 
-    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str) -> None:
+    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str, admin_endpoint: str = "") -> None:
         """Says what the edges use, where it is, and how to go on."""
         if edges:
             self._console.print(links_table(edges), soft_wrap=True)
         self._print(Text.assemble(("ready", "bold green"), f" at {endpoint}; {hint}"))
+        if admin_endpoint:
+            where = "" if admin_endpoint == DEFAULT_ADMIN_SERVER else f" --server {admin_endpoint}"
+            self._print(Text(f"operators at {admin_endpoint}; try: stagemesh top{where}"))
 
     def close(self, message: str = "") -> None:
         """Says how it ended."""
@@ -81,10 +85,10 @@ class LiveDisplay:
         self._statuses[status.name] = status
         self._live.update(self._table())
 
-    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str) -> None:
+    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str, admin_endpoint: str = "") -> None:
         """Leaves the table as it is and says how to go on."""
         self._stop()
-        self._lines.ready(endpoint, edges=edges, hint=hint)
+        self._lines.ready(endpoint, edges=edges, hint=hint, admin_endpoint=admin_endpoint)
 
     def close(self, message: str = "") -> None:
         """Gives the terminal back."""
@@ -109,9 +113,17 @@ class JsonDisplay:
         """Writes the status."""
         _write({"event": "process", **asdict(status)})
 
-    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str) -> None:
+    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str, admin_endpoint: str = "") -> None:
         """Says where to call."""
-        _write({"event": "ready", "endpoint": endpoint, "edges": [asdict(edge) for edge in edges], "hint": hint})
+        _write(
+            {
+                "event": "ready",
+                "endpoint": endpoint,
+                "admin_endpoint": admin_endpoint,
+                "edges": [asdict(edge) for edge in edges],
+                "hint": hint,
+            }
+        )
 
     def close(self, message: str = "") -> None:
         """Says how it ended."""

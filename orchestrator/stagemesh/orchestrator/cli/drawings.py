@@ -8,6 +8,7 @@ from rich.tree import Tree
 
 from stagemesh.connectors.base import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec import Edge, Pipeline, Stage
+from stagemesh.orchestrator.spec.conditions import Condition, describe_condition
 
 
 def draw_picture(pipeline: Pipeline) -> RenderableType:
@@ -66,11 +67,17 @@ def _first_stages(pipeline: Pipeline) -> list[Stage]:
 
 
 def _what(stage: Stage) -> str:
-    return ", ".join(part for part in (stage.engine, stage.function, stage.model_name) if part)
+    return ", ".join(part for part in (stage.engine, stage.function, stage.model_name, _when(stage.when)) if part)
 
 
 def _how(edge: Edge) -> str:
-    return ", ".join(part for part in (edge.transform, edge.connector, _cut(edge.policy)) if part)
+    apart = "apart" if edge.apart else ""
+    parts = (edge.transform, edge.connector, _cut(edge.policy), apart, _when(edge.when))
+    return ", ".join(part for part in parts if part)
+
+
+def _when(condition: Condition) -> str:
+    return f"when {describe_condition(condition)}" if condition else ""
 
 
 def _cut(policy: ChunkPolicy) -> str:

@@ -15,6 +15,13 @@ _JSON_KEY = "stagemesh.json"
 
 # Remedies that the one who raises cannot know: they are about this command line.
 _REMEDIES: dict[str, str] = {
+    "ADMIN_UNREACHABLE": "start a pipeline with `stagemesh up`, which shows where operators are served, for --server",
+    "LAST_REPLICA": "wait until another replica of the stage is ready, or say --force",
+    "REQUEST_ENDED": "see `stagemesh admin request ID` for how it went",
+    "STILL_RUNNING": "see `stagemesh admin requests --on REPLICA`; allow more time, or cancel them",
+    "UNKNOWN_EDGE": "see `stagemesh admin edges`",
+    "UNKNOWN_REQUEST": "see `stagemesh admin requests`",
+    "UNKNOWN_TARGET": "see `stagemesh admin replicas`",
     "REQUEST_EXISTS": "choose another --request-id, or leave it out",
     "UNKNOWN_MODEL": "see `stagemesh models list`",
     "UNKNOWN_OUTPUT": "see `stagemesh stages` for what is served",

@@ -60,6 +60,8 @@ def generate(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="An option that a stage declares.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds that the request may take.")] = None,
+    priority: Annotated[int, typer.Option(help="Higher goes first where requests queue, from -10 to 10.")] = 0,
+    caller: Annotated[str, typer.Option(help="In whose name; callers share the pipeline evenly.")] = "",
     request_id: Annotated[str | None, typer.Option(help="Names the request everywhere; drawn when left out.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -92,6 +94,8 @@ def generate(
         "adapter": adapter,
         "options": read_pairs(option, option="--option", convert=float),
         "request_id": request_id,
+        "priority": priority,
+        "caller": caller,
     }
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
     content = [*map(read_media, attach), text] if attach else text

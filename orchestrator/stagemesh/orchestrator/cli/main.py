@@ -2,7 +2,18 @@
 
 import typer
 
-from stagemesh.orchestrator.cli import demo, generate, models, pipeline, probe_transport, stages, up, version
+from stagemesh.orchestrator.cli import (
+    admin,
+    demo,
+    generate,
+    models,
+    pipeline,
+    probe_transport,
+    stages,
+    top,
+    up,
+    version,
+)
 from stagemesh.orchestrator.cli.failures import FailureGroup
 
 app = typer.Typer(
@@ -17,6 +28,8 @@ app.command("up")(up.up)
 app.command("generate")(generate.generate)
 app.add_typer(pipeline.app, name="pipeline")
 app.command("stages")(stages.stages)
+app.add_typer(admin.app, name="admin")
+app.command("top")(top.top)
 app.add_typer(models.app, name="models")
 app.command("demo")(demo.demo)
 app.command("probe-transport")(probe_transport.probe_transport)

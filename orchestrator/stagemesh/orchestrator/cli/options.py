@@ -6,12 +6,23 @@ from typing import Annotated, TypeVar
 import typer
 
 DEFAULT_PORT = 7780
+DEFAULT_ADMIN_PORT = DEFAULT_PORT + 1
 
 PipelineName = Annotated[
     str, typer.Argument(metavar="PIPELINE", help="A shipped pipeline, for example speech, or the path of a YAML file.")
 ]
 Server = Annotated[str, typer.Option("--server", "-s", metavar="HOST:PORT", help="Where the orchestrator serves.")]
 DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
+AdminServer = Annotated[
+    str,
+    typer.Option(
+        "--server",
+        "-s",
+        metavar="HOST:PORT",
+        help="Where operators are served, as `stagemesh up` shows it.",
+    ),
+]
+DEFAULT_ADMIN_SERVER = f"127.0.0.1:{DEFAULT_ADMIN_PORT}"
 Settings = Annotated[
     list[str] | None,
     typer.Option(

@@ -8,14 +8,15 @@ from typing import Self
 
 import numpy as np
 
-from stagemesh.client import AudioChunk, Event, Finished, Image, TensorOutput, Text, WavWriter
+from stagemesh.client import AudioChunk, Event, Finished, Image, Queued, TensorOutput, Text, WavWriter
 from stagemesh.connectors.errors import InvalidRequestError
 
 _SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
 
 
 class Sinks:
-    """Text goes to stdout (unless `quiet`); audio, images and tensors to files named after their outputs in `folder`.
+    """Text goes to stdout, and what a waiting request hears to stderr (unless `quiet`); audio, images and tensors to
+    files named after their outputs in `folder`.
 
     `audio` is the file for the first audio output, `image` for the first picture. `files` are those written, by output.
     """
@@ -35,6 +36,8 @@ class Sinks:
     def take(self, event: Event) -> None:
         """Puts the event where it belongs."""
         match event:
+            case Queued():
+                self._write_queued(event)
             case Text():
                 self._write_text(event)
             case AudioChunk():
@@ -66,6 +69,11 @@ class Sinks:
             sys.stdout.write("\n")
             sys.stdout.flush()
             self._mid_line = False
+
+    def _write_queued(self, event: Queued) -> None:
+        if not self._quiet:
+            sys.stderr.write(f"queued: place {event.position}, about {event.expected_wait_s:.0f} s\n")
+            sys.stderr.flush()
 
     def _write_text(self, event: Text) -> None:
         if not self._quiet and event.delta:

@@ -37,7 +37,8 @@ def _table(pipeline: "PipelineInfo") -> "Table":
     from stagemesh.orchestrator.cli.tables import styled_state
 
     title = (
-        f"{pipeline.name} {pipeline.generation}: {pipeline.in_flight} of {pipeline.max_in_flight} requests in flight"
+        f"{pipeline.name} {pipeline.generation}: {pipeline.in_flight} of {pipeline.max_in_flight} requests in flight, "
+        f"{pipeline.queued} of {pipeline.max_queued} queued"
     )
     table = Table("stage", "engine", "replica", "endpoint", "state", "running", title=title, title_justify="left")
     for stage in pipeline.stages:

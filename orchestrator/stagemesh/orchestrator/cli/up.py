@@ -21,12 +21,20 @@ if TYPE_CHECKING:
     from stagemesh.orchestrator.cli.displays import Display
     from stagemesh.orchestrator.spec import Pipeline
 
+_HOST = "127.0.0.1"
+
 
 def up(
     pipeline: PipelineName,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Where to serve; 0 takes any that is free.")
     ] = DEFAULT_PORT,
+    admin_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Where operators are served; 0 takes any that is free.", show_default="the next one"
+        ),
+    ] = None,
     settings: Settings = None,
     replicas: Replicas = None,
     as_json: AsJson = False,
@@ -39,24 +47,42 @@ def up(
     loaded = load_pipeline(pipeline, overrides=overrides)
     display = make_display(as_json=as_json)
     try:
-        asyncio.run(_serve(loaded, listen=f"127.0.0.1:{port}", overrides=overrides, display=display))
+        asyncio.run(_serve(loaded, port=port, admin_port=admin_port, overrides=overrides, display=display))
     finally:
         display.close()
 
 
-async def _serve(pipeline: "Pipeline", *, listen: str, overrides: "Mapping[str, str]", display: "Display") -> None:
+async def _serve(
+    pipeline: "Pipeline",
+    *,
+    port: int,
+    admin_port: int | None,
+    overrides: "Mapping[str, str]",
+    display: "Display",
+) -> None:
     from stagemesh.orchestrator.cli.displays import RestartCounter
     from stagemesh.orchestrator.cli.running import done_before, stop_on_signals
     from stagemesh.orchestrator.launcher import Launcher
 
     stopping = stop_on_signals()
     counter = RestartCounter(display)
-    launcher = Launcher(pipeline, listen=listen, overrides=overrides, listener=counter)
+    launcher = Launcher(
+        pipeline,
+        listen=f"{_HOST}:{port}",
+        admin_listen=None if admin_port is None else f"{_HOST}:{admin_port}",
+        overrides=overrides,
+        listener=counter,
+    )
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     async with launcher.running():
         if await done_before(stopping, launcher.wait_ready):
-            display.ready(launcher.endpoint, edges=launcher.edges, hint=_hint(launcher.endpoint))
+            display.ready(
+                launcher.endpoint,
+                edges=launcher.edges,
+                hint=_hint(launcher.endpoint),
+                admin_endpoint=launcher.admin_endpoint,
+            )
             await stopping.wait()
     restarts = f", {counter.restarts} restarts" if counter.restarts else ""
     display.close(f"stopped {pipeline.name} after {loop.time() - began_s:.0f} s{restarts}")

@@ -1,12 +1,14 @@
 """What `up` waits for beside its processes: that every edge can be crossed, and by what."""
 
+from itertools import chain
+
 import grpc.aio
 
 from stagemesh.client import EdgeInfo
 from stagemesh.client.descriptions import decode_pipeline
 from stagemesh.connectors.channels import open_channel
 from stagemesh.connectors.errors import NotReadyError
-from stagemesh.v1 import chunk_pb2, orchestrator_pb2
+from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 
 _TIMEOUT_S = 1.0
@@ -21,7 +23,7 @@ class EdgesProbe:
         self._stub = OrchestratorServiceStub(self._channel)
 
     async def look(self) -> tuple[EdgeInfo, ...] | None:
-        """The edges, once it is known for all pairs of replicas what they use; None before.
+        """The edges, once all replicas are ready and what each link between them uses is known; None before.
 
         Raises NotReadyError (CONNECTOR_UNAVAILABLE) where a fixed connector cannot work.
         """
@@ -30,10 +32,11 @@ class EdgesProbe:
             described = await self._stub.DescribePipeline(request, timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return None
-        pairs = {stage.name: len(stage.replicas) for stage in described.stages}
         for edge in described.edges:
             _check(edge)
-        if all(_is_known(edge, pairs[edge.from_stage] * pairs[edge.to_stage]) for edge in described.edges):
+        replicas = chain.from_iterable(stage.replicas for stage in described.stages)
+        ready = all(replica.state == stage_pb2.REPLICA_STATE_READY for replica in replicas)
+        if ready and all(_is_known(edge) for edge in described.edges):
             return decode_pipeline(described).edges
         return None
 
@@ -49,8 +52,7 @@ def _check(edge: orchestrator_pb2.EdgeDescription) -> None:
             raise NotReadyError(error.message, reason="CONNECTOR_UNAVAILABLE", metadata=dict(error.metadata))
 
 
-def _is_known(edge: orchestrator_pb2.EdgeDescription, pairs: int) -> bool:
-    """For every pair; `auto` works also where the question was lost."""
+def _is_known(edge: orchestrator_pb2.EdgeDescription) -> bool:
+    """For every link; `auto` works also where the question was lost."""
     is_auto = edge.connector == chunk_pb2.CONNECTOR_AUTO
-    known = [link for link in edge.links if link.connector or (is_auto and link.HasField("error"))]
-    return len(known) == pairs
+    return bool(edge.links) and all(link.connector or (is_auto and link.HasField("error")) for link in edge.links)

@@ -25,7 +25,8 @@ Listener = Callable[[ProcessStatus], None]
 class Launcher:
     """The processes of one pipeline. Use `async with launcher.running():`, once, from the program's main thread.
 
-    `listen` is where clients reach the orchestrator; port 0 takes any that is free. `overrides` are those that the
+    `listen` is where clients reach the orchestrator, `admin_listen` where operators do; port 0 takes any that is free.
+    Without `admin_listen` it is the port after that of clients, where nobody has it. `overrides` are those that the
     pipeline was loaded with. `listener` hears of every change of a process.
     """
 
@@ -34,6 +35,7 @@ class Launcher:
         pipeline: Pipeline,
         *,
         listen: str,
+        admin_listen: str | None = None,
         overrides: Mapping[str, str] | None = None,
         listener: Listener | None = None,
         policy: RestartPolicy | None = None,
@@ -44,6 +46,7 @@ class Launcher:
         self._policy = policy or RestartPolicy()
         self._ports = PortPicker()
         self.endpoint = self._with_port(listen)
+        self.admin_endpoint = self._beside() if admin_listen is None else self._with_port(admin_listen)
         self.processes: dict[str, ProcessStatus] = {}
         self.edges: tuple[EdgeInfo, ...] = ()
         """What they use, once it is ready."""
@@ -56,10 +59,16 @@ class Launcher:
         Raises NotReadyError when a port is in use or a process never comes up, also out of the running body.
         """
         check_listen(self.endpoint)
+        check_listen(self.admin_endpoint, option="--admin-port")
         folder = RunFolder.create(settings.runs_dir())
         try:
             specs = plan_processes(
-                self._pipeline, folder=folder, listen=self.endpoint, overrides=self._overrides, ports=self._ports
+                self._pipeline,
+                folder=folder,
+                listen=self.endpoint,
+                admin_listen=self.admin_endpoint,
+                overrides=self._overrides,
+                ports=self._ports,
             )
             self.processes = {
                 spec.name: ProcessStatus(spec.name, spec.stage, spec.endpoint, ProcessState.STARTING) for spec in specs
@@ -91,6 +100,10 @@ class Launcher:
     def _with_port(self, listen: str) -> str:
         host, _, port = listen.rpartition(":")
         return f"{host}:{self._ports.pick()}" if port == "0" else listen
+
+    def _beside(self) -> str:
+        host, _, port = self.endpoint.rpartition(":")
+        return f"{host}:{self._ports.pick_beside(int(port))}"
 
     def _take(self, status: ProcessStatus) -> None:
         self.processes[status.name] = status

@@ -16,7 +16,13 @@ from stagemesh.services.serving.config import StageConfig, dump_stage_config
 
 
 def plan_processes(
-    pipeline: Pipeline, *, folder: RunFolder, listen: str, overrides: Mapping[str, str], ports: PortPicker
+    pipeline: Pipeline,
+    *,
+    folder: RunFolder,
+    listen: str,
+    admin_listen: str,
+    overrides: Mapping[str, str],
+    ports: PortPicker,
 ) -> tuple[ProcessSpec, ...]:
     """The orchestrator and each stage's replicas; their configs are written into `folder`."""
     addresses = {stage.name: _addresses(stage, ports) for stage in pipeline.stages.values()}
@@ -30,6 +36,7 @@ def plan_processes(
         overrides=overrides,
         replicas=addresses,
         listen=listen,
+        admin_listen=admin_listen,
         parent_pid=os.getpid(),
     )
     path = folder.write_config(ORCHESTRATOR, dump_orchestrator_config(config))

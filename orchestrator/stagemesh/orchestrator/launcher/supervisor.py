@@ -41,6 +41,8 @@ class Supervisor:
         self._report = report
         self._child: Child | None = None
         self._failures = 0
+        self._was_ready = False
+        """In the life that goes on, or the last one."""
 
     async def run(self) -> None:
         """Keeps the process running until cancelled, which stops it; raises NotReadyError to give up."""
@@ -57,6 +59,7 @@ class Supervisor:
         child = self._child = await Child.start(self._spec.command, log=self._spec.log)
         try:
             self._backoff.started(time.monotonic())
+            self._was_ready = False
             self._tell(ProcessState.STARTING)
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(self._watch(probe))
@@ -76,10 +79,15 @@ class Supervisor:
                 last = seen
             ready = seen is not None and seen.state is ProcessState.READY
             if ready:
+                self._was_ready = True
                 self._backoff.ready(time.monotonic())
             await asyncio.sleep(_READY_POLL_S if ready else _POLL_S)
 
     async def _wait_for_restart(self, status: int) -> None:
+        if status == 0 and self._was_ready:
+            # It was asked to end, by SIGTERM or by an operator who restarts it.
+            self._tell(ProcessState.RESTARTING, "ended as it was asked to; starts again")
+            return
         self._failures += 1
         pause_s = self._backoff.ended(time.monotonic())
         if pause_s is None:

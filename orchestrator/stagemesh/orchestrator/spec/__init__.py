@@ -4,6 +4,7 @@ from stagemesh.orchestrator.spec.explain import explain
 from stagemesh.orchestrator.spec.load import load_pipeline
 from stagemesh.orchestrator.spec.model import (
     WIRE_VERSION,
+    Bounds,
     Edge,
     ExplainedValue,
     Limits,
@@ -11,17 +12,20 @@ from stagemesh.orchestrator.spec.model import (
     PipelineOutput,
     Stage,
 )
+from stagemesh.orchestrator.spec.routes import Route
 from stagemesh.orchestrator.spec.sources import shipped_pipelines
 from stagemesh.orchestrator.spec.stages import Catalog
 
 __all__ = [
     "WIRE_VERSION",
+    "Bounds",
     "Catalog",
     "Edge",
     "ExplainedValue",
     "Limits",
     "Pipeline",
     "PipelineOutput",
+    "Route",
     "Stage",
     "explain",
     "load_pipeline",

@@ -1,7 +1,7 @@
 """Checks that what flows over the edges fits together."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stagemesh.connectors.base import AUTO, FramesPolicy
 from stagemesh.connectors.registry import cards
@@ -12,6 +12,7 @@ from stagemesh.orchestrator.spec.model import Edge, Stage
 from stagemesh.orchestrator.spec.problems import Problems, suggest
 from stagemesh.orchestrator.spec.schema import EdgeShape, PipelineShape
 from stagemesh.orchestrator.spec.stages import Catalog
+from stagemesh.orchestrator.spec.whens import WhenResolver
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class EdgeResolver:
 
     catalog: Catalog
     problems: Problems
+    whens: WhenResolver
 
     def resolve(self, shape: PipelineShape, stages: Mapping[str, Stage]) -> tuple[Edge, ...]:
         """The edges whose ends exist, with all that is wrong about them noted."""
@@ -29,6 +31,7 @@ class EdgeResolver:
         self._check_cycles(shape, known)
         given: dict[str, dict[str, TensorSpec]] = {}
         names: dict[int, tuple[str, ...]] = {}
+        brings: dict[int, tuple[str, ...]] = {}
         doubtful = set[str]()
         for i in known:
             edge = shape.edges[i]
@@ -42,11 +45,32 @@ class EdgeResolver:
             else:
                 given.setdefault(edge.consumer, {}).update(tensors)
                 names[i] = tuple(carried.taken_by(edge.transform) if edge.transform else tensors)
+                brings[i] = tuple(tensors)
         # A dangling edge is problem enough: whom it was to feed is not known.
         for stage in stages.values() if len(known) == len(shape.edges) else ():
             if stage.name not in doubtful:
                 self._check_fed(stage, given.get(stage.name))
-        return tuple(_edge(shape.edges[i], names.get(i, ())) for i in known)
+        self._check_joins(shape)
+        return tuple(
+            replace(
+                _edge(shape.edges[i], names.get(i, ())),
+                when=self.whens.resolve(("edges", i, "when"), shape.edges[i].when or ()),
+                apart=_is_apart(shape.edges[i], shape.stages[shape.edges[i].consumer].join),
+                brings=brings.get(i, ()),
+            )
+            for i in known
+        )
+
+    def _check_joins(self, shape: PipelineShape) -> None:
+        for name, stage in shape.stages.items():
+            names = {each for edge in shape.edges if edge.consumer == name for each in (edge.edge_name, edge.producer)}
+            for joined in stage.join if isinstance(stage.join, list) else ():
+                if joined not in names:
+                    remedy = suggest(joined, names)
+                    self.problems.add(
+                        ("stages", name, "join"),
+                        f"no edge {joined!r} leads to stage {name!r}, nor one from it; {remedy}",
+                    )
 
     def _check_ends(self, index: int, edge: EdgeShape, shape: PipelineShape) -> bool:
         ends = {"from": edge.producer, "to": edge.consumer}
@@ -90,7 +114,11 @@ class EdgeResolver:
                 ("stages", stage.name),
                 f"stage {stage.name!r} takes the client's prompt and no tensors; remove its edges",
             )
-        missing = {name: spec for name, spec in accepts.items() if name not in (given or {})}
+        missing = {
+            name: spec
+            for name, spec in accepts.items()
+            if name not in (given or {}) and (given is None or name not in stage.signature.optional)
+        }
         if missing and given is None:
             self.problems.add(
                 ("stages", stage.name),
@@ -101,6 +129,12 @@ class EdgeResolver:
                 ("stages", stage.name),
                 f"no edge brings stage {stage.name!r} its {list_specs(missing)}; add one, or change a transform",
             )
+
+
+def _is_apart(shape: EdgeShape, join: str | list[str]) -> bool:
+    if isinstance(join, list):
+        return shape.edge_name not in join and shape.producer not in join
+    return join == "any"
 
 
 def _edge(shape: EdgeShape, tensors: tuple[str, ...]) -> Edge:

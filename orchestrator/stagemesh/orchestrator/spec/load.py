@@ -3,19 +3,23 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 
 from stagemesh.connectors.errors import InvalidPipelineError
 from stagemesh.orchestrator.spec.document import read_document
 from stagemesh.orchestrator.spec.edges import EdgeResolver
 from stagemesh.orchestrator.spec.explain import explain_shape
+from stagemesh.orchestrator.spec.flows import FlowChecker
 from stagemesh.orchestrator.spec.graph import topological_order
-from stagemesh.orchestrator.spec.model import WIRE_VERSION, Limits, Pipeline, Stage
+from stagemesh.orchestrator.spec.limits import resolve_limits
+from stagemesh.orchestrator.spec.model import WIRE_VERSION, Pipeline, Stage
 from stagemesh.orchestrator.spec.origins import Origins
 from stagemesh.orchestrator.spec.outputs import OutputResolver
 from stagemesh.orchestrator.spec.overrides import apply_overrides
 from stagemesh.orchestrator.spec.shape_problems import check_shape
 from stagemesh.orchestrator.spec.sources import Source, find_source
 from stagemesh.orchestrator.spec.stages import Catalog, StageResolver
+from stagemesh.orchestrator.spec.whens import WhenResolver, pipeline_options
 from stagemesh.services.serving import settings
 
 
@@ -42,19 +46,31 @@ def load_pipeline(
     catalog = catalog or Catalog()
     problems = document.problems
     stages = StageResolver(catalog, problems, check_models, _fetch_hint(source)).resolve(shape)
-    edges = EdgeResolver(catalog, problems).resolve(shape, stages)
     outputs = OutputResolver(problems)
     resolved_outputs = outputs.resolve(shape, stages)
+    options, ambiguous = pipeline_options(stages, shape.options, problems)
+    media = any(stage.signature.media for stage in stages.values())
+    whens = WhenResolver(problems, options, ambiguous, shape.outputs, media=media)
+    edges = EdgeResolver(catalog, problems, whens).resolve(shape, stages)
     outputs.check_all_used(shape, edges)
+    stages = {
+        name: replace(stage, when=whens.resolve(("stages", name, "when"), shape.stages[name].when or ()))
+        for name, stage in stages.items()
+    }
+    limits = resolve_limits(shape.limits, problems)
     problems.raise_any()
     order = topological_order(list(stages), {edge.arc for edge in edges})
+    stages = {name: stages[name] for name in order}
+    FlowChecker(catalog, problems, stages, edges, resolved_outputs).check()
+    problems.raise_any()
     return Pipeline(
         name=shape.pipeline,
         generation=_generation(stages),
-        stages={name: stages[name] for name in order},
+        stages=stages,
         edges=edges,
         outputs=resolved_outputs,
-        limits=Limits(shape.limits.max_in_flight),
+        options=options,
+        limits=limits,
         source=source.path,
         explanation=explain_shape(shape, Origins(document.origin_by_path)),
     )

@@ -1,17 +1,19 @@
 """A pipeline that has passed every check."""
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from pydantic import JsonValue
 
 from stagemesh.connectors.base import ChunkPolicy, ConnectorName
-from stagemesh.orchestrator.spec.graph import Arc, ancestors
+from stagemesh.orchestrator.spec.conditions import Condition, Facts
+from stagemesh.orchestrator.spec.graph import Arc
+from stagemesh.orchestrator.spec.routes import Route, find_route
 from stagemesh.services.serving.config import DataPlaneConfig
-from stagemesh.services.serving.plugins import OutputKind, Signature
+from stagemesh.services.serving.plugins import OptionSpec, OutputKind, Signature
 
 WIRE_VERSION = 1
 
@@ -31,6 +33,8 @@ class Stage:
     options: Mapping[str, JsonValue]
     signature: Signature
     data_plane: DataPlaneConfig = field(default_factory=DataPlaneConfig)
+    when: Condition = ()
+    """It runs for requests that fulfil this."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,12 @@ class Edge:
     """What it carries of what its producer emits."""
     tokens: Literal["all", "last"] = "all"
     """Which rows, of tensors that have one for each token."""
+    when: Condition = ()
+    """It carries something for requests that fulfil this."""
+    apart: bool = False
+    """Whether its packets are inputs of their own to its consumer."""
+    brings: tuple[str, ...] = ()
+    """The tensors that its consumer gets."""
 
     @property
     def arc(self) -> Arc:
@@ -67,10 +77,20 @@ class PipelineOutput:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What the orchestrator admits."""
+class Bounds:
+    """How many requests run and wait at once, with how many bytes."""
 
-    max_in_flight: int
+    max_in_flight: int = sys.maxsize
+    max_in_flight_bytes: int = sys.maxsize
+    max_queued: int = sys.maxsize
+    max_queued_bytes: int = sys.maxsize
+
+
+@dataclass(frozen=True)
+class Limits(Bounds):
+    """What the orchestrator admits over the whole pipeline, and of each caller."""
+
+    per_caller: Bounds = Bounds()
 
 
 @dataclass(frozen=True)
@@ -95,17 +115,13 @@ class Pipeline:
     outputs: Mapping[str, PipelineOutput]
     limits: Limits
     source: Path
+    options: Mapping[str, OptionSpec] = field(default_factory=dict[str, OptionSpec])
+    """What requests may set, of its stages and of its own."""
     explanation: tuple[ExplainedValue, ...] = field(default=(), repr=False, compare=False)
 
-    @cached_property
-    def arcs(self) -> frozenset[Arc]:
-        """The edges as arrows."""
-        return frozenset(edge.arc for edge in self.edges)
-
-    def stages_for(self, outputs: Collection[str]) -> tuple[Stage, ...]:
-        """The stages that the outputs need, producers before consumers."""
-        needed = ancestors((self.outputs[name].stage for name in outputs), self.arcs)
-        return tuple(stage for stage in self.stages.values() if stage.name in needed)
+    def route(self, outputs: Collection[str], facts: Facts | None = None) -> Route:
+        """What a request takes of it that wants these outputs and of which these other facts are known."""
+        return find_route(self, outputs, facts or {})
 
     def incoming(self, stage: str) -> tuple[Edge, ...]:
         """The edges that feed a stage."""

@@ -12,7 +12,7 @@ from stagemesh.orchestrator.spec.document import Document
 from stagemesh.orchestrator.spec.origins import KeyPath, Origin
 
 # Mappings that a file may leave out.
-_OPTIONAL_MAPPINGS = frozenset({"data_plane", "options", "limits", "chunk"})
+_OPTIONAL_MAPPINGS = frozenset({"data_plane", "options", "limits", "per_caller", "chunk"})
 
 
 def apply_overrides(document: Document, overrides: Mapping[str, str]) -> None:

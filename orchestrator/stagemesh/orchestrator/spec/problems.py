@@ -23,6 +23,11 @@ class Problems:
         if entry not in self._found:
             self._found.append(entry)
 
+    @property
+    def found(self) -> bool:
+        """Whether anything is wrong."""
+        return bool(self._found)
+
     def has(self, path: KeyPath) -> bool:
         """Whether something is wrong at exactly this path."""
         return path in self._paths

@@ -1,17 +1,34 @@
 """The shapes that a pipeline file may have; what the values mean together is checked afterwards."""
 
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, StringConstraints, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 
 from stagemesh.connectors.base import AUTO, ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.orchestrator.spec.conditions import Comparison, InputKind
 from stagemesh.services.serving.config import DataPlaneConfig
+from stagemesh.services.serving.plugins import OptionSpec
 
 Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$", max_length=63)]
+OptionName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=63)]
 OutputName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]*$", max_length=63)]
 Count: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
 Size: TypeAlias = Annotated[int, Field(strict=True, ge=1)]
 Positive: TypeAlias = Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
+Number: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class _Shape(BaseModel):
@@ -36,6 +53,62 @@ class DataPlaneShape(_Shape):
         return DataPlaneConfig(self.arena_bytes, self.window_bytes, self.inline_limit_bytes)
 
 
+class TermShape(_Shape):
+    """An item of a `when`: names one of option, input and output, and says what of it."""
+
+    option: str | None = None
+    input: InputKind | None = None
+    output: str | None = None
+    equal: Number | None = Field(default=None, alias="is")
+    is_not: Number | None = None
+    over: Number | None = None
+    at_least: Number | None = None
+    under: Number | None = None
+    at_most: Number | None = None
+    given: Annotated[bool, Field(strict=True)] | None = None
+    wanted: Annotated[bool, Field(strict=True)] | None = None
+
+    @property
+    def comparisons(self) -> Mapping[Comparison, float]:
+        """What an option is compared with."""
+        values = {
+            Comparison.IS: self.equal,
+            Comparison.IS_NOT: self.is_not,
+            Comparison.OVER: self.over,
+            Comparison.AT_LEAST: self.at_least,
+            Comparison.UNDER: self.under,
+            Comparison.AT_MOST: self.at_most,
+        }
+        return {how: value for how, value in values.items() if value is not None}
+
+    @property
+    def flag_name(self) -> str | None:
+        """The key that is for inputs and outputs alone, where it is there."""
+        return next((name for name in ("given", "wanted") if getattr(self, name) is not None), None)
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in write(self).items() if value is not None}
+
+
+def _as_list(value: object) -> object:
+    return [cast("object", value)] if isinstance(value, dict) else value
+
+
+WhenShape: TypeAlias = Annotated[list[TermShape], Field(min_length=1), BeforeValidator(_as_list)]
+"""Terms that must all hold; a single one may stand alone."""
+
+
+def _join_form(value: object) -> str:
+    return "(names)" if isinstance(value, list) else "(word)"
+
+
+JoinShape: TypeAlias = Annotated[
+    Annotated[Literal["all", "any"], Tag("(word)")] | Annotated[list[str], Field(min_length=1), Tag("(names)")],
+    Discriminator(_join_form),
+]
+
+
 class StageShape(_Shape):
     """A value of `stages`."""
 
@@ -44,6 +117,8 @@ class StageShape(_Shape):
     function: str | None = None
     replicas: Positive = 1
     options: dict[str, JsonValue] = {}
+    when: WhenShape | None = None
+    join: JoinShape = "all"
     data_plane: DataPlaneShape = DataPlaneShape()
 
 
@@ -75,6 +150,7 @@ class EdgeShape(_Shape):
     chunk: ChunkShape = "step"
     tokens: Literal["all", "last"] = "all"
     name: Name | None = None
+    when: WhenShape | None = None
 
     @property
     def edge_name(self) -> str:
@@ -89,10 +165,42 @@ class EdgeShape(_Shape):
         return WholePolicy() if self.chunk == "whole" else StepPolicy()
 
 
+class OptionShape(_Shape):
+    """A value of `options`: a number that requests may set, for conditions alone."""
+
+    default: Number
+    minimum: Number
+    maximum: Number
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> "OptionShape":
+        if not self.minimum <= self.default <= self.maximum or self.minimum == self.maximum:
+            raise ValueError("minimum is to be less than maximum, and default between them")
+        return self
+
+    @property
+    def spec(self) -> OptionSpec:
+        """The option in the terms of cards."""
+        return OptionSpec(self.default, self.minimum, self.maximum)
+
+
+class CallerLimitsShape(_Shape):
+    """The value of `limits.per_caller`; what is left out has no limit of its own."""
+
+    max_in_flight: Positive | None = None
+    max_in_flight_bytes: Size | None = None
+    max_queued: Count | None = None
+    max_queued_bytes: Size | None = None
+
+
 class LimitsShape(_Shape):
     """The value of `limits`."""
 
     max_in_flight: Positive = 64
+    max_in_flight_bytes: Size = 4 << 30
+    max_queued: Count = 256
+    max_queued_bytes: Size = 256 << 20
+    per_caller: CallerLimitsShape = CallerLimitsShape()
 
 
 class PipelineShape(_Shape):
@@ -102,4 +210,5 @@ class PipelineShape(_Shape):
     stages: Annotated[dict[Name, StageShape], Field(min_length=1)]
     edges: list[EdgeShape] = []
     outputs: Annotated[dict[OutputName, str], Field(min_length=1)]
+    options: dict[OptionName, OptionShape] = {}
     limits: LimitsShape = LimitsShape()

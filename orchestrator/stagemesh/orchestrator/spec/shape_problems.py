@@ -7,7 +7,16 @@ from pydantic import BaseModel, ValidationError
 from stagemesh.orchestrator.spec.document import Document
 from stagemesh.orchestrator.spec.origins import KeyPath, dotted
 from stagemesh.orchestrator.spec.problems import suggest
-from stagemesh.orchestrator.spec.schema import EdgeShape, FramesShape, LimitsShape, PipelineShape, StageShape
+from stagemesh.orchestrator.spec.schema import (
+    CallerLimitsShape,
+    EdgeShape,
+    FramesShape,
+    LimitsShape,
+    OptionShape,
+    PipelineShape,
+    StageShape,
+    TermShape,
+)
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -19,7 +28,7 @@ def check_shape(document: Document) -> PipelineShape:
         shape = PipelineShape.model_validate(document.values)
     except ValidationError as exc:
         for error in exc.errors(include_url=False):
-            path = tuple(part for part in error["loc"] if part not in ("(frames)", "(word)"))
+            path = tuple(part for part in error["loc"] if part not in ("(frames)", "(names)", "(word)"))
             if not document.problems.has(path):
                 document.problems.add(path, _describe(error, path))
         document.problems.raise_any()
@@ -48,17 +57,25 @@ def _known_keys(path: KeyPath) -> set[str]:
 
 
 def _shape_at(path: KeyPath) -> type[BaseModel]:
+    shape: type[BaseModel] = PipelineShape
     match path:
         case ("stages", _):
-            return StageShape
+            shape = StageShape
         case ("edges", _):
-            return EdgeShape
+            shape = EdgeShape
         case ("edges", _, "chunk"):
-            return FramesShape
+            shape = FramesShape
+        case ("stages" | "edges", _, "when", _):
+            shape = TermShape
+        case ("options", _):
+            shape = OptionShape
         case ("limits",):
-            return LimitsShape
+            shape = LimitsShape
+        case ("limits", "per_caller"):
+            shape = CallerLimitsShape
         case _:
-            return PipelineShape
+            pass
+    return shape
 
 
 def _lower_first(text: str) -> str:

@@ -72,7 +72,10 @@ class StageResolver:
         try:
             return card.signature(shape.function, shape.options)
         except StagemeshError as exc:
-            self.problems.add((*path, "function" if shape.function else "options"), exc.message)
+            option = exc.metadata.get("option")
+            at = ("options", option) if option in shape.options else ("function" if shape.function else "options",)
+            if not self.problems.has((*path, *at)):
+                self.problems.add((*path, *at), exc.message)
             return None
 
     def _check_options(self, path: KeyPath, shape: StageShape, card: EngineCard) -> None:

@@ -98,7 +98,13 @@ class Task:
     sampling: SamplingOptions = SamplingOptions()
     options: Mapping[str, float] = field(default_factory=dict[str, float])
     inlets: Mapping[str, AsyncIterable[Packet]] = field(default_factory=dict[str, AsyncIterable[Packet]])
-    """What comes over each incoming edge, transformed already, by edge name."""
+    """What comes over each incoming edge, transformed already, by edge name; see `joining`."""
+    apart: frozenset[str] = frozenset()
+    """The edges whose packets are inputs of their own; one packet of each of the others makes one input together."""
+    absent: frozenset[str] = frozenset()
+    """Accepted tensors that no edge brings in this request; the stage's signature has them as optional."""
+    attempt: int = 1
+    """The try at this stage's share of the request, from 1. What is emitted does not depend on it."""
     wanted: frozenset[str] | None = None
     """The emitted tensors that somebody takes; None for all. What costs something is not emitted for nobody."""
     tokens: TokenSelection = "all"

@@ -14,7 +14,10 @@ Options = TypeVar("Options")
 
 
 def parse_options(kind: type[Options], options: Mapping[str, JsonValue], *, stage: str) -> Options:
-    """The options of a stage as the dataclass `kind`; raises InvalidRequestError naming the option at fault."""
+    """The options of a stage as the dataclass `kind`; raises InvalidRequestError naming the option at fault.
+
+    `stage` is "" where nobody needs to be told whose they are.
+    """
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for name in options:
         if name not in known:
@@ -25,8 +28,15 @@ def parse_options(kind: type[Options], options: Mapping[str, JsonValue], *, stag
         first = exc.errors()[0]
         name = ".".join(map(str, first["loc"])) or "options"
         raise InvalidRequestError(
-            f"stage {stage}: option {name} is {first['input']!r}: {first['msg']}", reason="INVALID_OPTION"
+            f"{_in(stage)}option {name} is {first['input']!r}: {first['msg']}",
+            reason="INVALID_OPTION",
+            metadata={"option": str(first["loc"][0])} if first["loc"] else {},
         ) from exc
+
+
+def _in(stage: str) -> str:
+    """Which stage; "" where the reader is told anyway."""
+    return f"stage {stage}: " if stage else ""
 
 
 def unknown_option(name: str, known: Iterable[str], *, stage: str) -> InvalidRequestError:
@@ -34,9 +44,10 @@ def unknown_option(name: str, known: Iterable[str], *, stage: str) -> InvalidReq
     choices = sorted(known)
     near = get_close_matches(name, choices, n=3) or choices[:12]
     return InvalidRequestError(
-        f"stage {stage}: unknown option {name!r}; {'did you mean' if len(choices) > len(near) else 'known'}: "
+        f"{_in(stage)}unknown option {name!r}; {'did you mean' if len(choices) > len(near) else 'known'}: "
         f"{', '.join(near) or 'none'}",
         reason="UNKNOWN_OPTION",
+        metadata={"option": name},
     )
 
 

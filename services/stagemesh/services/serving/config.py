@@ -43,6 +43,14 @@ class StageConfig:
     data_plane: DataPlaneConfig = DataPlaneConfig()
     max_queued: int = 256
     """Steps held at once; more are refused."""
+    orchestrators: tuple[str, ...] = ()
+    """Where to register, "host:port" each; empty where orchestrators know of the replica otherwise."""
+    advertise: str | None = None
+    """Where orchestrators and other replicas reach it, "host:port", with port 0 for the one it listens on; absent for
+    `listen`.
+    """
+    zone: str | None = None
+    """Where its host stands, for plans that keep neighbours together; absent for STAGEMESH_ZONE."""
     parent_pid: int | None = None
     """End when this process does."""
 

@@ -55,6 +55,8 @@ class Signature:
     """Whether messages may hold more than text; the model then decides."""
     negative_prompt: bool = False
     """Whether a request may say what the output is not to show."""
+    optional: frozenset[str] = frozenset()
+    """Accepted tensors that a packet, or a whole request, may lack."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class EngineCard:
     needs_function: bool = False
     stage_options: frozenset[str] | None = None
     """The names that a stage's `options` may hold; None leaves them to the factory."""
+    joins: bool = True
+    """Whether several edges may feed a stage in one request."""
 
 
 _Card = TypeVar("_Card", EngineCard, FunctionCard, TransformCard)

@@ -30,6 +30,11 @@ def find_model(name: str) -> Path | None:
     return None
 
 
+def zone() -> str:
+    """Where this host stands, as its operator calls it: STAGEMESH_ZONE; empty for nowhere in particular."""
+    return os.environ.get("STAGEMESH_ZONE", "")
+
+
 def variables() -> dict[str, str]:
     """The variables that a pipeline file may refer to as ${NAME}."""
     return dict(os.environ)

@@ -48,6 +48,7 @@ def check_order(
     _check_pause(order)
     _check_checkpoint(order.task.resume_from, signature)
     _check_edges(order, signature)
+    _check_absent(order.task.absent, signature)
     _check_known("tensor", order.streamed, signature.emits)
     _check_options(order.task, signature)
     if order.task.adapter is not None and not signature.adapters:
@@ -134,6 +135,15 @@ def _check_edges(order: StepOrder, signature: Signature) -> None:
     if signature.accepts and not order.inputs and order.task.resume_from is None:
         raise InvalidRequestError(
             f"nothing feeds this stage; bind an edge that brings {', '.join(signature.accepts)}",
+            reason="MISSING_INPUT",
+        )
+
+
+def _check_absent(absent: Iterable[str], signature: Signature) -> None:
+    missing = sorted(set(absent) & signature.accepts.keys() - signature.optional)
+    if missing:
+        raise InvalidRequestError(
+            f"no edge brings {', '.join(missing)}, and this stage does not run without; bind an edge that does",
             reason="MISSING_INPUT",
         )
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from stagemesh.services.engines.abilities import Adapter
 from stagemesh.services.serving.answering import answering
 from stagemesh.services.stage.controls import StageControls
+from stagemesh.services.stage.report_wire import report_to_wire
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.v1 import control_pb2, control_pb2_grpc
 
@@ -117,6 +118,46 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
                 hits=figures.hits,
                 misses=figures.misses,
             )
+
+    async def Drain(  # noqa: N802
+        self,
+        request: control_pb2.DrainRequest,  # noqa: ARG002
+        context: _Context,
+    ) -> control_pb2.DrainResponse:
+        """See the proto."""
+        async with answering(context, **self._where):
+            return control_pb2.DrainResponse(running=self._controls.drain())
+
+    async def Resume(  # noqa: N802
+        self,
+        request: control_pb2.ResumeRequest,  # noqa: ARG002
+        context: _Context,
+    ) -> control_pb2.ResumeResponse:
+        """See the proto."""
+        async with answering(context, **self._where):
+            self._controls.resume()
+            return control_pb2.ResumeResponse()
+
+    async def Shutdown(  # noqa: N802
+        self,
+        request: control_pb2.ShutdownRequest,  # noqa: ARG002
+        context: _Context,
+    ) -> control_pb2.ShutdownResponse:
+        """See the proto."""
+        async with answering(context, **self._where):
+            self._controls.shut_down()
+            return control_pb2.ShutdownResponse()
+
+    async def ListSteps(  # noqa: N802
+        self, request: control_pb2.ListStepsRequest, context: _Context
+    ) -> control_pb2.ListStepsResponse:
+        """See the proto."""
+        async with answering(context, **self._where):
+            page = self._controls.list_steps(
+                request.request_id, page_size=request.page_size, page_token=request.page_token
+            )
+            steps = map(report_to_wire, page.steps)
+            return control_pb2.ListStepsResponse(steps=steps, next_page_token=page.next_token)
 
 
 def _adapter(adapter: Adapter) -> control_pb2.Adapter:

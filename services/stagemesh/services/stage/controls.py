@@ -13,6 +13,7 @@ from stagemesh.services.engines.abilities import (
     ProfileControl,
     SleepControl,
 )
+from stagemesh.services.stage.reports import StepPage, page_of
 from stagemesh.services.stage.runtime import StageRuntime
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
@@ -121,6 +122,24 @@ class StageControls:
         engine = self._cache()
         self._runtime.check_loaded()
         return engine.cache_statistics()
+
+    # -- its life
+
+    def drain(self) -> int:
+        """See `StageRuntime.hold`."""
+        return self._runtime.hold()
+
+    def resume(self) -> None:
+        """See `StageRuntime.release`."""
+        self._runtime.release()
+
+    def shut_down(self) -> None:
+        """Has the process end as SIGTERM does, after this call."""
+        self._runtime.on_shutdown()
+
+    def list_steps(self, request_id: str, *, page_size: int, page_token: str) -> StepPage:
+        """The steps that run, of one request or of all, whose ids follow `page_token`."""
+        return page_of(self._runtime.reports(request_id), page_size=page_size, page_token=page_token)
 
     # -- inner workings
 

@@ -17,6 +17,8 @@ class InputBinding:
     producer: str
     transform: str = ""
     """The name of a transform; empty for none."""
+    apart: bool = False
+    """Whether its packets are inputs of their own."""
 
 
 @dataclass(frozen=True)

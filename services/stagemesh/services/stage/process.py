@@ -15,6 +15,8 @@ from stagemesh.services.serving.plugins import import_factory, load_engine_card
 from stagemesh.services.serving.server import Server
 from stagemesh.services.stage.control_servicer import SERVICE_NAME as CONTROL_NAME
 from stagemesh.services.stage.control_servicer import StageControlServicer
+from stagemesh.services.stage.load import ReplicaState
+from stagemesh.services.stage.registering import registered
 from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.servicer import SERVICE_NAME, StageServicer
 from stagemesh.v1 import control_pb2_grpc
@@ -40,13 +42,15 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
     control_pb2_grpc.add_StageControlServiceServicer_to_server(StageControlServicer(runtime), server.grpc)
     server.reflect(SERVICE_NAME)
     server.reflect(CONTROL_NAME)
+    runtime.on_shutdown = stopping.set
     runtime.on_serving = lambda serving: _set_serving(server, serving=serving)
     server.set_health(LIVENESS, serving=True)
     server.set_health(CONTROL_NAME, serving=False)
     _set_serving(server, serving=False)
     try:
-        await server.start()
-        await work(runtime, server, stopping)
+        port = await server.start()
+        async with registered(config, incarnation=runtime.data_plane.incarnation, port=port):
+            await work(runtime, server, stopping)
     finally:
         _set_serving(server, serving=False)
         server.set_health(CONTROL_NAME, serving=False)
@@ -62,7 +66,8 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
     # What is loaded stays: the garbage collector need not look through it again, which takes it tens of milliseconds.
     gc.collect()
     gc.freeze()
-    _set_serving(server, serving=True)
+    # It may have been drained already.
+    _set_serving(server, serving=runtime.state is ReplicaState.READY)
     server.set_health(CONTROL_NAME, serving=True)
     _log.info("ready")
     await _unless(stopping, runtime.watch_engine())

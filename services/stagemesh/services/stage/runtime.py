@@ -22,6 +22,7 @@ from stagemesh.services.stage.events import StepEvent
 from stagemesh.services.stage.load import ReplicaState, StageLoad, free_memory_bytes
 from stagemesh.services.stage.order import StepOrder
 from stagemesh.services.stage.paused import States
+from stagemesh.services.stage.reports import StepReport
 from stagemesh.services.stage.run_book import RunBook
 from stagemesh.services.stage.step_run import StepRun
 
@@ -40,11 +41,15 @@ class StageRuntime:
         self.closed = asyncio.Event()
         self.on_serving: Callable[[bool], None] = lambda _: None
         """Told when a READY replica stops taking steps, and when it takes them again."""
+        self.on_shutdown: Callable[[], None] = lambda: None
+        """Asked to have the process end as SIGTERM does."""
         self._engine = engine
         self._where = {"stage": config.stage, "replica": config.replica}
         self._book = RunBook()
         self.states = States()
         """Of requests that can go on."""
+        self._held = False
+        """Whether it drains because somebody asked it to, and not because it shuts down."""
 
     @property
     def engine(self) -> Engine:
@@ -81,6 +86,7 @@ class StageRuntime:
 
     async def drain(self, *, grace_s: float) -> None:
         """Refuses new steps, gives those that run `grace_s`, and stops the rest."""
+        self._held = False
         if self.state is not ReplicaState.FAILED:
             self.state, self.detail = ReplicaState.DRAINING, "finishing what runs"
         running = self._book.running()
@@ -91,6 +97,25 @@ class StageRuntime:
                     await _ended(running)
         left = [run for run in running if run.running]
         await self._stop(left, UnavailableError(f"replica {self.config.replica} shuts down", reason="SHUTDOWN"))
+
+    def hold(self) -> int:
+        """Says that it drains, so that nothing more is planned here; steps that come still are taken, for they were
+        planned before. Returns how many run. `release` ends it; holding twice is harmless.
+        """
+        if not self._held:
+            self.check_ready()
+            self.state, self.detail, self._held = ReplicaState.DRAINING, "drained by an operator", True
+            self.on_serving(False)
+        return len(self._book.running())
+
+    def release(self) -> None:
+        """Ends `hold`; harmless where there was none. Raises NotReadyError where the replica shuts down."""
+        if self._held:
+            self._held = False
+            self.state, self.detail = ReplicaState.READY, ""
+            self.on_serving(True)
+        elif self.state is ReplicaState.DRAINING:
+            self.check_ready()
 
     async def pause(self, why: str, *, drain: bool) -> None:
         """Takes no more steps, and returns when none runs; `resume` ends it.
@@ -165,6 +190,11 @@ class StageRuntime:
             landing_size_bytes=landing.size_bytes if landing else 0,
         )
 
+    def reports(self, request_id: str = "") -> list[StepReport]:
+        """Where the steps that run stand, of one request or of all."""
+        runs = self._book.of_request(request_id) if request_id else self._book.running()
+        return [run.report for run in runs]
+
     # -- inner workings
 
     def _pin_arena(self) -> None:
@@ -187,7 +217,8 @@ class StageRuntime:
         if known is not None:
             known.extend(deadline_s=deadline_s)
             return known
-        self.check_ready()
+        if not self._held:
+            self.check_ready()
         self._check_room()
         run = StepRun(
             self.states.completed(order),
@@ -233,6 +264,7 @@ class StageRuntime:
         _log.info("%s", line)
 
     def _fail(self, detail: str) -> None:
+        self._held = False
         self.state, self.detail = ReplicaState.FAILED, detail
 
     async def _stop(self, runs: Sequence[StepRun], cause: StagemeshError) -> None:

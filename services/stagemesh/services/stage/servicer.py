@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -90,11 +91,13 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
         """See the proto."""
         async with answering(context, **self._where):
-            interval_s = _interval_s(request)
+            pace = _Pace(request)
             while not self._runtime.closed.is_set():
-                yield load_to_wire(self._runtime.load())
+                load = self._runtime.load()
+                if pace.is_due(busy=bool(load.running or load.queued)):
+                    yield load_to_wire(load)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._runtime.closed.wait(), interval_s)
+                    await asyncio.wait_for(self._runtime.closed.wait(), pace.interval_s)
 
     async def CancelStep(  # noqa: N802
         self, request: stage_pb2.CancelStepRequest, context: _Context
@@ -115,8 +118,30 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             return probe_to_wire(found)
 
 
-def _interval_s(request: stage_pb2.WatchLoadRequest) -> float:
-    interval_s = request.interval_s or _DEFAULT_INTERVAL_S
-    if not interval_s >= _MIN_INTERVAL_S:
-        raise InvalidRequestError(f"interval_s is {interval_s:g}; it must be {_MIN_INTERVAL_S:g} or more, or 0 for 1")
-    return interval_s
+class _Pace:
+    """When WatchLoad reports."""
+
+    def __init__(self, request: stage_pb2.WatchLoadRequest) -> None:
+        self.interval_s = request.interval_s or _DEFAULT_INTERVAL_S
+        if not self.interval_s >= _MIN_INTERVAL_S:
+            raise InvalidRequestError(
+                f"interval_s is {self.interval_s:g}; it must be {_MIN_INTERVAL_S:g} or more, or 0 for 1"
+            )
+        rests = request.idle_interval_s / self.interval_s
+        if not math.isfinite(rests):
+            raise InvalidRequestError(
+                f"idle_interval_s is {request.idle_interval_s:g}; it must be a number of seconds, or 0 for interval_s"
+            )
+        self._rests = max(1, round(rests))
+        """Intervals between reports while there is nothing to do."""
+        self._rested = self._rests
+        self._was_busy = False
+
+    def is_due(self, *, busy: bool) -> bool:
+        """Whether to report now, at the end of an interval: also that the work is done."""
+        self._rested += 1
+        due = busy or self._was_busy or self._rested >= self._rests
+        self._was_busy = busy
+        if due:
+            self._rested = 0
+        return due

@@ -24,6 +24,7 @@ from stagemesh.services.stage.feed import Feed, make_transform
 from stagemesh.services.stage.order import STATE_EDGE, StepOrder
 from stagemesh.services.stage.outputs import StreamedOutputs
 from stagemesh.services.stage.paused import size_bytes, told
+from stagemesh.services.stage.reports import FlowReport, StepReport
 from stagemesh.services.stage.selection import selection_of, tokens_of, wanted_of
 from stagemesh.services.stage.stopwatch import Stopwatch
 
@@ -80,6 +81,23 @@ class StepRun:
     def kept_bytes(self) -> int:
         """What its outputs and checkpoints take in memory."""
         return self._outputs.size_bytes + self._checkpoint_bytes
+
+    @property
+    def report(self) -> StepReport:
+        """Where it stands now."""
+        order = self.order
+        producers = {binding.edge: binding.producer for binding in order.inputs}
+        consumers = {target.edge: target.consumer for target in order.outputs}
+        standings = self._outlets.standings
+        return StepReport(
+            request_id=order.request_id,
+            step_id=order.step_id,
+            attempt=order.attempt,
+            age_s=self._stopwatch.age_s,
+            started=self._stopwatch.started,
+            inlets=tuple(FlowReport(producers[edge], inlet.standing) for edge, inlet in self._inlets.items()),
+            outlets=tuple(FlowReport(consumers[standing.edge], standing) for standing in standings),
+        )
 
     def start(self, *, deadline_s: float | None, on_ended: Callable[["StepRun"], None]) -> None:
         """Begins. `deadline_s` is in the event loop's time, None for none."""
@@ -152,6 +170,7 @@ class StepRun:
             replace(
                 order.task,
                 inlets={edge: self._feed(edge) for edge in self._inlets if edge != STATE_EDGE},
+                apart=frozenset(binding.edge for binding in order.inputs if binding.apart),
                 resume_from=await self._resumed_from(),
                 wanted=wanted_of(order),
                 tokens=tokens_of(order, self._signature),

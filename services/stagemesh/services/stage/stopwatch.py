@@ -13,6 +13,16 @@ class Stopwatch:
         self._started_s: float | None = None
         self._first_output_s: float | None = None
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was made."""
+        return self._elapsed_s()
+
+    @property
+    def started(self) -> bool:
+        """Whether the engine has something to work on."""
+        return self._started_s is not None
+
     def start(self) -> None:
         """The engine has something to work on; only the first call counts."""
         if self._started_s is None:

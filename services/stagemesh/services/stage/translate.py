@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from stagemesh.connectors.base import ChunkPolicy, FlowUsage, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.connectors.host import host_token
 from stagemesh.connectors.registry import cards, name_of, number_of
 from stagemesh.connectors.tensors import Array, inline_tensor, read_inline, spec_to_wire
 from stagemesh.services.engines.base import (
@@ -19,6 +20,7 @@ from stagemesh.services.engines.base import (
     TokenSelection,
 )
 from stagemesh.services.engines.media import MediaFile, Part, Samples
+from stagemesh.services.serving import settings
 from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.plugins import Signature
 from stagemesh.services.stage.events import Accepted, Content, Finished, Output, Picture, Sound, StepEvent, Tokens
@@ -38,7 +40,7 @@ def order_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepOrder:
         step_id=request.step_id,
         attempt=request.attempt,
         task=_task(request),
-        inputs=tuple(InputBinding(each.edge, each.producer, each.transform) for each in request.inputs),
+        inputs=tuple(InputBinding(each.edge, each.producer, each.transform, each.apart) for each in request.inputs),
         outputs=tuple(_output_binding(each) for each in request.outputs),
         streamed=tuple(dict.fromkeys(request.streamed)),
         fingerprint=hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest(),
@@ -56,6 +58,8 @@ def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
         options=dict(parameters.options),
         negative_prompt=request.input.negative_prompt,
         priority=request.priority,
+        absent=frozenset(request.absent),
+        attempt=request.attempt,
         adapter=parameters.adapter if parameters.HasField("adapter") else None,
         max_steps=request.max_steps if request.HasField("max_steps") else None,
         resume_from=_checkpoint(request.resume_from) if request.HasField("resume_from") else None,
@@ -302,4 +306,6 @@ def description_to_wire(
         emits=[spec_to_wire(name, emitted.spec) for name, emitted in signature.emits.items()],
         connectors=[number_of(card.name) for card in cards().values() if not card.missing()],
         wire_version=WIRE_VERSION,
+        host=host_token(),
+        zone=settings.zone() if config.zone is None else config.zone,
     )

@@ -63,5 +63,8 @@ def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signa
 
 
 CARD = EngineCard(
-    factory="stagemesh.services.engines.diffusion.engine:DiffusionEngine", signature=_signature, needs_model=True
+    factory="stagemesh.services.engines.diffusion.engine:DiffusionEngine",
+    signature=_signature,
+    needs_model=True,
+    joins=False,
 )

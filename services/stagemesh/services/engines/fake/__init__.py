@@ -1,21 +1,43 @@
-"""The fake engine: no model and no computing, for tests, benchmarks of the plumbing, and trying a pipeline's shape.
+"""The fake engine: no model and no computing, to rehearse a deployment with, and for tests and benchmarks.
 
-A stage's `function` picks what it is: "source" (takes the prompt, emits text), "relay" (text to text) or "frames"
-(text to float32 frames, one for each byte).
+A stage's `function` picks what it takes and makes; its options, how long that takes, how much comes of it, and what
+goes wrong.
+
+=======  =========================  ===========================================
+source   the client's prompt        text
+relay    text                       the same text
+frames   text                       float32 frames, one for each byte
+mix      text and frames, or one    the frames, shifted by what the text says
+sound    frames                     audio at 24 kHz, 8 samples a frame
+=======  =========================  ===========================================
 """
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from pydantic import JsonValue
 
 from stagemesh.connectors.errors import NotFoundError
 from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.services.engines.fake.options import FakeOptions, fake_options
 from stagemesh.services.serving.plugins import Emitted, EngineCard, Signature
 
 FRAME_WIDTH = 8
+SAMPLE_RATE_HZ = 24_000
 
 _TEXT = TensorSpec("uint8", ("bytes",))
 _FRAMES = TensorSpec("float32", ("frames", FRAME_WIDTH))
+_SOUND = Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)
 _SIGNATURES = {
     "source": Signature(emits={"text": Emitted(_TEXT, kind="text")}),
     "relay": Signature(accepts={"text": _TEXT}, emits={"text": Emitted(_TEXT, kind="text")}),
     "frames": Signature(accepts={"text": _TEXT}, emits={"frames": Emitted(_FRAMES)}),
+    "mix": Signature(
+        accepts={"text": _TEXT, "frames": _FRAMES},
+        emits={"frames": Emitted(_FRAMES)},
+        optional=frozenset({"text", "frames"}),
+    ),
+    "sound": Signature(accepts={"frames": _FRAMES}, emits={"audio": _SOUND}),
 }
 
 
@@ -30,11 +52,15 @@ def signature(function: str | None) -> Signature:
     return found
 
 
+def _signature(function: str | None, options: Mapping[str, JsonValue]) -> Signature:
+    found = signature(function)
+    fake_options(options)
+    return found
+
+
 CARD = EngineCard(
     factory="stagemesh.services.engines.fake.engine:FakeEngine",
-    signature=lambda function, _options: signature(function),
+    signature=_signature,
     needs_model=False,
-    stage_options=frozenset(
-        {"steps", "step_s", "size_bytes", "fail_at_step", "start_s", "max_running", "checkpoint_steps"}
-    ),
+    stage_options=frozenset(field.name for field in fields(FakeOptions)),
 )

@@ -1,5 +1,6 @@
 """What a function stage is written as."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -15,7 +16,7 @@ class Call(Generic[State]):
 
     state: State
     packet: Packet | None
-    """What came over the edges; None once, after the last, to flush."""
+    """What came over the edges, without optional tensors that did not; None once, after the last, to flush."""
 
 
 class Function(Protocol[State]):
@@ -32,3 +33,11 @@ class Function(Protocol[State]):
         one by one, so that only the guilty request fails.
         """
         ...
+
+
+class OpensWithout(ABC, Generic[State]):
+    """An ability of a function: it is told, when a request begins, which of its optional tensors will not come."""
+
+    @abstractmethod
+    def open_without(self, absent: frozenset[str], *, seed: int, options: Mapping[str, float]) -> State:
+        """Called instead of `open`; nothing may be absent."""

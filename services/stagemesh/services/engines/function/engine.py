@@ -6,15 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from pydantic import JsonValue
 
 from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage
-from stagemesh.services.engines.function.base import Call, Function
+from stagemesh.services.engines.function.base import Call, Function, OpensWithout
 from stagemesh.services.engines.function.batching import Batcher
-from stagemesh.services.engines.function.joining import packets_of
+from stagemesh.services.engines.joining import packets_of
 from stagemesh.services.engines.options import request_options
 from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.plugins import FunctionCard, import_factory, load_function_card
@@ -65,9 +65,9 @@ class FunctionEngine:
         options = request_options(task.options, self._card.signature.options, stage=self._stage)
         self._held += 1
         try:
-            state = await self._in_thread(partial(self._function.open, seed=task.seed, options=options))
+            state = await self._in_thread(partial(_open, self._function, task, options))
             steps = 0
-            async with aclosing(packets_of(task, accepts=self._card.signature.accepts)) as packets:
+            async with aclosing(packets_of(task, self._card.signature)) as packets:
                 async for packet in packets:
                     for made in await self._batcher.call(Call(state, packet)):
                         yield Emission(made)
@@ -96,6 +96,13 @@ class FunctionEngine:
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _open(function: Function[object], task: Task, options: Mapping[str, float]) -> object:
+    if isinstance(function, OpensWithout):
+        opens = cast("OpensWithout[object]", function)
+        return opens.open_without(task.absent, seed=task.seed, options=options)
+    return function.open(seed=task.seed, options=options)
 
 
 def _split_options(config: StageConfig) -> tuple[int, Mapping[str, JsonValue]]:

@@ -25,4 +25,6 @@ def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signa
     return Signature(accepts, emits, adapters=bool(options.get("enable_lora")), media=not accepts)
 
 
-CARD = EngineCard(factory="stagemesh.services.engines.vllm.engine:VllmEngine", signature=_signature, needs_model=True)
+CARD = EngineCard(
+    factory="stagemesh.services.engines.vllm.engine:VllmEngine", signature=_signature, needs_model=True, joins=False
+)

@@ -1,0 +1,1 @@
+"""Processes that benchmarks of the orchestrator are made of."""

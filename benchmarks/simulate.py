@@ -1,0 +1,159 @@
+"""Placement in virtual time: the orchestrator's own code over 10 to 10,000 replicas that only pretend to compute.
+
+    python -m benchmarks.simulate --json out/simulate.json
+
+How long a decision takes, what a replica takes of memory, and how long the slowest requests take at 90 % load beside
+round robin, which is measured in the same run on the same arrivals. Nine of ten requests are small, the tenth is twenty
+times as large.
+"""
+
+import argparse
+import gc
+import logging
+import math
+import statistics
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.report import Figure, report
+from benchmarks.simulation import virtual_time
+from benchmarks.simulation.by_turns import ByTurns
+from benchmarks.simulation.run import Load, latencies_s, orchestrated
+from stagemesh.orchestrator.planner import Planner
+from stagemesh.orchestrator.spec import Pipeline, Route, load_pipeline
+
+SIZES = (10, 100, 1_000, 10_000)
+REQUESTS = {10: 2_000, 100: 4_000, 1_000: 10_000, 10_000: 20_000}
+UTILIZATION = 0.9
+_DECISIONS = 2_000
+_REPEATED_UP_TO = 100
+"""Replicas: larger runs have requests enough in one."""
+_KIB = 1024
+_PIPELINE = """
+pipeline: simulated
+stages:
+  thinker: {engine: fake, function: source}
+  talker: {engine: fake, function: relay}
+  vocoder: {engine: fake, function: relay}
+edges: [{from: thinker, to: talker}, {from: talker, to: vocoder}]
+outputs: {text: vocoder}
+limits: {max_in_flight: 1000000}
+"""
+
+_console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What plans of one number of replicas take."""
+
+    median_us: float
+    p99_us: float
+    replica_bytes: float
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The 99th percentile of requests' seconds, placed by the planner and by turns."""
+
+    planned_s: float
+    by_turns_s: float
+
+    @property
+    def gain(self) -> float:
+        """How many times shorter."""
+        return self.by_turns_s / self.planned_s
+
+
+async def _decide(pipeline: Pipeline, replicas: int) -> Decisions:
+    gc.collect()
+    tracemalloc.start()
+    async with orchestrated(pipeline, replicas=replicas) as (orchestrator, _):
+        gc.collect()
+        size_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        planner, route = Planner(pipeline, orchestrator.fleet.book), pipeline.route(["text"])
+        taken_s = sorted(_timed(planner, route) for _ in range(_DECISIONS))
+    return Decisions(
+        median_us=1e6 * statistics.median(taken_s),
+        p99_us=1e6 * taken_s[int(0.99 * len(taken_s))],
+        replica_bytes=size_bytes / replicas,
+    )
+
+
+def _timed(planner: Planner, route: Route) -> float:
+    """Seconds of processor time: a decision waits for nothing, and other programs' turns are not its own."""
+    began_s = time.thread_time()
+    plan = planner.plan(route)
+    taken_s = time.thread_time() - began_s
+    # Half of the requests stay, so that replicas differ in what they have to do.
+    if len(plan.steps) and plan.steps[0].replica.running % 2:
+        plan.release()
+    return taken_s
+
+
+def _tail(pipeline: Pipeline, replicas: int, *, seed: int) -> Tail:
+    load = Load(REQUESTS[replicas], UTILIZATION, seed)
+    planned = virtual_time.run(latencies_s(pipeline, replicas=replicas, load=load))
+    by_turns = virtual_time.run(latencies_s(pipeline, replicas=replicas, load=load, choice=ByTurns()))
+    return Tail(_p99(planned), _p99(by_turns))
+
+
+def _p99(taken_s: Sequence[float]) -> float:
+    return sorted(taken_s)[int(0.99 * len(taken_s))]
+
+
+def _figures(decisions: dict[int, Decisions], tails: dict[int, list[Tail]]) -> Iterator[Figure]:
+    for size, found in decisions.items():
+        goal = "<=1000" if size == max(SIZES) else ""
+        subject = f"{size:,} replicas"
+        yield Figure("a decision, median", found.median_us, "us", goal, subject)
+        yield Figure("a decision, p99", found.p99_us, "us", "", subject)
+        yield Figure("memory a replica, with what stands for it", found.replica_bytes / _KIB, "KiB", "", subject)
+        for name, values, unit in (
+            ("p99 of requests, planned", [tail.planned_s for tail in tails[size]], "s"),
+            ("p99 of requests, by turns", [tail.by_turns_s for tail in tails[size]], "s"),
+        ):
+            yield Figure(name, statistics.median(values), unit, "", subject)
+        gain = statistics.median(tail.gain for tail in tails[size])
+        yield Figure("p99, by turns / planned", gain, "ratio", ">=2" if size >= _REPEATED_UP_TO else "", subject)
+    least, most = min(decisions), max(decisions)
+    if least == most:
+        return
+    growth = decisions[most].median_us / decisions[least].median_us
+    logarithmic = math.log(most) / math.log(least)
+    yield Figure("a decision, most replicas / least", growth, "ratio", f"<={logarithmic:g}", "growth")
+
+
+def main() -> None:
+    """Reads the command line, measures, reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--repeats", type=int, default=3, help=f"of runs up to {_REPEATED_UP_TO} replicas")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, choices=SIZES, help="numbers of replicas")
+    arguments = parser.parse_args()
+    # Ten thousand replicas have much to say.
+    logging.disable(logging.INFO)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(_PIPELINE)
+        file.flush()
+        pipeline = load_pipeline(file.name)
+    decisions: dict[int, Decisions] = {}
+    tails: dict[int, list[Tail]] = {}
+    for size in sorted(arguments.sizes):
+        found = [virtual_time.run(_decide(pipeline, size)) for _ in range(arguments.repeats)]
+        decisions[size] = sorted(found, key=lambda each: each.median_us)[len(found) // 2]
+        repeats = arguments.repeats if size <= _REPEATED_UP_TO else 1
+        tails[size] = [_tail(pipeline, size, seed=seed) for seed in range(repeats)]
+        _console.print(f"{size:,} replicas: {decisions[size]} {tails[size]}")
+    report("simulate", list(_figures(decisions, tails)), json_file=arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What operators see of an orchestrator and its replicas, and what they do about them."""

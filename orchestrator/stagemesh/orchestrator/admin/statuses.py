@@ -1,0 +1,197 @@
+"""What operators see, in the contract's terms."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from heapq import nlargest
+
+from stagemesh.connectors.wire import error_to_wire
+from stagemesh.orchestrator.admin.directory import Directory
+from stagemesh.orchestrator.admin.inspection import InspectedFlow, InspectedRequest, InspectedStep, Inspector
+from stagemesh.orchestrator.admin.loads import Load
+from stagemesh.orchestrator.admission.snapshot import CallerLoad
+from stagemesh.orchestrator.describe import describe_edge
+from stagemesh.orchestrator.orchestrator import Orchestrator
+from stagemesh.orchestrator.replica import Replica, ReplicaState
+from stagemesh.orchestrator.spec import Edge, Stage
+from stagemesh.orchestrator.timeline import RequestState, Timeline
+from stagemesh.orchestrator.totals import EdgeTotals, StageTotals, Totals
+from stagemesh.v1 import admin_pb2
+
+_NO_LOAD = Load()
+_MOST_CALLERS = 100
+
+
+class Statuses:
+    """Puts what is known at this moment into messages."""
+
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        directory: Directory,
+        inspector: Inspector,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._orchestrator = orchestrator
+        self._directory = directory
+        self._inspector = inspector
+        self._clock = clock
+        self._began_s = clock()
+
+    def totals(self) -> Totals:
+        """What became of all requests, running ones as they stand."""
+        running = self._orchestrator.requests.running
+        return self._orchestrator.totals.together_with(known.record.timeline for known in running)
+
+    def pipeline(self, totals: Totals) -> admin_pb2.PipelineStatus:
+        """The pipeline."""
+        pipeline, admission = self._directory.pipeline, self._orchestrator.admission.snapshot()
+        return admin_pb2.PipelineStatus(
+            name=pipeline.name,
+            generation=pipeline.generation,
+            ready=self._directory.ready,
+            uptime_s=self._clock() - self._began_s,
+            queued=admission.queued,
+            in_flight=admission.in_flight,
+            max_in_flight=pipeline.limits.max_in_flight,
+            finished=totals.requests[RequestState.FINISHED],
+            failed=totals.requests[RequestState.FAILED],
+            cancelled=totals.requests[RequestState.CANCELLED],
+            in_flight_bytes=admission.in_flight_bytes,
+            queued_bytes=admission.queued_bytes,
+            expected_wait_s=admission.expected_wait_s,
+            returning=admission.returning,
+            callers=map(_caller, nlargest(_MOST_CALLERS, admission.callers, key=_requests_of)),
+        )
+
+    def stages(self, totals: Totals, loads: Mapping[str, Load]) -> list[admin_pb2.StageStatus]:
+        """All stages, producers before consumers."""
+        return [self._stage(stage, totals, loads) for stage in self._directory.pipeline.stages.values()]
+
+    def replicas(self, replicas: Sequence[Replica], loads: Mapping[str, Load]) -> list[admin_pb2.ReplicaStatus]:
+        """Some replicas."""
+        return [replica_status(replica, loads.get(replica.name)) for replica in replicas]
+
+    def edges(self, totals: Totals) -> list[admin_pb2.EdgeStatus]:
+        """All edges."""
+        return [self._edge(edge, totals) for edge in self._directory.pipeline.edges]
+
+    def snapshot(self, loads: Mapping[str, Load], *, slowest: int) -> admin_pb2.WatchPipelineResponse:
+        """Everything."""
+        totals = self.totals()
+        return admin_pb2.WatchPipelineResponse(
+            clock_s=self._clock(),
+            pipeline=self.pipeline(totals),
+            stages=self.stages(totals, loads),
+            replicas=self.replicas(self._directory.replicas, loads),
+            edges=self.edges(totals),
+            slowest=[self.request(timeline) for timeline in self._inspector.slowest(slowest)],
+        )
+
+    def request(self, timeline: Timeline) -> admin_pb2.RequestStatus:
+        """A request in short."""
+        return admin_pb2.RequestStatus(
+            request_id=timeline.request_id,
+            state=admin_pb2.RequestState.Value(f"REQUEST_STATE_{timeline.state.value}"),
+            received_at_s=timeline.received_at_s,
+            age_s=timeline.age_s,
+            left_s=0.0 if timeline.state.is_over else max(0.0, timeline.timeout_s - timeline.age_s),
+            priority=timeline.priority,
+            outputs=timeline.outputs,
+            pieces=sum(step.outputs for step in timeline.steps),
+            size_bytes=self._inspector.kept_bytes(timeline.request_id),
+            at_work=dict.fromkeys(step.stage for step in timeline.at_work),
+            error=error_to_wire(timeline.error) if timeline.error is not None else None,
+        )
+
+    def request_in_full(self, request: InspectedRequest) -> admin_pb2.GetRequestResponse:
+        """A request in full."""
+        return admin_pb2.GetRequestResponse(
+            request=self.request(request.timeline),
+            planned_s=request.timeline.planned_s,
+            steps=map(_step, request.steps),
+            flows=map(_flow, request.flows),
+        )
+
+    def _stage(self, stage: Stage, totals: Totals, loads: Mapping[str, Load]) -> admin_pb2.StageStatus:
+        replicas = self._directory.replicas_of(stage.name)
+        of_stage = [loads.get(replica.name, _NO_LOAD) for replica in replicas]
+        done = totals.stages.get(stage.name, StageTotals())
+        return admin_pb2.StageStatus(
+            name=stage.name,
+            engine=stage.engine,
+            model=stage.model_name,
+            replicas=len(replicas),
+            ready=sum(replica.state is ReplicaState.READY for replica in replicas),
+            running=sum(load.running for load in of_stage),
+            queued=sum(load.queued for load in of_stage),
+            work_s=max((load.work_s for load in of_stage), default=0.0),
+            arena_used_bytes=sum(load.arena_used_bytes for load in of_stage),
+            arena_size_bytes=sum(load.arena_size_bytes for load in of_stage),
+            credit_bytes=sum(load.credit_bytes for load in of_stage),
+            outputs=done.outputs,
+            steps=done.steps,
+            finished=done.finished,
+            failed=done.failed,
+        )
+
+    def _edge(self, edge: Edge, totals: Totals) -> admin_pb2.EdgeStatus:
+        carried = totals.edges.get(edge.name, EdgeTotals())
+        described = describe_edge(edge, self._directory.links_of(edge))
+        return admin_pb2.EdgeStatus(edge=described, chunks=carried.chunks, size_bytes=carried.size_bytes)
+
+
+def replica_status(replica: Replica, load: Load | None = None) -> admin_pb2.ReplicaStatus:
+    """A replica."""
+    return admin_pb2.ReplicaStatus(
+        name=replica.name,
+        stage=replica.stage,
+        endpoint=replica.endpoint,
+        state=replica.state.wire,
+        detail=replica.detail,
+        planned=replica.running,
+        load=load,
+    )
+
+
+def _requests_of(caller: CallerLoad) -> int:
+    return caller.in_flight + caller.queued
+
+
+def _caller(caller: CallerLoad) -> admin_pb2.CallerStatus:
+    return admin_pb2.CallerStatus(
+        caller=caller.caller,
+        in_flight=caller.in_flight,
+        in_flight_bytes=caller.in_flight_bytes,
+        queued=caller.queued,
+        queued_bytes=caller.queued_bytes,
+    )
+
+
+def _step(step: InspectedStep) -> admin_pb2.StepStatus:
+    notes = step.notes
+    return admin_pb2.StepStatus(
+        stage=notes.stage,
+        replica=notes.replica,
+        attempt=notes.attempt,
+        planned_s=notes.planned_s,
+        sent_s=notes.sent_s,
+        accepted_s=notes.accepted_s,
+        queue_position=notes.queue_position,
+        first_output_s=notes.first_output_s,
+        heard_s=notes.heard_s,
+        ended_s=notes.ended_s,
+        outputs=notes.outputs,
+        steps=notes.steps,
+        total_steps=notes.total_steps,
+        waits_for=step.waits_for,
+        report=step.report,
+        finished=notes.finished,
+        error=error_to_wire(notes.error) if notes.error is not None else None,
+    )
+
+
+def _flow(flow: InspectedFlow) -> admin_pb2.FlowStatus:
+    return admin_pb2.FlowStatus(
+        edge=flow.edge, producer=flow.producer, consumer=flow.consumer, sent=flow.sent, received=flow.received
+    )

@@ -1,0 +1,282 @@
+"""`stagemesh admin` and `stagemesh top` against a pipeline that runs."""
+
+import io
+import json
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from stagemesh.client import Admitted, Client, Generation, Text
+from stagemesh.connectors.errors import CancelledRequestError
+from stagemesh.orchestrator.cli.admin import replica_calls
+from stagemesh.orchestrator.cli.admin.request_view import request_view
+from stagemesh.orchestrator.cli.admin.views import requests_table
+from stagemesh.v1 import admin_pb2, chunk_pb2
+from tests.cli.commands import Ran, invoke
+from tests.deployment import Deployment, deployed
+
+PIPELINE = """\
+pipeline: rehearsal
+stages:
+  write: {engine: fake, function: source, replicas: 2, options: {steps: 20, step_s: 0.02}}
+  speak: {engine: fake, function: relay, replicas: 2}
+  sound: {engine: fake, function: relay}
+edges:
+  - {from: write, to: speak}
+  - {from: speak, to: sound}
+outputs: {text: write, audio: sound}
+"""
+_LONG = 100_000
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("admin")
+    (folder / "rehearsal.yaml").write_text(PIPELINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STAGEMESH_HOME", str(folder / "home"))
+        patch.setenv("COLUMNS", "200")
+        with deployed(folder / "rehearsal.yaml") as running:
+            yield running
+
+
+def _admin(running: Deployment, *arguments: str) -> Ran:
+    return invoke("admin", *arguments, "--server", running.admin_endpoint)
+
+
+def _replica(generation: Generation, stage: str) -> str:
+    """The one that was chosen for a stage."""
+    admitted = next(event for event in generation if isinstance(event, Admitted))
+    return admitted.replicas[stage]
+
+
+def _json(running: Deployment, *arguments: str) -> Any:
+    ran = _admin(running, *arguments, "--json")
+    assert ran.exit_code == 0, ran.stderr
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+class _Request:
+    """One that goes on until it is cancelled."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        self._generation = client.generate("hello", request_id=name, max_tokens=_LONG)
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        assert self._begun.wait(20)
+
+    def _read(self) -> None:
+        try:
+            for event in self._generation:
+                if isinstance(event, Text):
+                    self._begun.set()
+        except CancelledRequestError:
+            pass
+
+    def join(self) -> None:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def long_request(running: Deployment) -> Iterator[str]:
+    with running.client() as client:
+        name = f"long-{uuid.uuid4().hex}"
+        request = _Request(client, name)
+        yield name
+        _admin(running, "cancel", name)
+        request.join()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("pipelines", ["rehearsal", "ready", "0 of 64"]),
+        ("stages", ["write", "speak", "sound", "2 of 2", "1 of 1"]),
+        ("replicas", ["write-0", "write-1", "speak-0", "speak-1", "sound-0", "ready"]),
+        ("edges", ["write->speak", "speak->sound", "shm"]),
+        ("requests", ["request", "at work"]),
+    ],
+)
+def test_each_list_is_a_table(running: Deployment, command: str, words: list[str]) -> None:
+    ran = _admin(running, command)
+    assert ran.exit_code == 0, ran.stderr
+    assert [word for word in words if word not in ran.stdout] == []
+
+
+@pytest.mark.parametrize("command", ["pipelines", "stages", "replicas", "edges", "requests"])
+def test_each_list_is_json_too(running: Deployment, command: str) -> None:
+    (document,) = _json(running, command)
+    assert document["next_page_token"] == ""
+    assert isinstance(document[command], list)
+
+
+def test_a_page_says_where_to_go_on(running: Deployment) -> None:
+    ran = _admin(running, "replicas", "--page-size", "3")
+    assert "--page-token 2" in ran.stderr
+    (document,) = _json(running, "replicas", "--page-size", "3", "--page-token", "2")
+    assert [replica["name"] for replica in document["replicas"]] == ["speak-1", "sound-0"]
+
+
+def test_json_has_figures_as_numbers_and_states_as_words(running: Deployment) -> None:
+    (document,) = _json(running, "replicas", "--stage", "sound")
+    (replica,) = document["replicas"]
+    assert (replica["state"], replica["planned"], replica["load"]["arena_used_bytes"]) == ("ready", 0, 0)
+
+
+def test_a_request_under_way_shows_its_time_line_and_its_flows(running: Deployment, long_request: str) -> None:
+    ran = _admin(running, "request", long_request)
+    assert ran.exit_code == 0, ran.stderr
+    for words in (f"{long_request}  running", "admitted and planned", "gave its first output", "write->speak", "shm"):
+        assert words in ran.stdout
+    (document,) = _json(running, "request", long_request)
+    assert {(flow["edge"], flow["consumer"]) for flow in document["flows"]} >= {("speak->sound", "sound-0")}
+    assert {step["stage"] for step in document["steps"]} == {"write", "speak", "sound"}
+
+
+def test_requests_are_found_by_where_they_run(running: Deployment, long_request: str) -> None:
+    (there,) = _json(running, "requests", "--on", "sound")
+    (nowhere,) = _json(running, "requests", "--on", "sound", "--state", "failed")
+    assert [request["request_id"] for request in there["requests"]] == [long_request]
+    assert nowhere["requests"] == []
+
+
+def test_a_cancelled_request_is_remembered(running: Deployment) -> None:
+    with running.client() as client:
+        request = _Request(client, "short")
+        assert _admin(running, "cancel", "short").exit_code == 0
+        request.join()
+    again = _admin(running, "cancel", "short")
+    assert (again.exit_code, "has been cancelled already" in again.stderr) == (1, True)
+    (document,) = _json(running, "requests", "--state", "cancelled")
+    assert "short" in [each["request_id"] for each in document["requests"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "remedy"),
+    [
+        (("drain", "sound-0"), "without a ready replica (it has no other)", "--force"),
+        (("restart", "sound"), "without a ready replica", "--force"),
+        (("drain", "nobody"), "no replica or stage 'nobody' here", "admin replicas"),
+        (("cancel", "nobody"), "no request 'nobody' here", "admin requests"),
+        (("request", "nobody"), "no request 'nobody' here", "admin requests"),
+        (("probe", "a->b"), "no edge 'a->b' here; edges: write->speak", "admin edges"),
+        (("sleep", "write-0"), "engine fake of stage write has not the ability sleep", ""),
+        (("lora", "list", "write"), "has not the ability adapters", ""),
+        (("profile", "start", "write-1"), "has not the ability profile", ""),
+        (("cache", "write-1"), "has not the ability", ""),
+        (("stages", "--page-token", "x"), "page_token 'x' is none that a list gave", ""),
+    ],
+)
+def test_what_cannot_be_says_why_and_what_to_do(
+    running: Deployment, arguments: tuple[str, ...], said: str, remedy: str
+) -> None:
+    ran = _admin(running, *arguments)
+    assert ran.exit_code == 1
+    assert said in ran.stderr
+    assert remedy in ran.stderr
+
+
+def test_a_stage_is_found_on_whatever_page_its_replicas_are(
+    running: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_calls, "_PAGE", 2)
+    assert "engine fake of stage sound has not the ability" in _admin(running, "cache", "sound").stderr
+
+
+def test_who_has_requests_is_shown_beneath_the_pipeline(running: Deployment, long_request: str) -> None:
+    assert "without a name" in _admin(running, "pipelines").stdout
+    (document,) = _json(running, "pipelines")
+    ((caller,),) = [each["callers"] for each in document["pipelines"]]
+    assert (caller["caller"], caller["in_flight"], caller["queued"]) == ("", 1, 0), long_request
+
+
+def test_nobody_at_the_port_is_said_with_the_remedy() -> None:
+    ran = invoke("admin", "stages", "--server", "127.0.0.1:1")
+    assert (ran.exit_code, "stagemesh up" in ran.stderr) == (1, True)
+
+
+def test_an_edge_is_probed_between_all_pairs(running: Deployment) -> None:
+    (document,) = _json(running, "probe", "write->speak")
+    assert len(document["edge"]["links"]) == 4
+    (one,) = _json(running, "probe", "write->speak", "--producer", "write-1", "--consumer", "speak-0")
+    assert [(link["producer"], link["connector"]) for link in one["edge"]["links"]] == [("write-1", "shm")]
+
+
+def test_a_drained_replica_gets_nothing_new(running: Deployment) -> None:
+    assert _admin(running, "drain", "write-0", "--wait").exit_code == 0
+    with running.client() as client:
+        chosen = [_replica(client.generate("hello"), "write") for _ in range(3)]
+    (document,) = _json(running, "resume", "write-0")
+    assert chosen == ["write-1"] * 3
+    assert [replica["state"] for replica in document["replicas"]] == ["ready"]
+
+
+def test_a_drain_waits_for_what_runs_and_stands_when_it_gives_up(running: Deployment, long_request: str) -> None:
+    (document,) = _json(running, "request", long_request)
+    (there,) = {step["replica"] for step in document["steps"] if step["stage"] == "write"}
+    ran = _admin(running, "drain", there, "--wait", "--timeout", "3")
+    (after,) = _json(running, "replicas", "--state", "draining")
+    _admin(running, "resume", there)
+    assert (ran.exit_code, f"1 request runs still on replica {there}" in ran.stderr) == (1, True)
+    assert [replica["name"] for replica in after["replicas"]] == [there]
+
+
+def test_a_rolling_restart_under_load_fails_no_request(running: Deployment) -> None:
+    before = {name: running.process_id(name) for name in ("write-0", "write-1", "speak-0", "speak-1")}
+    stop = threading.Event()
+
+    def load(number: int) -> int:
+        done = 0
+        with running.client() as client:
+            while not stop.is_set():
+                assert client.generate(f"hello {number}", timeout_s=30).result().text
+                done += 1
+        return done
+
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(load, number) for number in range(3)]
+        try:
+            restarts = [_json(running, "restart", stage) for stage in ("write", "speak")]
+        finally:
+            stop.set()
+        assert min(each.result(60) for each in loads) > 0
+    phases = [event["phase"] for events in restarts for event in events if event["phase"] != "draining"]
+    assert phases == ["ending", "starting", "ready"] * 4
+    running.wait(lambda deployment: all(not deployment.runs(name, pid) for name, pid in before.items()))
+
+
+def test_top_shows_rates_of_one_interval(running: Deployment, long_request: str) -> None:
+    ran = invoke("top", "--once", "--interval", "0.3", "--server", running.admin_endpoint)
+    assert ran.exit_code == 0, ran.stderr
+    for words in ("rehearsal", "1 of 64 requests in flight", "outputs/s", "write->speak", long_request):
+        assert words in ran.stdout
+
+
+def test_top_is_json_a_line_a_snapshot(running: Deployment) -> None:
+    ran = invoke("top", "--once", "--json", "--server", running.admin_endpoint)
+    document = json.loads(ran.stdout)
+    assert [stage["name"] for stage in document["stages"]] == ["write", "speak", "sound"]
+    assert document["pipeline"]["ready"] is True
+
+
+def test_the_port_for_operators_is_shown_and_not_that_of_clients(running: Deployment) -> None:
+    assert running.admin_endpoint
+    assert running.admin_endpoint != running.endpoint
+
+
+def test_brackets_in_what_failed_are_shown_as_they_are() -> None:
+    error = chunk_pb2.Error(message="[/bold] is float32[samples]")
+    status = admin_pb2.RequestStatus(request_id="r", state=admin_pb2.REQUEST_STATE_FAILED, error=error)
+    step = admin_pb2.StepStatus(stage="a", replica="a-0", attempt=1, ended_s=1.0, error=error)
+    shown = io.StringIO()
+    console = Console(width=200, file=shown)
+    console.print(requests_table([status]))
+    console.print(request_view(admin_pb2.GetRequestResponse(request=status, steps=[step])))
+    assert shown.getvalue().count("[/bold] is float32[samples]") == 4

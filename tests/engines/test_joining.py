@@ -1,0 +1,149 @@
+"""What a stage with several incoming edges is fed: packets together, packets apart, and tensors that do not come."""
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+
+from stagemesh.connectors.base import Packet
+from stagemesh.connectors.errors import InvalidChunkError
+from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.joining import packets_of
+from stagemesh.services.serving.plugins import Signature
+
+NUMBERS = TensorSpec("float32", ("count",))
+BOTH = Signature(accepts={"x": NUMBERS, "y": NUMBERS})
+EITHER = Signature(accepts={"x": NUMBERS, "y": NUMBERS}, optional=frozenset({"x", "y"}))
+BOUND_S = 5
+
+
+class Edge:
+    """An incoming edge on which a test says when a packet comes."""
+
+    def __init__(self, tensor: str) -> None:
+        self._tensor = tensor
+        self._packets: asyncio.Queue[Packet | Exception | None] = asyncio.Queue()
+
+    def bring(self, *values: float) -> None:
+        for value in values:
+            self._packets.put_nowait(Packet({self._tensor: np.array([value], np.float32)}))
+
+    def end(self, error: Exception | None = None) -> None:
+        self._packets.put_nowait(error)
+
+    async def __aiter__(self) -> AsyncIterator[Packet]:
+        while packet := await self._packets.get():
+            if isinstance(packet, Exception):
+                raise packet
+            yield packet
+
+
+def values(packets: Iterable[Packet]) -> list[dict[str, float]]:
+    return [{name: float(tensor[0]) for name, tensor in packet.tensors.items()} for packet in packets]
+
+
+async def all_of(task: Task, signature: Signature) -> list[dict[str, float]]:
+    async with asyncio.timeout(BOUND_S):
+        return values([packet async for packet in packets_of(task, signature)])
+
+
+async def test_edges_that_go_together_make_one_input_of_a_packet_of_each() -> None:
+    left, right = Edge("x"), Edge("y")
+    left.bring(1, 2)
+    right.bring(10, 20)
+    left.end()
+    right.end()
+    task = Task("r", 0, inlets={"left": left, "right": right})
+    assert await all_of(task, BOTH) == [{"x": 1, "y": 10}, {"x": 2, "y": 20}]
+
+
+async def test_an_edge_that_ends_sooner_is_named() -> None:
+    left, right = Edge("x"), Edge("y")
+    left.bring(1)
+    left.end()
+    right.end()
+    with pytest.raises(InvalidChunkError, match="edge right ended sooner than left"):
+        await all_of(Task("r", 0, inlets={"left": left, "right": right}), BOTH)
+
+
+async def test_packets_of_edges_that_are_apart_come_as_they_arrive() -> None:
+    left, right = Edge("x"), Edge("y")
+    task = Task("r", 0, inlets={"left": left, "right": right}, apart=frozenset({"left", "right"}))
+    async with asyncio.timeout(BOUND_S), aclosing(packets_of(task, EITHER)) as packets:
+        right.bring(10)
+        first = await anext(packets)
+        left.bring(1)
+        second = await anext(packets)
+        left.end()
+        right.bring(20)
+        right.end()
+        assert values([first, second, *[packet async for packet in packets]]) == [{"y": 10}, {"x": 1}, {"y": 20}]
+
+
+async def test_an_edge_apart_does_not_wait_for_those_that_go_together() -> None:
+    left, right, aside = Edge("x"), Edge("y"), Edge("x")
+    inlets = {"left": left, "right": right, "aside": aside}
+    task = Task("r", 0, inlets=inlets, apart=frozenset({"aside"}))
+    async with asyncio.timeout(BOUND_S), aclosing(packets_of(task, EITHER)) as packets:
+        left.bring(1)
+        aside.bring(7)
+        first = await anext(packets)
+        right.bring(10)
+        second = await anext(packets)
+        for edge in (left, right, aside):
+            edge.end()
+        assert values([first, second, *[packet async for packet in packets]]) == [{"x": 7}, {"x": 1, "y": 10}]
+
+
+async def test_a_needed_tensor_that_lacks_is_named() -> None:
+    left = Edge("x")
+    left.bring(1)
+    left.end()
+    with pytest.raises(InvalidChunkError, match="'y' is missing; came with x"):
+        await all_of(Task("r", 0, inlets={"left": left}), BOTH)
+
+
+async def test_what_breaks_on_one_edge_ends_the_reading_of_all() -> None:
+    left, right = Edge("x"), Edge("y")
+    left.end(InvalidChunkError("left is broken"))
+    task = Task("r", 0, inlets={"left": left, "right": right}, apart=frozenset({"left", "right"}))
+    with pytest.raises(InvalidChunkError, match="left is broken"):
+        await all_of(task, EITHER)
+    assert len(asyncio.all_tasks()) == 1
+
+
+class Ready:
+    """Incoming edge whose packets are all there; it holds on to none that was taken."""
+
+    def __init__(self, tensor: str, *values: float) -> None:
+        self._packets = deque(Packet({tensor: np.array([value], np.float32)}) for value in values)
+
+    def __aiter__(self) -> AsyncIterator[Packet]:
+        return self
+
+    async def __anext__(self) -> Packet:
+        if not self._packets:
+            raise StopAsyncIteration
+        return self._packets.popleft()
+
+
+async def test_a_packet_that_was_used_is_let_go_of_before_the_next() -> None:
+    task = Task("r", 0, inlets={"left": Ready("x", 1), "right": Ready("y", 2)}, apart=frozenset({"left", "right"}))
+    async with aclosing(packets_of(task, EITHER)) as packets:
+        first = weakref.ref((await anext(packets)).tensors["x"])
+        assert values([await anext(packets)]) == [{"y": 2}]
+        assert first() is None
+
+
+async def test_whoever_stops_reading_leaves_no_reader_behind() -> None:
+    left, right = Edge("x"), Edge("y")
+    left.bring(1)
+    task = Task("r", 0, inlets={"left": left, "right": right}, apart=frozenset({"left", "right"}))
+    async with asyncio.timeout(BOUND_S), aclosing(packets_of(task, EITHER)) as packets:
+        await anext(packets)
+    assert len(asyncio.all_tasks()) == 1

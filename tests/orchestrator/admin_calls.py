@@ -1,0 +1,17 @@
+"""Calls of the port for operators."""
+
+from collections.abc import Awaitable
+
+import grpc
+
+from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.status import from_rpc_error
+
+
+async def error_of(call: Awaitable[object]) -> StagemeshError:
+    """What a call fails with."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as exc:
+        return from_rpc_error(exc, peer="the orchestrator")
+    raise AssertionError("the call succeeded")

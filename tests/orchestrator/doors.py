@@ -1,0 +1,143 @@
+"""An admission by itself, with a clock that stands still and requests that note what they hear."""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from stagemesh.connectors.errors import StagemeshError
+from stagemesh.orchestrator.admission import Admission, Claim, Ticket
+from stagemesh.orchestrator.spec import Bounds, Limits
+
+
+class Clock:
+    """Time that moves when it is told to."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Asked:
+    """A request, and what it heard."""
+
+    claim: Claim
+    heard: list[str] = field(default_factory=list[str])
+    """In order: queued, admitted, refused."""
+    positions: list[int] = field(default_factory=list[int])
+    waits_s: list[float] = field(default_factory=list[float])
+    error: StagemeshError | None = None
+    on_admitted: Callable[[], None] = lambda: None
+    ticket: Ticket | None = None
+
+    @property
+    def name(self) -> str:
+        return self.claim.request_id
+
+    @property
+    def runs(self) -> bool:
+        return self.heard[-1:] == ["admitted"]
+
+    @property
+    def waits(self) -> bool:
+        return self.heard[-1:] == ["queued"]
+
+    def queued(self, *, position: int, expected_wait_s: float) -> None:
+        self.heard.append("queued")
+        self.positions.append(position)
+        self.waits_s.append(expected_wait_s)
+
+    def admitted(self) -> None:
+        self.heard.append("admitted")
+        self.on_admitted()
+
+    def refused(self, error: StagemeshError) -> None:
+        self.heard.append("refused")
+        self.error = error
+
+
+class Door:
+    """An admission with a clock; `order` has the names of those that were admitted."""
+
+    def __init__(
+        self,
+        max_in_flight: int = 1,
+        *,
+        max_queued: int = 1000,
+        max_in_flight_bytes: int = 1 << 40,
+        max_queued_bytes: int = 1 << 40,
+        per_caller: Bounds | None = None,
+    ) -> None:
+        limits = Limits(max_in_flight, max_in_flight_bytes, max_queued, max_queued_bytes, per_caller or Bounds())
+        self.clock = Clock()
+        self.admission = Admission(limits, clock=self.clock)
+        self.order: list[str] = []
+        self._numbers = itertools.count()
+
+    def ask(
+        self,
+        name: str = "",
+        *,
+        caller: str = "",
+        priority: int = 0,
+        within_s: float = math.inf,
+        input_bytes: int = 0,
+        kind: Hashable = None,
+    ) -> Asked:
+        """A request comes; raises why it is refused."""
+        claim = Claim(
+            name or f"r{next(self._numbers)}",
+            caller=caller,
+            priority=priority,
+            deadline_s=self.clock.now_s + within_s,
+            input_bytes=input_bytes,
+            kind=kind,
+        )
+        asked = Asked(claim)
+        asked.on_admitted = lambda: self.order.append(asked.name)
+        asked.ticket = self.admission.enter(claim, asked)
+        return asked
+
+    def end(self, asked: Asked, *, after_s: float = 0.0, made_bytes: int | None = 0) -> None:
+        """A request that runs ends."""
+        self.clock.now_s += after_s
+        assert asked.ticket is not None
+        self.admission.release(asked.ticket, made_bytes=made_bytes)
+
+    def has_run(self, *, took_s: float, times: int = 60, kind: Hashable = None, made_bytes: int = 0) -> None:
+        """So many requests have run, one after the other."""
+        for _ in range(times):
+            self.end(self.ask(kind=kind), after_s=took_s, made_bytes=made_bytes)
+        self.order.clear()
+
+    def serve(self, waiting: list[Asked], *, first: Asked) -> list[str]:
+        """Ends one after the other, beginning with `first`, until all have run; the order in which they did."""
+        by_name = {asked.name: asked for asked in waiting}
+        running = first
+        self.order.clear()
+        while any(asked.waits for asked in waiting):
+            self.end(running)
+            running = by_name[self.order[-1]]
+        return self.order
+
+
+class Agenda:
+    """What is to happen in virtual time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def add(self, in_s: float, action: Callable[[], None]) -> None:
+        """Something happens later."""
+        heapq.heappush(self._events, (self._clock.now_s + in_s, next(self._numbers), action))
+
+    def run(self, *, until_s: float) -> None:
+        """Lets it happen."""
+        while self._events and self._events[0][0] <= until_s:
+            self._clock.now_s, _, action = heapq.heappop(self._events)
+            action()

@@ -1,0 +1,69 @@
+"""Replicas for tests of pure logic: nothing serves at their addresses."""
+
+from collections.abc import Callable
+from typing import cast
+
+from stagemesh.orchestrator.book import ReplicaBook
+from stagemesh.orchestrator.config import ReplicaAddress
+from stagemesh.orchestrator.load import StepCost
+from stagemesh.orchestrator.replica import Replica
+from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.orchestrator.stages import StageClient
+from stagemesh.v1 import stage_pb2
+
+
+class Clock:
+    """Time that the test sets."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def said(
+    stage: str, *, pipeline: Pipeline | None = None, generation: str = "", host: str = "", zone: str = ""
+) -> stage_pb2.DescribeResponse:
+    """What a ready replica says of itself."""
+    return stage_pb2.DescribeResponse(
+        pipeline=pipeline.name if pipeline else "",
+        generation=generation or (pipeline.generation if pipeline else ""),
+        stage=stage,
+        wire_version=1,
+        state=stage_pb2.REPLICA_STATE_READY,
+        host=host,
+        zone=zone,
+    )
+
+
+def ready_replica(
+    name: str,
+    pipeline: Pipeline,
+    *,
+    book: ReplicaBook | None = None,
+    generation: str = "",
+    host: str = "",
+    zone: str = "",
+    cost: StepCost | None = None,
+    clock: Callable[[], float] = Clock(),  # noqa: B008
+) -> Replica:
+    """A replica of the stage that its name begins with ("b-0"), in the book."""
+    stage = name.split("-", maxsplit=1)[0]
+
+    def changed() -> None:
+        if book is not None:
+            book.update(replica)
+
+    replica = Replica(
+        stage,
+        ReplicaAddress(name, f"h:{name}"),
+        cast("StageClient", None),
+        on_change=changed,
+        cost=cost,
+        clock=clock,
+    )
+    if book is not None:
+        book.add(replica)
+    described = said(stage, pipeline=pipeline, generation=generation, host=host, zone=zone)
+    replica.observe_description(described, pipeline, generations={generation})
+    return replica

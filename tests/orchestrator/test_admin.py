@@ -1,0 +1,322 @@
+"""The port for operators, over scripted stages."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterable, AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from stagemesh.orchestrator.admin.service import SERVICE_NAME
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, stage_pb2
+from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
+from tests.orchestrator.admin_calls import error_of
+from tests.orchestrator.mesh import Mesh, ask, mesh, until_health
+from tests.orchestrator.scripted_stage import Response, ScriptedStage, hang
+from tests.serving.health_calls import Request as HealthRequest
+from tests.serving.health_calls import Response as HealthResponse
+from tests.serving.health_calls import check
+
+HANG = dict.fromkeys("abc", hang)
+
+
+@pytest.fixture
+async def chain(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with mesh(tmp_path) as chain:
+        yield chain
+
+
+@pytest.fixture
+async def busy(tmp_path: Path) -> AsyncIterator[Mesh]:
+    """Stages that never end by themselves."""
+    async with mesh(tmp_path, scripts=HANG) as busy:
+        yield busy
+
+
+def _admin(mesh: Mesh) -> "admin_pb2_grpc.AdminServiceAsyncStub":
+    return admin_pb2_grpc.AdminServiceStub(mesh.admin)
+
+
+async def _begin(mesh: Mesh, *names: str) -> list[asyncio.Task[object]]:
+    """Starts requests and returns once the first and the last stage of each have said something."""
+    tasks: list[asyncio.Task[object]] = []
+    for name in names:
+        call = mesh.stub.Generate(ask(request_id=name), timeout=20)
+        outputs = set[str]()
+        while outputs != {"first", "last"}:
+            event = await anext(aiter(call))
+            outputs |= {event.output.name} & {"first", "last"}
+        tasks.append(asyncio.ensure_future(_read(call)))
+    return tasks
+
+
+async def _read(call: AsyncIterable[object]) -> None:
+    async for _ in call:
+        pass
+
+
+async def _list(mesh: Mesh, **fields: "int | str | list[int]") -> admin_pb2.ListRequestsResponse:
+    request = admin_pb2.ListRequestsRequest(**fields)  # type: ignore[arg-type]
+    return await _admin(mesh).ListRequests(request, timeout=10)
+
+
+async def _drain(mesh: Mesh, target: str, *, force: bool = False, wait: bool = False, within_s: float = 10) -> object:
+    request = admin_pb2.DrainReplicasRequest(target=target, force=force, wait=wait)
+    return await _admin(mesh).DrainReplicas(request, timeout=within_s)
+
+
+async def test_operators_are_not_served_where_clients_are(chain: Mesh) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await admin_pb2_grpc.AdminServiceStub(chain.channel).ListStages(admin_pb2.ListStagesRequest(), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("facet", ["", "liveness", SERVICE_NAME, "stagemesh.v1.StageControlService"])
+async def test_the_port_for_operators_has_its_own_health(chain: Mesh, facet: str) -> None:
+    answer = await check(chain.admin)(HealthRequest(service=facet), timeout=10)
+    assert answer.status == HealthResponse.SERVING
+
+
+async def test_stages_and_replicas_are_listed_in_the_order_of_the_pipeline(chain: Mesh) -> None:
+    stages = await _admin(chain).ListStages(admin_pb2.ListStagesRequest(), timeout=10)
+    replicas = await _admin(chain).ListReplicas(admin_pb2.ListReplicasRequest(), timeout=10)
+    assert [(stage.name, stage.ready, stage.replicas) for stage in stages.stages] == [(name, 1, 1) for name in "abc"]
+    assert [replica.name for replica in replicas.replicas] == ["a-0", "b-0", "c-0"]
+
+
+async def test_pages_join_without_gaps(chain: Mesh) -> None:
+    names, token = list[str](), ""
+    while True:
+        request = admin_pb2.ListReplicasRequest(page_size=2, page_token=token)
+        page = await _admin(chain).ListReplicas(request, timeout=10)
+        names += [replica.name for replica in page.replicas]
+        token = page.next_page_token
+        if not token:
+            break
+    assert names == ["a-0", "b-0", "c-0"]
+
+
+@pytest.mark.parametrize("token", ["x", "-1", "²", pytest.param("9" * 5000, id="long")])
+async def test_a_token_that_no_page_gave_is_refused(chain: Mesh, token: str) -> None:
+    assert (await error_of(_list(chain, page_token=token))).reason == "INVALID_PAGE_TOKEN"
+
+
+async def test_replicas_are_filtered_by_stage_and_state(chain: Mesh) -> None:
+    ready = admin_pb2.ListReplicasRequest(stage="b", state=stage_pb2.REPLICA_STATE_READY)
+    asleep = admin_pb2.ListReplicasRequest(stage="b", state=stage_pb2.REPLICA_STATE_ASLEEP)
+    answers = [await _admin(chain).ListReplicas(request, timeout=10) for request in (ready, asleep)]
+    assert [[replica.name for replica in answer.replicas] for answer in answers] == [["b-0"], []]
+
+
+async def test_a_state_that_no_replica_has_is_refused(chain: Mesh) -> None:
+    request = admin_pb2.ListReplicasRequest(state=99)  # type: ignore[arg-type]
+    error = await error_of(_admin(chain).ListReplicas(request, timeout=10))
+    assert error.message == "state 99 is none of a replica"
+
+
+async def test_a_replica_that_no_longer_says_its_load_is_listed_without(chain: Mesh) -> None:
+    chain.stages["b"].tells_load = False
+    answer = await _admin(chain).ListReplicas(admin_pb2.ListReplicasRequest(), timeout=10)
+    assert [(each.name, each.HasField("load")) for each in answer.replicas] == [
+        ("a-0", True),
+        ("b-0", False),
+        ("c-0", True),
+    ]
+
+
+async def test_a_pipeline_says_who_has_requests_there(busy: Mesh) -> None:
+    tasks = await _begin(busy, "r1")
+    answer = await _admin(busy).ListPipelines(admin_pb2.ListPipelinesRequest(), timeout=10)
+    (pipeline,) = answer.pipelines
+    assert [(each.caller, each.in_flight, each.queued) for each in pipeline.callers] == [("", 1, 0)]
+    assert pipeline.callers[0].in_flight_bytes == pipeline.in_flight_bytes > 0
+    for task in tasks:
+        task.cancel()
+
+
+async def test_running_requests_are_listed_oldest_first_by_pages(busy: Mesh) -> None:
+    tasks = await _begin(busy, "r1", "r2", "r3")
+    first = await _list(busy, page_size=2)
+    second = await _list(busy, page_size=2, page_token=first.next_page_token)
+    assert [request.request_id for request in (*first.requests, *second.requests)] == ["r1", "r2", "r3"]
+    assert not second.next_page_token
+    for task in tasks:
+        task.cancel()
+
+
+async def test_ended_requests_are_found_by_their_state(chain: Mesh) -> None:
+    await chain.generate(request_id="done")
+    assert not (await _list(chain)).requests
+    found = await _list(chain, states=[admin_pb2.REQUEST_STATE_FINISHED], target="b")
+    assert [(request.request_id, request.pieces) for request in found.requests] == [("done", 4)]
+
+
+async def test_a_request_says_what_it_waits_for(tmp_path: Path) -> None:
+    accepting = asyncio.Event()
+
+    async def accept_later(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        accepting.set()
+        await asyncio.Event().wait()
+        yield Response()
+
+    async with mesh(tmp_path, scripts={**HANG, "b": accept_later}) as slow:
+        call = slow.stub.Generate(ask(request_id="r"), timeout=20)
+        await asyncio.wait_for(accepting.wait(), 5)
+        answer = await _admin(slow).GetRequest(admin_pb2.GetRequestRequest(request_id="r"), timeout=10)
+        call.cancel()
+    waits = {step.stage: step.waits_for for step in answer.steps}
+    assert waits["a"] == "b to accept the request"
+    assert waits["b"] == "b-0 to accept the request"
+
+
+async def test_a_request_shows_its_flows_from_both_ends(busy: Mesh) -> None:
+    sent = control_pb2.FlowReport(edge="a->b", peer="b-0", connected=True, chunks=5, waiting_chunks=2)
+    received = control_pb2.FlowReport(edge="a->b", peer="a-0", connected=True, chunks=3)
+    busy.stages["a"].controls.reports.append(control_pb2.StepReport(attempt=1, started=True, outlets=[sent]))
+    busy.stages["b"].controls.reports.append(control_pb2.StepReport(attempt=1, started=True, inlets=[received]))
+    await _begin(busy, "r")
+    answer = await _admin(busy).GetRequest(admin_pb2.GetRequestRequest(request_id="r"), timeout=10)
+    assert [(flow.edge, flow.producer, flow.consumer) for flow in answer.flows] == [("a->b", "a-0", "b-0")]
+    assert (answer.flows[0].sent, answer.flows[0].received) == (sent, received)
+    assert {step.stage: step.waits_for for step in answer.steps}["b"] == "chunk 3 of edge a->b from a-0"
+
+
+async def test_a_request_that_ended_shows_what_each_stage_did(chain: Mesh) -> None:
+    await chain.generate(request_id="done")
+    answer = await _admin(chain).GetRequest(admin_pb2.GetRequestRequest(request_id="done"), timeout=10)
+    assert answer.request.state == admin_pb2.REQUEST_STATE_FINISHED
+    assert {step.stage: (step.outputs, step.steps) for step in answer.steps} == {"a": (2, 3), "b": (0, 3), "c": (2, 3)}
+    for step in answer.steps:
+        assert step.sent_s <= step.accepted_s <= step.ended_s
+
+
+async def test_a_running_request_is_cancelled(busy: Mesh) -> None:
+    (task,) = await _begin(busy, "r")
+    request = admin_pb2.AdminServiceCancelRequestRequest(request_id="r")
+    await _admin(busy).CancelRequest(request, timeout=10)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await task
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_cancelling_what_is_not_there_or_has_ended_says_so(chain: Mesh) -> None:
+    await chain.generate(request_id="done")
+    errors = [
+        await error_of(
+            _admin(chain).CancelRequest(admin_pb2.AdminServiceCancelRequestRequest(request_id=name), timeout=10)
+        )
+        for name in ("nobody", "done")
+    ]
+    assert [error.reason for error in errors] == ["UNKNOWN_REQUEST", "REQUEST_ENDED"]
+    assert "'done' has finished already" in errors[1].message
+
+
+async def test_an_edge_is_probed_anew(chain: Mesh) -> None:
+    before = len(chain.stages["a"].probes)
+    answer = await _admin(chain).ProbeEdge(admin_pb2.AdminServiceProbeEdgeRequest(edge="a->b"), timeout=10)
+    assert [(link.producer, link.consumer) for link in answer.edge.links] == [("a-0", "b-0")]
+    assert len(chain.stages["a"].probes) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("edge", "producer", "reason"), [("a->z", "", "UNKNOWN_EDGE"), ("a->b", "c-0", "UNKNOWN_TARGET")]
+)
+async def test_probing_what_is_not_there_says_so(chain: Mesh, edge: str, producer: str, reason: str) -> None:
+    request = admin_pb2.AdminServiceProbeEdgeRequest(edge=edge, producer=producer)
+    assert (await error_of(_admin(chain).ProbeEdge(request, timeout=10))).reason == reason
+
+
+@pytest.mark.parametrize("target", ["b", "b-0"])
+async def test_the_last_replica_is_not_drained(chain: Mesh, target: str) -> None:
+    error = await error_of(_drain(chain, target))
+    assert (error.reason, error.metadata["stage"]) == ("LAST_REPLICA", "b")
+    assert chain.stages["b"].description.state == stage_pb2.REPLICA_STATE_READY
+    assert await chain.generate()
+
+
+async def test_a_forced_drain_refuses_requests_until_resume(chain: Mesh) -> None:
+    await _drain(chain, "b", force=True)
+    assert (await chain.failure()).reason == "STAGE_NOT_READY"
+    await _admin(chain).ResumeReplicas(admin_pb2.ResumeReplicasRequest(target="b"), timeout=10)
+    assert await chain.generate()
+
+
+async def test_a_drain_that_waits_gives_up_before_its_deadline_and_stands(busy: Mesh) -> None:
+    await _begin(busy, "r")
+    error = await error_of(_drain(busy, "b", force=True, wait=True, within_s=3))
+    assert (error.reason, error.metadata["replica"]) == ("STILL_RUNNING", "b-0")
+    assert busy.stages["b"].description.state == stage_pb2.REPLICA_STATE_DRAINING
+
+
+async def test_a_drain_that_waits_returns_once_nothing_runs(busy: Mesh) -> None:
+    await _begin(busy, "r")
+    draining = asyncio.ensure_future(_drain(busy, "b", force=True, wait=True))
+    await until_health(busy.channel, serving=False)
+    assert not draining.done()
+    await busy.cancel("r")
+    await asyncio.wait_for(draining, 5)
+
+
+@pytest.mark.parametrize("drain_s", [-1.0, math.nan])
+async def test_a_restart_within_no_time_is_refused(chain: Mesh, drain_s: float) -> None:
+    request = admin_pb2.RestartReplicasRequest(target="b", force=True, drain_s=drain_s)
+    error = await error_of(anext(aiter(_admin(chain).RestartReplicas(request, timeout=10))))
+    assert error.code.name == "INVALID_ARGUMENT"
+
+
+async def test_an_unknown_target_is_named_with_those_that_are_there(chain: Mesh) -> None:
+    error = await error_of(_drain(chain, "z"))
+    assert error.reason == "UNKNOWN_TARGET"
+    assert "stages: a, b, c; replicas: a-0, b-0, c-0" in error.message
+
+
+async def test_controls_are_forwarded_to_the_replica_that_is_named(chain: Mesh) -> None:
+    controls = StageControlServiceStub(chain.admin)
+    answer = await controls.Sleep(
+        control_pb2.SleepRequest(level=2), timeout=10, metadata=(("stagemesh-replica", "b-0"),)
+    )
+    assert list(answer.asleep) == ["weights"]
+    assert [request.level for request in chain.stages["b"].controls.slept] == [2]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"), [((), "NO_TARGET"), ((("stagemesh-replica", "z-9"),), "UNKNOWN_TARGET")]
+)
+async def test_a_control_for_nobody_is_refused(chain: Mesh, metadata: tuple[tuple[str, str], ...], reason: str) -> None:
+    controls = StageControlServiceStub(chain.admin)
+    error = await error_of(controls.Sleep(control_pb2.SleepRequest(level=1), timeout=10, metadata=metadata))
+    assert error.reason == reason
+
+
+async def test_what_a_replica_cannot_is_said_by_it(chain: Mesh) -> None:
+    controls = StageControlServiceStub(chain.admin)
+    metadata = (("stagemesh-replica", "b-0"),)
+    error = await error_of(controls.Wake(control_pb2.WakeRequest(), timeout=10, metadata=metadata))
+    assert error.code.name == "UNIMPLEMENTED"
+
+
+async def test_a_drain_cannot_go_round_the_check_of_the_last_replica(chain: Mesh) -> None:
+    controls = StageControlServiceStub(chain.admin)
+    metadata = (("stagemesh-replica", "b-0"),)
+    error = await error_of(controls.Drain(control_pb2.DrainRequest(), timeout=10, metadata=metadata))
+    assert "call AdminService.DrainReplicas" in error.message
+    assert chain.stages["b"].description.state == stage_pb2.REPLICA_STATE_READY
+
+
+async def test_snapshots_follow_what_happens(chain: Mesh) -> None:
+    call = _admin(chain).WatchPipeline(admin_pb2.WatchPipelineRequest(interval_s=0.2), timeout=20)
+    first = await anext(aiter(call))
+    await chain.generate()
+    async with asyncio.timeout(10):
+        while (now := await anext(aiter(call))).pipeline.finished == 0:
+            pass
+    call.cancel()
+    assert first.pipeline.finished == 0
+    assert now.clock_s > first.clock_s
+    assert {stage.name: stage.outputs for stage in now.stages} == {"a": 2, "b": 0, "c": 2}
+
+
+async def test_an_interval_that_is_too_short_is_refused(chain: Mesh) -> None:
+    call = _admin(chain).WatchPipeline(admin_pb2.WatchPipelineRequest(interval_s=0.01), timeout=10)
+    assert (await error_of(anext(aiter(call)))).code.name == "INVALID_ARGUMENT"

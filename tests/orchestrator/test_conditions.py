@@ -1,0 +1,254 @@
+"""Conditions and joins of a pipeline file: what each is refused for, and which part of it a request takes."""
+
+from pathlib import Path
+
+import pytest
+
+from stagemesh.connectors.errors import InvalidPipelineError
+from stagemesh.orchestrator.facts import facts_of
+from stagemesh.orchestrator.spec import Pipeline, explain, load_pipeline
+from stagemesh.orchestrator.spec.conditions import Fact
+from stagemesh.orchestrator.validation import ValidRequest
+from stagemesh.v1 import request_pb2
+from tests.orchestrator.catalog import CATALOG
+
+BAND = """\
+pipeline: band
+options: {loud: {default: 0, minimum: 0, maximum: 10}}
+stages:
+  thinker: {engine: plain, function: talk}
+  reader: {engine: plain, function: read}
+  singer: {engine: plain, function: sing}
+  blender: {engine: plain, function: blend}
+edges:
+  - {from: thinker, to: reader}
+  - {from: reader, to: singer}
+  - {from: thinker, to: blender}
+  - {from: reader, to: blender}
+outputs: {text: thinker, audio: singer, blend: blender}
+"""
+
+
+def _load(folder: Path, text: str) -> Pipeline:
+    path = folder / "band.yaml"
+    path.write_text(text)
+    return load_pipeline(str(path), catalog=CATALOG, variables={})
+
+
+def _problems(folder: Path, text: str) -> list[str]:
+    with pytest.raises(InvalidPipelineError) as caught:
+        _load(folder, text)
+    return caught.value.message.replace(f"{folder}/", "").splitlines()
+
+
+def _edited(*edits: tuple[str, str]) -> str:
+    text = BAND
+    for before, after in edits:
+        assert before in text
+        text = text.replace(before, after)
+    return text
+
+
+LOUD = "when: {option: loud, over: 5}"
+
+MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
+    "unknown option": ([("to: singer}", "to: singer, when: {option: lout, is: 1}}")],
+        "band.yaml:10: no stage has an option 'lout', and `options` declares none; did you mean 'loud'?"),
+    "option of another type": ([("to: singer}", "to: singer, when: {option: loud, is: high}}")],
+        "band.yaml:10: edges.1.when.0.is is 'high'; input should be a valid number"),
+    "option that is no truth value": ([("to: singer}", "to: singer, when: {option: loud, is: true}}")],
+        "band.yaml:10: edges.1.when.0.is is True; input should be a valid number"),
+    "option as a flag": ([("to: singer}", "to: singer, when: {option: loud, wanted: true}}")],
+        "band.yaml:10: option 'loud' is a number; write `is` in the place of `wanted`"),
+    "option compared with nothing": ([("to: singer}", "to: singer, when: {option: loud}}")],
+        "band.yaml:10: option 'loud' is compared with nothing; add one of is, is_not, over, at_least, under, at_most"),
+    "never so": ([("to: singer}", "to: singer, when: {option: loud, over: 10}}")],
+        "band.yaml:10: option loud is over 10: that is never so (it goes from 0 to 10); compare it with another value"),
+    "always so": ([("to: singer}", "to: singer, when: {option: loud, at_least: 0}}")],
+        ("band.yaml:10: option loud is at least 0: that is always so (it goes from 0 to 10); remove it, or compare it "
+        "with another value")),
+    "contradiction": ([("to: singer}", "to: singer, when: {option: loud, over: 5, under: 5}}")],
+        "band.yaml:10: option loud is over 5 and option loud is under 5: no request is so; remove one of them"),
+    "tokens and text": ([("to: singer}", "to: singer, when: [{input: tokens}, {input: text}]}")],
+        "band.yaml:10: the input has tokens and the input has text: no request is so; remove one of them"),
+    "unknown comparison": ([("to: singer}", "to: singer, when: {option: loud, above: 5}}")],
+        "band.yaml:10: unknown key 'edges.1.when.0.above'; did you mean 'over'?"),
+    "nothing named": ([("to: singer}", "to: singer, when: {is: 5}}")],
+        ("band.yaml:10: a condition names nothing; name one of option, input, output, and use a list for more")),
+    "two named": ([("to: singer}", "to: singer, when: {option: loud, output: text, over: 3}}")],
+        ("band.yaml:10: a condition names option and output; name one of option, input, output, and use a list for "
+        "more")),
+    "unknown input": ([("to: singer}", "to: singer, when: {input: smell}}")],
+        ("band.yaml:10: edges.1.when.0.input is 'smell'; input should be 'text', 'tokens', 'image', 'audio', 'video' "
+        "or 'tensors'")),
+    "input that no stage takes": ([("to: singer}", "to: singer, when: {input: image}}")],
+        "band.yaml:10: no stage takes image, and requests with it are refused; remove the condition"),
+    "input that is wanted": ([("to: singer}", "to: singer, when: {input: text, wanted: true}}")],
+        "band.yaml:10: `wanted` is for outputs; write `given` of an input"),
+    "output that is given": ([("to: singer}", "to: singer, when: {output: text, given: true}}")],
+        "band.yaml:10: `given` is for inputs; write `wanted` of an output"),
+    "unknown output": ([("to: singer}", "to: singer, when: {output: sound}}")],
+        "band.yaml:10: no output 'sound'; known: audio, blend, text"),
+    "option of several defaults": (
+        [("function: sing", "function: drawl"), ("audio: singer", "audio: singer.frames"),
+         ("to: singer}", "to: singer, when: {option: speed, over: 1}}")],
+        ("band.yaml:10: stages singer and blender have option 'speed' with different defaults; declare another one "
+        "under `options`")),
+    "output compared as a number": ([("to: singer}", "to: singer, when: {output: text, is: 1}}")],
+        "band.yaml:10: is is for options; write `given` of an input and `wanted` of an output"),
+    "empty when": ([("to: singer}", "to: singer, when: []}")],
+        "band.yaml:10: edges.1.when is empty; name at least one"),
+    "option of a stage declared again": ([("options: {loud:", "options: {speed:")],
+        "band.yaml:2: stage 'blender' has option 'speed' already; choose another name"),
+    "option with bounds that do not hold": ([("default: 0, min", "default: 11, min")],
+        ("band.yaml:2: options.loud is {'default': 11, 'minimum': 0, 'maximum': 10}; value error, minimum is to be "
+        "less than maximum, and default between them")),
+    "output that is not always made": ([("function: sing", f"function: sing, {LOUD}")],
+        ("band.yaml:13: output 'audio' is not made when output audio is wanted and option loud is 0: stage 'singer' "
+        "runs only when option loud is over 5; use `when: {output: audio}` there, or conditions on its edges")),
+    "stage that can starve": ([("to: singer}", f"to: singer, {LOUD}}}")],
+        ("band.yaml:6: nothing feeds stage 'singer' when output audio is wanted and option loud is 0; give it a `when` "
+        "of its own, or let an edge bring it something then")),
+    "join that can starve": (
+        [("thinker, to: blender}", f"thinker, to: blender, {LOUD}}}"),
+         ("reader, to: blender}", "reader, to: blender, when: {option: loud, at_least: 7}}")],
+        ("band.yaml:7: nothing feeds stage 'blender' when output blend is wanted and option loud is 0; give it a "
+        "`when` of its own, or let an edge bring it something then")),
+    "join that lacks a tensor": (
+        [("function: blend", "function: mix"), ("reader, to: blender}", f"reader, to: blender, {LOUD}}}")],
+        ("band.yaml:7: no edge brings stage 'blender' its 'frames' when output blend is wanted and option loud is 0; "
+        "give it the same condition, or let another edge bring it then")),
+    "edge that never carries anything": (
+        [("function: read", "function: read, when: {output: audio}"),
+         ("reader, to: blender}", "reader, to: blender, when: {output: audio, wanted: false}}")],
+        ("band.yaml:12: edge 'reader->blender' carries nothing ever: its condition contradicts those of its stages; "
+        "change one")),
+    "stage that never runs": (
+        [("function: sing", "function: sing, when: {output: audio}"), ("audio: singer, ", "audio: thinker.token_ids, "),
+         ("outputs: {", "outputs: {last: singer, "),
+         ("function: read", "function: read, when: {output: last, wanted: false}"),
+         ("  - {from: reader, to: blender}\n", "")],
+        ("band.yaml:5: stage 'reader' never runs: its conditions and those on the way to every output contradict each "
+        "other; change one")),
+    "tensor that comes twice": ([("  - {from: reader, to: blender}", "  - {from: thinker, to: blender, name: again}")],
+        ("band.yaml:12: edges 'thinker->blender' and 'again' both bring stage 'blender' its text; give it `join: any`, "
+        "rename one by a transform, or give them conditions that exclude each other")),
+    "part of an input apart": ([("function: blend", "function: mix, join: any")],
+        ("band.yaml:7: stage 'blender' takes what edge 'thinker->blender' brings by itself (`join`), and it needs "
+        "'frames' with it; let these edges join, or bring it over this one")),
+    "several edges to an engine that takes one": ([("engine: plain, function: blend", "engine: lone")],
+        ("band.yaml:12: engine 'lone' is fed by one edge, and edges 'thinker->blender' and 'reader->blender' both lead "
+        "to stage 'blender'; join them in a function stage before it")),
+    "join of an edge that is not there": ([("function: blend", "function: blend, join: [thinker, singer]")],
+        "band.yaml:7: no edge 'singer' leads to stage 'blender', nor one from it; did you mean 'thinker'?"),
+    "unknown join": ([("function: blend", "function: blend, join: some")],
+        "band.yaml:7: stages.blender.join is 'some'; input should be 'all' or 'any'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_named_with_its_line_and_remedy(case: str, tmp_path: Path) -> None:
+    edits, message = MISTAKES[case]
+    assert message in _problems(tmp_path, _edited(*edits))
+
+
+def _taken(pipeline: Pipeline, *outputs: str, **options: float) -> set[str]:
+    route = pipeline.route(outputs, {Fact("option", name): value for name, value in options.items()})
+    return {edge.name for edge in route.edges}
+
+
+def test_without_conditions_a_request_takes_what_its_outputs_need(tmp_path: Path) -> None:
+    pipeline = _load(tmp_path, BAND)
+    assert _taken(pipeline, "text") == set()
+    assert _taken(pipeline, "audio") == {"thinker->reader", "reader->singer"}
+    assert _taken(pipeline, "text", "audio", "blend") == {edge.name for edge in pipeline.edges}
+
+
+def test_an_edge_is_left_out_by_an_option_and_its_default(tmp_path: Path) -> None:
+    pipeline = _load(tmp_path, _edited(("reader, to: blender}", f"reader, to: blender, {LOUD}}}")))
+    assert _taken(pipeline, "blend") == _taken(pipeline, "blend", loud=5) == {"thinker->blender"}
+    assert _taken(pipeline, "blend", loud=5.1) == {"thinker->blender", "thinker->reader", "reader->blender"}
+
+
+def test_a_stage_is_left_out_with_its_edges_and_its_consumer_is_told(tmp_path: Path) -> None:
+    pipeline = _load(tmp_path, _edited(("function: read", "function: read, when: {output: audio}")))
+    route = pipeline.route(["blend"])
+    assert [stage.name for stage in route.stages] == ["thinker", "blender"]
+    assert route.absent(pipeline.stages["blender"]) == ("frames",)
+    both = pipeline.route(["blend", "audio"])
+    assert both.absent(pipeline.stages["blender"]) == ()
+    assert both.outputs.keys() == {"blend", "audio"}
+
+
+def test_edges_that_exclude_each_other_may_bring_the_same(tmp_path: Path) -> None:
+    text = _edited(
+        ("engine: plain, function: blend", "engine: lone"),
+        ("thinker, to: blender}", f"thinker, to: blender, {LOUD}}}"),
+        ("reader, to: blender}", "reader, to: blender, when: {option: loud, at_most: 5}}"),
+    )
+    pipeline = _load(tmp_path, text)
+    assert _taken(pipeline, "blend", loud=9) == {"thinker->blender"}
+    assert _taken(pipeline, "blend") == {"thinker->reader", "reader->blender"}
+
+
+def test_tokens_exclude_text_because_a_prompt_is_one_of_them(tmp_path: Path) -> None:
+    text = _edited(
+        ("thinker, to: blender}", "thinker, to: blender, when: {input: text}}"),
+        ("outputs:", "  - {from: thinker, to: blender, name: again, when: {input: tokens}}\noutputs:"),
+    )
+    pipeline = _load(tmp_path, text)
+    route = pipeline.route(["blend"], {Fact("input", "tokens"): 1.0})
+    assert [edge.name for edge in route.incoming["blender"]] == ["reader->blender", "again"]
+
+
+@pytest.mark.parametrize(
+    ("join", "apart"),
+    [
+        ("all", set()),
+        ("any", {"thinker->blender", "reader->blender"}),
+        ("[thinker]", {"reader->blender"}),
+        ("[reader->blender]", {"thinker->blender"}),
+    ],
+)
+def test_join_says_which_edges_are_apart(tmp_path: Path, join: str, apart: set[str]) -> None:
+    pipeline = _load(tmp_path, _edited(("function: blend", f"function: blend, join: {join}")))
+    assert {edge.name for edge in pipeline.edges if edge.apart} == apart
+
+
+def test_conditions_are_explained_as_they_are_written(tmp_path: Path) -> None:
+    pipeline = _load(tmp_path, _edited(("reader, to: blender}", f"reader, to: blender, {LOUD}}}")))
+    rows = {row.key: row.value for row in explain(pipeline)}
+    assert rows["edges.3.when"] == '[{"option": "loud", "over": 5.0}]'
+    assert "edges.0.when" not in rows
+
+
+def test_what_a_request_holds_is_known_by_kind() -> None:
+    parts = [request_pb2.Part(text="what is"), request_pb2.Part(image=request_pb2.Image(data=b"x"))]
+    given = request_pb2.Input(
+        conversation=request_pb2.Conversation(messages=[request_pb2.Message(role="user", parts=parts)])
+    )
+    request = ValidRequest("r", given, request_pb2.Parameters(options={"loud": 3.0}), ("text",))
+    assert facts_of(request) == {
+        Fact("option", "loud"): 3.0,
+        Fact("input", "text"): 1.0,
+        Fact("input", "image"): 1.0,
+        Fact("output", "text"): 1.0,
+    }
+
+
+def test_an_options_mistake_is_named_once_at_its_own_line(tmp_path: Path) -> None:
+    path = tmp_path / "fake.yaml"
+    path.write_text(
+        "pipeline: fake\nstages:\n  a:\n    engine: fake\n    function: source\n    options:\n"
+        "      steps: many\n  b:\n    engine: fake\n    options:\n      stepps: 2\n"
+        "outputs: {a: a, b: b}\n"
+    )
+    with pytest.raises(InvalidPipelineError) as caught:
+        load_pipeline(str(path), variables={})
+    assert caught.value.message.replace(f"{path}:", "").splitlines() == [
+        (
+            "7: option steps is 'many': Value error, it must be a number, or one of uniform, exponential, lognormal, "
+            "one_of"
+        ),
+        "11: engine 'fake' has no option 'stepps'; did you mean 'steps'?",
+    ]

@@ -1,0 +1,142 @@
+"""The checks of a pipeline's flows, against trying every request."""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagemesh.connectors.base import StepPolicy
+from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.orchestrator.spec import Catalog, Edge, Limits, Pipeline, PipelineOutput, Stage
+from stagemesh.orchestrator.spec.conditions import Comparison, Condition, Fact, Facts, Term, holds
+from stagemesh.orchestrator.spec.flows import FlowChecker
+from stagemesh.orchestrator.spec.origins import Origin, Origins
+from stagemesh.orchestrator.spec.problems import Problems
+from stagemesh.orchestrator.spec.routes import find_route
+from stagemesh.orchestrator.spec.satisfying import find_facts
+from stagemesh.services.serving.plugins import EngineCard, OptionSpec, Signature
+
+NUMBERS = TensorSpec.parse("float32[n]")
+BOUNDS = OptionSpec(default=1.0, minimum=0.0, maximum=4.0)
+LEVELS = [n / 4 for n in range(17)]
+CATALOG = Catalog(
+    engine=lambda name: EngineCard(
+        factory="", signature=lambda *_: Signature(), needs_model=False, joins=name == "many"
+    )
+)
+
+_TERMS = st.one_of(
+    st.builds(Term, st.just(Fact("option", "level")), st.sampled_from(Comparison), st.integers(0, 4), st.just(BOUNDS)),
+    st.builds(
+        Term,
+        st.sampled_from([Fact("input", "image"), Fact("output", "first"), Fact("output", "last")]),
+        st.just(Comparison.IS),
+        st.sampled_from([0.0, 1.0]),
+    ),
+)
+_CONDITIONS = st.lists(_TERMS, max_size=2).map(tuple)
+_FEW_CONDITIONS = st.sampled_from([False, False, False, True]).flatmap(
+    lambda some: _CONDITIONS if some else st.just(())
+)
+
+
+def _edges(producer: int, consumer: int) -> st.SearchStrategy[Edge]:
+    usual = ("x",) if producer % 2 else ("y",)
+    return st.builds(
+        Edge,
+        st.just(f"s{producer}->s{consumer}"),
+        st.just(f"s{producer}"),
+        st.just(f"s{consumer}"),
+        st.just(""),
+        st.just("auto"),
+        st.just(StepPolicy()),
+        when=_CONDITIONS,
+        apart=st.sampled_from([False, False, True]),
+        brings=st.sampled_from([usual, usual, usual, ("x", "y")]),
+    )
+
+
+@st.composite
+def _pipelines(draw: st.DrawFn) -> Pipeline:
+    """Two to four stages, each but the first fed by some of those before; the last two make the outputs."""
+    count = draw(st.integers(2, 4))
+    stages: dict[str, Stage] = {}
+    edges: list[Edge] = []
+    for n in range(count):
+        optional = frozenset(draw(st.sampled_from(["xy", "xy", "xy", "x", ""])))
+        signature = Signature(accepts=dict.fromkeys("xy", NUMBERS), optional=optional) if n else Signature()
+        engine = draw(st.sampled_from(["many", "many", "many", "one"]))
+        stages[f"s{n}"] = Stage(f"s{n}", engine, None, "", None, 1, {}, signature, when=draw(_FEW_CONDITIONS))
+        producers = draw(st.sets(st.integers(0, n - 1), min_size=min(n, 2))) if n else set[int]()
+        edges += [draw(_edges(producer, n)) for producer in sorted(producers)]
+    outputs = {
+        "first": PipelineOutput("first", f"s{count - 2}", "x", "tensor", 0),
+        "last": PipelineOutput("last", f"s{count - 1}", "x", "tensor", 0),
+    }
+    return Pipeline("p", "g", stages, tuple(edges), outputs, Limits(1), Path("p.yaml"))
+
+
+def _requests() -> Iterator[tuple[list[str], Facts]]:
+    for level, image in product(LEVELS, (0.0, 1.0)):
+        for outputs in (["first"], ["last"], ["first", "last"]):
+            yield outputs, {Fact("option", "level"): level, Fact("input", "image"): image}
+
+
+def _is_sound(pipeline: Pipeline) -> bool:
+    """Whether every request is served, and every stage and edge serves one."""
+    used = set[str]()
+    for outputs, facts in _requests():
+        route = find_route(pipeline, outputs, facts)
+        known = {**facts, **{Fact("output", name): 1.0 for name in outputs}}
+        for stage in route.stages:
+            incoming = route.incoming[stage.name]
+            if not holds(stage.when, known) or not _is_fed(pipeline, stage, incoming):
+                return False
+        used |= {stage.name for stage in route.stages} | {edge.name for edge in route.edges}
+    return used == pipeline.stages.keys() | {edge.name for edge in pipeline.edges}
+
+
+def _is_fed(pipeline: Pipeline, stage: Stage, incoming: tuple[Edge, ...]) -> bool:
+    if not pipeline.incoming(stage.name):
+        return True
+    needed = stage.signature.accepts.keys() - stage.signature.optional
+    together = [edge for edge in incoming if not edge.apart]
+    brought = [name for edge in together for name in edge.brings]
+    return (
+        bool(incoming)
+        and (stage.engine == "many" or len(incoming) == 1)
+        and (not together or needed <= set(brought))
+        and len(brought) == len(set(brought))
+        and all(needed <= set(edge.brings) for edge in incoming if edge.apart)
+    )
+
+
+def _is_accepted(pipeline: Pipeline) -> bool:
+    problems = Problems(Origins({(): Origin(1, "p.yaml:1", "p.yaml:1")}))
+    FlowChecker(CATALOG, problems, pipeline.stages, pipeline.edges, pipeline.outputs).check()
+    return not problems.found
+
+
+@settings(max_examples=300, deadline=None)
+@given(_pipelines())
+def test_a_pipeline_is_accepted_exactly_when_it_serves_every_request(pipeline: Pipeline) -> None:
+    assert _is_accepted(pipeline) == _is_sound(pipeline)
+
+
+@given(_CONDITIONS, st.lists(_CONDITIONS, max_size=3))
+def test_facts_are_found_exactly_where_there_are_some(given_: Condition, unless: list[Condition]) -> None:
+    worlds = [
+        {
+            Fact("option", "level"): level,
+            Fact("input", "image"): image,
+            Fact("output", "first"): first,
+            Fact("output", "last"): last,
+        }
+        for level, image, first, last in product(LEVELS, (0.0, 1.0), (0.0, 1.0), (0.0, 1.0))
+    ]
+    fitting = [world for world in worlds if holds(given_, world) and not any(holds(each, world) for each in unless)]
+    found = find_facts(given_, unless=unless)
+    assert (found is not None) == bool(fitting)
+    assert found is None or (holds(given_, found) and not any(holds(each, found) for each in unless))

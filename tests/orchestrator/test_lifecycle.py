@@ -1,0 +1,199 @@
+"""Drains, resumes and what operators name, without a server."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import grpc
+import pytest
+
+from stagemesh.connectors.channels import open_channel
+from stagemesh.connectors.errors import DeadlineError, StagemeshError, UnavailableError
+from stagemesh.orchestrator.admin.directory import Directory
+from stagemesh.orchestrator.admin.inspection import Inspector
+from stagemesh.orchestrator.admin.lifecycle import Lifecycle, count_running
+from stagemesh.orchestrator.admin.probing import probe_edge
+from stagemesh.orchestrator.fleet import Fleet
+from stagemesh.orchestrator.history import History
+from stagemesh.orchestrator.replica import Replica, ReplicaState
+from stagemesh.orchestrator.requests import RequestTable
+from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.orchestrator.stages import GrpcStageClient, StageClient
+from stagemesh.orchestrator.timeline import Timeline
+from stagemesh.services.serving.server import Server
+from stagemesh.v1 import control_pb2, control_pb2_grpc, stage_pb2
+from tests.orchestrator.mesh import CHAIN
+from tests.orchestrator.replicas import ready_replica
+
+if TYPE_CHECKING:
+    from stagemesh.orchestrator.orchestrator import Orchestrator
+
+
+class Controls:
+    """A replica's client as far as operators use it: always ready, and remembers what it was asked."""
+
+    def __init__(self, error: StagemeshError | None = None) -> None:
+        self.asked: list[str] = []
+        self.on_asked: Callable[[], object] = lambda: None
+        self._error = error
+
+    async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
+        del request, timeout_s
+        self.asked.append(method)
+        self.on_asked()
+        if self._error is not None:
+            raise self._error
+        return b""
+
+    async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
+        del timeout_s
+        return stage_pb2.DescribeResponse(state=stage_pb2.REPLICA_STATE_READY)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Fleet:
+    (tmp_path / "chain.yaml").write_text(CHAIN)
+    return Fleet(load_pipeline(str(tmp_path / "chain.yaml")), [])
+
+
+@pytest.fixture
+def directory(tmp_path: Path, fleet: Fleet) -> Directory:
+    return Directory(load_pipeline(str(tmp_path / "chain.yaml")), fleet)
+
+
+def _replica(fleet: Fleet, pipeline: Pipeline, name: str, error: StagemeshError | None = None) -> Replica:
+    replica = ready_replica(name, pipeline, book=fleet.book)
+    replica.client = cast("StageClient", Controls(error))
+    return replica
+
+
+def test_replicas_are_listed_by_name_whenever_they_came(fleet: Fleet, directory: Directory) -> None:
+    for name in ("b-10", "b-2", "a-1", "a-0"):
+        _replica(fleet, directory.pipeline, name)
+    assert [replica.name for replica in directory.replicas] == ["a-0", "a-1", "b-2", "b-10"]
+
+
+def test_of_two_with_one_name_the_one_that_serves_is_meant(fleet: Fleet, directory: Directory) -> None:
+    former, now = (_replica(fleet, directory.pipeline, "b-0") for _ in range(2))
+    former.observe(ReplicaState.UNREACHABLE, "gone")
+    assert directory.target("b-0") == [now]
+
+
+async def test_resuming_a_refused_replica_does_not_make_it_one_of_ours(fleet: Fleet, directory: Directory) -> None:
+    replica = _replica(fleet, directory.pipeline, "b-0")
+    replica.observe(ReplicaState.FAILED, "refused: its generation is x, expected y")
+    await Lifecycle(directory).resume("b-0")
+    assert replica.state is ReplicaState.FAILED
+    assert not fleet.book.is_ready(replica)
+
+
+async def test_a_stage_is_resumed_but_for_the_replica_that_cannot(fleet: Fleet, directory: Directory) -> None:
+    replicas = [
+        _replica(fleet, directory.pipeline, "b-0", UnavailableError("b-0 is gone")),
+        _replica(fleet, directory.pipeline, "b-1"),
+    ]
+    for replica in replicas:
+        replica.observe(ReplicaState.DRAINING, "")
+    with pytest.raises(UnavailableError, match="b-0 is gone"):
+        await Lifecycle(directory).resume("b")
+    assert [replica.state for replica in replicas] == [ReplicaState.DRAINING, ReplicaState.READY]
+
+
+@pytest.mark.parametrize(("error", "running"), [(DeadlineError("too slow"), 1), (UnavailableError("gone"), 0)])
+async def test_what_does_not_answer_in_time_may_run_something(
+    fleet: Fleet, directory: Directory, error: StagemeshError, running: int
+) -> None:
+    assert await count_running(_replica(fleet, directory.pipeline, "b-0", error)) == running
+
+
+async def test_an_attempt_that_begins_while_replicas_are_asked_does_no_harm(fleet: Fleet, directory: Directory) -> None:
+    timeline = Timeline("r")
+    notes = timeline.begin("b", replica="b-0", attempt=1)
+    notes.note_sent()
+    notes.note_accepted(stage_pb2.StepAccepted())
+    history = History()
+    history.add(timeline)
+    controls = cast("Controls", _replica(fleet, directory.pipeline, "b-0").client)
+    controls.on_asked = lambda: timeline.begin("b", replica="b-1", attempt=2)
+    orchestrator = cast("Orchestrator", SimpleNamespace(requests=RequestTable(), history=history))
+    inspected = await Inspector(orchestrator, directory).inspect("r")
+    assert [step.notes.attempt for step in inspected.steps] == [1]
+
+
+async def test_the_pairs_of_many_replicas_are_not_probed_all_at_once(fleet: Fleet, directory: Directory) -> None:
+    under_way, most = 0, 0
+
+    async def answer(*_: object, **__: object) -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        raise UnavailableError("nobody is there")
+
+    for name in [f"{stage}-{number}" for stage in "ab" for number in range(10)]:
+        _replica(fleet, directory.pipeline, name).client = cast("StageClient", SimpleNamespace(probe_edge=answer))
+    links = await probe_edge(directory, directory.edge("a->b"))
+    assert len([link for link in links if link.error is not None]) == 100
+    assert most < 100
+
+
+async def test_a_call_over_a_closed_connection_says_that_the_replica_is_gone() -> None:
+    channel = open_channel("127.0.0.1:1")
+    client = GrpcStageClient(channel, stage="b", replica="b-0", endpoint="127.0.0.1:1")
+    await channel.close()
+    for call in (
+        client.load(timeout_s=5),
+        client.describe(timeout_s=5),
+        client.control("ListSteps", b"", timeout_s=5),
+        client.cancel(stage_pb2.CancelStepRequest(), timeout_s=5),
+        client.probe_edge("b->c", consumer="c-0", endpoint="127.0.0.1:2", connector="auto", timeout_s=5),
+    ):
+        with pytest.raises(UnavailableError, match="no longer there"):
+            await call
+
+
+class SilentControls(control_pb2_grpc.StageControlServiceServicer):
+    """Is asked, and never answers."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def ListSteps(self, request: object, context: object) -> control_pb2.ListStepsResponse:
+        del request, context
+        self.asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("it never answers")
+
+
+@asynccontextmanager
+async def _asking() -> AsyncGenerator[tuple[grpc.aio.Channel, asyncio.Task[bytes]]]:
+    """A call that has reached its replica, and the channel that it goes over."""
+    server, controls = Server("127.0.0.1:0"), SilentControls()  # type: ignore[abstract]
+    control_pb2_grpc.add_StageControlServiceServicer_to_server(controls, server.grpc)
+    endpoint = f"127.0.0.1:{await server.start()}"
+    try:
+        async with open_channel(endpoint) as channel:
+            client = GrpcStageClient(channel, stage="b", replica="b-0", endpoint=endpoint)
+            asking = asyncio.create_task(client.control("ListSteps", b"", timeout_s=20))
+            await asyncio.wait_for(controls.asked.wait(), 10)
+            yield channel, asking
+    finally:
+        await server.stop(grace_s=0)
+
+
+async def test_a_connection_that_is_closed_under_a_call_ends_it_and_not_its_task() -> None:
+    async with _asking() as (channel, asking):
+        await channel.close()
+        with pytest.raises(UnavailableError, match="no longer there"):
+            await asking
+
+
+async def test_a_caller_that_gives_up_is_not_told_that_the_replica_is_gone() -> None:
+    async with _asking() as (_, asking):
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking

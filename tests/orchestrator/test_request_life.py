@@ -1,0 +1,121 @@
+"""What is left of a request that has ended, by whoever keeps it."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from stagemesh.connectors.errors import InternalError, StagemeshError, UnavailableError
+from stagemesh.orchestrator.admission import Admission, Claim
+from stagemesh.orchestrator.planner import Plan, PlannedStep
+from stagemesh.orchestrator.record import RequestRecord
+from stagemesh.orchestrator.replica import Replica
+from stagemesh.orchestrator.request_life import RequestLife
+from stagemesh.orchestrator.request_run import RequestRun
+from stagemesh.orchestrator.spec import Limits, load_pipeline
+from stagemesh.orchestrator.validation import ValidRequest
+from stagemesh.v1 import request_pb2, stage_pb2
+from tests.orchestrator.mesh import CHAIN
+
+LIMITS = Limits(1, 1 << 30, 1, 1 << 30)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What has no reference left goes at once; circles stay."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _request() -> ValidRequest:
+    return ValidRequest("r", request_pb2.Input(), request_pb2.Parameters(), ())
+
+
+def _life() -> RequestLife:
+    return RequestLife(RequestRecord(), admission=Admission(LIMITS), claim=Claim("r"))
+
+
+def _nothing_to_do() -> Plan:
+    return Plan(())
+
+
+def _no_replica() -> Plan:
+    raise UnavailableError("no replica")
+
+
+async def _run(life: RequestLife, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
+    return await life.run(request, plan, lambda record: record.size_bytes)
+
+
+@pytest.mark.parametrize("plan", [_nothing_to_do, _no_replica])
+async def test_an_ended_request_is_kept_without_its_input(plan: Callable[[], Plan], no_collector: None) -> None:
+    life, request = _life(), _request()
+    given = weakref.ref(request)
+    error = await _run(life, request, plan)
+    del request
+    assert given() is None
+    assert life.has_begun == (error is None)
+
+
+@pytest.mark.parametrize("plan", [_nothing_to_do, _no_replica])
+async def test_an_ended_request_is_gone_when_nobody_keeps_it(plan: Callable[[], Plan], no_collector: None) -> None:
+    life = _life()
+    await _run(life, _request(), plan)
+    life.stop("too late")
+    ended = weakref.ref(life)
+    del life
+    assert ended() is None
+
+
+async def test_one_that_was_stopped_in_the_queue_is_gone_too(no_collector: None) -> None:
+    admission = Admission(LIMITS)
+    lives = [RequestLife(RequestRecord(), admission=admission, claim=Claim(name)) for name in "ab"]
+    waiting = lives.pop()
+    waiting.stop("by somebody")
+    error = await _run(waiting, _request(), _nothing_to_do)
+    ended = weakref.ref(waiting)
+    del waiting
+    assert (str(error), ended()) == ("by somebody", None)
+
+
+@pytest.mark.parametrize("admitted", [True, False])
+async def test_one_whose_task_is_cancelled_gives_its_place_back(admitted: bool) -> None:
+    admission = Admission(LIMITS)
+    first, second = (RequestLife(RequestRecord(), admission=admission, claim=Claim(name)) for name in "ab")
+    task = asyncio.ensure_future(_run(second, _request(), _nothing_to_do))
+    await asyncio.sleep(0)
+    if admitted:
+        await _run(first, _request(), _nothing_to_do)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    if not admitted:
+        await _run(first, _request(), _nothing_to_do)
+    assert (admission.in_flight, admission.queued) == (0, 0)
+
+
+class _FailingClient:
+    async def execute(
+        self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float
+    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
+        del timeout_s
+        raise InternalError(f"{request.request_id} does not work")
+        yield
+
+
+async def test_a_run_that_failed_is_gone_when_nobody_keeps_it(tmp_path: Path, no_collector: None) -> None:
+    (tmp_path / "chain.yaml").write_text(CHAIN)
+    stage = load_pipeline(str(tmp_path / "chain.yaml")).stages["a"]
+    replica = cast("Replica", SimpleNamespace(name="a-0", endpoint="nowhere", client=_FailingClient()))
+    step = PlannedStep(stage, replica, (), (), {}, (), lambda: None)
+    run = RequestRun(_request(), Plan((step,)), RequestRecord(), timeout_s=10)
+    error = await run.run()
+    ended = weakref.ref(run)
+    del run
+    assert (str(error), ended()) == ("r does not work", None)

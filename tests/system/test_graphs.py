@@ -1,0 +1,90 @@
+"""Pipelines that fork and join, as real processes: the bytes are those of the same functions called in a row."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stagemesh.client import Client, Result
+from stagemesh.connectors.registry import cards
+from stagemesh.connectors.tensors import Array
+from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.fake.contents import frames_of, mixed, sized, source_text
+from tests.deployment import Deployment, deployed, eventually
+
+GRAPH = Path(__file__).parents[2] / "examples/graph/pipeline.yaml"
+STEPS, SIZE_BYTES = 10, 20_000
+OTHER = "auto" if cards()["nixl"].missing() else "nixl"
+
+
+@pytest.fixture(scope="module")
+def graph() -> Iterator[Deployment]:
+    with deployed(GRAPH, "--set", f"edges.words->mixer.connector={OTHER}") as up:
+        yield up
+
+
+@pytest.fixture
+def client(graph: Deployment) -> Iterator[Client]:
+    with graph.client() as client:
+        yield client
+        eventually(graph.idle, timeout_s=2)
+
+
+def texts_in_a_row(seed: int) -> list[Array]:
+    task = Task("r", seed, "hello")
+    return [sized(source_text(task, step), SIZE_BYTES) for step in range(STEPS)]
+
+
+def frames_in_a_row(seed: int, *, words: bool) -> bytes:
+    texts = texts_in_a_row(seed)
+    return b"".join(mixed(text if words else None, frames_of(text)).tobytes() for text in texts)
+
+
+def frames(result: Result) -> bytes:
+    return b"".join(output.tensor.tobytes() for output in result.tensors["frames"])
+
+
+def test_a_fork_and_join_over_different_connectors_gives_the_bytes_of_its_functions(client: Client) -> None:
+    result = client.generate("hello", seed=7).result()
+    assert frames(result) == frames_in_a_row(7, words=True)
+    assert result.text.encode() == b"".join(text.tobytes() for text in texts_in_a_row(7))
+    used = {edge.edge: edge.connector for edge in result.finished.edges}
+    assert used == {
+        "writer->words": "shm",
+        "writer->frames": "grpc",
+        "words->mixer": "nixl" if OTHER == "nixl" else "shm",
+        "frames->mixer": "shm",
+    }
+
+
+def test_an_edge_that_a_request_leaves_out_holds_nothing_up(client: Client) -> None:
+    result = client.generate("hello", seed=7, options={"words": 0.0}, timeout_s=10).result()
+    assert frames(result) == frames_in_a_row(7, words=False)
+    assert {edge.edge for edge in result.finished.edges} == {"writer->frames", "frames->mixer"}
+
+
+def test_an_output_that_is_not_wanted_leaves_its_stages_out(client: Client) -> None:
+    result = client.generate("hello", seed=7, outputs=["text"]).result()
+    assert result.text.encode() == b"".join(text.tobytes() for text in texts_in_a_row(7))
+    assert not result.finished.edges
+
+
+def test_edges_that_are_apart_bring_each_packet_once() -> None:
+    with deployed(GRAPH, "--set", "stages.mixer.join=any") as up, up.client() as client:
+        result = client.generate("hello", seed=7).result()
+        made = sorted(output.tensor.tobytes() for output in result.tensors["frames"])
+        texts = texts_in_a_row(7)
+        apart = [mixed(text, None) for text in texts] + [mixed(None, frames_of(text)) for text in texts]
+        assert made == sorted(each.tobytes() for each in apart)
+        eventually(up.idle, timeout_s=2)
+
+
+def test_a_rehearsal_repeats_to_the_sample_on_whichever_replica() -> None:
+    with deployed(GRAPH.parents[1] / "rehearsal/pipeline.yaml") as up, up.client() as client:
+        first, second, other = [client.generate("hello", seed=seed, max_tokens=8).result() for seed in (1, 1, 2)]
+        assert first.audio.tobytes() == second.audio.tobytes() != other.audio.tobytes()
+        assert first.text == second.text
+        assert len(first.audio) % (8 * 8) == 0
+        assert first.first_audio_s is not None
+        assert first.first_audio_s < first.total_s
+        eventually(up.idle, timeout_s=2)
