@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from stagemesh.connectors.base import Packet
 from stagemesh.connectors.errors import UnavailableError
 from stagemesh.services.engines.vllm.hidden_states import RequestStates
 
@@ -37,7 +38,13 @@ async def test_rows_that_come_again_are_dropped_and_those_past_the_end_stay() ->
 
 async def test_waiting_ends_by_what_the_worker_failed_with() -> None:
     states = RequestStates(first_position=0, prompt_tokens=1)
-    waiting = asyncio.create_task(anext(aiter(states.up_to(1))))
+
+    async def first() -> Packet:
+        return await anext(states.up_to(1))
+
+    waiting = asyncio.create_task(first())
+    await asyncio.sleep(0)
+    assert not waiting.done()
     states.fail(UnavailableError("the worker ended"))
     with pytest.raises(UnavailableError, match="the worker ended"):
         await waiting

@@ -20,8 +20,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A channel is a connection of its own: what is opened apart is meant to be.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    # In truth the longest that one attempt may take, its handshake included: a peer that is loaded or far away needs more
-    # than a round trip, and a lost SYN is sent again after a second.
+    # In truth the longest that one attempt may take, its handshake included: a peer that is loaded or far away needs
+    # more than a round trip, and a lost SYN is sent again after a second.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )

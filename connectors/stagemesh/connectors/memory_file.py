@@ -54,8 +54,8 @@ def mark_pages(memory: memoryview, *, offset: int, size_bytes: int, generation: 
 def free_pages(memory: memoryview, *, offset: int, size_bytes: int) -> None:
     """Clears the generation of pages that another process may take at once.
 
-    Each entry is stored once. `mark_pages` copies bytes, for which the C library may store the same ones twice: who came
-    between the two would find its own mark cleared.
+    Each entry is stored once. `mark_pages` copies bytes, for which the C library may store the same ones twice: who
+    came between the two would find its own mark cleared.
     """
     entries = memory.cast("Q")
     first = (PAGE_BYTES + offset // PAGE_BYTES * GENERATION_BYTES) // GENERATION_BYTES
