@@ -67,6 +67,7 @@ class _Request:
     def __init__(self, client: Client, name: str) -> None:
         self._generation = client.generate("hello", request_id=name, max_tokens=_LONG)
         self._begun = threading.Event()
+        self._cancelled = False
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
         assert self._begun.wait(20)
@@ -77,11 +78,12 @@ class _Request:
                 if isinstance(event, Text):
                     self._begun.set()
         except CancelledRequestError:
-            pass
+            self._cancelled = True
 
     def join(self) -> None:
         self._thread.join(20)
         assert not self._thread.is_alive()
+        assert self._cancelled, "it ended in another way"
 
 
 @pytest.fixture

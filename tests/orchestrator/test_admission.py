@@ -81,7 +81,9 @@ async def test_a_request_beyond_the_limits_is_told_when_to_come_back(tmp_path: P
 async def test_a_finished_request_leaves_its_place_to_the_next(tmp_path: Path) -> None:
     async with mesh(tmp_path, ONE_WITHOUT_QUEUE) as chain:
         for _ in range(5):
-            await chain.generate()
+            events = await chain.generate()
+            assert events[-1].WhichOneof("event") == "finished"
+        assert (await chain.describe()).in_flight == 0
 
 
 async def test_a_request_that_cannot_be_planned_holds_nothing(tmp_path: Path) -> None:

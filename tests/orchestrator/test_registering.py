@@ -121,6 +121,7 @@ async def test_a_replica_registers_with_each_orchestrator(path: Path, pipeline: 
     ):
         await one.until("b", ["b-0"])
         await other.until("b", ["b-0"])
+        assert (await one.replicas("b"), await other.replicas("b")) == (["b-0"], ["b-0"])
 
 
 async def test_it_registers_again_with_an_orchestrator_that_starts_anew(
@@ -205,6 +206,7 @@ async def test_an_orchestrator_that_lists_its_replicas_takes_no_others(
         config = replace(_config(pipeline, "b"), orchestrators=(orchestrator.endpoint,))
         async with registered(config, incarnation="one", port=7):
             await _until_logged(caplog, "takes no replicas that register")
+            assert await orchestrator.replicas("b") == ["b-0"], "it is the listed one alone"
 
 
 async def test_an_address_that_nobody_can_reach_is_not_advertised(pipeline: Pipeline) -> None:
