@@ -77,6 +77,11 @@ async def _kill_rounds(connector: str, rounds: int) -> None:
     async with replica("s-0", limits=LIMITS) as survivor, replica("t-0", limits=LIMITS) as other:
         for number in range(WARM_UP_ROUNDS):
             await _round(survivor, other, number=number, connector=connector, draw=draw)
+        # What the survivor makes once and keeps: a victim that sends in pieces may come late.
+        warm = await flow(other, survivor, request="warm", connector=connector, count=5, size_bytes=1 << 20)
+        await asyncio.gather(*warm)
+        for each in (survivor, other):
+            await each.call("forget", request="warm")
         before = await survivor.call("stats")
         for number in range(WARM_UP_ROUNDS, rounds):
             await _round(survivor, other, number=number, connector=connector, draw=draw)
