@@ -45,7 +45,7 @@ demo-image: venv ## Draw PROMPT="the digit seven" into out/digit.png, by three s
 test: models ## Run every test that needs no GPU
 	pytest -m "not gpu and not soak" $(AT_ONCE)
 
-soak: venv ## Run the long forms of the fault tests, about an hour
+soak: models ## Run the long forms of the fault tests, about an hour
 	pytest -m "soak and not gpu"
 
 check: venv ## Check format, lint, types, layers and contract
@@ -68,6 +68,7 @@ bench: models ## Measure the speech pipeline, the edges, the stages and the orch
 	python -m benchmarks.edges --json out/bench-edges.json
 	python -m benchmarks.ar_stage --json out/bench-ar-stage.json
 	python -m benchmarks.diffusion_stage --json out/bench-diffusion-stage.json
+	python -m benchmarks.orchestrator --json out/bench-orchestrator.json
 	python -m benchmarks.orchestrator_idle --json out/bench-orchestrator-idle.json
 	python -m benchmarks.simulate --json out/bench-simulate.json
 

@@ -8,21 +8,16 @@ dozen to a process, that register with it.
 
 import argparse
 import asyncio
+import math
 import statistics
-import sys
 import tempfile
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import psutil
-from rich.console import Console
 
+from benchmarks.orchestrator_ways.processes import cpu_s, deployed
 from benchmarks.report import Figure, report
-from stagemesh.connectors.channels import open_channel
-from stagemesh.orchestrator.config import OrchestratorConfig, Registration, dump_orchestrator_config
-from stagemesh.orchestrator.launcher.ports import PortPicker
-from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc, stage_pb2
 
 _PIPELINE = """
 pipeline: idle
@@ -34,65 +29,27 @@ edges: [{from: thinker, to: talker}, {from: talker, to: vocoder}]
 outputs: {text: vocoder}
 """
 _IN_A_PROCESS = 25
-_READY_S = 120.0
 _SETTLE_S = 10.0
 _MIB = 1 << 20
-
-_console = Console(stderr=True)
-
-
-@asynccontextmanager
-async def _process(*command: str) -> AsyncGenerator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stderr=asyncio.subprocess.DEVNULL)
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
-
-
-async def _until_ready(endpoint: str, replicas: int) -> None:
-    async with open_channel(endpoint) as channel, asyncio.timeout(_READY_S):
-        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(channel)
-        ready = -1
-        while ready < replicas:
-            await asyncio.sleep(1)
-            request = orchestrator_pb2.DescribePipelineRequest()
-            described = await stub.DescribePipeline(request, wait_for_ready=True, timeout=_READY_S)
-            states = [replica.state for stage in described.stages for replica in stage.replicas]
-            ready = states.count(stage_pb2.REPLICA_STATE_READY)
-            _console.print(f"{ready} of {replicas} replicas are ready")
 
 
 async def measure(*, replicas: int, window_s: float, windows: int) -> tuple[list[float], float]:
     """Per cent of a core in each window, and the orchestrator's memory in bytes."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        endpoint = f"127.0.0.1:{PortPicker().pick()}"
-        pipeline, config = folder / "idle.yaml", folder / "orchestrator.json"
-        pipeline.write_text(_PIPELINE)
-        settings = OrchestratorConfig(str(pipeline), {}, endpoint, registration=Registration())
-        config.write_bytes(dump_orchestrator_config(settings))
-        orchestrator = await stack.enter_async_context(_process("stagemesh.orchestrator", "--config", str(config)))
-        for first in range(0, replicas, _IN_A_PROCESS):
-            count = min(_IN_A_PROCESS, replicas - first)
-            farm = ("--pipeline", str(pipeline), "--first", str(first), "--count", str(count))
-            command = ("benchmarks.orchestrator_ways.stage_farm", "--orchestrator", endpoint, *farm)
-            await stack.enter_async_context(_process(*command))
-        await _until_ready(endpoint, replicas)
+        farms = math.ceil(replicas / _IN_A_PROCESS)
+        deployment = await stack.enter_async_context(deployed(folder, _PIPELINE, replicas=replicas, farms=farms))
         await asyncio.sleep(_SETTLE_S)
-        watched = psutil.Process(orchestrator.pid)
+        watched = deployment.orchestrator
         shares = [await _cpu_percent(watched, window_s) for _ in range(windows)]
         return shares, float(watched.memory_info().rss)
 
 
 async def _cpu_percent(process: psutil.Process, window_s: float) -> float:
     loop = asyncio.get_running_loop()
-    before, began_s = process.cpu_times(), loop.time()
+    before_s, began_s = cpu_s(process), loop.time()
     await asyncio.sleep(window_s)
-    after = process.cpu_times()
-    return 100 * (after.user + after.system - before.user - before.system) / (loop.time() - began_s)
+    return 100 * (cpu_s(process) - before_s) / (loop.time() - began_s)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
 
 How long a decision takes, what a replica takes of memory, and how long the slowest requests take at 90 % load beside
 round robin, which is measured in the same run on the same arrivals. Nine of ten requests are small, the tenth is twenty
-times as large.
+times as large. And what becomes of requests whose replicas die at random: recovery is the orchestrator's own as well.
 """
 
 import argparse
@@ -24,13 +24,16 @@ from rich.console import Console
 from benchmarks.report import Figure, report
 from benchmarks.simulation import virtual_time
 from benchmarks.simulation.by_turns import ByTurns
-from benchmarks.simulation.run import Load, latencies_s, orchestrated
-from stagemesh.orchestrator.planner import Planner
+from benchmarks.simulation.run import Load, Survival, latencies_s, orchestrated, survival
+from stagemesh.orchestrator.planner import Plan, Planner
 from stagemesh.orchestrator.spec import Pipeline, Route, load_pipeline
 
 SIZES = (10, 100, 1_000, 10_000)
 REQUESTS = {10: 2_000, 100: 4_000, 1_000: 10_000, 10_000: 20_000}
 UTILIZATION = 0.9
+LIFETIME_S = 600.0
+"""How long a replica lives on average, where they die."""
+UTILIZATION_WITH_DEATHS = 0.7
 _DECISIONS = 2_000
 _REPEATED_UP_TO = 100
 """Replicas: larger runs have requests enough in one."""
@@ -55,6 +58,8 @@ class Decisions:
 
     median_us: float
     p99_us: float
+    again_us: float
+    """Median of choosing another replica for a stage of a request that runs."""
     replica_bytes: float
 
 
@@ -80,9 +85,11 @@ async def _decide(pipeline: Pipeline, replicas: int) -> Decisions:
         tracemalloc.stop()
         planner, route = Planner(pipeline, orchestrator.fleet.book), pipeline.route(["text"])
         taken_s = sorted(_timed(planner, route) for _ in range(_DECISIONS))
+        again_s = [_timed_again(planner, planner.plan(route)) for _ in range(_DECISIONS)]
     return Decisions(
         median_us=1e6 * statistics.median(taken_s),
         p99_us=1e6 * taken_s[int(0.99 * len(taken_s))],
+        again_us=1e6 * statistics.median(again_s),
         replica_bytes=size_bytes / replicas,
     )
 
@@ -98,6 +105,16 @@ def _timed(planner: Planner, route: Route) -> float:
     return taken_s
 
 
+def _timed_again(planner: Planner, plan: Plan) -> float:
+    """As after the death of where the first stage runs."""
+    lost = plan.steps[0]
+    began_s = time.thread_time()
+    planner.choose_again(lost.stage.name, plan, avoid=[lost.replica])
+    taken_s = time.thread_time() - began_s
+    plan.release()
+    return taken_s
+
+
 def _tail(pipeline: Pipeline, replicas: int, *, seed: int) -> Tail:
     load = Load(REQUESTS[replicas], UTILIZATION, seed)
     planned = virtual_time.run(latencies_s(pipeline, replicas=replicas, load=load))
@@ -105,16 +122,24 @@ def _tail(pipeline: Pipeline, replicas: int, *, seed: int) -> Tail:
     return Tail(_p99(planned), _p99(by_turns))
 
 
+def _survival(pipeline: Pipeline, replicas: int) -> Survival:
+    load = Load(REQUESTS[replicas], UTILIZATION_WITH_DEATHS, seed=1)
+    return virtual_time.run(survival(pipeline, replicas=replicas, load=load, lifetime_s=LIFETIME_S))
+
+
 def _p99(taken_s: Sequence[float]) -> float:
     return sorted(taken_s)[int(0.99 * len(taken_s))]
 
 
-def _figures(decisions: dict[int, Decisions], tails: dict[int, list[Tail]]) -> Iterator[Figure]:
+def _figures(
+    decisions: dict[int, Decisions], tails: dict[int, list[Tail]], survivals: dict[int, Survival]
+) -> Iterator[Figure]:
     for size, found in decisions.items():
         goal = "<=1000" if size == max(SIZES) else ""
         subject = f"{size:,} replicas"
         yield Figure("a decision, median", found.median_us, "us", goal, subject)
         yield Figure("a decision, p99", found.p99_us, "us", "", subject)
+        yield Figure("a decision where a replica died, median", found.again_us, "us", goal, subject)
         yield Figure("memory a replica, with what stands for it", found.replica_bytes / _KIB, "KiB", "", subject)
         for name, values, unit in (
             ("p99 of requests, planned", [tail.planned_s for tail in tails[size]], "s"),
@@ -123,12 +148,23 @@ def _figures(decisions: dict[int, Decisions], tails: dict[int, list[Tail]]) -> I
             yield Figure(name, statistics.median(values), unit, "", subject)
         gain = statistics.median(tail.gain for tail in tails[size])
         yield Figure("p99, by turns / planned", gain, "ratio", ">=2" if size >= _REPEATED_UP_TO else "", subject)
+        yield from _of_survival(survivals[size], subject)
     least, most = min(decisions), max(decisions)
     if least == most:
         return
     growth = decisions[most].median_us / decisions[least].median_us
     logarithmic = math.log(most) / math.log(least)
     yield Figure("a decision, most replicas / least", growth, "ratio", f"<={logarithmic:g}", "growth")
+
+
+def _of_survival(found: Survival, subject: str) -> Iterator[Figure]:
+    yield Figure("replicas that died under load", found.deaths, "", "", subject)
+    yield Figure("steps that died with them", found.lost_steps, "", "", subject)
+    yield Figure("requests that failed", 100 * len(found.failures) / len(found.taken_s), "%", "<=0", subject)
+    if found.resume_s:
+        yield Figure("until a step is begun anew, median", statistics.median(found.resume_s), "s", "<=1", subject)
+        yield Figure("until a step is begun anew, p99", _p99(found.resume_s), "s", "", subject)
+    yield Figure("p99 of requests, with deaths", _p99(found.taken_s), "s", "", subject)
 
 
 def main() -> None:
@@ -139,20 +175,22 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, choices=SIZES, help="numbers of replicas")
     arguments = parser.parse_args()
     # Ten thousand replicas have much to say.
-    logging.disable(logging.INFO)
+    logging.disable(logging.WARNING)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(_PIPELINE)
         file.flush()
         pipeline = load_pipeline(file.name)
     decisions: dict[int, Decisions] = {}
     tails: dict[int, list[Tail]] = {}
+    survivals: dict[int, Survival] = {}
     for size in sorted(arguments.sizes):
         found = [virtual_time.run(_decide(pipeline, size)) for _ in range(arguments.repeats)]
         decisions[size] = sorted(found, key=lambda each: each.median_us)[len(found) // 2]
         repeats = arguments.repeats if size <= _REPEATED_UP_TO else 1
         tails[size] = [_tail(pipeline, size, seed=seed) for seed in range(repeats)]
+        survivals[size] = _survival(pipeline, size)
         _console.print(f"{size:,} replicas: {decisions[size]} {tails[size]}")
-    report("simulate", list(_figures(decisions, tails)), json_file=arguments.json)
+    report("simulate", list(_figures(decisions, tails, survivals)), json_file=arguments.json)
 
 
 if __name__ == "__main__":

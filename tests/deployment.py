@@ -96,14 +96,14 @@ class Deployment:
 
 
 @contextmanager
-def deployed(pipeline: str | Path, *arguments: str) -> Iterator[Deployment]:
+def deployed(pipeline: str | Path, *arguments: str, ready_s: float = READY_TIMEOUT_S) -> Iterator[Deployment]:
     """Runs `stagemesh up`, waits until it is ready, and stops it; asserts that it stops clean."""
     stagemesh = str(Path(sys.executable).with_name("stagemesh"))
     command = [stagemesh, "up", str(pipeline), "--port", "0", "--json"]
     process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
     deployment = Deployment(process)
     try:
-        deployment.wait(Deployment.all_ready)
+        deployment.wait(Deployment.all_ready, timeout_s=ready_s)
         yield deployment
     finally:
         process.send_signal(signal.SIGTERM)

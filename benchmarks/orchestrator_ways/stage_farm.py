@@ -1,4 +1,4 @@
-"""Many idle stage replicas in one process: real services with fake engines, each on a port of its own.
+"""Many stage replicas in one process: real services with fake engines, each on a port of its own.
 
     python -m benchmarks.orchestrator_ways.stage_farm --orchestrator HOST:PORT --pipeline FILE --first 0 --count 25
 
@@ -10,6 +10,7 @@ import asyncio
 import os
 from contextlib import AsyncExitStack
 
+from benchmarks.orchestrator_ways.stamped_engine import StampedEngine
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.stage_service import add_stage_service
 from stagemesh.orchestrator.spec import Pipeline, Stage, load_pipeline
@@ -25,8 +26,8 @@ from stagemesh.services.stage.servicer import StageServicer
 _ARENA_BYTES = 1 << 20
 
 
-async def serve_replica(stack: AsyncExitStack, config: StageConfig) -> None:
-    """Serves one replica until the stack is closed."""
+async def serve_replica(stack: AsyncExitStack, config: StageConfig, *, stamped: bool = False) -> None:
+    """Serves one replica until the stack is closed; a `stamped` one says of each output when it was made."""
     data_plane = DataPlane(
         replica=config.replica,
         pipeline=config.pipeline,
@@ -35,7 +36,7 @@ async def serve_replica(stack: AsyncExitStack, config: StageConfig) -> None:
         window_bytes=_ARENA_BYTES,
     )
     card = load_engine_card(config.engine)
-    engine: Engine = import_factory(card.factory)(config)
+    engine: Engine = StampedEngine(config) if stamped else import_factory(card.factory)(config)
     runtime = StageRuntime(engine, data_plane, config, card.signature(config.function, config.options))
     server = Server(config.listen)
     add_stage_service(StageServicer(runtime), server.grpc)
@@ -68,6 +69,7 @@ def main() -> int:
     parser.add_argument("--pipeline", required=True)
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--stamped", action="store_true")
     arguments = parser.parse_args()
     pipeline = load_pipeline(arguments.pipeline)
     stages = list(pipeline.stages.values())
@@ -77,7 +79,7 @@ def main() -> int:
             for number in range(arguments.first, arguments.first + arguments.count):
                 stage = stages[number % len(stages)]
                 config = _config(pipeline, stage, number=number, orchestrator=arguments.orchestrator)
-                await serve_replica(stack, config)
+                await serve_replica(stack, config, stamped=arguments.stamped)
             await stopping.wait()
 
     return run_service(serve, parent_pid=os.getppid())

@@ -2,11 +2,12 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from benchmarks.simulation.stages import CHUNK_S, Members, World
+from stagemesh.connectors.errors import StagemeshError
 from stagemesh.orchestrator.choice import Choice
 from stagemesh.orchestrator.fleet import Fleet
 from stagemesh.orchestrator.orchestrator import Orchestrator
@@ -45,28 +46,77 @@ async def orchestrated(
 
 async def latencies_s(pipeline: Pipeline, *, replicas: int, load: Load, choice: Choice | None = None) -> list[float]:
     """How long each request takes, those left out that came before the replicas were as busy as they get."""
+    async with orchestrated(pipeline, replicas=replicas, choice=choice) as (orchestrator, world):
+        answers = await _arrivals(orchestrator, world, load)
+    return [answer.taken_s for answer in answers[load.requests // 4 :]]
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What became of requests whose replicas died."""
+
+    deaths: int
+    lost_steps: int
+    """That ran where a replica died; begun anew elsewhere, each one that its request needed still."""
+    resume_s: Sequence[float]
+    """Until those were."""
+    failures: Sequence[StagemeshError]
+    taken_s: Sequence[float]
+    """By each request."""
+
+
+async def survival(pipeline: Pipeline, *, replicas: int, load: Load, lifetime_s: float) -> Survival:
+    """Requests over replicas of which each dies now and then, after `lifetime_s` on average."""
+    async with orchestrated(pipeline, replicas=replicas) as (orchestrator, world):
+        killing = asyncio.create_task(_kill(world, replicas / lifetime_s, random.Random(load.seed)))
+        answers = await _arrivals(orchestrator, world, load)
+        killing.cancel()
+    return Survival(
+        deaths=world.deaths,
+        lost_steps=world.lost_steps,
+        resume_s=world.resume_s,
+        failures=[answer.error for answer in answers if answer.error is not None],
+        taken_s=[answer.taken_s for answer in answers],
+    )
+
+
+@dataclass(frozen=True)
+class _Answer:
+    taken_s: float
+    error: StagemeshError | None
+
+
+async def _kill(world: World, per_s: float, rng: random.Random) -> None:
+    while True:
+        await asyncio.sleep(rng.expovariate(per_s))
+        victim = rng.choice(world.replicas)
+        if victim.alive:
+            victim.die()
+
+
+async def _arrivals(orchestrator: Orchestrator, world: World, load: Load) -> list[_Answer]:
     rng = random.Random(load.seed)
-    per_stage = replicas // len(pipeline.stages)
+    per_stage = len(world.replicas) // len(world.pipeline.stages)
     pause_s = MEAN_S / per_stage / load.utilization
-    taken_s = [0.0] * load.requests
-    async with (
-        orchestrated(pipeline, replicas=replicas, choice=choice) as (orchestrator, world),
-        asyncio.TaskGroup() as group,
-    ):
+    async with asyncio.TaskGroup() as group:
+        asking: list[asyncio.Task[_Answer]] = []
         for number in range(load.requests):
             world.chunks[str(number)] = LARGE_CHUNKS if rng.random() < LARGE_SHARE else SMALL_CHUNKS
-            group.create_task(_ask(orchestrator, world, number, taken_s))
+            asking.append(group.create_task(_ask(orchestrator, world, str(number))))
             await asyncio.sleep(rng.expovariate(1 / pause_s))
-    return taken_s[load.requests // 4 :]
+    return [task.result() for task in asking]
 
 
-async def _ask(orchestrator: Orchestrator, world: World, number: int, taken_s: list[float]) -> None:
+async def _ask(orchestrator: Orchestrator, world: World, request_id: str) -> _Answer:
     loop = asyncio.get_running_loop()
-    began_s, request_id = loop.time(), str(number)
+    began_s, error = loop.time(), None
     request = orchestrator_pb2.GenerateRequest(request_id=request_id)
     request.input.text = "work"
-    async with aclosing(orchestrator.generate(request, time_left_s=None)) as events:
-        async for _ in events:
-            pass
-    taken_s[number] = loop.time() - began_s
+    try:
+        async with aclosing(orchestrator.generate(request, time_left_s=None)) as events:
+            async for _ in events:
+                pass
+    except StagemeshError as exc:
+        error = exc
     world.forget(request_id)
+    return _Answer(loop.time() - began_s, error)

@@ -2,25 +2,31 @@
 
 A request is so many chunks at every stage. A replica makes one chunk after the other, of the requests that it holds by
 turns, as an engine that batches continuously does; a chunk's turn comes once the stages before have made theirs.
+
+One that dies takes along its steps and what they have made, and is there again a while later. It keeps the contract of
+recovery as far as chunks are counted: a consumer keeps what it has, a producer sends another one all that it made.
 """
 
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 
 from stagemesh.connectors.base import ConnectorName
-from stagemesh.connectors.errors import UnsupportedError
+from stagemesh.connectors.errors import NotFoundError, UnavailableError, UnsupportedError
 from stagemesh.connectors.negotiation import EdgeProbe
 from stagemesh.connectors.pulse import Pulse
 from stagemesh.orchestrator.membership.base import Member, Roster
 from stagemesh.orchestrator.spec import Pipeline
-from stagemesh.orchestrator.stages import StageClient
+from stagemesh.orchestrator.stages import REPLICA_LOST, StageClient
 from stagemesh.v1 import stage_pb2
 
 _ACCEPTED = stage_pb2.ExecuteStepResponse(accepted=stage_pb2.StepAccepted())
 _FINISHED = stage_pb2.ExecuteStepResponse(finished=stage_pb2.StepFinished())
 _REPORT_S, _IDLE_REPORT_S = 0.5, 30.0
 CHUNK_S = 0.2
+RESTART_S = 5.0
+"""How long a process is away once it died."""
 _HOST_REPLICAS, _ZONE_HOSTS = 8, 16
 
 
@@ -31,7 +37,13 @@ class World:
         self.pipeline = pipeline
         self.chunks: dict[str, int] = {}
         """By request, how many it is at each stage."""
+        self.replicas: list[SimulatedReplica] = []
+        self.resume_s: list[float] = []
+        """Of each step that died with its process, how long until it was begun anew."""
+        self.deaths = self.lost_steps = 0
+        self._lost_at_s: dict[tuple[str, str], float] = {}
         self._flows: dict[str, dict[str, Flow]] = defaultdict(lambda: defaultdict(Flow))
+        self._holders: dict[str, set[SimulatedReplica]] = defaultdict(set)
 
     def flow(self, request_id: str, edge: str) -> "Flow":
         """What the edge has carried of the request."""
@@ -41,22 +53,52 @@ class World:
         """The request has ended."""
         self.chunks.pop(request_id, None)
         self._flows.pop(request_id, None)
+        for replica in self._holders.pop(request_id, ()):
+            replica.forget(request_id)
 
     def connect(self, member: Member) -> "SimulatedReplica":
         """A process serves there."""
-        return SimulatedReplica(member, self)
+        self.replicas.append(SimulatedReplica(member, self))
+        return self.replicas[-1]
+
+    def note_lost(self, request_id: str, stage: str) -> None:
+        """The stage's step died."""
+        self.lost_steps += 1
+        self._lost_at_s[request_id, stage] = asyncio.get_running_loop().time()
+
+    def note_begun(self, request_id: str, stage: str, replica: "SimulatedReplica") -> None:
+        """The stage's step begins, for the first time or anew."""
+        self._holders[request_id].add(replica)
+        lost_at_s = self._lost_at_s.pop((request_id, stage), None)
+        if lost_at_s is not None:
+            self.resume_s.append(asyncio.get_running_loop().time() - lost_at_s)
 
 
 class Flow:
     """Chunks of one request over one edge."""
 
     def __init__(self) -> None:
-        self._arrived = 0
+        self._made = self._arrived = 0
+        self._producer: Step | None = None
         self._changed = Pulse()
 
-    def put(self) -> None:
-        """One more."""
-        self._arrived += 1
+    def produce(self, producer: "Step") -> None:
+        """The producer begins, for the first time or anew."""
+        self._made, self._producer = 0, producer
+
+    def consume(self) -> None:
+        """The consumer begins, for the first time or anew: it has nothing."""
+        self._arrived = 0
+
+    def put(self, producer: "Step") -> None:
+        """One more; what a former producer makes is of no interest."""
+        if producer is self._producer:
+            self._made += 1
+            self.send_again()
+
+    def send_again(self) -> None:
+        """The consumer gets what it lacks of all that was made."""
+        self._arrived = max(self._arrived, self._made)
         self._changed.fire()
 
     async def wait(self, chunk: int) -> None:
@@ -65,16 +107,53 @@ class Flow:
             await self._changed.wait()
 
 
+@dataclass(eq=False)
+class Step:
+    """One attempt at a stage's share of a request."""
+
+    request: stage_pb2.ExecuteStepRequest
+    chunks_left: int
+    feeds: list[Flow]
+    events: "asyncio.Queue[stage_pb2.ExecuteStepResponse | None]" = field(
+        default_factory=asyncio.Queue["stage_pb2.ExecuteStepResponse | None"]
+    )
+    """None once its process is gone."""
+
+
 class SimulatedReplica:
-    """One process, as connection and as client; see `stagemesh.orchestrator.connection.Connection`."""
+    """One address, as connection and as client; see `stagemesh.orchestrator.connection.Connection`."""
 
     def __init__(self, member: Member, world: World) -> None:
         self._world = world
         self._member = member
         self._turn = asyncio.Lock()
-        self._held = 0
-        self._chunks_left = 0
+        self._deaths = 0
+        self._steps: dict[str, Step] = {}
+        self._working: dict[Step, asyncio.Task[None]] = {}
+        self._died, self._restarted_at_s = Pulse(), 0.0
         self._touched = asyncio.Event()
+
+    @property
+    def alive(self) -> bool:
+        """Whether a process serves there."""
+        return asyncio.get_running_loop().time() >= self._restarted_at_s
+
+    def die(self) -> None:
+        """The process is gone, and with it all that it has; another one is there in `RESTART_S`."""
+        self._deaths += 1
+        self._world.deaths += 1
+        self._restarted_at_s = asyncio.get_running_loop().time() + RESTART_S
+        for step, task in self._working.items():
+            self._world.note_lost(step.request.request_id, self._member.stage)
+            task.cancel()
+            step.events.put_nowait(None)
+        self._working.clear()
+        self._steps.clear()
+        self._died.fire()
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._steps.pop(request_id, None)
 
     @property
     def client(self) -> StageClient:
@@ -83,6 +162,7 @@ class SimulatedReplica:
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:  # noqa: ARG002
         """See Connection."""
+        self._check_alive()
         number = int(self._member.name.rpartition("-")[2])
         host = number // _HOST_REPLICAS
         return stage_pb2.DescribeResponse(
@@ -90,7 +170,7 @@ class SimulatedReplica:
             generation=self._world.pipeline.generation,
             stage=self._member.stage,
             replica=self._member.name,
-            incarnation="one",
+            incarnation=str(self._deaths),
             state=stage_pb2.REPLICA_STATE_READY,
             wire_version=1,
             host=f"host {host}",
@@ -99,13 +179,15 @@ class SimulatedReplica:
 
     async def wait_while_serving(self) -> None:
         """See Connection."""
-        await asyncio.Event().wait()
+        await self._died.wait()
+        self._check_alive()
 
     async def loads(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         """See Connection."""
         while True:
+            self._check_alive()
             yield self._load()
-            if not self._held:
+            if not self._working:
                 # As a real one: it reports again soon after it got work, and now and then in between.
                 self._touched.clear()
                 try:
@@ -117,7 +199,7 @@ class SimulatedReplica:
 
     async def nobody_listens(self) -> bool:
         """See Connection."""
-        return False
+        return not self.alive
 
     async def close(self) -> None:
         """See Connection."""
@@ -129,30 +211,50 @@ class SimulatedReplica:
         timeout_s: float,  # noqa: ARG002
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
         """See StageClient."""
-        flows = [self._world.flow(request.request_id, binding.edge) for binding in request.inputs]
-        feeds = [self._world.flow(request.request_id, binding.edge) for binding in request.outputs]
-        left = self._world.chunks[request.request_id]
-        self._held += 1
-        self._chunks_left += left
+        self._check_alive()
+        request_id = request.request_id
+        feeds = [self._world.flow(request_id, binding.edge) for binding in request.outputs]
+        step = self._steps[request_id] = Step(request, self._world.chunks[request_id], feeds)
+        self._world.note_begun(request_id, self._member.stage, self)
+        working = self._working[step] = asyncio.create_task(self._work(step))
         self._touched.set()
         try:
             yield _ACCEPTED
-            for chunk in range(left):
-                for flow in flows:
-                    await flow.wait(chunk)
-                async with self._turn:
-                    await asyncio.sleep(CHUNK_S)
-                left -= 1
-                self._chunks_left -= 1
-                for flow in feeds:
-                    flow.put()
+            if await step.events.get() is None:
+                raise self._lost()
             yield _FINISHED
         finally:
-            self._held -= 1
-            self._chunks_left -= left
+            working.cancel()
+            self._working.pop(step, None)
+
+    async def _work(self, step: Step) -> None:
+        request_id = step.request.request_id
+        flows = [self._world.flow(request_id, binding.edge) for binding in step.request.inputs]
+        for flow in flows:
+            flow.consume()
+        for feed in step.feeds:
+            feed.produce(step)
+        for chunk in range(step.chunks_left):
+            for flow in flows:
+                await flow.wait(chunk)
+            async with self._turn:
+                await asyncio.sleep(CHUNK_S)
+            step.chunks_left -= 1
+            for feed in step.feeds:
+                feed.put(step)
+        step.events.put_nowait(_FINISHED)
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
         """See StageClient."""
+
+    async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:  # noqa: ARG002
+        """See StageClient."""
+        self._check_alive()
+        step = self._steps.get(request.request_id)
+        if step is None or step.request.step_id != request.step_id:
+            raise NotFoundError(f"step {request.step_id} does not run here", reason="UNKNOWN_STEP")
+        for binding in request.outputs:
+            self._world.flow(request.request_id, binding.edge).send_again()
 
     async def probe_edge(
         self,
@@ -164,6 +266,7 @@ class SimulatedReplica:
         timeout_s: float,  # noqa: ARG002
     ) -> EdgeProbe:
         """See StageClient."""
+        self._check_alive()
         return EdgeProbe("shm", {})
 
     async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:  # noqa: ARG002
@@ -175,7 +278,15 @@ class SimulatedReplica:
         raise UnsupportedError(f"a simulated replica knows no {method}")
 
     def _load(self) -> stage_pb2.WatchLoadResponse:
-        return stage_pb2.WatchLoadResponse(running=self._held, work_s=self._chunks_left * CHUNK_S)
+        chunks_left = sum(step.chunks_left for step in self._working)
+        return stage_pb2.WatchLoadResponse(running=len(self._working), work_s=chunks_left * CHUNK_S)
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise self._lost()
+
+    def _lost(self) -> UnavailableError:
+        return UnavailableError(f"replica {self._member.name} is gone", reason=REPLICA_LOST)
 
 
 class Members:

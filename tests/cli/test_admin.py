@@ -14,7 +14,7 @@ from rich.console import Console
 from stagemesh.client import Admitted, Client, Generation, Text
 from stagemesh.connectors.errors import CancelledRequestError
 from stagemesh.orchestrator.cli.admin import replica_calls
-from stagemesh.orchestrator.cli.admin.request_view import request_view
+from stagemesh.orchestrator.cli.admin.request_view import moments, request_view
 from stagemesh.orchestrator.cli.admin.views import requests_table
 from stagemesh.v1 import admin_pb2, chunk_pb2
 from tests.cli.commands import Ran, invoke
@@ -230,6 +230,21 @@ def test_a_drain_waits_for_what_runs_and_stands_when_it_gives_up(running: Deploy
     assert [replica["name"] for replica in after["replicas"]] == [there]
 
 
+def test_a_drain_that_moves_what_runs_does_not_wait_for_its_end(running: Deployment, long_request: str) -> None:
+    (document,) = _json(running, "request", long_request)
+    (there,) = {
+        step["replica"] for step in document["steps"] if step["stage"] == "write" and step.get("ended_s") is None
+    }
+    assert _admin(running, "drain", there, "--move", "--wait", "--timeout", "20").exit_code == 0
+    _admin(running, "resume", there)
+    (document,) = _json(running, "request", long_request)
+    states = {
+        step["replica"]: step.get("ended_s") is not None for step in document["steps"] if step["stage"] == "write"
+    }
+    assert states == {there: True, {"write-0": "write-1", "write-1": "write-0"}[there]: False}
+    assert "handed it on" in _admin(running, "request", long_request).stdout
+
+
 def test_a_rolling_restart_under_load_fails_no_request(running: Deployment) -> None:
     before = {name: running.process_id(name) for name in ("write-0", "write-1", "speak-0", "speak-1")}
     stop = threading.Event()
@@ -271,6 +286,29 @@ def test_top_is_json_a_line_a_snapshot(running: Deployment) -> None:
 def test_the_port_for_operators_is_shown_and_not_that_of_clients(running: Deployment) -> None:
     assert running.admin_endpoint
     assert running.admin_endpoint != running.endpoint
+
+
+def test_a_time_line_shows_what_was_handed_on_and_who_goes_on() -> None:
+    error = chunk_pb2.Error(reason="DRAINED", message="a-0 hands on what it runs")
+    steps = [
+        admin_pb2.StepStatus(stage="a", replica="a-0", attempt=1, ended_s=1.0, error=error),
+        admin_pb2.StepStatus(stage="a", replica="a-1", attempt=2, accepted_s=1.5, resumed_steps=7),
+        admin_pb2.StepStatus(
+            stage="b",
+            replica="b-0",
+            attempt=1,
+            accepted_s=0.5,
+            rebindings=[admin_pb2.StepRebinding(at_s=1.2, edges=["a->b"])],
+        ),
+    ]
+    said = [moment.what for moment in moments(admin_pb2.GetRequestResponse(steps=steps))]
+    assert said == [
+        "received",
+        "accepted it",
+        "handed it on: it is drained",
+        "goes on with another neighbour on a->b",
+        "accepted it and goes on behind step 7",
+    ]
 
 
 def test_brackets_in_what_failed_are_shown_as_they_are() -> None:

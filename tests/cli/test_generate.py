@@ -39,6 +39,13 @@ async def test_options_reach_the_server(orchestrator: ScriptedOrchestrator) -> N
     assert (request.parameters.sampling.max_tokens, request.parameters.options["speed"]) == (9, 1.5)
 
 
+async def test_several_servers_are_asked_in_turn(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi"), finished()])
+    ran = await stagemesh("generate", "hello", "--server", f"127.0.0.1:1, {orchestrator.endpoint}")
+    assert (ran.exit_code, ran.stdout) == (0, "Hi\n")
+    assert "it names no HOST:PORT" in (await stagemesh("generate", "hello", "--server", ",")).stderr
+
+
 async def test_one_that_waits_says_so(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([queued(3, expected_wait_s=4.4), admitted(), text("Hi"), finished()])
     ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--caller", "me", "--priority", "2")

@@ -1,4 +1,5 @@
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -9,6 +10,19 @@ from tests.client.scripted import ScriptedOrchestrator
 
 @pytest.fixture
 async def orchestrator() -> AsyncIterator[ScriptedOrchestrator]:
+    async with _served() as service:
+        yield service
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[ScriptedOrchestrator]:
+    """Another one of the same pipeline."""
+    async with _served() as service:
+        yield service
+
+
+@asynccontextmanager
+async def _served() -> AsyncGenerator[ScriptedOrchestrator]:
     service = ScriptedOrchestrator()
     server = Server("127.0.0.1:0")
     add_OrchestratorServiceServicer_to_server(service, server.grpc)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from enum import Enum, auto
 from typing import TypeAlias
 
+import grpc
 import numpy as np
 
 from stagemesh.connectors.errors import NotFoundError, StagemeshError
@@ -32,6 +33,8 @@ class Pause(Enum):
     """What a script may hold beside responses and errors."""
 
     FOREVER = auto()
+    BREAK = auto()
+    """The call ends as one does whose connection breaks."""
 
 
 Script: TypeAlias = Sequence[GenerateResponse | StagemeshError | Pause]
@@ -44,6 +47,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
         self.endpoint = ""
         self.scripts: deque[Script] = deque()
         self.requests: list[GenerateRequest] = []
+        self.cancels: list[CancelRequestRequest] = []
         self.deadlines_s: list[float | None] = []
         self.hung_up = asyncio.Event()
         self.description = DescribePipelineResponse()
@@ -58,7 +62,9 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
             for item in self.scripts.popleft() if len(self.scripts) > 1 else self.scripts[0]:
                 if isinstance(item, StagemeshError):
                     raise item
-                if isinstance(item, Pause):
+                if item is Pause.BREAK:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+                elif isinstance(item, Pause):
                     await self._pause()
                 else:
                     yield item
@@ -67,6 +73,7 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
         self, request: CancelRequestRequest, context: RpcContext
     ) -> CancelRequestResponse:
         async with answering(context):
+            self.cancels.append(request)
             if all(known.request_id != request.request_id for known in self.requests):
                 raise NotFoundError(f"no request {request.request_id!r} runs", reason="UNKNOWN_REQUEST")
         return CancelRequestResponse()

@@ -142,7 +142,7 @@ async def test_chunk_of_an_edge_that_nobody_reads_any_more_is_refused() -> None:
         inlet = one.host.plane.find(KEY)
         assert inlet is not None
         await inlet.aclose()
-        assert (await one.answer("rejected")).rejected.error.reason == "CANCELLED"
+        assert (await one.answer("rejected")).rejected.error.reason == "NOT_READ"
         await one.put_data(_tensor(inline=b"1234"))
         assert (await one.answer("rejected")).rejected.error.reason == "UNKNOWN_FLOW"
 

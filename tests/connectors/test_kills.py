@@ -30,7 +30,8 @@ def _shared_memory() -> set[str]:
 async def _victim(survivor: Replica, *, request: str, connector: str, draw: random.Random) -> AsyncIterator[Replica]:
     """A replica in the middle of an endless flow to or from the survivor; the survivor's half fails when it dies."""
     producing, size_bytes = draw.random() < 0.5, draw.choice([500, 64 << 10, 1 << 20])
-    least, pause_s = draw.randrange(50), draw.uniform(0, 0.005)
+    # Not none at all: of a producer that died before it came to the survivor, nobody here would tell that.
+    least, pause_s = 1 + draw.randrange(50), draw.uniform(0, 0.005)
     async with replica("v-0", limits=LIMITS) as victim:
         producer, consumer = (victim, survivor) if producing else (survivor, victim)
         tasks = await flow(

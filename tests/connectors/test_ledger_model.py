@@ -109,8 +109,8 @@ class Flow:
     def __init__(self, machine: "DataPlaneModel", request: str) -> None:
         key = EdgeKey(request, "a->b", 1)
         self.request = request
-        self.inlet: InFlow = machine.consumer.open_inlet(key, producer="a")  # type: ignore[assignment]
-        self.outlet: OutFlow = machine.producer.open_outlet(  # type: ignore[assignment]
+        self.inlet: InFlow = machine.consumer.open_inlet(key, producer="a")
+        self.outlet: OutFlow = machine.producer.open_outlet(
             key, endpoint="nowhere", consumer="b", connector=named(FLOWS[request]), policy=StepPolicy()
         )
         self.sizes: list[int] = []

@@ -318,6 +318,21 @@ async def test_what_memory_never_holds_is_refused_and_what_it_holds_in_turn_wait
     assert all(np.isfinite(one.result()).all() for one in running)
 
 
+async def test_a_task_that_is_asked_to_pause_goes_on_from_there(engine: DiffusionEngine) -> None:
+    whole = await frames(engine, task())
+    asked, steps = task(), 0
+    events: list[object] = []
+    async for event in engine.submit(asked):
+        events.append(event)
+        steps += isinstance(event, Progress)
+        asked.pause_wish.asked = steps >= 1
+    paused = events[-1]
+    assert isinstance(paused, Paused)
+    assert paused.checkpoint.steps < SMALL.steps
+    rest = await frames(engine, task(resume_from=paused.checkpoint))
+    assert np.array_equal(rest, whole)
+
+
 async def paused_state(engine: DiffusionEngine, wish: Wish = SMALL) -> Checkpoint:
     *_, last = await collect(engine.submit(task(wish, max_steps=2)))
     assert isinstance(last, Paused)

@@ -15,11 +15,11 @@ from pydantic import JsonValue
 
 from stagemesh.connectors.base import Packet
 from stagemesh.connectors.errors import InternalError, InvalidChunkError, InvalidRequestError, NotFoundError
-from stagemesh.connectors.tensors import Tensors
+from stagemesh.connectors.tensors import Array, Tensors
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Paused, SamplingOptions, Task, Usage
 from stagemesh.services.engines.fake import CARD
 from stagemesh.services.engines.fake.amounts import Amount, Dice
-from stagemesh.services.engines.fake.contents import frames_of, pack, unpack
+from stagemesh.services.engines.fake.contents import at_step, frames_of, pack, unpack
 from stagemesh.services.engines.fake.engine import FakeEngine
 from stagemesh.services.engines.fake.pace import Pace
 from stagemesh.services.serving.plugins import load_engine_card
@@ -46,6 +46,10 @@ def made(events: list[EngineEvent]) -> list[tuple[object, list[bytes]]]:
     return [
         (packet.metadata["step"], [each.tobytes() for each in packet.tensors.values()]) for packet in packets(events)
     ]
+
+
+def all_frames(events: list[EngineEvent]) -> Array:
+    return np.concatenate([packet.tensors["frames"] for packet in packets(events)])
 
 
 def test_card_is_found_by_name() -> None:
@@ -333,6 +337,21 @@ async def test_a_new_attempt_skips_what_its_checkpoint_has(function: str) -> Non
     rest = await collect(fake(function).submit(task(resume_from=checkpoint, attempt=2)))
     assert steps_of(whole) == [0, 1, 2, 3]
     assert steps_of(rest) == [2, 3]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+async def test_a_new_attempt_goes_on_at_a_row_however_its_inputs_are_cut(rows: int) -> None:
+    whole = all_frames(await collect(fake("frames").submit(fed("frames"))))
+    checkpoint = Checkpoint(1, tensors=at_step(1), rows={"frames": rows})
+    rest = await collect(fake("frames").submit(fed("frames", resume_from=checkpoint, attempt=2)))
+    assert np.array_equal(all_frames(rest), whole[rows:])
+
+
+async def test_rows_that_never_come_are_no_checkpoint_of_the_task() -> None:
+    checkpoint = Checkpoint(1, tensors=at_step(1), rows={"frames": 1_000_000})
+    with pytest.raises(InvalidRequestError) as error:
+        await collect(fake("frames").submit(fed("frames", resume_from=checkpoint, attempt=2)))
+    assert error.value.reason == "INVALID_CHECKPOINT"
 
 
 def test_inputs_that_wait_are_packed_and_come_out_as_they_were() -> None:

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from stagemesh.connectors.base import Packet
 from stagemesh.connectors.testing.hosts import emptied
-from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent
+from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, TokenSelection
 from tests.engines.emitted_states import (
     HIDDEN,
     MODEL_LAYERS,
@@ -112,6 +112,17 @@ async def test_resumed_request_finds_no_rows_in_the_prefix_cache(shared: Running
     resumed = await received(shared.engine, task(number, tokens="last", resume_from=checkpoint))
     assert_same_states(resumed, references[number], first=len(PROMPTS[number]) - 1)
     assert whole.tokens[:done] + resumed.tokens == references[number].tokens
+
+
+@pytest.mark.parametrize("tokens", ["all", "last"])
+async def test_resumed_request_emits_the_rows_after_those_of_its_checkpoint(
+    shared: Running, references: list[Reference], tokens: TokenSelection
+) -> None:
+    number, done, rows = 11, 8, 5
+    checkpoint = Checkpoint(done, tuple(references[number].tokens[:done]), rows={"hidden_states": rows})
+    resumed = await received(shared.engine, task(number, tokens=tokens, resume_from=checkpoint))
+    first = len(PROMPTS[number]) - 1 if tokens == "last" else 0
+    assert_same_states(resumed, references[number], first=first + rows)
 
 
 async def test_nothing_is_written_that_nobody_takes(shared: Running) -> None:

@@ -24,7 +24,7 @@ _SIGNATURES = {
         optional=frozenset({"text", "frames"}),
     ),
     "drawl": Signature(
-        accepts={"frames": _FRAMES}, emits={"frames": Emitted(_FRAMES)}, options={"speed": OptionSpec(0.7, 0.5, 2.0)}
+        accepts={"frames": _FRAMES}, emits={"frames": Emitted(_FRAMES)}, options={"speed": OptionSpec(0.7, 0.6, 3.0)}
     ),
 }
 _ENGINES = {

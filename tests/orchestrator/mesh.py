@@ -77,9 +77,10 @@ class Mesh:
             return from_rpc_error(exc, peer="the orchestrator")
         raise AssertionError("the request succeeded")
 
-    async def cancel(self, request_id: str) -> None:
+    async def cancel(self, request_id: str, *, when_left: bool = False) -> None:
         """CancelRequest."""
-        await self.stub.CancelRequest(orchestrator_pb2.CancelRequestRequest(request_id=request_id), timeout=10)
+        request = orchestrator_pb2.CancelRequestRequest(request_id=request_id, when_left=when_left)
+        await self.stub.CancelRequest(request, timeout=10)
 
     async def describe(self) -> orchestrator_pb2.DescribePipelineResponse:
         """DescribePipeline."""

@@ -1,6 +1,7 @@
 """A StageService that plays a script for each step and remembers what it was asked."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from copy import copy
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -70,7 +71,7 @@ class ScriptedControls(control_pb2_grpc.StageControlServiceServicer):
 
 
 class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
-    """One replica."""
+    """One replica. It numbers outputs that its script has not."""
 
     def __init__(self, name: str, *, script: Script = say_hello) -> None:
         self.name = name
@@ -78,6 +79,7 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self.description = stage_pb2.DescribeResponse(stage=name, state=stage_pb2.REPLICA_STATE_READY, wire_version=1)
         self.requests: list[stage_pb2.ExecuteStepRequest] = []
         self.cancels: list[stage_pb2.CancelStepRequest] = []
+        self.rebinds: list[stage_pb2.RebindStepRequest] = []
         self.probes: list[stage_pb2.ProbeEdgeRequest] = []
         self.probed: list[Probed] = [stage_pb2.ProbeEdgeResponse()]
         """What ProbeEdge answers, the last one again and again; unset for what was asked for, and shm for auto."""
@@ -96,7 +98,11 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self.idle.clear()
         try:
             async with answering(context, stage=self.name):
+                seqs = Counter[str]()
                 async for response in self.script(self, request):
+                    if response.HasField("output"):
+                        response.output.seq = response.output.seq or seqs[response.output.name]
+                        seqs[response.output.name] += 1
                     yield response
                     self.started.set()
         finally:
@@ -108,6 +114,10 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         del context
         self.cancels.append(request)
         return stage_pb2.CancelStepResponse(stopped=self.running)
+
+    async def RebindStep(self, request: stage_pb2.RebindStepRequest, context: object) -> stage_pb2.RebindStepResponse:
+        self.rebinds.append(request)
+        return stage_pb2.RebindStepResponse()
 
     async def ProbeEdge(
         self, request: stage_pb2.ProbeEdgeRequest, context: "grpc.aio.ServicerContext[Any, Any]"

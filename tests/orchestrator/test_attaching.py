@@ -1,15 +1,15 @@
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from stagemesh.connectors.errors import ExistsError
+import grpc
+import pytest
+
+from stagemesh.connectors.errors import ExistsError, StaleAttemptError
 from stagemesh.orchestrator.record import RequestRecord
-from stagemesh.v1 import orchestrator_pb2, request_pb2
+from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 from tests.orchestrator.mesh import Mesh, ask, mesh, texts
-from tests.orchestrator.scripted_stage import hang
-
-if TYPE_CHECKING:
-    import grpc
+from tests.orchestrator.scripted_stage import ACCEPTED, Response, Script, ScriptedStage, hang, said, say_hello
 
 
 async def test_a_second_call_hears_the_same_request_from_its_start(tmp_path: Path) -> None:
@@ -47,13 +47,122 @@ async def test_a_request_runs_on_until_its_last_caller_goes(tmp_path: Path) -> N
             await chain.until_idle()
 
 
+async def test_a_caller_goes_on_behind_what_it_has(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        again = ask(request_id="r1")
+        again.next_positions.update({"first": 4, "last": 6})
+        events = [event async for event in chain.stub.Generate(again)]
+    assert (texts(events, "first"), texts(events, "last")) == ("ne", "")
+
+
+async def test_the_seed_that_was_told_may_be_sent_again(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        first = await chain.generate(request_id="r1")
+        seed = first[0].admitted.seed
+        assert await chain.generate(request_id="r1", parameters=request_pb2.Parameters(seed=seed)) == first
+        error = await chain.failure(request_id="r1", parameters=request_pb2.Parameters(seed=seed ^ 1))
+    assert error.reason == "REQUEST_EXISTS"
+
+
+async def test_a_request_waits_for_a_caller_that_comes_back(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain:
+        (await _joined(chain, linger_s=30)).cancel()
+        (await _joined(chain, linger_s=0)).cancel()
+        async with asyncio.timeout(5):
+            await chain.until_idle()
+        assert len(chain.stages["a"].requests) == 1
+
+
+async def test_a_request_ends_when_no_caller_comes_back_in_time(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain:
+        (await _joined(chain, linger_s=1)).cancel()
+        assert (await chain.describe()).in_flight == 1
+        async with asyncio.timeout(5):
+            await chain.until_idle()
+
+
+async def test_a_caller_that_goes_for_good_is_not_waited_for(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain:
+        call, other = await _joined(chain, linger_s=30), await _joined(chain, linger_s=30)
+        await chain.cancel("r1", when_left=True)
+        call.cancel()
+        assert (await chain.describe()).in_flight == 1
+        other.cancel()
+        async with asyncio.timeout(5):
+            await chain.until_idle()
+
+
+async def test_a_request_that_all_have_left_is_cancelled_for_good(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain:
+        (await _joined(chain, linger_s=30)).cancel()
+        await chain.cancel("r1", when_left=True)
+        async with asyncio.timeout(5):
+            await chain.until_idle()
+        assert [len(stage.cancels) for stage in chain.stages.values()] == [1, 1, 1]
+
+
+async def test_a_caller_cannot_have_called_without_end(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        again = ask(request_id="r1")
+        again.earlier_calls = 1_000_001
+        with pytest.raises(grpc.aio.AioRpcError, match="earlier_calls is 1000001"):
+            _ = [event async for event in chain.stub.Generate(again)]
+
+
+async def test_who_comes_back_too_late_has_the_request_run_anew(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain:
+        (await _joined(chain)).cancel()
+        chain.stages["a"].script = chain.stages["b"].script = chain.stages["c"].script = say_hello
+        again = ask(request_id="r1")
+        again.next_positions["last"] = 2
+        again.earlier_calls = 1
+        events = [event async for event in chain.stub.Generate(again)]
+    assert (texts(events, "first"), texts(events, "last")) == ("a done", "done")
+    assert [request.attempt for request in chain.stages["a"].requests] == [1, 1001]
+    assert chain.stages["a"].requests[1].step_id == "r1/a/1001"
+
+
+async def test_a_call_takes_over_from_what_another_orchestrator_left(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"c": _taken_up_to(41)}) as chain:
+        events = await chain.generate(request_id="r1")
+        attempts = [request.attempt for request in chain.stages["c"].requests]
+    assert attempts == [1, 42]
+    assert [event.WhichOneof("event") for event in events].count("admitted") == 1
+    assert texts(events, "last") == "c done"
+
+
+async def test_who_was_taken_over_does_not_fight_back(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": _talk_and_lose, "b": hang, "c": hang}) as chain:
+        error = await chain.failure(request_id="r1")
+        assert len(chain.stages["a"].requests) == 1
+    assert error.reason == "STALE_ATTEMPT"
+
+
+def _taken_up_to(latest: int) -> Script:
+    async def refuse(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        if request.attempt <= latest:
+            raise StaleAttemptError("it is over", metadata={"attempt": str(latest)})
+        async for response in say_hello(stage, request):
+            yield response
+
+    return refuse
+
+
+async def _talk_and_lose(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    yield ACCEPTED
+    yield said(request.streamed[0], "so far")
+    raise StaleAttemptError("it is over", metadata={"attempt": "41"})
+
+
 async def _joined(
-    chain: Mesh,
+    chain: Mesh, *, linger_s: int = 0
 ) -> "grpc.aio.UnaryStreamCall[orchestrator_pb2.GenerateRequest, orchestrator_pb2.GenerateResponse]":
-    """A call that has begun to hear the request."""
-    call = chain.stub.Generate(ask(request_id="r1"))
+    """A call that has heard the first stage, which is the last to be started."""
+    request = ask(request_id="r1")
+    request.linger_s = linger_s
+    call = chain.stub.Generate(request)
     async for event in call:
-        if event.HasField("output"):
+        if event.output.name == "first":
             break
     return call
 

@@ -7,6 +7,8 @@ from stagemesh.connectors.errors import (
     InternalError,
     InvalidRequestError,
     NotFoundError,
+    NotReadyError,
+    StaleAttemptError,
     UnavailableError,
 )
 from stagemesh.orchestrator.causes import Failure, root_cause
@@ -37,3 +39,22 @@ def test_only_a_sure_cause_needs_no_waiting(failure: Failure, conclusive: bool) 
 def test_of_two_causes_the_first_counts() -> None:
     first, second = Failure("a", InvalidRequestError("one")), Failure("b", InvalidRequestError("two"))
     assert root_cause([first, second]) is first
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        LOST,
+        NO_PRODUCER,
+        NOT_EXPECTED,
+        Failure("a", NotReadyError("it drains")),
+        Failure("a", StaleAttemptError("replaced", metadata={"edge": "a->b"})),
+    ],
+)
+def test_a_loss_is_mended(failure: Failure) -> None:
+    assert failure.mendable
+
+
+@pytest.mark.parametrize("failure", [BROKE, ECHO, STOPPED, Failure("a", StaleAttemptError("made elsewhere"))])
+def test_a_verdict_is_not_mended(failure: Failure) -> None:
+    assert not failure.mendable

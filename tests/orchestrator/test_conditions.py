@@ -152,6 +152,12 @@ def test_a_mistake_is_named_with_its_line_and_remedy(case: str, tmp_path: Path) 
     assert message in _problems(tmp_path, _edited(*edits))
 
 
+def test_an_option_of_several_stages_is_within_the_bounds_of_all(tmp_path: Path) -> None:
+    edits = [("function: sing", "function: drawl"), ("audio: singer", "audio: singer.frames")]
+    speed = _load(tmp_path, _edited(*edits)).options["speed"]
+    assert (speed.minimum, speed.maximum) == (0.6, 2.0)
+
+
 def _taken(pipeline: Pipeline, *outputs: str, **options: float) -> set[str]:
     route = pipeline.route(outputs, {Fact("option", name): value for name, value in options.items()})
     return {edge.name for edge in route.edges}

@@ -135,8 +135,10 @@ async def test_it_registers_again_with_an_orchestrator_that_starts_anew(
         await first.aclose()
         # Nobody who is registered holds up its end until calls are cut off.
         await _until_logged(caplog, "the orchestrator stops; register again")
-        again = _orchestrator(path, port=int(orchestrator.endpoint.rpartition(":")[2]))
-        await (await stack.enter_async_context(again)).until("b", ["b-0"])
+        port = int(orchestrator.endpoint.rpartition(":")[2])
+        again = await stack.enter_async_context(_orchestrator(path, port=port))
+        await again.until("b", ["b-0"])
+        assert await again.replicas("b") == ["b-0"]
 
 
 async def test_a_stage_that_fails_leaves_and_says_of_what(path: Path, pipeline: Pipeline) -> None:

@@ -10,19 +10,23 @@ from typing import cast
 
 import pytest
 
-from stagemesh.connectors.errors import InternalError, StagemeshError, UnavailableError
+from stagemesh.connectors.errors import CancelledRequestError, InternalError, StagemeshError, UnavailableError
 from stagemesh.orchestrator.admission import Admission, Claim
+from stagemesh.orchestrator.moving import Chooser, Mover
 from stagemesh.orchestrator.planner import Plan, PlannedStep
 from stagemesh.orchestrator.record import RequestRecord
 from stagemesh.orchestrator.replica import Replica
 from stagemesh.orchestrator.request_life import RequestLife
 from stagemesh.orchestrator.request_run import RequestRun
 from stagemesh.orchestrator.spec import Limits, load_pipeline
+from stagemesh.orchestrator.spec.routes import Route
 from stagemesh.orchestrator.validation import ValidRequest
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN
 
 LIMITS = Limits(1, 1 << 30, 1, 1 << 30)
+MOVER = Mover(cast("Chooser", None))
+"""Nothing is moved here."""
 
 
 @pytest.fixture
@@ -38,11 +42,15 @@ def _request() -> ValidRequest:
 
 
 def _life() -> RequestLife:
-    return RequestLife(RequestRecord(), admission=Admission(LIMITS), claim=Claim("r"))
+    return _life_of(Admission(LIMITS), "r")
+
+
+def _life_of(admission: Admission, request_id: str) -> RequestLife:
+    return RequestLife(RequestRecord(), admission=admission, claim=Claim(request_id), mover=MOVER)
 
 
 def _nothing_to_do() -> Plan:
-    return Plan(())
+    return Plan((), Route((), (), {}))
 
 
 def _no_replica() -> Plan:
@@ -67,7 +75,7 @@ async def test_an_ended_request_is_kept_without_its_input(plan: Callable[[], Pla
 async def test_an_ended_request_is_gone_when_nobody_keeps_it(plan: Callable[[], Plan], no_collector: None) -> None:
     life = _life()
     await _run(life, _request(), plan)
-    life.stop("too late")
+    life.stop(CancelledRequestError("too late"))
     ended = weakref.ref(life)
     del life
     assert ended() is None
@@ -75,9 +83,9 @@ async def test_an_ended_request_is_gone_when_nobody_keeps_it(plan: Callable[[], 
 
 async def test_one_that_was_stopped_in_the_queue_is_gone_too(no_collector: None) -> None:
     admission = Admission(LIMITS)
-    lives = [RequestLife(RequestRecord(), admission=admission, claim=Claim(name)) for name in "ab"]
+    lives = [_life_of(admission, name) for name in "ab"]
     waiting = lives.pop()
-    waiting.stop("by somebody")
+    waiting.stop(CancelledRequestError("by somebody"))
     error = await _run(waiting, _request(), _nothing_to_do)
     ended = weakref.ref(waiting)
     del waiting
@@ -87,7 +95,7 @@ async def test_one_that_was_stopped_in_the_queue_is_gone_too(no_collector: None)
 @pytest.mark.parametrize("admitted", [True, False])
 async def test_one_whose_task_is_cancelled_gives_its_place_back(admitted: bool) -> None:
     admission = Admission(LIMITS)
-    first, second = (RequestLife(RequestRecord(), admission=admission, claim=Claim(name)) for name in "ab")
+    first, second = (_life_of(admission, name) for name in "ab")
     task = asyncio.ensure_future(_run(second, _request(), _nothing_to_do))
     await asyncio.sleep(0)
     if admitted:
@@ -112,9 +120,11 @@ class _FailingClient:
 async def test_a_run_that_failed_is_gone_when_nobody_keeps_it(tmp_path: Path, no_collector: None) -> None:
     (tmp_path / "chain.yaml").write_text(CHAIN)
     stage = load_pipeline(str(tmp_path / "chain.yaml")).stages["a"]
-    replica = cast("Replica", SimpleNamespace(name="a-0", endpoint="nowhere", client=_FailingClient()))
-    step = PlannedStep(stage, replica, (), (), {}, (), lambda: None)
-    run = RequestRun(_request(), Plan((step,)), RequestRecord(), timeout_s=10)
+    replica = SimpleNamespace(
+        name="a-0", stage="a", endpoint="nowhere", gone=None, on_gone=lambda _: lambda: None, client=_FailingClient()
+    )
+    step = PlannedStep(stage, cast("Replica", replica), (), (), {}, (), lambda: None)
+    run = RequestRun(_request(), Plan((step,), Route((stage,), (), {})), RequestRecord(), mover=MOVER, timeout_s=10)
     error = await run.run()
     ended = weakref.ref(run)
     del run

@@ -2,20 +2,22 @@ import asyncio
 
 import pytest
 
-from stagemesh.connectors.errors import ExistsError
-from stagemesh.orchestrator.planner import Plan
+from stagemesh.connectors.errors import ExistsError, StagemeshError
+from stagemesh.orchestrator.callers import Callers
 from stagemesh.orchestrator.record import RequestRecord
-from stagemesh.orchestrator.request_run import RequestRun
 from stagemesh.orchestrator.requests import KnownRequest, RequestTable
-from stagemesh.orchestrator.validation import ValidRequest
-from stagemesh.v1 import request_pb2
+
+
+class _Run:
+    def stop(self, error: StagemeshError) -> None:
+        pass
 
 
 def _known(*, size_bytes: int = 0) -> KnownRequest:
     record = RequestRecord()
     record.size_bytes = size_bytes
-    request = ValidRequest("r", request_pb2.Input(), request_pb2.Parameters(), ())
-    return KnownRequest(b"content", RequestRun(request, Plan(()), record, timeout_s=1), record, asyncio.Event())
+    callers = Callers(record.journal, forsake=lambda: None)
+    return KnownRequest(b"content", 7, _Run(), record, callers, asyncio.Event())
 
 
 async def test_an_ended_request_can_be_found_for_a_while() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.simulation import virtual_time
 from benchmarks.simulation.by_turns import ByTurns
-from benchmarks.simulation.run import LARGE_CHUNKS, SMALL_CHUNKS, Load, latencies_s
+from benchmarks.simulation.run import LARGE_CHUNKS, SMALL_CHUNKS, Load, latencies_s, survival
 from benchmarks.simulation.stages import CHUNK_S
 from stagemesh.orchestrator.book import ReadyReplicas
 from stagemesh.orchestrator.choice import Choice
@@ -57,3 +57,13 @@ def test_requests_run_through_the_orchestrator_and_take_their_time(pipeline: Pip
     assert len(taken_s) == 30
     assert min(taken_s) > 2.9 * SMALL_CHUNKS * CHUNK_S
     assert max(taken_s) > LARGE_CHUNKS * CHUNK_S
+
+
+def test_requests_survive_replicas_that_die_at_random(pipeline: Pipeline) -> None:
+    load = Load(requests=150, utilization=0.5, seed=1)
+    found = virtual_time.run(survival(pipeline, replicas=12, load=load, lifetime_s=60.0))
+    assert found.deaths > 3
+    assert found.lost_steps > 3
+    assert found.resume_s
+    assert [str(error) for error in found.failures] == []
+    assert max(found.resume_s) < 5

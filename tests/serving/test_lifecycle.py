@@ -12,7 +12,8 @@ import pytest
 SERVICE = """
 import asyncio, sys
 from stagemesh.connectors.errors import NotReadyError
-from stagemesh.services.serving.lifecycle import run_service
+import time
+from stagemesh.services.serving.lifecycle import end_within, ended_when_stuck, run_service
 
 async def main(stopping):
     match sys.argv[1]:
@@ -23,6 +24,14 @@ async def main(stopping):
             raise NotReadyError("port 1 is in use", reason="PORT_IN_USE")
         case "model":
             raise NotReadyError("no model")
+        case "stuck":
+            async with ended_when_stuck(0.5):
+                await asyncio.sleep(1.0)
+                print("alive", flush=True)
+                time.sleep(60)
+        case "stays":
+            end_within(0.5)
+            await asyncio.Event().wait()
         case "bug":
             raise ValueError("a bug")
 
@@ -87,6 +96,17 @@ def test_late_child_of_a_dead_parent_ends_at_once() -> None:
     code = "from stagemesh.services.serving.lifecycle import die_with_parent; die_with_parent(1); print('alive')"
     result = _run(code)
     assert (result.returncode, result.stdout) == (1, "")
+
+
+def test_a_loop_that_stands_still_ends_the_process_and_says_where() -> None:
+    result = _run(SERVICE, "stuck")
+    assert (result.returncode, result.stdout) == (1, "alive\n")
+    assert "Timeout" in result.stderr
+    assert "in main" in result.stderr
+
+
+def test_a_process_that_does_not_end_is_ended() -> None:
+    assert _run(SERVICE, "stays").returncode == 1
 
 
 def _run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:

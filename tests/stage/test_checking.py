@@ -177,7 +177,7 @@ def test_checkpoint_of_another_stage_is_refused() -> None:
     request = step_request()
     request.ClearField("streamed")
     request.resume_from.outputs["audio"] = 3
-    with pytest.raises(InvalidRequestError, match="the checkpoint counts outputs of 'audio'") as caught:
+    with pytest.raises(InvalidRequestError, match="the checkpoint counts 'audio'") as caught:
         check_order(order_from_wire(request), SOURCE, engine="fake", resumable=True)
     assert caught.value.reason == "INVALID_CHECKPOINT"
 

@@ -1,13 +1,17 @@
 """A replica that is drained, resumed and shut down by request, and what it says of its steps."""
 
 import asyncio
+import math
 from contextlib import aclosing
 
 import pytest
 
-from stagemesh.connectors.errors import NotReadyError
+from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnavailableError
+from stagemesh.services.engines.base import Paused
+from stagemesh.services.stage.events import Finished
 from stagemesh.services.stage.load import ReplicaState
 from stagemesh.services.stage.reports import StepReport, page_of
+from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, order, ready_runtime, stage_config
 
 
@@ -54,6 +58,61 @@ async def test_a_hold_counts_what_runs() -> None:
         async with aclosing(events):
             await anext(events)
             assert runtime.hold() == 1
+
+
+async def test_what_runs_is_handed_on_when_its_time_is_up_and_what_comes_then_refused() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime:
+        events = runtime.execute(order(), time_left_s=None)
+        async with aclosing(events):
+            await anext(events)
+            assert runtime.hold(move_after_s=0.0) == 1
+            with pytest.raises(UnavailableError, match="thinker-0 of stage thinker is drained") as caught:
+                [event async for event in events]
+        assert caught.value.reason == "DRAINED"
+        with pytest.raises(NotReadyError):
+            await events_of(runtime, order("late"))
+        runtime.release()
+        engine.gate.set()
+        assert await events_of(runtime, order("later"))
+
+
+async def test_what_can_pause_is_paused_and_not_stopped() -> None:
+    async with ready_runtime(stage_config(steps=1000, step_s=0.01)) as runtime:
+        events = runtime.execute(order(), time_left_s=None)
+        async with aclosing(events):
+            await anext(events)
+            runtime.hold(move_after_s=0.0)
+            *_, last = [event async for event in events]
+        assert isinstance(last, Paused)
+        assert 0 < last.checkpoint.steps < 1000
+
+
+async def test_a_shutdown_pauses_what_can_pause_when_its_time_is_up() -> None:
+    async with ready_runtime(stage_config(steps=1000, step_s=0.01)) as runtime:
+        events = runtime.execute(order(), time_left_s=None)
+        async with aclosing(events):
+            await anext(events)
+            await runtime.drain(grace_s=0.5)
+            assert isinstance([event async for event in events][-1], Paused)
+
+
+async def test_what_is_resumed_in_time_is_not_handed_on() -> None:
+    async with ready_runtime(stage_config(steps=20, step_s=0.01)) as runtime:
+        events = runtime.execute(order(), time_left_s=None)
+        async with aclosing(events):
+            await anext(events)
+            runtime.hold(move_after_s=0.05)
+            runtime.release()
+            assert isinstance([event async for event in events][-1], Finished)
+
+
+@pytest.mark.parametrize("move_after_s", [-1.0, math.nan])
+async def test_a_time_that_is_none_is_refused(move_after_s: float) -> None:
+    async with ready_runtime() as runtime:
+        with pytest.raises(InvalidRequestError, match="move_after_s"):
+            runtime.hold(move_after_s=move_after_s)
+        assert runtime.state is ReplicaState.READY
 
 
 async def test_steps_under_way_are_reported_by_request() -> None:

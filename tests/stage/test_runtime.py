@@ -18,6 +18,7 @@ from stagemesh.connectors.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from stagemesh.services.stage import step_run
 from stagemesh.services.stage.events import Accepted, Finished, Output
 from stagemesh.services.stage.load import ReplicaState
 from tests.stage.gated_engine import GatedEngine
@@ -80,8 +81,9 @@ async def test_same_step_with_other_content_is_refused() -> None:
 async def test_stale_attempt_is_refused() -> None:
     async with ready_runtime() as runtime:
         await events_of(runtime, order(attempt=2))
-        with pytest.raises(StaleAttemptError, match="attempt 2 has taken its place"):
+        with pytest.raises(StaleAttemptError, match="attempt 2 has taken its place") as caught:
             await events_of(runtime, order(attempt=1))
+    assert caught.value.metadata["attempt"] == "2"
 
 
 async def test_newer_attempt_stops_the_older() -> None:
@@ -97,7 +99,8 @@ async def test_newer_attempt_stops_the_older() -> None:
                 [event async for event in older]
 
 
-async def test_engine_lets_go_when_the_last_caller_leaves() -> None:
+async def test_engine_lets_go_when_the_last_caller_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
         async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
@@ -105,12 +108,14 @@ async def test_engine_lets_go_when_the_last_caller_leaves() -> None:
             async with aclosing(runtime.execute(order(), time_left_s=None)) as others:
                 await anext(others)
             assert engine.running == ["r"]
+        await _let_go(engine)
         with pytest.raises(CancelledRequestError, match="every caller of the step has gone"):
             await events_of(runtime, order())
         assert engine.released == ["r"]
 
 
-async def test_caller_that_leaves_at_once_leaves_nothing() -> None:
+async def test_caller_that_leaves_at_once_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
         async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
@@ -118,9 +123,25 @@ async def test_caller_that_leaves_at_once_leaves_nothing() -> None:
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait([waiting])
+        await _let_go(engine)
         with pytest.raises(CancelledRequestError):
             await events_of(runtime, order())
         assert engine.running == []
+
+
+async def test_caller_that_comes_back_keeps_the_step() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime:
+        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
+            await _hear_output(events)
+        engine.gate.set()
+        assert isinstance((await events_of(runtime, order()))[-1], Finished)
+
+
+async def _let_go(engine: GatedEngine) -> None:
+    async with asyncio.timeout(1):
+        while not engine.released:
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize(

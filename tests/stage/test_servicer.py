@@ -17,6 +17,7 @@ from stagemesh.connectors.errors import (
 )
 from stagemesh.connectors.host import host_token
 from stagemesh.connectors.status import from_rpc_error
+from stagemesh.services.stage import step_run
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import Replica, make_runtime, served, served_stage, stage_config, step_request
@@ -25,7 +26,7 @@ from tests.stage.replicas import Replica, make_runtime, served, served_stage, st
 async def test_step_streams_its_events() -> None:
     async with served_stage(stage_config(steps=2)) as replica:
         kinds = [event.WhichOneof("event") async for event in replica.stub.ExecuteStep(step_request())]
-    assert kinds == ["accepted", "output", "progress", "output", "progress", "finished"]
+    assert kinds == ["accepted", "output", "progress", "output", "finished"]
 
 
 async def test_error_carries_reason_and_place() -> None:
@@ -35,7 +36,8 @@ async def test_error_carries_reason_and_place() -> None:
     assert error.metadata == {"stage": "thinker", "replica": "thinker-0", "request_id": "r"}
 
 
-async def test_hanging_up_stops_the_engine() -> None:
+async def test_hanging_up_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with served_stage(engine=engine) as replica:
         call = replica.stub.ExecuteStep(step_request())
@@ -43,6 +45,26 @@ async def test_hanging_up_stops_the_engine() -> None:
         await _until(lambda: engine.running == ["r"])
         call.cancel()
         await _until(lambda: engine.released == ["r"])
+
+
+async def test_caller_that_comes_back_in_time_hears_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, left = GatedEngine(), asyncio.Event()
+    abandoned = vars(step_run.StepRun)["_abandoned"]
+
+    def note_left(run: step_run.StepRun) -> None:
+        abandoned(run)
+        left.set()
+
+    monkeypatch.setattr(step_run.StepRun, "_abandoned", note_left)
+    async with served_stage(engine=engine) as replica:
+        leaving = replica.stub.ExecuteStep(step_request())
+        await anext(aiter(leaving))
+        leaving.cancel()
+        async with asyncio.timeout(1.0):
+            await left.wait()
+        engine.gate.set()
+        events = [event.WhichOneof("event") async for event in replica.stub.ExecuteStep(step_request())]
+    assert events == ["accepted", "output", "finished"]
 
 
 async def test_one_of_two_callers_may_hang_up() -> None:

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from stagemesh.connectors.errors import (
     InternalError,
     InvalidRequestError,
     OverloadedError,
-    UnavailableError,
 )
 from tests.deployment import Deployment, deployed, eventually
 from tests.system.pipelines import relays
@@ -77,22 +75,20 @@ def test_cancelled_request_stops_every_stage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["source", "relay", "frames"])
-def test_killed_stage_is_named_and_comes_back(tmp_path: Path, victim: str) -> None:
+def test_killed_stage_comes_back_and_the_request_goes_on(tmp_path: Path, victim: str) -> None:
     with (
-        deployed(relays(tmp_path, steps=STEPS, step_s=STEP_S)) as up,
+        deployed(relays(tmp_path, steps=150, step_s=STEP_S)) as up,
         up.client() as client,
         ThreadPoolExecutor(1) as pool,
     ):
-        running = pool.submit(client.generate("hello").result)
+        running = pool.submit(client.generate("hello", seed=1).result)
         eventually(lambda: up.load("frames-0").running == 1, timeout_s=5)
         first = up.process_id(f"{victim}-0")
-        killed_s = time.monotonic()
         up.kill(f"{victim}-0")
-        with pytest.raises(UnavailableError, match=f"stage '{victim}'"):
-            running.result(timeout=3)
-        assert time.monotonic() - killed_s < 3
-        up.wait(lambda up: up.all_ready() and up.process_id(f"{victim}-0") != first)
-        assert client.generate("again", max_tokens=3).result().text.count("Step") > 3
+        result = running.result(timeout=45)
+        assert up.process_id(f"{victim}-0") != first
+        assert result.text == client.generate("hello", seed=1).result().text
+        assert _frames(result) == result.text.encode()
         eventually(up.idle, timeout_s=2)
 
 

@@ -128,8 +128,11 @@ class Inlet(Protocol):
         """The packets, each once and in order, up to End. Raises what Abort or a lost producer brought."""
         ...
 
-    async def aclose(self) -> None:
-        """Refuses the rest and lets go of everything. Closing twice is harmless."""
+    async def aclose(self, *, lost: bool = False) -> None:
+        """Refuses the rest and lets go of everything; `lost`: so that the producer may be given another consumer.
+
+        Closing twice is harmless.
+        """
 
     @property
     def standing(self) -> FlowStanding:

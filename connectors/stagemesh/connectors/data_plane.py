@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from stagemesh.connectors import wire
 from stagemesh.connectors.arena import Arena, ArenaStats
 from stagemesh.connectors.arena_writer import Handle, ShareTicket
-from stagemesh.connectors.base import AUTO, ChunkPolicy, ConnectorName, EdgeKey, Inlet, Outlet, Packet
+from stagemesh.connectors.base import AUTO, ChunkPolicy, ConnectorName, EdgeKey, Packet
 from stagemesh.connectors.connection import Peer
 from stagemesh.connectors.errors import (
     ExistsError,
@@ -25,10 +25,11 @@ from stagemesh.connectors.lanes import LocalLane, ServedLane
 from stagemesh.connectors.link import Link
 from stagemesh.connectors.local import LocalListener, watch_peer
 from stagemesh.connectors.negotiation import EdgeProbe
-from stagemesh.connectors.outflow import OutFlow, Sent
+from stagemesh.connectors.outflow import OutFlow
 from stagemesh.connectors.producer_peer import ProducerPeer
 from stagemesh.connectors.registry import ReplicaConnectors, card_of
 from stagemesh.connectors.retention import Retention
+from stagemesh.connectors.sent import Sent
 from stagemesh.connectors.session import PutSession
 from stagemesh.connectors.tensors import Tensors
 from stagemesh.v1 import chunk_pb2, stage_pb2
@@ -110,7 +111,7 @@ class DataPlane:
 
     def open_outlet(
         self, key: EdgeKey, *, endpoint: str, consumer: str, connector: ConnectorName, policy: ChunkPolicy
-    ) -> Outlet:
+    ) -> OutFlow:
         """Begins a flow to `consumer`; returns at once, sending waits until the consumer has taken it."""
         if connector != AUTO:
             card_of(connector)
@@ -173,7 +174,7 @@ class DataPlane:
 
     # -- consuming
 
-    def open_inlet(self, key: EdgeKey, *, producer: str) -> Inlet:
+    def open_inlet(self, key: EdgeKey, *, producer: str) -> InFlow:
         """Expects a flow from `producer`; ExistsError where it is expected already."""
         if key in self._inflows:
             raise ExistsError(f"edge {key.edge} of request {key.request_id} is open already", reason="FLOW_EXISTS")

@@ -17,6 +17,7 @@ from stagemesh.connectors.errors import (
     StagemeshError,
     UnavailableError,
 )
+from stagemesh.connectors.mending import NOT_READ, PEER_LOST
 from stagemesh.connectors.pulse import Pulse
 from stagemesh.connectors.registry import number_of
 from stagemesh.v1 import chunk_pb2, stage_pb2
@@ -94,7 +95,7 @@ class InFlow:
         self._queue: deque[Packet] = deque()
         self._digest = wire.FlowDigest()
         self._shape: wire.PacketShape | None = None
-        self._ended = self._delivered_all = self._closed = False
+        self._ended = self._delivered_all = self._closed = self._discards = False
         self._error: StagemeshError | None = None
         self._session: Session | None = None
         self.resyncing = False
@@ -137,8 +138,30 @@ class InFlow:
             ended=self._ended,
         )
 
-    async def aclose(self) -> None:
+    async def aclose(self, *, lost: bool = False) -> None:
         """See `Inlet`."""
+        edge = self.key.edge
+        if lost:
+            self._close(UnavailableError(f"the consumer of edge {edge} is gone", reason=PEER_LOST))
+        else:
+            self._close(CancelledRequestError(f"the consumer of edge {edge} stopped reading", reason=NOT_READ))
+
+    def surrender(self, error: StagemeshError) -> list[Packet]:
+        """Ends the flow, its producer and whoever reads it with `error`; returns what has arrived and was not read."""
+        packets = list(self._queue)
+        self._delivered_all = self._ended
+        self._close(error)
+        self._error = self._error or error
+        self._changed.fire()
+        return packets
+
+    def discard(self) -> None:
+        """Takes the flow to its end without a reader, and then closes by itself; nothing of it is needed."""
+        self._discards = True
+        self._await_producer()
+
+    def _close(self, error: StagemeshError) -> None:
+        """Lets go of everything; a producer that has yet something to send is told `error`."""
         if self._closed:
             return
         self._closed = True
@@ -147,7 +170,7 @@ class InFlow:
         if self._delivered_all:
             self._reply(stage_pb2.PutReply(commit=stage_pb2.EdgeCommit(key=self.wire_key)))
         elif self._error is None:
-            self._reject(CancelledRequestError(f"the consumer of edge {self.key.edge} stopped reading"))
+            self._reject(error)
         if self._session is not None:
             self._session.forget(self.key, moved=False)
             self._session = None
@@ -160,6 +183,11 @@ class InFlow:
     def error(self) -> StagemeshError | None:
         """Why it goes on no more."""
         return self._error
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of it has arrived."""
+        return self._ended
 
     @property
     def complete(self) -> bool:
@@ -246,11 +274,13 @@ class InFlow:
         if self._error is None and not self._ended:
             self._error = error
             self._changed.fire()
+            if self._discards:
+                self._close(error)
 
     def refuse(self, error: StagemeshError) -> None:
         """The flow is broken by its producer: tells both sides."""
-        self.fail(error)
         self._reject(error)
+        self.fail(error)
 
     def check_room(self, size_bytes: int) -> None:
         """Raises InvalidChunkError when that many bytes more exceed the credit."""
@@ -318,7 +348,9 @@ class InFlow:
     def _take(self, packet: Packet) -> None:
         self._shape = shape = wire.shape_of(packet, last=self._shape)
         self._digest.add(shape)
-        if not self._closed and self._error is None:
+        if self._discards:
+            self._consumed(packet.size_bytes)
+        elif not self._closed and self._error is None:
             self._queue.append(packet)
         self._advance()
 
@@ -331,6 +363,9 @@ class InFlow:
             )
         self._ended = True
         self._advance()
+        if self._discards:
+            self._delivered_all = True
+            self._close(self.lost_error())
 
     def _take_abort(self, error: StagemeshError) -> None:
         self.fail(error)

@@ -11,10 +11,11 @@ from stagemesh.connectors.base import ConnectorName, EdgeKey
 from stagemesh.connectors.connection import Connection, Peer
 from stagemesh.connectors.errors import InternalError, InvalidChunkError, StagemeshError, UnavailableError
 from stagemesh.connectors.negotiation import EdgeProbe
-from stagemesh.connectors.outflow import OutFlow, Sent
+from stagemesh.connectors.outflow import OutFlow
 from stagemesh.connectors.pulse import Pulse
 from stagemesh.connectors.put_stream import PutStream
 from stagemesh.connectors.registry import ReplicaConnectors, name_of
+from stagemesh.connectors.sent import Sent
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 GIVE_UP_S = 15.0

@@ -2,9 +2,8 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Protocol
 
 from stagemesh.connectors import pieces, wire
@@ -16,7 +15,6 @@ from stagemesh.connectors.base import (
     EdgeKey,
     FlowStanding,
     FlowUsage,
-    MetadataValue,
     Packet,
 )
 from stagemesh.connectors.chunking import Chunker
@@ -24,6 +22,7 @@ from stagemesh.connectors.connector import ArenaRange, Connector
 from stagemesh.connectors.errors import CancelledRequestError, InvalidChunkError, StagemeshError
 from stagemesh.connectors.pulse import Pulse
 from stagemesh.connectors.registry import number_of
+from stagemesh.connectors.sent import Sent
 from stagemesh.connectors.tensors import Tensors
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
@@ -60,49 +59,11 @@ class Carrier(Protocol):
         """An id for a series of pieces."""
         ...
 
-    def retain(self, flow: "OutFlow", sent: "Sent") -> None:
+    def retain(self, flow: "OutFlow", sent: Sent) -> None:
         """A chunk has arrived and is kept only for those who may ask for it again."""
 
     def forget(self, flow: "OutFlow") -> None:
         """The flow is over."""
-
-
-@dataclass(eq=False, slots=True)
-class Sent:
-    """A chunk that has its number; kept until it is committed, evicted, or the flow is over."""
-
-    seq: int
-    shape: wire.PacketShape | None = None
-    """None for a tail."""
-    tensors: Tensors | None = None
-    metadata: Mapping[str, MetadataValue] | None = None
-    regions: tuple[Region, ...] = ()
-    """Where the tensors lie, held; empty for those that are inline."""
-    places: Sequence[ArenaRange] = ()
-    """Of each tensor."""
-    tail: wire.Tail | None = None
-    lease_id: int = 0
-    reader: Connector | None = None
-    """By which the consumer has yet to read it."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Payload bytes."""
-        return self.shape.size_bytes if self.shape else 0
-
-    def arrived(self) -> None:
-        """The consumer has it, or will not read it."""
-        if self.reader is not None:
-            self.reader.expect_reads(-1)
-            self.reader = None
-
-    def let_go(self) -> None:
-        """Gives its memory back."""
-        self.arrived()
-        self.tensors = None
-        regions, self.regions = self.regions, ()
-        for region in regions:
-            region.release()
 
 
 class OutFlow:
@@ -115,6 +76,8 @@ class OutFlow:
         self.wire_key = wire.key_to_wire(key)
         self.wanted = wanted
         self.error: StagemeshError | None = None
+        self.on_over: Callable[[StagemeshError | None], bool] | None = None
+        """Told that the flow has failed, or (None) is committed; True has a failed one keep its chunks."""
         self._chunker = Chunker(policy)
         self._arena = arena
         self._account = Account()
@@ -124,7 +87,7 @@ class OutFlow:
         self._shape: wire.PacketShape | None = None
         self._connector = wanted
         self._reader: Connector | None = None
-        self._was_opened = self._open = False
+        self._was_opened = self._open = self._left = False
         self._openings = self._resyncs = 0
         self._limit_bytes = self._used_bytes = self._window_bytes = 0
         self._wanted_bytes = self._demanded_bytes = 0
@@ -180,6 +143,10 @@ class OutFlow:
 
     async def abort(self, error: StagemeshError) -> None:
         """See `Outlet`."""
+        self.break_off(error)
+
+    def break_off(self, error: StagemeshError) -> None:
+        """What `abort` does; it waits for nothing."""
         if self.error is None and not self._ended:
             self._end(chunk_pb2.ChunkAbort(error=wire.error_to_wire(error)))
             # Whoever still sends is told; the link goes on until the Abort has arrived.
@@ -274,14 +241,45 @@ class OutFlow:
             self._changed.fire()
 
     def fail(self, error: StagemeshError) -> None:
-        """The flow cannot go on: ends whoever waits and lets go of everything."""
-        self.error = self.error or error
-        self._close()
+        """The flow cannot go on: ends whoever waits and lets go of everything, unless that is kept for another flow."""
+        if self._left:
+            return
+        is_first, self.error = self.error is None, self.error or error
+        if is_first and self.on_over is not None and self.on_over(error):
+            self._leave()
+        else:
+            self._close()
 
     def committed(self) -> None:
         """The consumer has all of this flow and needs nothing of it again."""
         self._acked = self._next_seq
+        on_over = self.on_over
         self._close()
+        if on_over is not None:
+            on_over(None)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every chunk that has its number is still here."""
+        return not self._sent_chunks or self.retained_from(0) is not None
+
+    def surrender(self, error: StagemeshError) -> list[Sent]:
+        """Ends the flow with `error`, and returns its data chunks for another; their memory is the caller's then."""
+        self.error = self.error or error
+        chunks = [sent for sent in (*self._kept, *self._unacked) if sent.tail is None]
+        for sent in chunks:
+            sent.arrived()
+        self._kept.clear()
+        self._unacked.clear()
+        self._close()
+        return chunks
+
+    def let_go(self) -> None:
+        """Drops what a failed flow kept."""
+        self.on_over = None
+        for kept in (self._kept, self._unacked):
+            while kept:
+                kept.popleft().let_go()
 
     def keeps(self, sent: Sent) -> bool:
         """Whether a chunk that has arrived is still kept."""
@@ -485,10 +483,15 @@ class OutFlow:
             wire.fill_metadata(data, sent.metadata)
 
     def _close(self) -> None:
+        self.let_go()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Nothing goes over the link any more."""
+        self._left = True
         self._open, self._pieces = False, None
         self._pending.clear()
-        for kept in (self._kept, self._unacked):
-            while kept:
-                kept.popleft().let_go()
+        for sent in self._unacked:
+            sent.arrived()
         self._changed.fire()
         self._carrier.forget(self)

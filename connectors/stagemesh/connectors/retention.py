@@ -3,7 +3,8 @@
 from collections import defaultdict, deque
 
 from stagemesh.connectors.arena import Arena
-from stagemesh.connectors.outflow import OutFlow, Sent
+from stagemesh.connectors.outflow import OutFlow
+from stagemesh.connectors.sent import Sent
 
 RETAINED_SHARE = 4
 """Of the arena, and of a worker's share of it, this part at most."""

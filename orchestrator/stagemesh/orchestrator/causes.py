@@ -13,6 +13,10 @@ from stagemesh.orchestrator.stages import REPLICA_LOST
 
 # What a producer hears from a consumer that has let go of the request.
 _NOT_EXPECTED = "UNKNOWN_FLOW"
+# The replica drains, sleeps or loads; another one may take the step.
+_NOT_READY = "NOT_READY"
+# What an end of an edge hears from the other one, which goes on with somebody else.
+_REPLACED = frozenset({"STALE_ATTEMPT", "STALE_INCARNATION"})
 
 
 class Standing(IntEnum):
@@ -48,6 +52,13 @@ class Failure:
         if error.code is Code.UNAVAILABLE or error.reason == _NOT_EXPECTED:
             return Standing.NEIGHBOUR
         return Standing.OWN if error.metadata.get("stage", self.stage) == self.stage else Standing.ECHO
+
+    @property
+    def mendable(self) -> bool:
+        """Whether the stage may do better on another replica or with another neighbour; it has given no verdict."""
+        if self.standing in (Standing.LOST, Standing.NEIGHBOUR) or self.error.reason == _NOT_READY:
+            return True
+        return self.error.reason in _REPLACED and "edge" in self.error.metadata
 
     @property
     def conclusive(self) -> bool:

@@ -8,13 +8,21 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 
-from stagemesh.connectors.errors import InternalError, NotFoundError, StagemeshError, UnavailableError
+from stagemesh.connectors.errors import (
+    CancelledRequestError,
+    InternalError,
+    NotFoundError,
+    StagemeshError,
+    UnavailableError,
+)
 from stagemesh.orchestrator.admission import Admission
 from stagemesh.orchestrator.admission.sizes import claim_of, made_bytes
+from stagemesh.orchestrator.callers import Callers
 from stagemesh.orchestrator.choice import Choice
 from stagemesh.orchestrator.facts import facts_of
 from stagemesh.orchestrator.fleet import Fleet
 from stagemesh.orchestrator.history import History
+from stagemesh.orchestrator.moving import Mover
 from stagemesh.orchestrator.planner import Plan, Planner
 from stagemesh.orchestrator.record import RequestRecord
 from stagemesh.orchestrator.request_life import RequestLife
@@ -49,6 +57,7 @@ class Orchestrator:
         self.admission = Admission(pipeline.limits, clock=clock)
         self._clock = clock
         self._planner = Planner(pipeline, fleet.book, choice=choice)
+        self._mover = Mover(self._planner)
         self._requests = RequestTable()
         self.totals = Totals()
         """Of the requests that have ended."""
@@ -79,19 +88,28 @@ class Orchestrator:
     ) -> AsyncGenerator[orchestrator_pb2.GenerateResponse]:
         """A request's events from its start. One of the same id and content is attached to, not run again.
 
-        Iterate within `aclosing`: a request whose last reader leaves is stopped.
+        Iterate within `aclosing`: a request whose last reader leaves is stopped, at once or after `linger_s`.
         """
         valid = validate(request, self.pipeline)
         content = fingerprint(request)
-        known = self._requests.find_same(valid.request_id, content)
+        seed = request.parameters.seed if request.parameters.HasField("seed") else None
+        known = self._requests.find_same(valid.request_id, content, seed=seed)
+        while known is not None and known.callers.forsaken:
+            # It is on its way out, and nobody has been told how it ended.
+            await known.ended.wait()
+            known = self._requests.find_same(valid.request_id, content, seed=seed)
         if known is None:
             known = self._start(valid, content, time_left_s=time_left_s)
-        async with aclosing(known.record.follow(next_seqs=request.next_seqs)) as events:
+        known.callers.expect(linger_s=request.linger_s)
+        follow = known.record.follow(next_seqs=request.next_seqs, next_positions=request.next_positions)
+        async with aclosing(follow) as events:
             async for event in events:
                 yield event
 
-    async def cancel(self, request_id: str) -> None:
-        """Stops a request and returns once every stage has let go; raises NotFoundError (UNKNOWN_REQUEST)."""
+    async def cancel(self, request_id: str, *, when_left: bool = False) -> None:
+        """Stops a request and returns once every stage has let go, or has it stop `when_left` by its callers; raises
+        NotFoundError (UNKNOWN_REQUEST).
+        """
         known = self._requests.find(request_id)
         if known is None:
             raise NotFoundError(
@@ -99,7 +117,10 @@ class Orchestrator:
                 reason="UNKNOWN_REQUEST",
                 metadata={"request_id": request_id},
             )
-        known.run.stop("the request was cancelled by CancelRequest")
+        if when_left:
+            known.callers.take_leave()
+            return
+        known.run.stop(CancelledRequestError("the request was cancelled by CancelRequest"))
         await known.ended.wait()
 
     def _start(self, request: ValidRequest, content: bytes, *, time_left_s: float | None) -> KnownRequest:
@@ -116,9 +137,10 @@ class Orchestrator:
             timeout_s=timeout_s,
         )
         record = RequestRecord(timeline)
-        life = RequestLife(record, admission=self.admission, claim=claim, clock=self._clock)
-        record.journal.on_abandoned = lambda: life.stop("the client went away")
-        known = KnownRequest(content, life, record, asyncio.Event())
+        life = RequestLife(record, admission=self.admission, claim=claim, mover=self._mover, clock=self._clock)
+        record.limit_unread(self.pipeline.limits.max_unread_bytes, life.stop)
+        callers = Callers(record.journal, forsake=lambda: life.stop(CancelledRequestError("the client went away")))
+        known = KnownRequest(content, request.seed, life, record, callers, asyncio.Event())
         self._requests.add(request.request_id, known)
         self._group.create_task(self._run(request, known, life), name=request.request_id)
         return known
@@ -139,7 +161,8 @@ class Orchestrator:
         known.record.timeline.end(error)
         self.totals.add(known.record.timeline)
         self.history.add(known.record.timeline)
-        if life.has_begun:
+        known.callers.close()
+        if life.has_begun and not known.callers.forsaken:
             self._requests.end(request.request_id)
         else:
             self._requests.forget(request.request_id)
@@ -162,11 +185,9 @@ class Orchestrator:
             _log.info("%d requests run still; they have %.0f s", len(running), self._drain_s)
             await asyncio.wait(running, timeout=self._drain_s)
         for known in self._requests.running:
-            known.run.stop("the orchestrator stops")
+            known.run.stop(_not_running("the orchestrator stopped before the request was done; try again"))
         await asyncio.gather(*running)
 
 
-def _not_running() -> UnavailableError:
-    return UnavailableError(
-        "the orchestrator is starting or stopping; try again", reason="NOT_RUNNING", retry_after_s=_RETRY_AFTER_S
-    )
+def _not_running(what: str = "the orchestrator is starting or stopping; try again") -> UnavailableError:
+    return UnavailableError(what, reason="NOT_RUNNING", retry_after_s=_RETRY_AFTER_S)

@@ -2,13 +2,13 @@
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stagemesh.connectors.errors import UnavailableError
 from stagemesh.connectors.registry import number_of
 from stagemesh.orchestrator.book import ReadyReplicas, ReplicaBook
 from stagemesh.orchestrator.choice import Choice, LeastWork
-from stagemesh.orchestrator.replica import Replica
+from stagemesh.orchestrator.replica import Replica, ReplicaState
 from stagemesh.orchestrator.spec import Edge, Pipeline, Route, Stage
 from stagemesh.orchestrator.wire import policy_to_wire
 from stagemesh.v1 import stage_pb2
@@ -16,6 +16,10 @@ from stagemesh.v1 import stage_pb2
 _RETRY_AFTER_S = 1.0
 _DESCRIBED = 8
 """A message names no more replicas than so many."""
+
+
+class NotReadyYetError(UnavailableError):
+    """A stage has no ready replica, and one that may be ready soon."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Plan:
     """What runs where for one request, producers before consumers. It counts as load until it is released."""
 
     steps: tuple[PlannedStep, ...]
+    route: Route
     generation: str = ""
     """The one that all of its replicas are of."""
 
@@ -53,6 +58,17 @@ class Plan:
     def replicas(self) -> Mapping[str, str]:
         """The chosen replica's name for each stage."""
         return {step.stage.name: step.replica.name for step in self.steps}
+
+    def moved(self, stage: str, replica: Replica) -> "Plan":
+        """The plan with one stage elsewhere, which counts as load there; its neighbours' bindings name that replica."""
+        chosen = {step.stage.name: step.replica for step in self.steps} | {stage: replica}
+        steps = tuple(
+            _step(step.stage, self.route, chosen)
+            if step.stage.name == stage
+            else _step(step.stage, self.route, chosen, release=step.release)
+            for step in self.steps
+        )
+        return replace(self, steps=steps)
 
     def release(self) -> None:
         """Takes the request off its replicas' load, where its steps have not been already."""
@@ -74,7 +90,8 @@ class Planner:
     def plan(self, route: Route) -> Plan:
         """The stages of a route, each on a ready replica with little to do, all of one generation.
 
-        Raises UnavailableError (STAGE_NOT_READY) naming the stage and its replicas' states.
+        Raises UnavailableError (STAGE_NOT_READY) naming the stage and its replicas' states; NotReadyYetError where one
+        of those is expected.
         """
         generation, ready = self._generation([stage.name for stage in route.stages])
         chosen: dict[str, Replica] = {}
@@ -82,7 +99,7 @@ class Planner:
             replica = self._choice.choose(ready[stage.name], near=self._neighbours(stage.name, chosen))
             assert replica is not None, "a generation that serves a stage has a replica there"
             chosen[stage.name] = replica
-        return Plan(tuple(_step(stage, route, chosen) for stage in route.stages), generation)
+        return Plan(tuple(_step(stage, route, chosen) for stage in route.stages), route, generation)
 
     def choose_again(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica:
         """Another replica for one stage of a plan, of the plan's generation and near to its neighbours there.
@@ -116,7 +133,8 @@ class Planner:
         replicas = self._book.of(stage)
         states = ", ".join(_describe(replica) for replica in replicas[:_DESCRIBED]) or "it has no replicas"
         more = f" and {len(replicas) - _DESCRIBED} more" if len(replicas) > _DESCRIBED else ""
-        return UnavailableError(
+        cause = NotReadyYetError if any(map(_is_expected, replicas)) else UnavailableError
+        return cause(
             f"no replica of stage {stage!r} is ready: {states}{more}; try again when `stagemesh stages` shows it ready",
             reason="STAGE_NOT_READY",
             metadata={"stage": stage},
@@ -132,7 +150,9 @@ class Planner:
         )
 
 
-def _step(stage: Stage, route: Route, chosen: Mapping[str, Replica]) -> PlannedStep:
+def _step(
+    stage: Stage, route: Route, chosen: Mapping[str, Replica], *, release: Callable[[], None] | None = None
+) -> PlannedStep:
     incoming, outgoing = route.incoming[stage.name], route.outgoing[stage.name]
     return PlannedStep(
         stage=stage,
@@ -141,9 +161,14 @@ def _step(stage: Stage, route: Route, chosen: Mapping[str, Replica]) -> PlannedS
         outputs=tuple(_output_binding(edge, chosen[edge.consumer]) for edge in outgoing),
         output_names={output.tensor: output.name for output in route.outputs.values() if output.stage == stage.name},
         consumers=tuple(dict.fromkeys(edge.consumer for edge in outgoing)),
-        release=chosen[stage.name].load.place(),
+        release=release or chosen[stage.name].load.place(),
         absent=route.absent(stage),
     )
+
+
+def _is_expected(replica: Replica) -> bool:
+    """Whether it loads, or may come back by itself; not what somebody has taken out, or what belongs elsewhere."""
+    return replica.gone is not None or replica.state in (ReplicaState.LOADING, ReplicaState.UNREACHABLE)
 
 
 def _describe(replica: Replica) -> str:

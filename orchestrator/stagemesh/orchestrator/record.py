@@ -1,11 +1,13 @@
 """What a request has made so far, kept for every caller that attaches to it."""
 
+import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 
-from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.errors import OverloadedError, StagemeshError
+from stagemesh.orchestrator.resuming import Resumption
 from stagemesh.orchestrator.timeline import Timeline
 from stagemesh.services.serving.journal import Journal
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
@@ -18,13 +20,22 @@ class RequestRecord:
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.timeline = timeline or Timeline()
-        self.journal: Journal[orchestrator_pb2.GenerateResponse] = Journal()
+        self.journal: Journal[bytes] = Journal()
+        """Serialized: as a message, a token's text takes over ten times as much."""
         self.size_bytes = 0
+        self._taken_bytes = 0
+        """What the fastest caller has taken of it."""
+        self._unread_limit_bytes = sys.maxsize
+        self._stop: Callable[[StagemeshError], None] = lambda _: None
         self._began_s = time.monotonic()
         self._started_s: float | None = None
         self._first_output_s: float | None = None
         self._next_seqs = Counter[str]()
         self._finished: dict[str, stage_pb2.StepFinished] = {}
+
+    def limit_unread(self, limit_bytes: int, stop: Callable[[StagemeshError], None]) -> None:
+        """Calls `stop` once callers follow, and all of them are more than `limit_bytes` behind."""
+        self._unread_limit_bytes, self._stop = limit_bytes, stop
 
     def add_admitted(self, *, request_id: str, seed: int, replicas: Mapping[str, str]) -> None:
         """The request is planned and runs."""
@@ -50,8 +61,9 @@ class RequestRecord:
         if self._first_output_s is None:
             self._first_output_s = self._elapsed_s()
         event = orchestrator_pb2.GenerateResponse(output=output)
-        event.output.name, event.output.seq = name, self._next_seqs[name]
-        self._next_seqs[name] += 1
+        piece, seq = event.output, self._next_seqs[name]
+        piece.name, piece.seq = name, seq
+        self._next_seqs[name] = seq + 1
         self._append(event)
 
     def note_started(self) -> None:
@@ -68,6 +80,11 @@ class RequestRecord:
         """What crossed the edges of the stages that are done."""
         return (edge for finished in self._finished.values() for edge in finished.edges)
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether a piece of an output has come."""
+        return self._first_output_s is not None
+
     def has_finished(self, stage: str) -> bool:
         """Whether the stage is done."""
         return stage in self._finished
@@ -79,24 +96,51 @@ class RequestRecord:
         )
         finished = orchestrator_pb2.RequestFinished(stages=self._finished, timings=timings)
         self._append(orchestrator_pb2.GenerateResponse(finished=finished))
-        self.journal.close()
+        self._close(None)
 
     def close(self, error: StagemeshError) -> None:
         """The request failed: ends all readers with the cause. Closing twice is harmless."""
-        self.journal.close(error)
+        self._close(error)
 
-    async def follow(self, *, next_seqs: Mapping[str, int]) -> AsyncGenerator[orchestrator_pb2.GenerateResponse]:
-        """The events from the first one, without the outputs that the caller has; iterate within `aclosing`."""
+    async def follow(
+        self, *, next_seqs: Mapping[str, int], next_positions: Mapping[str, int] | None = None
+    ) -> AsyncGenerator[orchestrator_pb2.GenerateResponse]:
+        """The events from the first one, without what the caller has of the outputs; iterate within `aclosing`."""
+        resumption = Resumption(next_seqs=next_seqs, next_positions=next_positions or {})
+        # Who comes late is given the time to catch up.
+        taken_bytes, self._taken_bytes = 0, self.size_bytes
         async with aclosing(self.journal.follow()) as events:
-            async for event in events:
-                if event.WhichOneof("event") != "output" or event.output.seq >= next_seqs.get(event.output.name, 0):
+            async for item in events:
+                # The one before is taken.
+                self._taken_bytes = max(self._taken_bytes, taken_bytes)
+                taken_bytes += len(item)
+                event = orchestrator_pb2.GenerateResponse.FromString(item)
+                if event.WhichOneof("event") != "output":
                     yield event
+                    continue
+                rest = resumption.rest_of(event.output)
+                if rest is not None:
+                    yield event if rest is event.output else orchestrator_pb2.GenerateResponse(output=rest)
 
     def _append(self, event: orchestrator_pb2.GenerateResponse) -> None:
         # A stage that is told to stop may still have sent something.
         if not self.journal.closed:
-            self.size_bytes += event.ByteSize()
-            self.journal.append(event)
+            item = event.SerializeToString()
+            self.size_bytes += len(item)
+            self.journal.append(item)
+            if self.size_bytes - self._taken_bytes > self._unread_limit_bytes:
+                self._check_read()
+
+    def _close(self, error: StagemeshError | None) -> None:
+        # Who stops the request holds its record, mostly: a circle would outlive both.
+        self._stop = lambda _: None
+        self.journal.close(error)
+
+    def _check_read(self) -> None:
+        if self.journal.readers:
+            limit = f"more than {self._unread_limit_bytes:,} bytes (limits.max_unread_bytes)"
+            what = f"the client is {limit} behind what the request makes; have it read faster, or ask for less"
+            self._stop(OverloadedError(what, reason="CLIENT_TOO_SLOW"))
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._began_s

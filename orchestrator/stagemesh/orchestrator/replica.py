@@ -64,19 +64,22 @@ class Replica:
         self._on_change = on_change
         self._state = ReplicaState.UNREACHABLE
         self._detail = "not heard of yet"
-        self._leaving = ""
+        self._leaving = self._reserved = ""
+        self.died = False
+        """Whether its process has ended, for all that we know; one that has `gone` may merely be cut off."""
         self._gone: StagemeshError | None = None
         self._mourners: dict[object, Callable[[StagemeshError], None]] = {}
 
     @property
     def state(self) -> ReplicaState:
-        """As last seen; one that is leaving is DRAINING whatever it says."""
-        return ReplicaState.DRAINING if self._leaving and self._state is ReplicaState.READY else self._state
+        """As last seen; one that is leaving, or reserved, is DRAINING whatever it says."""
+        taken = self._leaving or self._reserved
+        return ReplicaState.DRAINING if taken and self._state is ReplicaState.READY else self._state
 
     @property
     def detail(self) -> str:
         """For people: what it loads, or why it fails."""
-        return self._leaving or self._detail
+        return self._leaving or self._reserved or self._detail
 
     @property
     def met(self) -> bool:
@@ -106,11 +109,11 @@ class Replica:
 
         return take_back
 
-    def end(self, cause: StagemeshError) -> None:
-        """It has ended, and its requests there with it. Ending twice is harmless."""
+    def end(self, cause: StagemeshError, *, died: bool = True) -> None:
+        """It has ended, and its requests there with it; or it is given up, and may live. Ending twice is harmless."""
         if self._gone is not None:
             return
-        self._gone = cause
+        self._gone, self.died = cause, died
         mourners, self._mourners = self._mourners, {}
         for callback in mourners.values():
             callback(cause)
@@ -125,6 +128,17 @@ class Replica:
         """It takes no more requests; those that it has go on."""
         self._leaving = why
         self._on_change()
+
+    def reserve(self, why: str) -> Callable[[], None]:
+        """It takes no more requests but one, which whoever calls puts there; returns what ends that."""
+        self._reserved = why
+        self._on_change()
+
+        def end() -> None:
+            self._reserved = ""
+            self._on_change()
+
+        return end
 
     def observe(self, state: ReplicaState, detail: str) -> None:
         """Takes note of a state; tells the owner when it is another."""

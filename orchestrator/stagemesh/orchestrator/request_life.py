@@ -1,16 +1,28 @@
 """One request from the door to its end: it waits to be admitted, is planned, and runs."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 
-from stagemesh.connectors.errors import CancelledRequestError, StagemeshError
+from stagemesh.connectors.errors import StagemeshError
 from stagemesh.orchestrator.admission import Admission, Claim, TicketState
-from stagemesh.orchestrator.planner import Plan
+from stagemesh.orchestrator.moving import Mover
+from stagemesh.orchestrator.planner import NotReadyYetError, Plan
 from stagemesh.orchestrator.record import RequestRecord
 from stagemesh.orchestrator.request_run import RequestRun
 from stagemesh.orchestrator.validation import ValidRequest
+
+_log = logging.getLogger(__name__)
+
+EXPECT_S = 15.0
+"""How long a request waits at its start for a stage whose only replica is just coming back."""
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.25
+
+# What a stage says that knows another step, or a later one, of a request.
+_MADE_ELSEWHERE = ("STEP_EXISTS", "STALE_ATTEMPT")
 
 
 class RequestLife:
@@ -22,12 +34,13 @@ class RequestLife:
         *,
         admission: Admission,
         claim: Claim,
+        mover: Mover,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._record = record
-        self._admission, self._claim, self._clock = admission, claim, clock
+        self._admission, self._claim, self._mover, self._clock = admission, claim, mover, clock
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._stopped: CancelledRequestError | None = None
+        self._stopped: StagemeshError | None = None
         self._run: RequestRun | None = None
         self._has_begun = False
         self._ticket = admission.enter(claim, self)
@@ -37,13 +50,12 @@ class RequestLife:
         """Whether the request got as far as to run; one that has not leaves no trace."""
         return self._has_begun
 
-    def stop(self, reason: str) -> None:
-        """Has the request end with CancelledRequestError; harmless when it has ended or is about to."""
+    def stop(self, error: StagemeshError) -> None:
+        """Has the request end with this error; harmless when it has ended or is about to."""
+        self._stopped = self._stopped or error
         if self._run is not None:
-            self._run.stop(reason)
-            return
-        self._stopped = self._stopped or CancelledRequestError(reason)
-        if self._admission.withdraw(self._ticket):
+            self._run.stop(self._stopped)
+        elif self._admission.withdraw(self._ticket):
             self.refused(self._stopped)
 
     async def run(
@@ -64,7 +76,7 @@ class RequestLife:
                 self._admission.release(self._ticket)
             raise
         try:
-            error = self._stopped or await self._run_planned(request, plan())
+            error = await self._run_above_others(request, plan)
             made = made_bytes(self._record) if error is None else None
         except StagemeshError as exc:
             return copy(exc)
@@ -74,13 +86,49 @@ class RequestLife:
             self._run = None
             self._admission.release(self._ticket, made_bytes=made)
 
+    async def _run_above_others(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
+        """Runs the request; once more above the attempts of another orchestrator, where stages know those."""
+        error = await self._run_when_ready(request, plan)
+        latest = _attempt_elsewhere(error)
+        journal = self._record.journal
+        # Who has no caller, or has begun to answer, is the one from whom another orchestrator has taken over.
+        if latest is None or self._record.has_outputs or journal.closed or not journal.readers:
+            return error
+        _log.warning("attempt %d at request %s was made elsewhere; taking over", latest, request.request_id)
+        request = replace(request, first_attempt=latest + 1)
+        return await self._run_when_ready(request, plan)
+
+    async def _run_when_ready(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
+        """Waits for a moment where a stage has no ready replica but expects one; raises what `plan` does after that."""
+        ends_s = min(self._claim.deadline_s, self._clock() + EXPECT_S)
+        pause_s = _FIRST_PAUSE_S
+        while self._stopped is None:
+            try:
+                planned = plan()
+            except NotReadyYetError:
+                if self._clock() >= ends_s:
+                    raise
+                await asyncio.sleep(pause_s)
+                pause_s = min(_LAST_PAUSE_S, 2 * pause_s)
+            else:
+                return await self._run_planned(request, planned)
+        return self._stopped
+
     async def _run_planned(self, request: ValidRequest, plan: Plan) -> StagemeshError | None:
         try:
             self._record.timeline.note_planned()
-            self._record.add_admitted(request_id=request.request_id, seed=request.seed, replicas=plan.replicas)
+            if not self.has_begun:
+                self._record.add_admitted(request_id=request.request_id, seed=request.seed, replicas=plan.replicas)
             timeout_s = self._claim.deadline_s - self._clock()
             self._has_begun = True
-            self._run = RequestRun(request, plan, self._record, timeout_s=timeout_s)
+            self._run = RequestRun(
+                request,
+                plan,
+                self._record,
+                mover=self._mover,
+                timeout_s=timeout_s,
+                first_attempt=request.first_attempt,
+            )
             return await self._run.run()
         finally:
             plan.release()
@@ -98,3 +146,11 @@ class RequestLife:
     def refused(self, error: StagemeshError) -> None:
         """See Listener."""
         self._admitted.set_exception(error)
+
+
+def _attempt_elsewhere(error: StagemeshError | None) -> int | None:
+    """The attempt that stood in the way, where a stage refused a step for that."""
+    if error is None or error.reason not in _MADE_ELSEWHERE:
+        return None
+    attempt = error.metadata.get("attempt", "")
+    return int(attempt) if attempt.isdecimal() else None

@@ -1,82 +1,140 @@
-"""One request's life: its steps are started, their events merged, and at the first failure all of them stopped."""
+"""One request's life: its steps are started and their events merged; what is lost runs anew, what fails ends it all."""
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncGenerator
+from collections.abc import Coroutine, Sequence
 from contextlib import aclosing, suppress
 from copy import copy
+from functools import partial
+from typing import assert_never
 
 from stagemesh.connectors.errors import (
-    CancelledRequestError,
     DeadlineError,
     InternalError,
+    NotReadyError,
     StagemeshError,
     UnavailableError,
 )
-from stagemesh.orchestrator.causes import Failure, root_cause
-from stagemesh.orchestrator.planner import Plan, PlannedStep
+from stagemesh.orchestrator.causes import Failure, Standing, root_cause
+from stagemesh.orchestrator.following import follow_step
+from stagemesh.orchestrator.losses import Losses, is_death, rejects_checkpoint
+from stagemesh.orchestrator.moving import Mover
+from stagemesh.orchestrator.part import Delivered, Former, Part, graph_of
+from stagemesh.orchestrator.planner import Plan
 from stagemesh.orchestrator.record import RequestRecord
-from stagemesh.orchestrator.timeline import StepNotes
+from stagemesh.orchestrator.recovery import (
+    Action,
+    Phase,
+    Place,
+    RebindInputs,
+    RebindOutputs,
+    Start,
+    can_keep,
+    next_actions,
+    restarts,
+)
+from stagemesh.orchestrator.step_requests import StepRequests
 from stagemesh.orchestrator.validation import ValidRequest
 from stagemesh.services.serving.logs import bind_log_context
-from stagemesh.v1 import request_pb2, stage_pb2
+from stagemesh.v1 import stage_pb2
 
 _log = logging.getLogger(__name__)
 
-_ATTEMPT = 1
-_ACCEPT_TIMEOUT_S = 10.0
+POISON_REQUEST = "POISON_REQUEST"
+NOT_REBOUND = "NOT_REBOUND"
+HANDED_ON = "DRAINED"
+"""What a replica says that is drained, of the steps that are to go on elsewhere."""
+
+_REBIND_S = 5.0
 # How long a doubtful cause waits for a surer one: a killed process is noticed in milliseconds.
 _SETTLE_S = 1.0
 # How long the client's error waits for the stages to let go, and how long they may take.
 _CLIENT_WAITS_S = 1.0
 _LET_GO_S = 5.0
+# A stage that was lost again and again is given a pause, and in the end up.
+_QUICK_RESTARTS, MAX_RESTARTS = 3, 24
+_LAST_PAUSE_S = 2.0
+# A request is suspected after so many processes of one stage died with it.
+_SUSPECT_DEATHS = 2
 
 
 class RequestRun:
-    """Drives one admitted and planned request; what it makes goes into its record."""
+    """Drives one admitted and planned request; what it makes goes into its record.
 
-    def __init__(self, request: ValidRequest, plan: Plan, record: RequestRecord, *, timeout_s: float) -> None:
-        self._request = request
-        self._plan = plan
-        self._record = record
-        self._timeout_s = timeout_s
-        self._deadline_s = time.monotonic() + timeout_s
-        self._accepted = {step.stage.name: asyncio.Event() for step in plan.steps}
-        self._running = {step.stage.name for step in plan.steps}
+    It is one loop that asks `recovery` what is to be done as the parts stand, and starts a task for each of it; tasks
+    change their part and wake the loop.
+    """
+
+    def __init__(
+        self,
+        request: ValidRequest,
+        plan: Plan,
+        record: RequestRecord,
+        *,
+        mover: Mover,
+        timeout_s: float,
+        first_attempt: int = 1,
+    ) -> None:
+        """`first_attempt` is the number of the stages' first attempts; it is higher where others ran the request."""
+        self._request, self._plan, self._record, self._mover = request, plan, record, mover
+        self._timeout_s, self._deadline_s = timeout_s, 0.0
+        self._graph = graph_of(plan)
+        self._parts = {step.stage.name: Part(step=step, attempt=first_attempt) for step in plan.steps}
+        self._steps = StepRequests(request, self._graph, self._parts)
+        self._delivered = Delivered()
+        self._losses = Losses()
         self._failures: list[Failure] = []
         self._stopped: StagemeshError | None = None
         self._changed = asyncio.Event()
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {name: set() for name in self._parts}
+        self._busy: dict[str, asyncio.Task[None]] = {}
+        """By stage, what finds it a replica or rebinds it; one at a time."""
+        self._leaving: set[asyncio.Task[None]] = set()
+        """What stops attempts that others have replaced."""
+        self._group: asyncio.TaskGroup | None = None
 
-    def stop(self, reason: str) -> None:
-        """Has the request end with CancelledRequestError; harmless when it has ended or is about to."""
-        self._stopped = self._stopped or CancelledRequestError(reason)
+    def stop(self, error: StagemeshError) -> None:
+        """Has the request end with this error; harmless when it has ended or is about to."""
+        self._stopped = self._stopped or error
         self._changed.set()
 
     async def run(self) -> StagemeshError | None:
         """Runs the request and returns what it failed of. The stages have let go then, as far as they answer."""
         bind_log_context(request_id=self._request.request_id)
-        async with asyncio.TaskGroup() as group:
-            steps = [group.create_task(self._run_step(step), name=step.stage.name) for step in self._plan.steps]
-            error = await self._outcome()
-            if error is not None:
-                _log.warning("request failed: %s", error.message)
-                await self._let_go(error, group)
-            for task in steps:
-                task.cancel()
+        self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                for part in self._parts.values():
+                    self._settle_in(part)
+                error = await self._outcome()
+                if error is not None:
+                    _log.warning("request failed: %s", error.message)
+                    await self._let_go(error)
+                _cancel(self._leaving)
+                for tasks in self._tasks.values():
+                    _cancel(tasks)
+        finally:
+            for part in self._parts.values():
+                part.leave_replica()
         return error
+
+    # -- the loop
 
     async def _outcome(self) -> StagemeshError | None:
         """Waits until every step has finished, or for the cause why not."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                while self._running and self._stopped is None and not self._failures:
-                    await self._next_change()
-            if self._failures and self._stopped is None:
-                await self._wait_for_surer_cause()
+                while not self._is_over:
+                    self._changed.clear()
+                    self._recover()
+                    self._advance()
+                    if not self._is_over:
+                        await self._changed.wait()
+                if self._failures and self._stopped is None:
+                    await self._wait_for_surer_cause()
         except TimeoutError:
-            stages = ", ".join(sorted(self._running))
-            return DeadlineError(f"the request took longer than its {self._timeout_s:.1f} s; still at work: {stages}")
+            return self._late()
         if self._stopped is not None:
             return self._stopped
         if self._failures:
@@ -84,118 +142,279 @@ class RequestRun:
             return cause.error.located(stage=cause.stage)
         return None
 
+    @property
+    def _is_over(self) -> bool:
+        done = all(part.phase is Phase.FINISHED for part in self._parts.values())
+        return self._stopped is not None or bool(self._failures) or done
+
+    def _recover(self) -> None:
+        """Has what was lost run anew, as far as it must."""
+        self._failures += self._losses.settle(_SETTLE_S, wake=self._changed.set)
+        lost, fresh = self._losses.take()
+        if self._failures or not (lost or fresh):
+            return
+        found = restarts(self._graph, self._parts, lost=lost, fresh=fresh)
+        for stage in found.void:
+            self._parts[stage].forget_checkpoint()
+        for stage in found.over:
+            self._finish(self._parts[stage], stage_pb2.StepFinished())
+        for stage, restart in found.anew.items():
+            part = self._parts[stage]
+            cause = lost.get(stage) or fresh.get(stage) or _replaced(stage)
+            _log.warning(
+                "stage %s runs anew %s: %s", stage, "from a checkpoint" if restart.resumes else "from the start", cause
+            )
+            if part.restarts >= MAX_RESTARTS:
+                self._failures.append(Failure(stage, cause))
+            if part.notes is not None:
+                part.notes.end(cause)
+            _cancel(self._tasks[stage])
+            self._busy.pop(stage, None)
+            part.begin_anew(restart)
+
+    def _advance(self) -> None:
+        """Starts whatever can be done now."""
+        if self._is_over:
+            return
+        for action in next_actions(self._graph, self._parts):
+            part = self._parts[action.stage]
+            if isinstance(action, Start):
+                self._start(part)
+            elif action.stage not in self._busy:
+                task = self._busy[action.stage] = self._spawn(part, self._do(part, action))
+                task.add_done_callback(partial(self._no_longer_busy, action.stage))
+
+    async def _do(self, part: Part, action: Action) -> None:
+        match action:
+            case Place():
+                await self._place(part)
+            case RebindInputs(edges=edges):
+                await self._rebind_inputs(part, edges)
+            case RebindOutputs(edges=edges):
+                await self._rebind_outputs(part, edges)
+            case Start():
+                pass
+            case _:
+                assert_never(action)
+
+    # -- placing
+
+    async def _place(self, part: Part) -> None:
+        if part.restarts > _QUICK_RESTARTS:
+            await asyncio.sleep(min(_LAST_PAUSE_S, 0.05 * 2 ** (part.restarts - _QUICK_RESTARTS)))
+        part.alone = part.deaths >= _SUSPECT_DEATHS
+        find = self._mover.find_alone if part.alone else self._mover.find
+        found = await find(part.name, lambda: self._plan, avoid=part.avoid)
+        self._plan = self._plan.moved(part.name, found.replica)
+        for step in self._plan.steps:
+            self._parts[step.stage.name].step = step
+        part.leave = found.leave
+        part.phase = Phase.PLACED
+        self._settle_in(part)
+
+    def _settle_in(self, part: Part) -> None:
+        """Its replica is chosen: notes are opened, and its end is heard of."""
+        replica, attempt, leave = part.replica, part.attempt, part.leave
+        part.notes = self._record.timeline.begin(part.name, replica=replica.name, attempt=attempt)
+        if part.resumed is not None:
+            part.notes.resumed_steps = part.resumed.message.steps
+        take_back = replica.on_gone(lambda cause: self._lose(part, attempt, cause))
+
+        def leave_all() -> None:
+            take_back()
+            leave()
+
+        part.leave = leave_all
+
+    # -- running
+
+    def _start(self, part: Part) -> None:
+        part.told = self._steps.told(part)
+        part.phase = Phase.STARTING
+        for former in part.former:
+            # By now nobody listens to them any more.
+            self._spawn_former(former)
+        part.former.clear()
+        self._spawn(part, self._follow(part, self._steps.execute(part)))
+
+    async def _follow(self, part: Part, request: stage_pb2.ExecuteStepRequest) -> None:
+        """Takes in a step's events to the end."""
+        bind_log_context(stage=part.name)
+        attempt, notes = part.attempt, part.notes
+        assert notes is not None, "its replica is chosen"
+        notes.note_sent()
+        try:
+            events = follow_step(part.replica, request, stage=part.name, deadline_s=self._deadline_s)
+            async with aclosing(events):
+                async for event in events:
+                    self._take(part, event)
+        except StagemeshError as exc:
+            notes.end(exc)
+            self._lose(part, attempt, exc)
+        except Exception:  # noqa: BLE001
+            _log.exception("following stage %s failed in a way that nobody foresaw", part.name)
+            message = f"the orchestrator could not follow stage {part.name!r}; its log has the details"
+            self._fail(part, InternalError(message))
+        else:
+            if part.phase is not Phase.FINISHED:
+                self._fail(part, InternalError(f"stage {part.name!r} ended its stream before it finished; see its log"))
+
+    def _take(self, part: Part, event: stage_pb2.ExecuteStepResponse) -> None:
+        assert part.notes is not None, "its replica is chosen"
+        match event.WhichOneof("event"):
+            case "output":
+                part.notes.note_output()
+                self._pass_on(part, event)
+            case "progress":
+                part.notes.note_progress(event.progress)
+                # Who runs anew comes by where it was before; the client does not.
+                if event.progress.steps > part.shown_steps or not part.restarts:
+                    part.shown_steps = max(part.shown_steps, event.progress.steps)
+                    self._record.add_progress(part.name, event.progress)
+            case "accepted" if part.phase is Phase.STARTING:
+                part.notes.note_accepted(event.accepted)
+                part.phase = Phase.RUNNING
+                self._record.note_started()
+                self._changed.set()
+            case "checkpoint":
+                self._keep(part, event.checkpoint)
+            case "finished":
+                part.notes.note_finished(event.finished)
+                self._finish(part, event.finished)
+            case "paused":
+                self._keep(part, event.paused.checkpoint)
+                raise UnavailableError(
+                    f"replica {part.replica.name} of stage {part.name!r} hands on what it runs", reason=HANDED_ON
+                )
+            case _:
+                # A second acceptance, or an event of a newer contract: nothing to do.
+                pass
+
+    def _pass_on(self, part: Part, event: stage_pb2.ExecuteStepResponse) -> None:
+        output = event.output
+        tensor, seq = output.name, output.seq
+        # One that goes on from a checkpoint counts on from there.
+        due = part.next_seqs.get(tensor, seq if part.resumed is not None else 0)
+        if seq != due or part.phase is Phase.FINISHED:
+            when = f"where {due} was due" if seq != due else "after it had finished"
+            what = f"stage {part.name!r} sent piece {seq} of output {tensor!r} {when}; see its log"
+            self._fail(part, InternalError(what, reason="OUTPUT_OUT_OF_ORDER"))
+            return
+        part.next_seqs[tensor] = due + 1
+        name = part.step.output_names.get(tensor, "")
+        rest = self._delivered.rest(name, output, part=part) if name else None
+        if rest is not None:
+            self._record.add_output(name, rest)
+
+    def _keep(self, part: Part, checkpoint: stage_pb2.Checkpoint) -> None:
+        # One whose state is too large to be told says no more than where it is.
+        is_whole = checkpoint.token_ids or checkpoint.tensors
+        if is_whole and can_keep(self._graph, self._parts, part.name, checkpoint.rows):
+            part.keep(checkpoint)
+
+    def _finish(self, part: Part, finished: stage_pb2.StepFinished) -> None:
+        part.phase = Phase.FINISHED
+        part.leave_replica()
+        if part.notes is not None:
+            part.notes.end(None)
+        self._record.note_finished(part.name, finished)
+        self._changed.set()
+
+    # -- rebinding
+
+    async def _rebind_inputs(self, part: Part, edges: Sequence[str]) -> None:
+        """A running step whose producers are replaced expects the new ones."""
+        attempt, request = part.attempt, self._steps.rebind_inputs(part, edges)
+        try:
+            await self._rebind(part, request)
+        except NotReadyError as exc:
+            # It has not taken all rows that a resumed producer would leave out.
+            resumed = [flow.producer for flow in self._graph.incoming[part.name] if flow.edge in edges]
+            resumed = [name for name in resumed if self._parts[name].resumed is not None]
+            for name in resumed:
+                self._losses.add_fresh(name, exc)
+            if not resumed:
+                self._lose(part, attempt, _cut_off(part, exc))
+        except StagemeshError as exc:
+            self._lose(part, attempt, _cut_off(part, exc))
+        else:
+            part.told = {**part.told, **{each.binding.edge: each.binding.attempt for each in request.inputs}}
+        self._changed.set()
+
+    async def _rebind_outputs(self, part: Part, edges: Sequence[str]) -> None:
+        """A step whose consumers are replaced feeds the new ones from the first chunk on, or runs anew without it."""
+        request = self._steps.rebind_outputs(part, edges)
+        try:
+            await self._rebind(part, request)
+        except StagemeshError as exc:
+            self._losses.add_fresh(part.name, _cut_off(part, exc))
+        else:
+            part.told = {**part.told, **{each.edge: each.attempt for each in request.outputs}}
+        self._changed.set()
+
+    async def _rebind(self, part: Part, request: stage_pb2.RebindStepRequest) -> None:
+        if part.replica.gone is not None:
+            raise copy(part.replica.gone)
+        await part.replica.client.rebind(request, timeout_s=_REBIND_S)
+        assert part.notes is not None, "its replica is chosen"
+        edges = [*(each.binding.edge for each in request.inputs), *(each.edge for each in request.outputs)]
+        part.notes.note_rebound(edges)
+        _log.info("stage %s goes on with other neighbours on %s", part.name, ", ".join(edges))
+
+    # -- losses
+
+    def _lose(self, part: Part, attempt: int, error: StagemeshError) -> None:
+        """An attempt at a part failed: it is lost, or the request has failed with it."""
+        if part.attempt != attempt or part.phase is Phase.FINISHED or self._losses.has(part.name):
+            return
+        # A copy, for the error itself holds on to the frames that it came through: to this run.
+        failure = Failure(part.name, copy(error))
+        if is_death(error, part.replica) and part.at_work:
+            part.deaths += 1
+            if part.alone:
+                failure = Failure(part.name, _poison(part, error))
+        if failure.error.reason == POISON_REQUEST:
+            self._failures.append(failure)
+        elif part.resumed is not None and rejects_checkpoint(error):
+            self._losses.add_fresh(part.name, error)
+        elif failure.mendable:
+            if error.reason != NOT_REBOUND:
+                part.avoid.add(part.replica)
+            self._losses.add(failure)
+        elif failure.standing is Standing.CANCELLED:
+            self._losses.add_doubtful(failure)
+        else:
+            self._failures.append(failure)
+        self._changed.set()
+
+    def _fail(self, part: Part, error: StagemeshError) -> None:
+        self._failures.append(Failure(part.name, error))
+        self._changed.set()
+
     async def _wait_for_surer_cause(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(_SETTLE_S):
-                while self._running and self._stopped is None and not root_cause(self._failures).conclusive:
-                    await self._next_change()
+                while self._stopped is None and not root_cause(self._failures).conclusive:
+                    self._changed.clear()
+                    await self._changed.wait()
 
-    async def _next_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
+    def _late(self) -> DeadlineError:
+        stages = ", ".join(name for name, part in sorted(self._parts.items()) if part.phase is not Phase.FINISHED)
+        waits = [part for part in self._parts.values() if part.phase is Phase.UNPLACED]
+        why = "".join(f"; stage {part.name!r} waits for a replica" for part in waits)
+        return DeadlineError(f"the request took longer than its {self._timeout_s:.1f} s; still at work: {stages}{why}")
 
-    async def _run_step(self, step: PlannedStep) -> None:
-        bind_log_context(stage=step.stage.name)
-        notes = self._record.timeline.begin(step.stage.name, replica=step.replica.name, attempt=_ATTEMPT)
-        try:
-            await self._follow(step, notes)
-        except StagemeshError as exc:
-            notes.end(exc)
-            # A copy, for the error itself holds on to the frames that it came through: to this run.
-            self._failures.append(Failure(step.stage.name, copy(exc)))
-        except Exception:  # noqa: BLE001
-            _log.exception("following stage %s failed in a way that nobody foresaw", step.stage.name)
-            message = f"the orchestrator could not follow stage {step.stage.name!r}; its log has the details"
-            self._failures.append(Failure(step.stage.name, InternalError(message)))
-        step.release()
-        notes.end(None)
-        self._running.discard(step.stage.name)
-        self._changed.set()
+    # -- the end
 
-    async def _follow(self, step: PlannedStep, notes: StepNotes) -> None:
-        """Starts a step once its consumers can be fed, and takes in its events to the end."""
-        for consumer in step.consumers:
-            await self._accepted[consumer].wait()
-        notes.note_sent()
-        left_s = max(0.0, self._deadline_s - time.monotonic())
-        events = step.replica.client.execute(self._step_request(step), timeout_s=left_s)
-        async with aclosing(events):
-            notes.note_accepted(await self._hear_accepted(step, events))
-            self._accepted[step.stage.name].set()
-            self._record.note_started()
-            async for event in events:
-                self._take(step, event, notes)
-        if not self._record.has_finished(step.stage.name):
-            raise InternalError(f"stage {step.stage.name!r} ended its stream before it finished; see its log")
-
-    async def _hear_accepted(
-        self, step: PlannedStep, events: AsyncGenerator[stage_pb2.ExecuteStepResponse]
-    ) -> stage_pb2.StepAccepted:
-        try:
-            async with asyncio.timeout(_ACCEPT_TIMEOUT_S):
-                first = await anext(events, None)
-        except TimeoutError as exc:
-            message = (
-                f"stage {step.stage.name!r} (replica {step.replica.name} at {step.replica.endpoint}) did not take the "
-                f"request within {_ACCEPT_TIMEOUT_S:.0f} s; try again, and see its log"
-            )
-            raise UnavailableError(message, reason="NOT_ACCEPTED") from exc
-        if first is None or first.WhichOneof("event") != "accepted":
-            raise InternalError(f"stage {step.stage.name!r} did not say that it accepted the request; see its log")
-        return first.accepted
-
-    def _take(self, step: PlannedStep, event: stage_pb2.ExecuteStepResponse, notes: StepNotes) -> None:
-        match event.WhichOneof("event"):
-            case "progress":
-                notes.note_progress(event.progress)
-                self._record.add_progress(step.stage.name, event.progress)
-            case "output":
-                notes.note_output()
-                self._record.add_output(step.output_names.get(event.output.name, ""), event.output)
-            case "finished":
-                notes.note_finished(event.finished)
-                self._record.note_finished(step.stage.name, event.finished)
-            case "paused":
-                raise InternalError(f"stage {step.stage.name!r} paused although nobody asked it to")
-            case _:
-                # A second acceptance, a checkpoint, or an event of a newer contract: nothing to do.
-                pass
-
-    def _step_request(self, step: PlannedStep) -> stage_pb2.ExecuteStepRequest:
-        parameters = request_pb2.Parameters()
-        parameters.CopyFrom(self._request.parameters)
-        # A stage refuses options and adapters that it does not know; the pipeline's were checked as a whole.
-        for name in set(parameters.options) - set(step.stage.signature.options):
-            del parameters.options[name]
-        if not step.stage.signature.adapters:
-            parameters.ClearField("adapter")
-        return stage_pb2.ExecuteStepRequest(
-            request_id=self._request.request_id,
-            step_id=f"{self._request.request_id}/{step.stage.name}/{_ATTEMPT}",
-            attempt=_ATTEMPT,
-            input=self._input(step) if step.takes_input else None,
-            parameters=parameters,
-            inputs=step.inputs,
-            absent=step.absent,
-            outputs=step.outputs,
-            streamed=list(step.output_names),
-            priority=self._request.priority,
-        )
-
-    def _input(self, step: PlannedStep) -> request_pb2.Input:
-        """A stage is given what it knows of."""
-        given = self._request.input
-        if step.stage.signature.negative_prompt or not given.negative_prompt:
-            return given
-        known = request_pb2.Input()
-        known.CopyFrom(given)
-        known.ClearField("negative_prompt")
-        return known
-
-    async def _let_go(self, error: StagemeshError, group: asyncio.TaskGroup) -> None:
+    async def _let_go(self, error: StagemeshError) -> None:
         """Stops the steps that run still. The client hears of the error once they have, or soon."""
-        steps = [step for step in self._plan.steps if step.stage.name in self._running]
-        cancels = [group.create_task(self._cancel_step(step, error)) for step in steps]
+        assert self._group is not None, "only while it runs"
+        failed = {failure.stage for failure in self._failures}
+        left = [Former(part.replica, part.attempt) for part in self._parts.values() if part.at_work]
+        left = [former for former in left if former.replica.stage not in failed]
+        left += [former for part in self._parts.values() for former in part.former]
+        cancels = [self._group.create_task(self._cancel_step(former, error)) for former in left]
+        cancels += self._leaving
         if not cancels:
             return
         _, late = await asyncio.wait(cancels, timeout=_CLIENT_WAITS_S)
@@ -203,11 +422,60 @@ class RequestRun:
             self._record.close(error)
             await asyncio.wait(late)
 
-    async def _cancel_step(self, step: PlannedStep, error: StagemeshError) -> None:
+    async def _cancel_step(self, former: Former, error: StagemeshError | None) -> None:
+        if former.replica.gone is not None:
+            return
         request = stage_pb2.CancelStepRequest(
-            request_id=self._request.request_id, attempt=_ATTEMPT, reason=error.message
+            request_id=self._request.request_id,
+            attempt=former.attempt,
+            reason=error.message if error is not None else "another attempt has taken its place",
         )
         try:
-            await step.replica.client.cancel(request, timeout_s=_LET_GO_S)
+            await former.replica.client.cancel(request, timeout_s=_LET_GO_S)
         except StagemeshError as exc:
-            _log.warning("stage %s may still hold the request: %s", step.stage.name, exc.message)
+            _log.warning("replica %s may still hold the request: %s", former.replica.name, exc.message)
+
+    # -- tasks
+
+    def _spawn(self, part: Part, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        assert self._group is not None, "only while it runs"
+        task = self._group.create_task(work, name=f"{part.name}/{part.attempt}")
+        tasks = self._tasks[part.name]
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    def _spawn_former(self, former: Former) -> None:
+        assert self._group is not None, "only while it runs"
+        task = self._group.create_task(self._cancel_step(former, None), name="former")
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    def _no_longer_busy(self, stage: str, task: "asyncio.Task[None]") -> None:
+        if self._busy.get(stage) is task:
+            del self._busy[stage]
+            self._changed.set()
+
+
+def _cancel(tasks: "set[asyncio.Task[None]]") -> None:
+    for task in list(tasks):
+        task.cancel()
+
+
+def _cut_off(part: Part, error: StagemeshError) -> UnavailableError:
+    return UnavailableError(
+        f"stage {part.name!r} cannot go on with other neighbours: {error.message}", reason=NOT_REBOUND
+    )
+
+
+def _replaced(stage: str) -> UnavailableError:
+    return UnavailableError(f"what stage {stage!r} made from a checkpoint is needed from the start", reason=NOT_REBOUND)
+
+
+def _poison(part: Part, error: StagemeshError) -> UnavailableError:
+    return UnavailableError(
+        f"{part.deaths} processes of stage {part.name!r} died while they ran the request, the last one with nothing "
+        f"else to do ({error.message}); the request seems to be why",
+        reason=POISON_REQUEST,
+        metadata={"stage": part.name},
+    )

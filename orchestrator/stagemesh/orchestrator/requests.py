@@ -6,7 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
-from stagemesh.connectors.errors import ExistsError
+from stagemesh.connectors.errors import ExistsError, StagemeshError
+from stagemesh.orchestrator.callers import Callers
 from stagemesh.orchestrator.record import RequestRecord
 from stagemesh.v1 import orchestrator_pb2
 
@@ -17,8 +18,8 @@ KEEP_BYTES = 64 << 20
 class Stoppable(Protocol):
     """What can be told to end, harmlessly also when it has ended."""
 
-    def stop(self, reason: str) -> None:
-        """Has it end with CancelledRequestError."""
+    def stop(self, error: StagemeshError) -> None:
+        """Has it end with this error."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,11 @@ class KnownRequest:
     """A request by its id."""
 
     fingerprint: bytes
+    seed: int
+    """The one in force."""
     run: Stoppable
     record: RequestRecord
+    callers: Callers
     ended: asyncio.Event
     """Set once every stage has let go of it."""
 
@@ -48,10 +52,10 @@ class RequestTable:
         """The request of this id, running or kept."""
         return self._running.get(request_id) or self._ended.get(request_id)
 
-    def find_same(self, request_id: str, fingerprint: bytes) -> KnownRequest | None:
-        """The request of this id; raises ExistsError (REQUEST_EXISTS) when its content is another."""
+    def find_same(self, request_id: str, fingerprint: bytes, *, seed: int | None = None) -> KnownRequest | None:
+        """The request of this id; raises ExistsError (REQUEST_EXISTS) when its content or its seed is another."""
         known = self.find(request_id)
-        if known is not None and known.fingerprint != fingerprint:
+        if known is not None and (known.fingerprint != fingerprint or seed not in (None, known.seed)):
             raise ExistsError(
                 f"request {request_id!r} exists with other content; use another request_id",
                 reason="REQUEST_EXISTS",
@@ -94,8 +98,14 @@ class RequestTable:
 
 
 def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
-    """What two calls with one request_id must agree in: all but where the caller goes on reading."""
+    """What two calls with one request_id must agree in: all but how the caller goes on reading, and the seed, which one
+    that comes again knows from the first call.
+    """
     content = orchestrator_pb2.GenerateRequest()
     content.CopyFrom(request)
-    content.next_seqs.clear()
+    for name in ("next_seqs", "next_positions", "linger_s", "earlier_calls"):
+        content.ClearField(name)
+    content.parameters.ClearField("seed")
+    if not content.parameters.ByteSize():
+        content.ClearField("parameters")
     return hashlib.blake2b(content.SerializeToString(deterministic=True), digest_size=16).digest()

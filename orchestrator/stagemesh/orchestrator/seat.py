@@ -124,10 +124,14 @@ class Seat:
         now_s = asyncio.get_running_loop().time()
         if self._lost_at_s is None:
             self._lost_at_s, self._pause_s = now_s, _FIRST_PAUSE_S
+        else:
+            self._pause_s = min(_LAST_PAUSE_S, 2 * self._pause_s)
+        if not self.replica.met or self.replica.gone is not None:
             return
-        self._pause_s = min(_LAST_PAUSE_S, 2 * self._pause_s)
-        if self.replica.met and (now_s - self._lost_at_s > GIVE_UP_S or await self._connection.nobody_listens()):
+        if await self._connection.nobody_listens():
             self.replica.end(_ended(self.replica, f"is gone ({cause.message})"))
+        elif now_s - self._lost_at_s > GIVE_UP_S:
+            self.replica.end(_ended(self.replica, f"is out of reach ({cause.message})"), died=False)
 
 
 def _ended(replica: Replica, what: str, *, reason: str = REPLICA_LOST) -> UnavailableError:

@@ -47,7 +47,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     ) -> orchestrator_pb2.CancelRequestResponse:
         """See the proto."""
         async with answering(context, request_id=request.request_id):
-            await self._orchestrator.cancel(request.request_id)
+            await self._orchestrator.cancel(request.request_id, when_left=request.when_left)
         return orchestrator_pb2.CancelRequestResponse()
 
     async def DescribePipeline(  # noqa: N802

@@ -40,6 +40,11 @@ class StageClient(Protocol):
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
         """Stops a request's steps and returns once the engine has let go."""
 
+    async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
+        """Has a step go on with others at the far end of some edges. NotFoundError (UNKNOWN_STEP) where it does not run
+        there, NotReadyError (CHUNK_GONE) where the first chunks of an outgoing edge are kept no more.
+        """
+
     async def probe_edge(
         self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float
     ) -> EdgeProbe:
@@ -88,6 +93,13 @@ class GrpcStageClient:
         """See StageClient."""
         with self._asking():
             await self._stub.CancelStep(request, timeout=timeout_s)
+
+    async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
+        """See StageClient."""
+        try:
+            await self._stub.RebindStep(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as exc:
+            raise self._translate(exc, running=False) from exc
 
     async def probe_edge(
         self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from enum import Enum
+from typing import NamedTuple
 
 from stagemesh.connectors.errors import CancelledRequestError, StagemeshError
 from stagemesh.v1 import stage_pb2
@@ -30,6 +31,13 @@ class RequestState(Enum):
         return self not in {RequestState.QUEUED, RequestState.RUNNING}
 
 
+class Rebinding(NamedTuple):
+    """When neighbours of a step were replaced, and at the far end of which edges."""
+
+    at_s: float
+    edges: tuple[str, ...]
+
+
 class StepNotes:
     """An attempt at a stage's share of a request."""
 
@@ -47,7 +55,9 @@ class StepNotes:
         "outputs",
         "planned_s",
         "queue_position",
+        "rebindings",
         "replica",
+        "resumed_steps",
         "sent_s",
         "stage",
     )
@@ -63,6 +73,9 @@ class StepNotes:
         self.ended_s: float | None = None
         self.queue_position = self.outputs = 0
         self._progress = _NO_PROGRESS
+        self.resumed_steps: int | None = None
+        """Those of the checkpoint that it goes on from."""
+        self.rebindings: tuple[Rebinding, ...] = ()
         self.finished: stage_pb2.StepFinished | None = None
         self.error: StagemeshError | None = None
 
@@ -96,6 +109,10 @@ class StepNotes:
         """The engine got on."""
         self.heard_s = self._clock() - self._began_s
         self._progress = progress
+
+    def note_rebound(self, edges: Sequence[str]) -> None:
+        """It goes on with other neighbours."""
+        self.rebindings += (Rebinding(self._elapsed_s(), tuple(edges)),)
 
     def note_finished(self, finished: stage_pb2.StepFinished) -> None:
         """The stage is done."""

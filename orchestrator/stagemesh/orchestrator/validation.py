@@ -15,6 +15,8 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _CALLER = re.compile(r"[A-Za-z0-9._:@/-]{0,128}")
 _ROLES = ("system", "user", "assistant")
+_MAX_EARLIER_CALLS = 1_000_000
+_ATTEMPTS_A_CALL = 1000
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class ValidRequest:
     outputs: tuple[str, ...]
     priority: int = 0
     caller: str = ""
+    first_attempt: int = 1
+    """At each stage's share; above all that earlier calls may have begun, so that it takes over from them."""
 
     @property
     def seed(self) -> int:
@@ -41,6 +45,8 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
     _check_caller(request.caller)
     outputs = _check_outputs(request.outputs, pipeline)
     _check_outputs(request.next_seqs, pipeline)
+    _check_outputs(request.next_positions, pipeline)
+    _check_earlier_calls(request.earlier_calls)
     _check_input(request.input)
     _check_media(request.input, pipeline)
     _check_negative_prompt(request.input, pipeline)
@@ -58,6 +64,7 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
         outputs=outputs,
         priority=request.priority,
         caller=request.caller,
+        first_attempt=1 + _ATTEMPTS_A_CALL * request.earlier_calls,
     )
 
 
@@ -84,6 +91,13 @@ def _check_caller(caller: str) -> None:
         raise InvalidRequestError(
             f'caller is {caller[:140]!r}; use up to 128 letters, digits and "._:@/-", or none at all',
             reason="INVALID_CALLER",
+        )
+
+
+def _check_earlier_calls(earlier_calls: int) -> None:
+    if earlier_calls > _MAX_EARLIER_CALLS:
+        raise InvalidRequestError(
+            f"earlier_calls is {earlier_calls}; it may be {_MAX_EARLIER_CALLS}", reason="INVALID_EARLIER_CALLS"
         )
 
 

@@ -816,6 +816,8 @@ class StepStatus(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    RESUMED_STEPS_FIELD_NUMBER: _builtins.int
+    REBINDINGS_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     """The stage."""
     replica: _builtins.str
@@ -844,6 +846,8 @@ class StepStatus(_message.Message):
     """Engine steps in all, where the engine knows."""
     waits_for: _builtins.str
     """For people: what it waits for; empty where it computes, or has ended."""
+    resumed_steps: _builtins.int
+    """The engine steps of the checkpoint that it goes on from; unset where it began at the start."""
     @_builtins.property
     def report(self) -> _control_pb2.StepReport:
         """What its replica says of it; unset where it has ended, or the replica did not answer."""
@@ -855,6 +859,10 @@ class StepStatus(_message.Message):
     @_builtins.property
     def error(self) -> _chunk_pb2.Error:
         """What it failed of; unset where it did not."""
+
+    @_builtins.property
+    def rebindings(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRebinding]:
+        """When neighbours of it were replaced, in order."""
 
     def __init__(
         self,
@@ -876,10 +884,12 @@ class StepStatus(_message.Message):
         report: _control_pb2.StepReport | None = ...,
         finished: _stage_pb2.StepFinished | None = ...,
         error: _chunk_pb2.Error | None = ...,
+        resumed_steps: _builtins.int | None = ...,
+        rebindings: _abc.Iterable[Global___StepRebinding] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_heard_s", b"_heard_s", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "heard_s", b"heard_s", "report", b"report", "sent_s", b"sent_s", "total_steps", b"total_steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_heard_s", b"_heard_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "heard_s", b"heard_s", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "total_steps", b"total_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_heard_s", b"_heard_s", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "attempt", b"attempt", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "heard_s", b"heard_s", "outputs", b"outputs", "planned_s", b"planned_s", "queue_position", b"queue_position", "replica", b"replica", "report", b"report", "sent_s", b"sent_s", "stage", b"stage", "steps", b"steps", "total_steps", b"total_steps", "waits_for", b"waits_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s", "_ended_s", b"_ended_s", "_first_output_s", b"_first_output_s", "_heard_s", b"_heard_s", "_resumed_steps", b"_resumed_steps", "_sent_s", b"_sent_s", "_total_steps", b"_total_steps", "accepted_s", b"accepted_s", "attempt", b"attempt", "ended_s", b"ended_s", "error", b"error", "finished", b"finished", "first_output_s", b"first_output_s", "heard_s", b"heard_s", "outputs", b"outputs", "planned_s", b"planned_s", "queue_position", b"queue_position", "rebindings", b"rebindings", "replica", b"replica", "report", b"report", "resumed_steps", b"resumed_steps", "sent_s", b"sent_s", "stage", b"stage", "steps", b"steps", "total_steps", b"total_steps", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accepted_s: _TypeAlias = _typing.Literal["accepted_s"]  # noqa: Y015
     _WhichOneofArgType__accepted_s: _TypeAlias = _typing.Literal["_accepted_s", b"_accepted_s"]  # noqa: Y015
@@ -889,6 +899,8 @@ class StepStatus(_message.Message):
     _WhichOneofArgType__first_output_s: _TypeAlias = _typing.Literal["_first_output_s", b"_first_output_s"]  # noqa: Y015
     _WhichOneofReturnType__heard_s: _TypeAlias = _typing.Literal["heard_s"]  # noqa: Y015
     _WhichOneofArgType__heard_s: _TypeAlias = _typing.Literal["_heard_s", b"_heard_s"]  # noqa: Y015
+    _WhichOneofReturnType__resumed_steps: _TypeAlias = _typing.Literal["resumed_steps"]  # noqa: Y015
+    _WhichOneofArgType__resumed_steps: _TypeAlias = _typing.Literal["_resumed_steps", b"_resumed_steps"]  # noqa: Y015
     _WhichOneofReturnType__sent_s: _TypeAlias = _typing.Literal["sent_s"]  # noqa: Y015
     _WhichOneofArgType__sent_s: _TypeAlias = _typing.Literal["_sent_s", b"_sent_s"]  # noqa: Y015
     _WhichOneofReturnType__total_steps: _TypeAlias = _typing.Literal["total_steps"]  # noqa: Y015
@@ -902,11 +914,41 @@ class StepStatus(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__heard_s) -> _WhichOneofReturnType__heard_s | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resumed_steps) -> _WhichOneofReturnType__resumed_steps | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sent_s) -> _WhichOneofReturnType__sent_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__total_steps) -> _WhichOneofReturnType__total_steps | None: ...
 
 Global___StepStatus: _TypeAlias = StepStatus  # noqa: Y015
+
+@_typing.final
+class StepRebinding(_message.Message):
+    """StepRebinding is a moment from which a step goes on with others at the far end of some edges."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_S_FIELD_NUMBER: _builtins.int
+    EDGES_FIELD_NUMBER: _builtins.int
+    at_s: _builtins.float
+    """When."""
+    @_builtins.property
+    def edges(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The edges."""
+
+    def __init__(
+        self,
+        *,
+        at_s: _builtins.float = ...,
+        edges: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "edges", b"edges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepRebinding: _TypeAlias = StepRebinding  # noqa: Y015
 
 @_typing.final
 class FlowStatus(_message.Message):
@@ -1037,6 +1079,7 @@ class DrainReplicasRequest(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     FORCE_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
+    MOVE_AFTER_S_FIELD_NUMBER: _builtins.int
     target: _builtins.str
     """A replica or a stage."""
     force: _builtins.bool
@@ -1045,18 +1088,25 @@ class DrainReplicasRequest(_message.Message):
     """Return only when nothing runs there any more. Where that takes longer than the call may, it fails (DEADLINE_EXCEEDED,
     STILL_RUNNING), and the target stays drained.
     """
+    move_after_s: _builtins.float
+    """What runs there still after so many seconds goes on on another replica, from its newest checkpoint or else from its
+    start; clients do not notice. 0 is at once; absent, it finishes where it is.
+    """
     def __init__(
         self,
         *,
         target: _builtins.str = ...,
         force: _builtins.bool = ...,
         wait: _builtins.bool = ...,
+        move_after_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_move_after_s", b"_move_after_s", "move_after_s", b"move_after_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "target", b"target", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_move_after_s", b"_move_after_s", "force", b"force", "move_after_s", b"move_after_s", "target", b"target", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__move_after_s: _TypeAlias = _typing.Literal["move_after_s"]  # noqa: Y015
+    _WhichOneofArgType__move_after_s: _TypeAlias = _typing.Literal["_move_after_s", b"_move_after_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__move_after_s) -> _WhichOneofReturnType__move_after_s | None: ...
 
 Global___DrainReplicasRequest: _TypeAlias = DrainReplicasRequest  # noqa: Y015
 

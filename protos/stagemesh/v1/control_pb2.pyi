@@ -597,14 +597,24 @@ class DrainRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MOVE_AFTER_S_FIELD_NUMBER: _builtins.int
+    move_after_s: _builtins.float
+    """What runs still after so many seconds is to go on elsewhere: a step is paused (ExecuteStepResponse.paused) where the
+    engine can, and fails otherwise (UNAVAILABLE, DRAINED), upon which its orchestrator has it run on another replica.
+    Steps that come later are refused (NOT_READY). 0 is at once; absent, what runs finishes here.
+    """
     def __init__(
         self,
+        *,
+        move_after_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_move_after_s", b"_move_after_s", "move_after_s", b"move_after_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_move_after_s", b"_move_after_s", "move_after_s", b"move_after_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__move_after_s: _TypeAlias = _typing.Literal["move_after_s"]  # noqa: Y015
+    _WhichOneofArgType__move_after_s: _TypeAlias = _typing.Literal["_move_after_s", b"_move_after_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__move_after_s) -> _WhichOneofReturnType__move_after_s | None: ...
 
 Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 

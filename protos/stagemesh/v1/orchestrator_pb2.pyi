@@ -47,6 +47,26 @@ class GenerateRequest(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class NextPositionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PIPELINE_FIELD_NUMBER: _builtins.int
     INPUT_FIELD_NUMBER: _builtins.int
@@ -55,6 +75,9 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     NEXT_SEQS_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
+    NEXT_POSITIONS_FIELD_NUMBER: _builtins.int
+    LINGER_S_FIELD_NUMBER: _builtins.int
+    EARLIER_CALLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request everywhere; 1 to 128 characters of letters, digits, '.', '_', ':' and '-'. Empty: the orchestrator
     draws one and reports it.
@@ -69,6 +92,15 @@ class GenerateRequest(_message.Message):
     """In whose name, up to 128 characters of letters, digits and "._:@/-"; another is refused (INVALID_ARGUMENT,
     INVALID_CALLER). Callers of equal priority share the pipeline and its queue evenly, and limits by caller count for
     each. Empty: one caller that all without a name share.
+    """
+    linger_s: _builtins.int
+    """For how many seconds the request goes on without a caller, for one that comes back; more than 60 count as 60. That of
+    the latest call counts. 0: not at all.
+    """
+    earlier_calls: _builtins.int
+    """How many calls of this request the caller has made before that may have got as far as to run, wherever they went; at
+    most 1000000 (INVALID_ARGUMENT, INVALID_EARLIER_CALLS). What a call with more of them starts takes over from what one
+    with fewer has left on the stages.
     """
     @_builtins.property
     def input(self) -> _request_pb2.Input:
@@ -86,6 +118,13 @@ class GenerateRequest(_message.Message):
     def next_seqs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """When attaching again: for each output, the first seq not yet received."""
 
+    @_builtins.property
+    def next_positions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """When attaching again, to this orchestrator or another one of the pipeline, which may have to run the request anew: how
+        much of each output has been received, in code points of text, tokens, samples of sound, rows of a tensor, or images.
+        What lies before is not sent again. An output that is named here goes by it, not by next_seqs.
+        """
+
     def __init__(
         self,
         *,
@@ -97,10 +136,13 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         next_seqs: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         caller: _builtins.str = ...,
+        next_positions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        linger_s: _builtins.int = ...,
+        earlier_calls: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "parameters", b"parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "input", b"input", "next_seqs", b"next_seqs", "outputs", b"outputs", "parameters", b"parameters", "pipeline", b"pipeline", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "earlier_calls", b"earlier_calls", "input", b"input", "linger_s", b"linger_s", "next_positions", b"next_positions", "next_seqs", b"next_seqs", "outputs", b"outputs", "parameters", b"parameters", "pipeline", b"pipeline", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -324,16 +366,22 @@ class CancelRequestRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    WHEN_LEFT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request; an unknown one fails (NOT_FOUND, UNKNOWN_REQUEST)."""
+    when_left: _builtins.bool
+    """Not at once, but as soon as no caller follows it: for a caller that goes for good although it asked for
+    GenerateRequest.linger_s, which is taken back. The answer does not wait for that.
+    """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        when_left: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "when_left", b"when_left"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -341,7 +389,7 @@ Global___CancelRequestRequest: _TypeAlias = CancelRequestRequest  # noqa: Y015
 
 @_typing.final
 class CancelRequestResponse(_message.Message):
-    """CancelRequestResponse is sent once every stage has let go."""
+    """CancelRequestResponse is sent once every stage has let go, but for when_left."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

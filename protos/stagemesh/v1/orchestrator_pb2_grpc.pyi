@@ -36,7 +36,13 @@ class OrchestratorServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_orchestrator_pb2.GenerateRequest, _orchestrator_pb2.GenerateResponse]
     """Generate runs a request through a pipeline and streams its outputs as they are made. A second call with the
     same request_id and content attaches to the first; with other content it fails (ALREADY_EXISTS,
-    REQUEST_EXISTS). The request is cancelled when its last caller goes.
+    REQUEST_EXISTS). A seed that the second call leaves out is no other content, nor one that is in force. The request is
+    cancelled when its last caller goes, or GenerateRequest.linger_s later.
+
+    A caller that lost its connection or its orchestrator calls again, here or at another orchestrator of the pipeline,
+    with the seed that RequestAdmitted told and with what it has (next_positions). One that still knows the request goes on
+    with it; any other runs it anew, and what was left of it elsewhere is stopped. An orchestrator that stops before a request
+    is done says so (UNAVAILABLE, NOT_RUNNING).
 
     A request beyond the pipeline's limits waits in a bounded queue and hears where it stands. Beyond that queue it is refused
     (RESOURCE_EXHAUSTED; ADMISSION_LIMIT, or CALLER_LIMIT for a limit of its caller's), with RetryInfo: who comes back
@@ -57,7 +63,13 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_orchestrator_pb2.GenerateRequest, _orchestrator_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate runs a request through a pipeline and streams its outputs as they are made. A second call with the
     same request_id and content attaches to the first; with other content it fails (ALREADY_EXISTS,
-    REQUEST_EXISTS). The request is cancelled when its last caller goes.
+    REQUEST_EXISTS). A seed that the second call leaves out is no other content, nor one that is in force. The request is
+    cancelled when its last caller goes, or GenerateRequest.linger_s later.
+
+    A caller that lost its connection or its orchestrator calls again, here or at another orchestrator of the pipeline,
+    with the seed that RequestAdmitted told and with what it has (next_positions). One that still knows the request goes on
+    with it; any other runs it anew, and what was left of it elsewhere is stopped. An orchestrator that stops before a request
+    is done says so (UNAVAILABLE, NOT_RUNNING).
 
     A request beyond the pipeline's limits waits in a bounded queue and hears where it stands. Beyond that queue it is refused
     (RESOURCE_EXHAUSTED; ADMISSION_LIMIT, or CALLER_LIMIT for a limit of its caller's), with RetryInfo: who comes back
@@ -81,7 +93,13 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_orchestrator_pb2.GenerateResponse], _abc.AsyncIterator[_orchestrator_pb2.GenerateResponse]]:
         """Generate runs a request through a pipeline and streams its outputs as they are made. A second call with the
         same request_id and content attaches to the first; with other content it fails (ALREADY_EXISTS,
-        REQUEST_EXISTS). The request is cancelled when its last caller goes.
+        REQUEST_EXISTS). A seed that the second call leaves out is no other content, nor one that is in force. The request is
+        cancelled when its last caller goes, or GenerateRequest.linger_s later.
+
+        A caller that lost its connection or its orchestrator calls again, here or at another orchestrator of the pipeline,
+        with the seed that RequestAdmitted told and with what it has (next_positions). One that still knows the request goes on
+        with it; any other runs it anew, and what was left of it elsewhere is stopped. An orchestrator that stops before a request
+        is done says so (UNAVAILABLE, NOT_RUNNING).
 
         A request beyond the pipeline's limits waits in a bounded queue and hears where it stands. Beyond that queue it is refused
         (RESOURCE_EXHAUSTED; ADMISSION_LIMIT, or CALLER_LIMIT for a limit of its caller's), with RetryInfo: who comes back

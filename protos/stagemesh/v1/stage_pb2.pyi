@@ -118,7 +118,9 @@ class ExecuteStepRequest(_message.Message):
     step_id: _builtins.str
     """Names this call for idempotency, 1 to 256 such characters or '/'."""
     attempt: _builtins.int
-    """The try at this stage's share, from 1. Lower than one seen before fails (STALE_ATTEMPT)."""
+    """The try at this stage's share, from 1. Lower than one seen before fails (STALE_ATTEMPT; the error's metadata say which
+    `attempt` that was).
+    """
     max_steps: _builtins.int
     """Stop after so many engine steps with the state kept, unless that is the end. Absent: run to the end. An engine that
     cannot pause refuses it (UNSUPPORTED), and so is 0 (INVALID_ARGUMENT). Outgoing edges are bound by the call that runs
@@ -196,6 +198,7 @@ class InputBinding(_message.Message):
     PRODUCER_FIELD_NUMBER: _builtins.int
     TRANSFORM_FIELD_NUMBER: _builtins.int
     APART_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
     """The edge's name."""
     producer: _builtins.str
@@ -206,6 +209,8 @@ class InputBinding(_message.Message):
     """Its packets are inputs of their own, taken as they come. Otherwise a packet waits until each other edge that is not
     apart has one, and all make one input.
     """
+    attempt: _builtins.int
+    """The attempt of the edge's flow, by which its two ends know each other; 0 is the step's."""
     def __init__(
         self,
         *,
@@ -213,10 +218,11 @@ class InputBinding(_message.Message):
         producer: _builtins.str = ...,
         transform: _builtins.str = ...,
         apart: _builtins.bool = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apart", b"apart", "edge", b"edge", "producer", b"producer", "transform", b"transform"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apart", b"apart", "attempt", b"attempt", "edge", b"edge", "producer", b"producer", "transform", b"transform"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -235,6 +241,7 @@ class OutputBinding(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
     """The edge's name."""
     consumer: _builtins.str
@@ -245,6 +252,8 @@ class OutputBinding(_message.Message):
     """How the bytes are to cross."""
     tokens: Global___TokenSelection.ValueType
     """Which tokens' rows it carries, of tensors that have a row for each token, as hidden states have."""
+    attempt: _builtins.int
+    """The attempt of the edge's flow, by which its two ends know each other; 0 is the step's."""
     @_builtins.property
     def policy(self) -> Global___ChunkPolicy:
         """How the flow is cut into chunks."""
@@ -263,10 +272,11 @@ class OutputBinding(_message.Message):
         policy: Global___ChunkPolicy | None = ...,
         tensors: _abc.Iterable[_builtins.str] | None = ...,
         tokens: Global___TokenSelection.ValueType = ...,
+        attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint", "policy", b"policy", "tensors", b"tensors", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "connector", b"connector", "consumer", b"consumer", "edge", b"edge", "endpoint", b"endpoint", "policy", b"policy", "tensors", b"tensors", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -377,10 +387,31 @@ class Checkpoint(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RowsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STEPS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     """Engine steps done."""
     @_builtins.property
@@ -397,6 +428,12 @@ class Checkpoint(_message.Message):
     def outputs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """How many outputs of each name the steps have made."""
 
+    @_builtins.property
+    def rows(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """How many rows of each emitted tensor the steps have made, along its first axis: a step that resumes emits those after
+        them.
+        """
+
     def __init__(
         self,
         *,
@@ -404,14 +441,125 @@ class Checkpoint(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tensors: _abc.Iterable[_tensor_pb2.Tensor] | None = ...,
         outputs: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        rows: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs", "steps", b"steps", "tensors", b"tensors", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs", "rows", b"rows", "steps", b"steps", "tensors", b"tensors", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
+
+@_typing.final
+class RebindStepRequest(_message.Message):
+    """RebindStepRequest says who is at the other end of some of a step's edges from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request."""
+    step_id: _builtins.str
+    """The step, as ExecuteStep named it."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___InputRebinding]:
+        """Incoming edges, each with its new producer."""
+
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputBinding]:
+        """Outgoing edges, each with its new consumer, who is sent all chunks from the first on."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        step_id: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___InputRebinding] | None = ...,
+        outputs: _abc.Iterable[Global___OutputBinding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "outputs", b"outputs", "request_id", b"request_id", "step_id", b"step_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebindStepRequest: _TypeAlias = RebindStepRequest  # noqa: Y015
+
+@_typing.final
+class InputRebinding(_message.Message):
+    """InputRebinding has another producer feed an incoming edge. What the step has taken is not taken again: the rows of a
+    tensor are counted along its first axis, over all of the edge's packets.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FirstRowsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    BINDING_FIELD_NUMBER: _builtins.int
+    FIRST_ROWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def binding(self) -> Global___InputBinding:
+        """The edge, its new producer, and the flow's new attempt; the transform stays what it was."""
+
+    @_builtins.property
+    def first_rows(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Rows of each tensor that lie before the first that the new flow brings: those of the checkpoint that its producer
+        resumes from. 0 where a tensor is not named; one that the edge does not carry must not be. More than the step has taken
+        is refused (ROWS_MISSING), and so is anything but 0 on an edge whose chunks repeat left context.
+        """
+
+    def __init__(
+        self,
+        *,
+        binding: Global___InputBinding | None = ...,
+        first_rows: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["binding", b"binding", "first_rows", b"first_rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InputRebinding: _TypeAlias = InputRebinding  # noqa: Y015
+
+@_typing.final
+class RebindStepResponse(_message.Message):
+    """RebindStepResponse says that the edges are bound: the new producer may start, and the new consumer is being fed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebindStepResponse: _TypeAlias = RebindStepResponse  # noqa: Y015
 
 @_typing.final
 class ExecuteStepResponse(_message.Message):
@@ -443,7 +591,7 @@ class ExecuteStepResponse(_message.Message):
 
     @_builtins.property
     def paused(self) -> Global___StepPaused:
-        """Last: max_steps is reached, the state is kept."""
+        """Last: max_steps is reached, or the replica hands the step on (DrainRequest.move_after_s); the state is kept."""
 
     @_builtins.property
     def finished(self) -> Global___StepFinished:
@@ -521,7 +669,7 @@ Global___StepProgress: _TypeAlias = StepProgress  # noqa: Y015
 
 @_typing.final
 class StepPaused(_message.Message):
-    """StepPaused ends a call that had max_steps."""
+    """StepPaused ends a call that had max_steps, or whose replica drains."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

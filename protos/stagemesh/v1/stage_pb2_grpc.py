@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class StageServiceStub(object):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad, CancelStep and
-    ProbeEdge; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, RebindStep, Describe, WatchLoad, CancelStep
+    and ProbeEdge; other stages call PutChunk and GetChunk.
     """
 
     def __init__(self, channel):
@@ -40,6 +40,11 @@ class StageServiceStub(object):
                 '/stagemesh.v1.StageService/ExecuteStep',
                 request_serializer=stagemesh_dot_v1_dot_stage__pb2.ExecuteStepRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_v1_dot_stage__pb2.ExecuteStepResponse.FromString,
+                _registered_method=True)
+        self.RebindStep = channel.unary_unary(
+                '/stagemesh.v1.StageService/RebindStep',
+                request_serializer=stagemesh_dot_v1_dot_stage__pb2.RebindStepRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_stage__pb2.RebindStepResponse.FromString,
                 _registered_method=True)
         self.PutChunk = channel.stream_stream(
                 '/stagemesh.v1.StageService/PutChunk',
@@ -74,14 +79,28 @@ class StageServiceStub(object):
 
 
 class StageServiceServicer(object):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad, CancelStep and
-    ProbeEdge; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, RebindStep, Describe, WatchLoad, CancelStep
+    and ProbeEdge; other stages call PutChunk and GetChunk.
     """
 
     def ExecuteStep(self, request, context):
         """ExecuteStep advances a request on this stage. The orchestrator calls it once a stage and attempt. A second
         call with the same step_id and content attaches to the first and hears its events from the start; with other content
-        it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled when its last caller goes.
+        it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller went, unless one
+        comes back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RebindStep(self, request, context):
+        """RebindStep has a running step go on with another replica, or another attempt, at the other end of some of its edges.
+        Called by orchestrators once a neighbour of the step is gone. A step that has finished is rebound too, as long as one of
+        its consumers has not: its outgoing edges alone. One that does not run here and has left nothing is not found
+        (NOT_FOUND, UNKNOWN_STEP), nor is an edge that it does not have (UNKNOWN_EDGE). Refused (FAILED_PRECONDITION) are an
+        outgoing edge whose first chunks are kept no more (CHUNK_GONE), an incoming one that would lose rows (ROWS_MISSING; the
+        error's metadata say `edge`, `tensor`, and how many `rows` of it were taken), and an attempt of an edge that is lower
+        than the one that holds (STALE_ATTEMPT). Nothing is rebound then. What is bound so already stays as it is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -143,6 +162,11 @@ def add_StageServiceServicer_to_server(servicer, server):
                     request_deserializer=stagemesh_dot_v1_dot_stage__pb2.ExecuteStepRequest.FromString,
                     response_serializer=stagemesh_dot_v1_dot_stage__pb2.ExecuteStepResponse.SerializeToString,
             ),
+            'RebindStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.RebindStep,
+                    request_deserializer=stagemesh_dot_v1_dot_stage__pb2.RebindStepRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_stage__pb2.RebindStepResponse.SerializeToString,
+            ),
             'PutChunk': grpc.stream_stream_rpc_method_handler(
                     servicer.PutChunk,
                     request_deserializer=stagemesh_dot_v1_dot_stage__pb2.PutChunkRequest.FromString,
@@ -182,8 +206,8 @@ def add_StageServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StageService(object):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad, CancelStep and
-    ProbeEdge; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, RebindStep, Describe, WatchLoad, CancelStep
+    and ProbeEdge; other stages call PutChunk and GetChunk.
     """
 
     @staticmethod
@@ -203,6 +227,33 @@ class StageService(object):
             '/stagemesh.v1.StageService/ExecuteStep',
             stagemesh_dot_v1_dot_stage__pb2.ExecuteStepRequest.SerializeToString,
             stagemesh_dot_v1_dot_stage__pb2.ExecuteStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RebindStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stagemesh.v1.StageService/RebindStep',
+            stagemesh_dot_v1_dot_stage__pb2.RebindStepRequest.SerializeToString,
+            stagemesh_dot_v1_dot_stage__pb2.RebindStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class StageServiceStub:
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad, CancelStep and
-    ProbeEdge; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, RebindStep, Describe, WatchLoad, CancelStep
+    and ProbeEdge; other stages call PutChunk and GetChunk.
     """
 
     @_typing.overload
@@ -38,7 +38,17 @@ class StageServiceStub:
     ExecuteStep: _grpc.UnaryStreamMultiCallable[_stage_pb2.ExecuteStepRequest, _stage_pb2.ExecuteStepResponse]
     """ExecuteStep advances a request on this stage. The orchestrator calls it once a stage and attempt. A second
     call with the same step_id and content attaches to the first and hears its events from the start; with other content
-    it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled when its last caller goes.
+    it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller went, unless one
+    comes back.
+    """
+    RebindStep: _grpc.UnaryUnaryMultiCallable[_stage_pb2.RebindStepRequest, _stage_pb2.RebindStepResponse]
+    """RebindStep has a running step go on with another replica, or another attempt, at the other end of some of its edges.
+    Called by orchestrators once a neighbour of the step is gone. A step that has finished is rebound too, as long as one of
+    its consumers has not: its outgoing edges alone. One that does not run here and has left nothing is not found
+    (NOT_FOUND, UNKNOWN_STEP), nor is an edge that it does not have (UNKNOWN_EDGE). Refused (FAILED_PRECONDITION) are an
+    outgoing edge whose first chunks are kept no more (CHUNK_GONE), an incoming one that would lose rows (ROWS_MISSING; the
+    error's metadata say `edge`, `tensor`, and how many `rows` of it were taken), and an attempt of an edge that is lower
+    than the one that holds (STALE_ATTEMPT). Nothing is rebound then. What is bound so already stays as it is.
     """
     PutChunk: _grpc.StreamStreamMultiCallable[_stage_pb2.PutChunkRequest, _stage_pb2.PutChunkResponse]
     """PutChunk carries chunks from a producing replica, which calls, to a consuming one. One long-lived
@@ -65,15 +75,25 @@ class StageServiceStub:
 
 @_typing.type_check_only
 class StageServiceAsyncStub(StageServiceStub):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad, CancelStep and
-    ProbeEdge; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, RebindStep, Describe, WatchLoad, CancelStep
+    and ProbeEdge; other stages call PutChunk and GetChunk.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ExecuteStep: _aio.UnaryStreamMultiCallable[_stage_pb2.ExecuteStepRequest, _stage_pb2.ExecuteStepResponse]  # type: ignore[assignment]
     """ExecuteStep advances a request on this stage. The orchestrator calls it once a stage and attempt. A second
     call with the same step_id and content attaches to the first and hears its events from the start; with other content
-    it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled when its last caller goes.
+    it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller went, unless one
+    comes back.
+    """
+    RebindStep: _aio.UnaryUnaryMultiCallable[_stage_pb2.RebindStepRequest, _stage_pb2.RebindStepResponse]  # type: ignore[assignment]
+    """RebindStep has a running step go on with another replica, or another attempt, at the other end of some of its edges.
+    Called by orchestrators once a neighbour of the step is gone. A step that has finished is rebound too, as long as one of
+    its consumers has not: its outgoing edges alone. One that does not run here and has left nothing is not found
+    (NOT_FOUND, UNKNOWN_STEP), nor is an edge that it does not have (UNKNOWN_EDGE). Refused (FAILED_PRECONDITION) are an
+    outgoing edge whose first chunks are kept no more (CHUNK_GONE), an incoming one that would lose rows (ROWS_MISSING; the
+    error's metadata say `edge`, `tensor`, and how many `rows` of it were taken), and an attempt of an edge that is lower
+    than the one that holds (STALE_ATTEMPT). Nothing is rebound then. What is bound so already stays as it is.
     """
     PutChunk: _aio.StreamStreamMultiCallable[_stage_pb2.PutChunkRequest, _stage_pb2.PutChunkResponse]  # type: ignore[assignment]
     """PutChunk carries chunks from a producing replica, which calls, to a consuming one. One long-lived
@@ -99,8 +119,8 @@ class StageServiceAsyncStub(StageServiceStub):
     """
 
 class StageServiceServicer(metaclass=_abc_1.ABCMeta):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, Describe, WatchLoad, CancelStep and
-    ProbeEdge; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, RebindStep, Describe, WatchLoad, CancelStep
+    and ProbeEdge; other stages call PutChunk and GetChunk.
     """
 
     @_abc_1.abstractmethod
@@ -111,7 +131,23 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_stage_pb2.ExecuteStepResponse], _abc.AsyncIterator[_stage_pb2.ExecuteStepResponse]]:
         """ExecuteStep advances a request on this stage. The orchestrator calls it once a stage and attempt. A second
         call with the same step_id and content attaches to the first and hears its events from the start; with other content
-        it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled when its last caller goes.
+        it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller went, unless one
+        comes back.
+        """
+
+    @_abc_1.abstractmethod
+    def RebindStep(
+        self,
+        request: _stage_pb2.RebindStepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_stage_pb2.RebindStepResponse, _abc.Awaitable[_stage_pb2.RebindStepResponse]]:
+        """RebindStep has a running step go on with another replica, or another attempt, at the other end of some of its edges.
+        Called by orchestrators once a neighbour of the step is gone. A step that has finished is rebound too, as long as one of
+        its consumers has not: its outgoing edges alone. One that does not run here and has left nothing is not found
+        (NOT_FOUND, UNKNOWN_STEP), nor is an edge that it does not have (UNKNOWN_EDGE). Refused (FAILED_PRECONDITION) are an
+        outgoing edge whose first chunks are kept no more (CHUNK_GONE), an incoming one that would lose rows (ROWS_MISSING; the
+        error's metadata say `edge`, `tensor`, and how many `rows` of it were taken), and an attempt of an edge that is lower
+        than the one that holds (STALE_ATTEMPT). Nothing is rebound then. What is bound so already stays as it is.
         """
 
     @_abc_1.abstractmethod

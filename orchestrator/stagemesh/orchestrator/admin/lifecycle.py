@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from stagemesh.connectors.errors import DeadlineError, InvalidRequestError, NotReadyError, StagemeshError
@@ -41,9 +42,10 @@ class Lifecycle:
         # Of two replicas that are drained at once, each would take the other for the one that is left.
         self._draining = asyncio.Lock()
 
-    async def drain(self, target: str, *, force: bool) -> list[Replica]:
-        """Has nothing more planned on the target. Raises NotReadyError (LAST_REPLICA) where no ready replica would be
-        left, unless forced.
+    async def drain(self, target: str, *, force: bool, move_after_s: float | None = None) -> list[Replica]:
+        """Has nothing more planned on the target, and what runs there still after `move_after_s` go on elsewhere.
+
+        Raises NotReadyError (LAST_REPLICA) where no ready replica would be left, unless forced.
         """
         async with self._draining:
             replicas = self._directory.target(target)
@@ -51,7 +53,8 @@ class Lifecycle:
                 self._check_others(replicas, what="draining")
             # Of a stage, those that serve; what was named alone says itself why it cannot.
             await _each(
-                [replica for replica in replicas if len(replicas) == 1 or replica.state is ReplicaState.READY], _drain
+                [replica for replica in replicas if len(replicas) == 1 or replica.state is ReplicaState.READY],
+                partial(_drain, move_after_s=move_after_s),
             )
             return replicas
 
@@ -194,8 +197,9 @@ async def _incarnation(replica: Replica) -> str:
     return (await replica.client.describe(timeout_s=_CALL_S)).incarnation
 
 
-async def _drain(replica: Replica) -> None:
-    await _control(replica, "Drain", control_pb2.DrainRequest().SerializeToString())
+async def _drain(replica: Replica, *, move_after_s: float | None = None) -> None:
+    request = control_pb2.DrainRequest(move_after_s=move_after_s)
+    await _control(replica, "Drain", request.SerializeToString())
     if replica.state is ReplicaState.READY:
         replica.observe(ReplicaState.DRAINING, _DRAINED)
 

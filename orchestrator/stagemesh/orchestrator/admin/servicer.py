@@ -120,7 +120,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.DrainReplicasResponse:
         """See the proto."""
         async with answering(context):
-            replicas = await self._lifecycle.drain(request.target, force=request.force)
+            move_after_s = request.move_after_s if request.HasField("move_after_s") else None
+            replicas = await self._lifecycle.drain(request.target, force=request.force, move_after_s=move_after_s)
             if request.wait:
                 await self._lifecycle.wait_idle(replicas, timeout_s=_time_to_wait_s(context))
             return admin_pb2.DrainReplicasResponse(replicas=map(replica_status, replicas))

@@ -188,6 +188,8 @@ def _step(step: InspectedStep) -> admin_pb2.StepStatus:
         report=step.report,
         finished=notes.finished,
         error=error_to_wire(notes.error) if notes.error is not None else None,
+        resumed_steps=notes.resumed_steps,
+        rebindings=[admin_pb2.StepRebinding(at_s=each.at_s, edges=each.edges) for each in notes.rebindings],
     )
 
 

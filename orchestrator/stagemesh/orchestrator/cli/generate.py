@@ -9,7 +9,7 @@ import typer
 
 from stagemesh.orchestrator.cli import sampling
 from stagemesh.orchestrator.cli.failures import AsJson
-from stagemesh.orchestrator.cli.options import DEFAULT_SERVER, Server, read_pairs
+from stagemesh.orchestrator.cli.options import DEFAULT_SERVER, Server, read_endpoints, read_pairs
 
 if TYPE_CHECKING:
     from stagemesh.client import AsyncClient, Content, GenerateArguments, Result
@@ -109,7 +109,7 @@ async def _request(
 ) -> "Result":
     from stagemesh.client import AsyncClient
 
-    async with AsyncClient(server) as client:
+    async with AsyncClient(*read_endpoints(server)) as client:
         return await stream(client, prompt, arguments=arguments, timeout_s=timeout_s, sinks=sinks)
 
 

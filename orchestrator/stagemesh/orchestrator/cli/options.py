@@ -11,7 +11,12 @@ DEFAULT_ADMIN_PORT = DEFAULT_PORT + 1
 PipelineName = Annotated[
     str, typer.Argument(metavar="PIPELINE", help="A shipped pipeline, for example speech, or the path of a YAML file.")
 ]
-Server = Annotated[str, typer.Option("--server", "-s", metavar="HOST:PORT", help="Where the orchestrator serves.")]
+Server = Annotated[
+    str,
+    typer.Option(
+        "--server", "-s", metavar="HOST:PORT", help="Where the orchestrator serves; several, with commas, in turn."
+    ),
+]
 DEFAULT_SERVER = f"127.0.0.1:{DEFAULT_PORT}"
 AdminServer = Annotated[
     str,
@@ -48,6 +53,14 @@ def read_pairs(texts: Sequence[str] | None, *, option: str, convert: Callable[[s
         except ValueError as exc:
             raise typer.BadParameter(f"the value of {text!r} does not fit: {exc}", param_hint=option) from exc
     return pairs
+
+
+def read_endpoints(server: str) -> list[str]:
+    """The endpoints of --server; none at all is a usage error."""
+    endpoints = [endpoint.strip() for endpoint in server.split(",") if endpoint.strip()]
+    if not endpoints:
+        raise typer.BadParameter("it names no HOST:PORT", param_hint="--server")
+    return endpoints
 
 
 def read_overrides(settings: Sequence[str] | None, replicas: Sequence[str] | None = None) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from stagemesh.orchestrator.cli.failures import AsJson
-from stagemesh.orchestrator.cli.options import DEFAULT_SERVER, Server
+from stagemesh.orchestrator.cli.options import DEFAULT_SERVER, Server, read_endpoints
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +20,7 @@ def stages(server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> None:
     from stagemesh.client import Client
     from stagemesh.orchestrator.cli.tables import links_table, print_whole
 
-    with Client(server) as client:
+    with Client(*read_endpoints(server)) as client:
         pipeline = client.describe()
     if as_json:
         typer.echo(json.dumps(asdict(pipeline), default=lambda state: state.value, ensure_ascii=False))

@@ -67,6 +67,7 @@ def _plan_replica(pipeline: Pipeline, stage: Stage, *, address: ReplicaAddress, 
         options=stage.options,
         listen=address.endpoint,
         data_plane=stage.data_plane,
+        stall_s=stage.stall_s,
         parent_pid=os.getpid(),
     )
     path = folder.write_config(address.name, dump_stage_config(config))

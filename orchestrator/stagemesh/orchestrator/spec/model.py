@@ -12,7 +12,7 @@ from stagemesh.connectors.base import ChunkPolicy, ConnectorName
 from stagemesh.orchestrator.spec.conditions import Condition, Facts
 from stagemesh.orchestrator.spec.graph import Arc
 from stagemesh.orchestrator.spec.routes import Route, find_route
-from stagemesh.services.serving.config import DataPlaneConfig
+from stagemesh.services.serving.config import STALL_S, DataPlaneConfig
 from stagemesh.services.serving.plugins import OptionSpec, OutputKind, Signature
 
 WIRE_VERSION = 1
@@ -33,6 +33,8 @@ class Stage:
     options: Mapping[str, JsonValue]
     signature: Signature
     data_plane: DataPlaneConfig = field(default_factory=DataPlaneConfig)
+    stall_s: float = STALL_S
+    """When a replica of it is thought to hang; see StageConfig."""
     when: Condition = ()
     """It runs for requests that fulfil this."""
 
@@ -91,6 +93,8 @@ class Limits(Bounds):
     """What the orchestrator admits over the whole pipeline, and of each caller."""
 
     per_caller: Bounds = Bounds()
+    max_unread_bytes: int = 256 << 20
+    """How far a request's callers may stay behind what it makes."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pydantic import (
 
 from stagemesh.connectors.base import AUTO, ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec.conditions import Comparison, InputKind
-from stagemesh.services.serving.config import DataPlaneConfig
+from stagemesh.services.serving.config import STALL_S, DataPlaneConfig
 from stagemesh.services.serving.plugins import OptionSpec
 
 Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$", max_length=63)]
@@ -120,6 +120,7 @@ class StageShape(_Shape):
     when: WhenShape | None = None
     join: JoinShape = "all"
     data_plane: DataPlaneShape = DataPlaneShape()
+    stall_s: Annotated[Number, Field(ge=0)] = STALL_S
 
 
 class FramesShape(_Shape):
@@ -200,6 +201,7 @@ class LimitsShape(_Shape):
     max_in_flight_bytes: Size = 4 << 30
     max_queued: Count = 256
     max_queued_bytes: Size = 256 << 20
+    max_unread_bytes: Size = 256 << 20
     per_caller: CallerLimitsShape = CallerLimitsShape()
 
 

@@ -62,6 +62,7 @@ class StageResolver:
             replicas=shape.replicas,
             options=shape.options,
             data_plane=shape.data_plane.config,
+            stall_s=shape.stall_s,
             signature=signature,
         )
 

@@ -1,7 +1,7 @@
 """Resolves the file's `when`s: names, types, and whether they ever make a difference."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stagemesh.orchestrator.spec.conditions import (
     Comparison,
@@ -127,9 +127,13 @@ def pipeline_options(
     for stage in stages.values():
         for name, spec in stage.signature.options.items():
             owners.setdefault(name, []).append(stage.name)
-            if options.setdefault(name, spec).default != spec.default:
+            known = options.setdefault(name, spec)
+            if known.default != spec.default:
                 ambiguous[name] = owners[name]
-            options[name] = spec
+            # All that have it are given the same value.
+            options[name] = replace(
+                known, minimum=max(known.minimum, spec.minimum), maximum=min(known.maximum, spec.maximum)
+            )
     for name, shape in own.items():
         if name in owners:
             problems.add(

@@ -84,6 +84,16 @@ class Checkpoint:
     tensors: Tensors = field(default_factory=dict[str, "object"])  # type: ignore[arg-type]
     outputs: Mapping[str, int] = field(default_factory=dict[str, int])
     """How many outputs of each name had been made; set by the stage, not by the engine."""
+    rows: Mapping[str, int] = field(default_factory=dict[str, int])
+    """How many rows of each tensor had been emitted, along its first axis; set by the stage. A task that resumes emits
+    those after them."""
+
+
+@dataclass
+class PauseWish:
+    """Whether a task is to pause after its present step, whatever its `max_steps`."""
+
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +129,8 @@ class Task:
     """When it must be done, by the event loop's clock."""
     max_steps: int | None = None
     """Pause after so many steps; for engines that are `Pausable`."""
+    pause_wish: PauseWish = field(default_factory=PauseWish, compare=False)
+    """Set while it runs, to have it go on elsewhere; for engines that are `Pausable`, too."""
     resume_from: Checkpoint | None = None
 
 
@@ -158,7 +170,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Paused:
-    """The task has done its `max_steps` and is not at its end; the last event then."""
+    """The task has done its `max_steps`, or was asked to pause, and is not at its end; the last event then."""
 
     checkpoint: Checkpoint
 
@@ -207,7 +219,7 @@ class Resumable:
 
 
 class Pausable:
-    """An ability of an engine: `submit` takes a task's `max_steps`."""
+    """An ability of an engine: `submit` takes a task's `max_steps` and `pause_wish`."""
 
 
 class WritesByWorkers(ABC):

@@ -8,6 +8,9 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from stagemesh.connectors.errors import InvalidRequestError
 
+STALL_S = 300.0
+"""More than what is slow and honest takes between two signs of life: a long prompt, a model that compiles."""
+
 
 @dataclass(frozen=True)
 class DataPlaneConfig:
@@ -43,6 +46,10 @@ class StageConfig:
     data_plane: DataPlaneConfig = DataPlaneConfig()
     max_queued: int = 256
     """Steps held at once; more are refused."""
+    stall_s: float = STALL_S
+    """The replica ends when none of its steps gets on for so long though one could, or when its event loop stands
+    still; 0 for never.
+    """
     orchestrators: tuple[str, ...] = ()
     """Where to register, "host:port" each; empty where orchestrators know of the replica otherwise."""
     advertise: str | None = None
@@ -53,6 +60,10 @@ class StageConfig:
     """Where its host stands, for plans that keep neighbours together; absent for STAGEMESH_ZONE."""
     parent_pid: int | None = None
     """End when this process does."""
+
+    def __post_init__(self) -> None:
+        if not self.stall_s >= 0:
+            raise ValueError(f"stall_s is {self.stall_s:g}; it must be a number of seconds, or 0 for never")
 
 
 _STAGE_CONFIG = TypeAdapter(StageConfig)

@@ -45,8 +45,9 @@ class Journal(Generic[T]):
         """Ends every reader after what was appended, with `error` where there is one. Closing twice is harmless."""
         if self._closed:
             return
-        # Whoever is told of leaving readers holds the journal, mostly: a circle would outlive both.
-        self._closed, self._error, self.on_abandoned = True, error, None
+        # Whoever is told of leaving readers holds the journal, mostly, and so do the frames of an error's traceback,
+        # which a copy has not: a circle would outlive both.
+        self._closed, self._error, self.on_abandoned = True, copy(error), None
         self._wake()
 
     async def follow(self) -> AsyncGenerator[T]:
@@ -56,12 +57,12 @@ class Journal(Generic[T]):
         """
         self._readers += 1
         try:
-            position = 0
-            while position < len(self._items) or not self._closed:
-                if position == len(self._items):
+            position, items = 0, self._items
+            while position < len(items) or not self._closed:
+                if position == len(items):
                     await self._more()
                     continue
-                yield self._items[position]
+                yield items[position]
                 position += 1
             if self._error is not None:
                 # A copy for each reader: raising one object in several tasks would mix their tracebacks.

@@ -1,12 +1,14 @@
 """The life of a service process: its loop, its signals, its exit status, and its end with its parent."""
 
 import asyncio
+import contextlib
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import uvloop
 
@@ -19,6 +21,7 @@ EXIT_FAILED = 1
 EXIT_CANNOT_LISTEN = 3
 _CANNOT_LISTEN = frozenset({"PORT_IN_USE", "CANNOT_LISTEN"})
 _PR_SET_PDEATHSIG = 1
+_REARMS = 4
 
 Main = Callable[[asyncio.Event], Awaitable[None]]
 
@@ -50,6 +53,31 @@ async def _until_stopped(main: Main) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     await main(stopping)
+
+
+@contextlib.asynccontextmanager
+async def ended_when_stuck(stuck_s: float) -> AsyncGenerator[None]:
+    """Ends the process (status 1) when its event loop stands still for so long; stderr gets the stacks of its threads.
+
+    Once a process. A thread that no lock of the interpreter holds up sees to it.
+    """
+
+    async def rearm() -> None:
+        while True:
+            end_within(stuck_s)
+            await asyncio.sleep(stuck_s / _REARMS)
+
+    rearming = asyncio.create_task(rearm(), name="show that the loop runs")
+    try:
+        yield
+    finally:
+        rearming.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def end_within(limit_s: float) -> None:
+    """Ends the process (status 1) unless it has ended, or said this again, within so many seconds."""
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__ or 2)
 
 
 def die_with_parent(expected_parent_pid: int) -> None:

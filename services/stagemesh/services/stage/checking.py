@@ -11,7 +11,7 @@ from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
 from stagemesh.services.engines.base import Checkpoint, Prompt, SamplingOptions, Structure, Task, media_of
 from stagemesh.services.engines.media import MEDIA_TYPES, MediaFile, Medium, Samples
 from stagemesh.services.serving.plugins import Signature
-from stagemesh.services.stage.order import STATE_EDGE, StepOrder
+from stagemesh.services.stage.order import STATE_EDGE, OutputBinding, Rebinding, StepOrder
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # An orchestrator puts request, stage and attempt into it.
@@ -73,6 +73,19 @@ def check_request_id(request_id: str) -> None:
         )
 
 
+def check_rebinding(rebinding: Rebinding) -> None:
+    """Raises InvalidRequestError, naming what is wrong and what is allowed."""
+    check_request_id(rebinding.request_id)
+    inputs = [each.binding for each in rebinding.inputs]
+    _check_edge_names(
+        [("inputs", [each.edge for each in inputs]), ("outputs", [each.edge for each in rebinding.outputs])]
+    )
+    _check_consumers(rebinding.outputs)
+    for binding in inputs:
+        if not binding.producer:
+            raise InvalidRequestError(f"edge {binding.edge} needs a producer", reason="INVALID_EDGE")
+
+
 def _check_pause(order: StepOrder) -> None:
     if order.task.max_steps is None:
         if any(binding.edge == STATE_EDGE for binding in order.outputs):
@@ -104,26 +117,23 @@ def _check_abilities(task: Task, *, engine: str, resumable: bool, pausable: bool
 
 
 def _check_checkpoint(resume_from: Checkpoint | None, signature: Signature) -> None:
-    for name in resume_from.outputs if resume_from is not None else ():
+    for name in {**resume_from.outputs, **resume_from.rows} if resume_from is not None else ():
         if name not in signature.emits:
             raise InvalidRequestError(
-                f"the checkpoint counts outputs of {name!r}; this stage knows {', '.join(signature.emits) or 'none'}",
+                f"the checkpoint counts {name!r}; this stage knows {', '.join(signature.emits) or 'none'}",
                 reason="INVALID_CHECKPOINT",
             )
 
 
 def _check_edges(order: StepOrder, signature: Signature) -> None:
-    for direction, edges in (
-        ("inputs", [binding.edge for binding in order.inputs]),
-        ("outputs", [binding.edge for binding in order.outputs]),
-    ):
-        for edge, count in Counter(edges).items():
-            if not edge or count > 1:
-                problem = f"{edge!r} twice" if edge else "without a name"
-                raise InvalidRequestError(f"{direction} hold an edge {problem}", reason="INVALID_EDGE")
+    _check_edge_names(
+        [
+            ("inputs", [binding.edge for binding in order.inputs]),
+            ("outputs", [binding.edge for binding in order.outputs]),
+        ]
+    )
+    _check_consumers(order.outputs)
     for binding in order.outputs:
-        if not binding.consumer or not binding.endpoint:
-            raise InvalidRequestError(f"edge {binding.edge} needs a consumer and an endpoint", reason="INVALID_EDGE")
         _check_known("tensor", binding.tensors, signature.emits)
     if order.task.resume_from is None and order.takes_state:
         raise InvalidRequestError(
@@ -137,6 +147,20 @@ def _check_edges(order: StepOrder, signature: Signature) -> None:
             f"nothing feeds this stage; bind an edge that brings {', '.join(signature.accepts)}",
             reason="MISSING_INPUT",
         )
+
+
+def _check_edge_names(directions: Iterable[tuple[str, Iterable[str]]]) -> None:
+    for direction, edges in directions:
+        for edge, count in Counter(edges).items():
+            if not edge or count > 1:
+                problem = f"{edge!r} twice" if edge else "without a name"
+                raise InvalidRequestError(f"{direction} hold an edge {problem}", reason="INVALID_EDGE")
+
+
+def _check_consumers(bindings: Iterable[OutputBinding]) -> None:
+    for binding in bindings:
+        if not binding.consumer or not binding.endpoint:
+            raise InvalidRequestError(f"edge {binding.edge} needs a consumer and an endpoint", reason="INVALID_EDGE")
 
 
 def _check_absent(absent: Iterable[str], signature: Signature) -> None:

@@ -121,12 +121,13 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
 
     async def Drain(  # noqa: N802
         self,
-        request: control_pb2.DrainRequest,  # noqa: ARG002
+        request: control_pb2.DrainRequest,
         context: _Context,
     ) -> control_pb2.DrainResponse:
         """See the proto."""
         async with answering(context, **self._where):
-            return control_pb2.DrainResponse(running=self._controls.drain())
+            move_after_s = request.move_after_s if request.HasField("move_after_s") else None
+            return control_pb2.DrainResponse(running=self._controls.drain(move_after_s=move_after_s))
 
     async def Resume(  # noqa: N802
         self,

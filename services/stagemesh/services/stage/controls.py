@@ -125,9 +125,9 @@ class StageControls:
 
     # -- its life
 
-    def drain(self) -> int:
+    def drain(self, *, move_after_s: float | None = None) -> int:
         """See `StageRuntime.hold`."""
-        return self._runtime.hold()
+        return self._runtime.hold(move_after_s=move_after_s)
 
     def resume(self) -> None:
         """See `StageRuntime.release`."""

@@ -26,6 +26,8 @@ class Feed:
         self._edge, self._accepts, self._transform = edge, accepts, transform
         self._on_first: Callable[[], None] | None = on_first
         self._ready: deque[Packet] = deque()
+        self.waits = False
+        """Whether somebody waits for a packet that has yet to come."""
         self._ended = False
 
     def __aiter__(self) -> AsyncIterator[Packet]:
@@ -44,7 +46,11 @@ class Feed:
         return self._ready.popleft()
 
     async def _pull(self) -> None:
-        packet = await anext(self._packets, None)
+        self.waits = True
+        try:
+            packet = await anext(self._packets, None)
+        finally:
+            self.waits = False
         self._ended = packet is None
         if self._transform is not None:
             made = self._transform.finish() if packet is None else self._transform.push(packet)

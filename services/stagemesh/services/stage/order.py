@@ -1,5 +1,6 @@
 """What a caller of ExecuteStep asks for, free of the wire."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stagemesh.connectors.base import ChunkPolicy, ConnectorName
@@ -19,6 +20,8 @@ class InputBinding:
     """The name of a transform; empty for none."""
     apart: bool = False
     """Whether its packets are inputs of their own."""
+    attempt: int = 0
+    """Of the edge's flow; 0 is the step's."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class OutputBinding:
     tensors: frozenset[str] = frozenset()
     """The emitted tensors that it carries; empty for all."""
     tokens: TokenSelection = "all"
+    attempt: int = 0
+    """Of the edge's flow; 0 is the step's."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +64,22 @@ class StepOrder:
     def request_id(self) -> str:
         """The request."""
         return self.task.request_id
+
+
+@dataclass(frozen=True)
+class InputRebinding:
+    """An incoming edge's new producer."""
+
+    binding: InputBinding
+    first_rows: Mapping[str, int]
+    """Rows of each tensor before the first that the new flow brings; 0 where not named."""
+
+
+@dataclass(frozen=True)
+class Rebinding:
+    """The new replicas at the other ends of some of a step's edges."""
+
+    request_id: str
+    step_id: str
+    inputs: tuple[InputRebinding, ...] = ()
+    outputs: tuple[OutputBinding, ...] = ()

@@ -1,6 +1,7 @@
 """Puts a stage replica together and serves it to its end."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 from collections.abc import Coroutine
@@ -9,7 +10,7 @@ from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.stage_service import add_stage_service
 from stagemesh.services.engines.base import Engine
 from stagemesh.services.serving.config import StageConfig
-from stagemesh.services.serving.lifecycle import bind_forks_to_this_process
+from stagemesh.services.serving.lifecycle import bind_forks_to_this_process, end_within, ended_when_stuck
 from stagemesh.services.serving.logs import bind_log_context
 from stagemesh.services.serving.plugins import import_factory, load_engine_card
 from stagemesh.services.serving.server import Server
@@ -24,6 +25,8 @@ from stagemesh.v1 import control_pb2_grpc
 LIVENESS = "liveness"
 _DRAIN_GRACE_S = 10.0
 _STOP_GRACE_S = 1.0
+_END_S = 60.0
+"""How long a process that ends may take: an engine that hangs may not let go."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
         async with registered(config, incarnation=runtime.data_plane.incarnation, port=port):
             await work(runtime, server, stopping)
     finally:
+        end_within(_END_S)
         _set_serving(server, serving=False)
         server.set_health(CONTROL_NAME, serving=False)
         await runtime.drain(grace_s=_DRAIN_GRACE_S)
@@ -70,7 +74,8 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
     _set_serving(server, serving=runtime.state is ReplicaState.READY)
     server.set_health(CONTROL_NAME, serving=True)
     _log.info("ready")
-    await _unless(stopping, runtime.watch_engine())
+    async with _watched_loop(runtime.config.stall_s):
+        await _unless(stopping, runtime.watch_engine())
 
 
 async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None]) -> bool:
@@ -101,6 +106,10 @@ def _make_runtime(config: StageConfig) -> StageRuntime:
     )
     engine: Engine = import_factory(card.factory)(config)
     return StageRuntime(engine, data_plane, config, card.signature(config.function, config.options))
+
+
+def _watched_loop(stall_s: float) -> contextlib.AbstractAsyncContextManager[None]:
+    return ended_when_stuck(stall_s) if stall_s else contextlib.nullcontext()
 
 
 def _set_serving(server: Server, *, serving: bool) -> None:

@@ -86,7 +86,7 @@ class Registrar:
 
     async def run(self) -> None:
         """Registers, and again whenever that is lost; returns, within a second, once it has left."""
-        async with open_channel(self.orchestrator) as channel:
+        async with open_channel(self.orchestrator, keepalive_s=20) as channel:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)
             while not self._leaving.is_set():
                 try:

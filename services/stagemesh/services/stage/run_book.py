@@ -3,9 +3,11 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
 
-from stagemesh.connectors.errors import CancelledRequestError, ExistsError, StaleAttemptError
-from stagemesh.services.stage.order import StepOrder
+from stagemesh.connectors.errors import CancelledRequestError, ExistsError, NotFoundError, StaleAttemptError
+from stagemesh.services.stage.edges import StepEdges
+from stagemesh.services.stage.order import Rebinding, StepOrder
 from stagemesh.services.stage.step_run import StepRun
 
 KEPT_S = 30.0
@@ -14,6 +16,7 @@ MAX_KEPT_BYTES = 64 << 20
 """Ended runs stay for callers that attach again, within these limits."""
 MAX_ATTEMPTS = 4096
 """Requests whose latest attempt is remembered."""
+_RELEASED = CancelledRequestError("the request is over")
 
 
 class RunBook:
@@ -21,6 +24,7 @@ class RunBook:
 
     def __init__(self) -> None:
         self._runs: dict[str, StepRun] = {}
+        self._left: dict[str, StepEdges] = {}
         self._running: dict[str, StepRun] = {}
         self._kept: OrderedDict[str, asyncio.TimerHandle] = OrderedDict()
         self._kept_bytes = 0
@@ -37,18 +41,41 @@ class RunBook:
             if order.request_id == request_id and (not up_to_attempt or order.attempt <= up_to_attempt):
                 yield run
 
+    def of_step(self, rebinding: Rebinding) -> "StepRun | StepEdges":
+        """Whose edges are to be bound anew: a run's, or those that it has left; raises NotFoundError."""
+        found = self._running.get(rebinding.step_id) or self._left.get(rebinding.step_id)
+        if found is None or found.request_id != rebinding.request_id:
+            raise NotFoundError(
+                f"step {rebinding.step_id} of request {rebinding.request_id} does not run here, and has left nothing",
+                reason="UNKNOWN_STEP",
+            )
+        return found
+
+    def leave(self, edges: StepEdges) -> None:
+        """Keeps what a run that ended well has left until it is over."""
+        self._left[edges.step_id] = edges
+        edges.on_over = partial(self._forget_left, edges)
+
+    def release(self, request_id: str, *, up_to_attempt: int = 0) -> None:
+        """Lets go of what runs of a request's attempts up to one have left; 0 is all."""
+        for edges in list(self._left.values()):
+            if edges.request_id == request_id and (not up_to_attempt or edges.attempt <= up_to_attempt):
+                edges.release(_RELEASED)
+
     def find(self, order: StepOrder) -> StepRun | None:
         """The run that `order` attaches to; raises StaleAttemptError, and ExistsError for other content."""
         latest = self._attempts.get(order.request_id, 0)
         if order.attempt < latest:
             raise StaleAttemptError(
-                f"attempt {order.attempt} of request {order.request_id} is over: attempt {latest} has taken its place"
+                f"attempt {order.attempt} of request {order.request_id} is over: attempt {latest} has taken its place",
+                metadata={"attempt": str(latest)},
             )
         run = self._runs.get(order.step_id)
         if run is not None and run.order.fingerprint != order.fingerprint:
             raise ExistsError(
                 f"step {order.step_id} exists with other content; use another step_id, or repeat the call as it was",
                 reason="STEP_EXISTS",
+                metadata={"attempt": str(latest)},
             )
         return run
 
@@ -58,6 +85,7 @@ class RunBook:
         former_runs = [run for run in self.of_request(order.request_id) if run.order.attempt < order.attempt]
         for former in former_runs:
             former.stop(CancelledRequestError(f"attempt {order.attempt} has taken over", reason="STALE_ATTEMPT"))
+        self.release(order.request_id, up_to_attempt=order.attempt)
         self._attempts[order.request_id] = order.attempt
         self._attempts.move_to_end(order.request_id)
         if len(self._attempts) > MAX_ATTEMPTS:
@@ -75,9 +103,21 @@ class RunBook:
 
     def close(self) -> None:
         """Forgets the ended runs."""
+        for edges in list(self._left.values()):
+            edges.release(_RELEASED)
         for step_id in list(self._kept):
             self._forget(step_id)
 
     def _forget(self, step_id: str) -> None:
         self._kept.pop(step_id).cancel()
         self._kept_bytes -= self._runs.pop(step_id).kept_bytes
+
+    def _forget_left(self, edges: StepEdges) -> None:
+        if self._left.get(edges.step_id) is edges:
+            del self._left[edges.step_id]
+        # What is told holds them: a circle.
+        edges.on_over = _nothing
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.errors import (
     CancelledRequestError,
+    InvalidRequestError,
     NotReadyError,
     OverloadedError,
     StagemeshError,
@@ -17,17 +18,20 @@ from stagemesh.connectors.pinning import can_pin, pin
 from stagemesh.services.engines.base import Engine, EngineLoad, Pausable, Resumable, WritesByWorkers
 from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.plugins import Signature
-from stagemesh.services.stage.checking import check_order, check_request_id
+from stagemesh.services.stage.checking import check_order, check_rebinding, check_request_id
 from stagemesh.services.stage.events import StepEvent
 from stagemesh.services.stage.load import ReplicaState, StageLoad, free_memory_bytes
-from stagemesh.services.stage.order import StepOrder
+from stagemesh.services.stage.order import Rebinding, StepOrder
 from stagemesh.services.stage.paused import States
 from stagemesh.services.stage.reports import StepReport
 from stagemesh.services.stage.run_book import RunBook
-from stagemesh.services.stage.step_run import StepRun
+from stagemesh.services.stage.stalling import StallWatch
+from stagemesh.services.stage.step_run import StepRun, handed_on
 
 _log = logging.getLogger(__name__)
 
+_LET_GO_S = 5.0
+_PAUSE_S = 2.0
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 10.0
 
 
@@ -50,6 +54,9 @@ class StageRuntime:
         """Of requests that can go on."""
         self._held = False
         """Whether it drains because somebody asked it to, and not because it shuts down."""
+        self._moved = False
+        """Whether what it ran has been handed on meanwhile."""
+        self._moving: asyncio.Task[None] | None = None
 
     @property
     def engine(self) -> Engine:
@@ -77,41 +84,53 @@ class StageRuntime:
             self.state, self.detail = ReplicaState.READY, ""
 
     async def watch_engine(self) -> None:
-        """Runs until the engine dies: fails every run, and raises UnavailableError with the cause."""
-        cause = await self._engine.wait_failed()
+        """Runs until the engine dies or hangs: fails every run, and raises UnavailableError with the cause."""
+        cause = await self._end_of_engine()
         self._fail(cause)
+        self.on_serving(False)
         error = UnavailableError(f"stage {self.config.stage}: {cause}", reason="ENGINE_DIED", metadata=self._where)
-        await self._stop(self._book.running(), error)
+        with contextlib.suppress(TimeoutError):
+            # One that hangs may not let go of them; they end with the process then.
+            async with asyncio.timeout(_LET_GO_S):
+                await self._stop(self._book.running(), error)
         raise error
 
     async def drain(self, *, grace_s: float) -> None:
-        """Refuses new steps, gives those that run `grace_s`, and stops the rest."""
+        """Refuses new steps, gives those that run `grace_s`, the last of it for pausing, and stops the rest."""
         self._held = False
         if self.state is not ReplicaState.FAILED:
             self.state, self.detail = ReplicaState.DRAINING, "finishing what runs"
         running = self._book.running()
         if running:
             _log.info("%d steps run still; they have %.0f s", len(running), grace_s)
+            pause_s = min(_PAUSE_S, grace_s / 5) if self._can_pause else 0.0
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
+                async with asyncio.timeout(grace_s - pause_s):
                     await _ended(running)
-        left = [run for run in running if run.running]
+            if pause_s:
+                await self._hand_on(pause_s)
+        left = self._book.running()
         await self._stop(left, UnavailableError(f"replica {self.config.replica} shuts down", reason="SHUTDOWN"))
 
-    def hold(self) -> int:
+    def hold(self, *, move_after_s: float | None = None) -> int:
         """Says that it drains, so that nothing more is planned here; steps that come still are taken, for they were
-        planned before. Returns how many run. `release` ends it; holding twice is harmless.
+        planned before. What runs after `move_after_s` is handed on, and what comes then is refused; None for never.
+        Returns how many run. `release` ends it; holding twice is harmless, and the latter time counts.
         """
+        if move_after_s is not None and not move_after_s >= 0:
+            raise InvalidRequestError(f"move_after_s is {move_after_s:g}; it must be 0 for at once, or more")
         if not self._held:
             self.check_ready()
             self.state, self.detail, self._held = ReplicaState.DRAINING, "drained by an operator", True
             self.on_serving(False)
+        self._move_later(move_after_s)
         return len(self._book.running())
 
     def release(self) -> None:
         """Ends `hold`; harmless where there was none. Raises NotReadyError where the replica shuts down."""
         if self._held:
-            self._held = False
+            self._held = self._moved = False
+            self._move_later(None)
             self.state, self.detail = ReplicaState.READY, ""
             self.on_serving(True)
         elif self.state is ReplicaState.DRAINING:
@@ -146,6 +165,7 @@ class StageRuntime:
         if self.closed.is_set():
             return
         self.closed.set()
+        self._move_later(None)
         await self.drain(grace_s=0)
         self._book.close()
         await self._engine.close()
@@ -165,9 +185,18 @@ class StageRuntime:
         """Stops a request's steps of this attempt and those before it (0: all); returns, once they ended, how many."""
         check_request_id(request_id)
         self.states.forget(request_id)
+        self._book.release(request_id, up_to_attempt=attempt)
         runs = list(self._book.of_request(request_id, up_to_attempt=attempt))
         await self._stop(runs, CancelledRequestError(reason or "the step was cancelled", metadata=self._where))
         return len(runs)
+
+    def rebind(self, rebinding: Rebinding) -> None:
+        """Binds edges of a step that runs, or has left something to be sent again, to other replicas; see `StepEdges`.
+
+        Raises NotFoundError (UNKNOWN_STEP) where there is no such step.
+        """
+        check_rebinding(rebinding)
+        self._book.of_step(rebinding).rebind(rebinding)
 
     # -- figures
 
@@ -197,6 +226,47 @@ class StageRuntime:
 
     # -- inner workings
 
+    def _move_later(self, move_after_s: float | None) -> None:
+        if self._moving is not None:
+            self._moving.cancel()
+        self._moving = None
+        if move_after_s is not None:
+            self._moving = asyncio.create_task(self._move(move_after_s), name="hand on what runs")
+
+    async def _move(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        self._moved = True
+        if self._can_pause:
+            await self._hand_on(_PAUSE_S)
+        await self._stop(self._book.running(), handed_on(self._where))
+
+    @property
+    def _can_pause(self) -> bool:
+        return isinstance(self._engine, Pausable) and self.state is not ReplicaState.FAILED
+
+    async def _hand_on(self, within_s: float) -> None:
+        """Has what runs pause, so that it goes on elsewhere from there."""
+        runs = self._book.running()
+        for run in runs:
+            run.hand_on()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await _ended(runs)
+
+    async def _end_of_engine(self) -> str:
+        """Why the engine is of no use any more, once it is not."""
+        waits = [asyncio.ensure_future(self._engine.wait_failed())]
+        if self.config.stall_s:
+            watch = StallWatch(self._book.running, stall_s=self.config.stall_s)
+            waits.append(asyncio.ensure_future(watch.wait_stalled()))
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
     def _pin_arena(self) -> None:
         """Where the engine computes on a GPU, tensors leave it for the arena without a detour."""
         if can_pin():
@@ -217,7 +287,7 @@ class StageRuntime:
         if known is not None:
             known.extend(deadline_s=deadline_s)
             return known
-        if not self._held:
+        if not self._held or self._moved:
             self.check_ready()
         self._check_room()
         run = StepRun(
@@ -227,6 +297,7 @@ class StageRuntime:
             signature=self.signature,
             where=self._where,
             on_state=self.states.keep,
+            on_left=self._book.leave,
         )
         self._book.add(run)
         run.start(deadline_s=deadline_s, on_ended=self._ended)

@@ -28,9 +28,22 @@ def wanted_of(order: StepOrder) -> frozenset[str] | None:
 
 def tokens_of(order: StepOrder, signature: Signature) -> TokenSelection:
     """The rows that are taken by any of an order's edges, or by its caller, who takes all of a tensor."""
-    rows = {name for name, emitted in signature.emits.items() if emitted.kind == "tensor"}
-    taken = {binding.tokens for binding in order.outputs if not binding.tensors or binding.tensors & rows}
+    rows = _with_rows(signature)
+    taken = _taken_by_edges(order, rows)
     return "last" if taken == {"last"} and not rows.intersection(order.streamed) else order.task.tokens
+
+
+def rows_are_those_of_edges(order: StepOrder, signature: Signature) -> bool:
+    """Whether each edge carries every row of the tensors that it carries, so that one count holds for all."""
+    return _taken_by_edges(order, _with_rows(signature)) <= {tokens_of(order, signature)}
+
+
+def _with_rows(signature: Signature) -> set[str]:
+    return {name for name, emitted in signature.emits.items() if emitted.kind == "tensor"}
+
+
+def _taken_by_edges(order: StepOrder, rows: AbstractSet[str]) -> set[TokenSelection]:
+    return {binding.tokens for binding in order.outputs if not binding.tensors or binding.tensors & rows}
 
 
 def _named(packet: Packet, names: AbstractSet[str]) -> Packet | None:

@@ -13,7 +13,13 @@ from stagemesh.connectors.wire import key_from_wire
 from stagemesh.services.serving.answering import answering, streaming, time_left_s
 from stagemesh.services.stage.order import STATE_EDGE
 from stagemesh.services.stage.runtime import StageRuntime
-from stagemesh.services.stage.translate import description_to_wire, event_to_wire, load_to_wire, order_from_wire
+from stagemesh.services.stage.translate import (
+    description_to_wire,
+    event_to_wire,
+    load_to_wire,
+    order_from_wire,
+    rebinding_from_wire,
+)
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 if TYPE_CHECKING:
@@ -42,6 +48,14 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             async with contextlib.aclosing(events):
                 async for event in events:
                     yield event_to_wire(event)
+
+    async def RebindStep(  # noqa: N802
+        self, request: stage_pb2.RebindStepRequest, context: _Context
+    ) -> stage_pb2.RebindStepResponse:
+        """See the proto."""
+        async with answering(context, **self._where, request_id=request.request_id):
+            self._runtime.rebind(rebinding_from_wire(request))
+            return stage_pb2.RebindStepResponse()
 
     @streaming
     async def PutChunk(  # type: ignore[override]  # noqa: N802

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 
-from stagemesh.connectors.base import EdgeKey, Inlet, Outlet, Packet
+from stagemesh.connectors.base import Inlet, Packet
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.errors import (
     CancelledRequestError,
@@ -14,21 +14,37 @@ from stagemesh.connectors.errors import (
     InternalError,
     InvalidRequestError,
     StagemeshError,
+    UnavailableError,
 )
-from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
+from stagemesh.connectors.row_count import add_rows
+from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, PauseWish, Progress, Task, Usage
 from stagemesh.services.serving.journal import Journal
 from stagemesh.services.serving.logs import bind_log_context
 from stagemesh.services.serving.plugins import Signature
+from stagemesh.services.stage.edges import StepEdges
 from stagemesh.services.stage.events import Accepted, Finished, StepEvent
 from stagemesh.services.stage.feed import Feed, make_transform
-from stagemesh.services.stage.order import STATE_EDGE, StepOrder
+from stagemesh.services.stage.order import STATE_EDGE, Rebinding, StepOrder
 from stagemesh.services.stage.outputs import StreamedOutputs
 from stagemesh.services.stage.paused import size_bytes, told
-from stagemesh.services.stage.reports import FlowReport, StepReport
-from stagemesh.services.stage.selection import selection_of, tokens_of, wanted_of
+from stagemesh.services.stage.progress_pace import ProgressPace
+from stagemesh.services.stage.reports import StepReport
+from stagemesh.services.stage.selection import rows_are_those_of_edges, tokens_of, wanted_of
 from stagemesh.services.stage.stopwatch import Stopwatch
 
 _log = logging.getLogger(__name__)
+
+ABANDON_S = 5.0
+"""How long a run goes on without a caller."""
+
+
+def handed_on(where: Mapping[str, str]) -> UnavailableError:
+    """What a step ends with that is to go on elsewhere."""
+    return UnavailableError(
+        f"replica {where['replica']} of stage {where['stage']} is drained, and hands on what it runs",
+        reason="DRAINED",
+        metadata=where,
+    )
 
 
 class StepRun:
@@ -46,8 +62,12 @@ class StepRun:
         signature: Signature,
         where: Mapping[str, str],
         on_state: Callable[[str, Checkpoint], None],
+        on_left: Callable[[StepEdges], None] = lambda _: None,
     ) -> None:
-        """`on_state` is told each state that the request can go on from."""
+        """`on_state` is told each state that the request can go on from.
+
+        `on_left` takes what a run that ended well leaves: flows whose consumers may have to be replaced yet.
+        """
         self.order = order
         self.journal = Journal[StepEvent](on_abandoned=self._abandoned)
         self._engine, self._data_plane, self._signature = engine, data_plane, signature
@@ -61,16 +81,32 @@ class StepRun:
         self.failed = False
         """Whether it has ended by an error."""
         self._checkpoint_bytes = 0
-        self._inlets: dict[str, Inlet] = {}
-        self._outlets = data_plane.fan_out()
-        self._state_outlet: Outlet | None = None
-        self._on_state = on_state
-        self._stopwatch = Stopwatch()
+        self._rows = dict(resume_from.rows) if resume_from is not None else dict[str, int]()
+        self._rows_can_be_told = rows_are_those_of_edges(order, signature)
+        self._edges = StepEdges(order, data_plane)
+        self._on_state, self._on_left = on_state, on_left
+        self._stopwatch, self._progress_pace = Stopwatch(), ProgressPace()
         self._usage = Usage()
         self._timer: asyncio.TimerHandle | None = None
+        self._abandoning: asyncio.TimerHandle | None = None
         self._cause: StagemeshError | None = None
         self._task: asyncio.Task[None] | None = None
         self._interruptible = False
+        self._pause_wish = PauseWish()
+        self._feeds: list[Feed] = []
+        self._with_engine = False
+        self.heard = 0
+        """How often the engine has said something."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether it waits for nothing but its engine: neither for what feeds it nor for who takes what it makes."""
+        return self._with_engine and not any(feed.waits for feed in self._feeds)
+
+    @property
+    def request_id(self) -> str:
+        """The request."""
+        return self.order.request_id
 
     @property
     def running(self) -> bool:
@@ -86,17 +122,15 @@ class StepRun:
     def report(self) -> StepReport:
         """Where it stands now."""
         order = self.order
-        producers = {binding.edge: binding.producer for binding in order.inputs}
-        consumers = {target.edge: target.consumer for target in order.outputs}
-        standings = self._outlets.standings
+        inlets, outlets = self._edges.reports()
         return StepReport(
             request_id=order.request_id,
             step_id=order.step_id,
             attempt=order.attempt,
             age_s=self._stopwatch.age_s,
             started=self._stopwatch.started,
-            inlets=tuple(FlowReport(producers[edge], inlet.standing) for edge, inlet in self._inlets.items()),
-            outlets=tuple(FlowReport(consumers[standing.edge], standing) for standing in standings),
+            inlets=inlets,
+            outlets=outlets,
         )
 
     def start(self, *, deadline_s: float | None, on_ended: Callable[["StepRun"], None]) -> None:
@@ -117,13 +151,29 @@ class StepRun:
             if self._interruptible:
                 self._task.cancel()
 
+    def hand_on(self) -> None:
+        """Has the engine pause it after its present step; the request goes on elsewhere. For engines that can."""
+        self._pause_wish.asked = True
+
+    def rebind(self, rebinding: Rebinding) -> None:
+        """See `StepEdges.rebind`."""
+        self._edges.rebind(rebinding)
+
     async def ended(self) -> None:
         """Returns when the engine has let go and the journal is closed. Never raises the run's error."""
         assert self._task is not None, "start comes first"
         await asyncio.wait([self._task])
 
     def _abandoned(self) -> None:
-        self.stop(CancelledRequestError("every caller of the step has gone"))
+        """The last caller has gone; it may come back, as after a connection that broke."""
+        if self._abandoning is None:
+            loop = asyncio.get_running_loop()
+            self._abandoning = loop.call_later(ABANDON_S, self._stop_abandoned)
+
+    def _stop_abandoned(self) -> None:
+        self._abandoning = None
+        if not self.journal.readers:
+            self.stop(CancelledRequestError("every caller of the step has gone"))
 
     def _set_deadline(self, deadline_s: float | None) -> None:
         if self._timer is not None:
@@ -161,17 +211,20 @@ class StepRun:
     async def _execute(self) -> None:
         self._raise_cause()
         self._interruptible = True
-        self._open_edges()
+        self._edges.open()
         self.journal.append(Accepted(self._engine.load().queued))
-        if not self._inlets:
+        order, inlets = self.order, self._edges.inlets
+        if not order.inputs:
             self._stopwatch.start()
-        order = self.order
+        feeds = {edge: self._feed(edge, inlet) for edge, inlet in inlets.items()}
+        self._feeds = list(feeds.values())
         await self._compute(
             replace(
                 order.task,
-                inlets={edge: self._feed(edge) for edge in self._inlets if edge != STATE_EDGE},
+                inlets=feeds,
                 apart=frozenset(binding.edge for binding in order.inputs if binding.apart),
                 resume_from=await self._resumed_from(),
+                pause_wish=self._pause_wish,
                 wanted=wanted_of(order),
                 tokens=tokens_of(order, self._signature),
                 deadline_s=self._timer.when() if self._timer is not None else None,
@@ -182,9 +235,10 @@ class StepRun:
     async def _resumed_from(self) -> Checkpoint | None:
         """Where the task goes on; its state may come over an edge."""
         resume_from = self.order.task.resume_from
-        if resume_from is None or STATE_EDGE not in self._inlets:
+        inlet = self._edges.state_inlet
+        if resume_from is None or inlet is None:
             return resume_from
-        packets = [packet async for packet in self._inlets[STATE_EDGE]]
+        packets = [packet async for packet in inlet]
         steps = packets[0].metadata.get("steps") if len(packets) == 1 else None
         if steps != resume_from.steps:
             raise InvalidRequestError(
@@ -195,24 +249,32 @@ class StepRun:
 
     async def _compute(self, task: Task) -> None:
         events = self._engine.submit(task)
+        self._with_engine = True
         try:
             async for event in events:
+                self.heard += 1
                 if isinstance(event, Emission):
                     self._tell(event)
+                    add_rows(self._rows, event.packet)
                     if self.order.outputs:
-                        await self._outlets.send(event.packet)
+                        self._with_engine = False
+                        await self._edges.outlets.send(event.packet)
+                        self._with_engine = True
                 elif isinstance(event, Progress):
-                    self.journal.append(event)
+                    if self._progress_pace.is_due(event):
+                        self.journal.append(event)
                 elif isinstance(event, Checkpoint):
                     self._keep(event)
                 elif isinstance(event, Paused):
-                    self.paused = replace(event.checkpoint, outputs=self._outputs.made)
+                    self.paused = self._counted(event.checkpoint)
                 else:
                     self._usage = event
         finally:
             # An engine that lets go is not to be broken into.
             self._interruptible = False
+            self._with_engine = True
             await events.aclose()
+            self._with_engine = False
             self._interruptible = True
         self._raise_cause()
 
@@ -221,28 +283,10 @@ class StepRun:
         if self._cause is not None:
             raise self._cause
 
-    def _open_edges(self) -> None:
-        order, plane = self.order, self._data_plane
-        for binding in order.inputs:
-            key = EdgeKey(order.request_id, binding.edge, order.attempt)
-            self._inlets[binding.edge] = plane.open_inlet(key, producer=binding.producer)
-        for target in order.outputs:
-            outlet = plane.open_outlet(
-                EdgeKey(order.request_id, target.edge, order.attempt),
-                endpoint=target.endpoint,
-                consumer=target.consumer,
-                connector=target.connector,
-                policy=target.policy,
-            )
-            if target.edge == STATE_EDGE:
-                self._state_outlet = outlet
-            else:
-                self._outlets.add(outlet, selection_of(target))
-
-    def _feed(self, edge: str) -> Feed:
+    def _feed(self, edge: str, inlet: Inlet) -> Feed:
         transform = next(binding.transform for binding in self.order.inputs if binding.edge == edge)
         return Feed(
-            self._inlets[edge],
+            inlet,
             edge=edge,
             accepts=self._signature.accepts,
             transform=make_transform(transform),
@@ -256,12 +300,20 @@ class StepRun:
             self.journal.append(output)
 
     def _keep(self, checkpoint: Checkpoint) -> None:
-        """What was emitted before a checkpoint is made by it; the rest is to come after it."""
-        state = replace(checkpoint, outputs=self._outputs.made)
+        """What was emitted before a checkpoint is made by it; the rest is to come after it.
+
+        One whose rows an edge does not count as they are emitted would not say where that edge stands.
+        """
+        if not self._rows_can_be_told:
+            return
+        state = self._counted(checkpoint)
         if told(state) is not state:
             self._on_state(self.order.request_id, state)
         self._checkpoint_bytes += size_bytes(told(state))
         self.journal.append(told(state))
+
+    def _counted(self, checkpoint: Checkpoint) -> Checkpoint:
+        return replace(checkpoint, outputs=self._outputs.made, rows=dict(self._rows))
 
     async def _finish(self) -> None:
         for output in self._outputs.finish():
@@ -270,26 +322,31 @@ class StepRun:
             await self._send_state(self.paused)
             self.journal.append(Paused(told(self.paused)))
             return
-        await self._outlets.finish()
-        edges = self._outlets.usages
+        await self._edges.outlets.finish()
+        edges = self._edges.outlets.usages
         self.journal.append(Finished(self._usage, self._stopwatch.timings(), edges))
 
     async def _send_state(self, state: Checkpoint) -> None:
         self._on_state(self.order.request_id, state)
-        if self._state_outlet is not None:
-            await self._state_outlet.send(Packet(state.tensors, {"steps": state.steps}))
-            await self._state_outlet.finish()
+        outlet = self._edges.state_outlet
+        if outlet is not None:
+            await outlet.send(Packet(state.tensors, {"steps": state.steps}))
+            await outlet.finish()
 
     async def _let_go(self, error: StagemeshError | None) -> None:
-        if error is not None:
-            await self._outlets.abort(error)
-        if self._state_outlet is not None and (error is not None or self.paused is None):
-            ended = InvalidRequestError("the request ran to its end, and left no state", reason="NOT_PAUSED")
-            await self._state_outlet.abort(error or ended)
-        self._state_outlet = None
-        await asyncio.gather(*(inlet.aclose() for inlet in self._inlets.values()))
+        if error is None and self.paused is not None and self._pause_wish.asked:
+            # Its neighbours wait for whoever goes on with it.
+            error = handed_on(self._where)
+        await self._edges.close(error, left_state=self.paused is not None)
+        if error is None and not self._edges.is_over:
+            self._on_left(self._edges)
+        if self._abandoning is not None:
+            self._abandoning.cancel()
+            self._abandoning = None
         self._set_deadline(None)
         # The run is kept for callers that attach again; they need the journal alone. A cause that was raised
         # holds on to the frames that it came through, and so to a packet and its lease.
-        self._inlets, self._outlets, self._cause = {}, self._data_plane.fan_out(), None
+        self._edges = StepEdges(replace(self.order, inputs=(), outputs=()), self._data_plane)
+        self._cause = None
+        self._feeds = []
         self.order = replace(self.order, task=Task(self.order.request_id, self.order.task.seed))

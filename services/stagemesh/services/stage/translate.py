@@ -25,7 +25,7 @@ from stagemesh.services.serving.config import StageConfig
 from stagemesh.services.serving.plugins import Signature
 from stagemesh.services.stage.events import Accepted, Content, Finished, Output, Picture, Sound, StepEvent, Tokens
 from stagemesh.services.stage.load import ReplicaState, StageLoad
-from stagemesh.services.stage.order import InputBinding, OutputBinding, StepOrder
+from stagemesh.services.stage.order import InputBinding, InputRebinding, OutputBinding, Rebinding, StepOrder
 from stagemesh.v1 import request_pb2, stage_pb2, tensor_pb2
 
 WIRE_VERSION = 1
@@ -40,7 +40,7 @@ def order_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepOrder:
         step_id=request.step_id,
         attempt=request.attempt,
         task=_task(request),
-        inputs=tuple(InputBinding(each.edge, each.producer, each.transform, each.apart) for each in request.inputs),
+        inputs=tuple(map(_input_binding, request.inputs)),
         outputs=tuple(_output_binding(each) for each in request.outputs),
         streamed=tuple(dict.fromkeys(request.streamed)),
         fingerprint=hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=16).digest(),
@@ -155,6 +155,27 @@ def _checkpoint(message: stage_pb2.Checkpoint) -> Checkpoint:
         token_ids=tuple(message.token_ids),
         tensors=_tensors(message.tensors),
         outputs=dict(message.outputs),
+        rows=dict(message.rows),
+    )
+
+
+def rebinding_from_wire(request: stage_pb2.RebindStepRequest) -> Rebinding:
+    """The rebinding of a request; raises InvalidRequestError for what has no meaning on its own."""
+    return Rebinding(
+        request_id=request.request_id,
+        step_id=request.step_id,
+        inputs=tuple(InputRebinding(_input_binding(each.binding), dict(each.first_rows)) for each in request.inputs),
+        outputs=tuple(map(_output_binding, request.outputs)),
+    )
+
+
+def _input_binding(message: stage_pb2.InputBinding) -> InputBinding:
+    return InputBinding(
+        edge=message.edge,
+        producer=message.producer,
+        transform=message.transform,
+        apart=message.apart,
+        attempt=message.attempt,
     )
 
 
@@ -167,6 +188,7 @@ def _output_binding(message: stage_pb2.OutputBinding) -> OutputBinding:
         policy=_policy(message),
         tensors=frozenset(message.tensors),
         tokens=_token_selection(message),
+        attempt=message.attempt,
     )
 
 
@@ -262,6 +284,7 @@ def _checkpoint_message(event: Checkpoint) -> stage_pb2.Checkpoint:
         token_ids=event.token_ids,
         tensors=[inline_tensor(name, tensor) for name, tensor in event.tensors.items()],
         outputs=event.outputs,
+        rows=event.rows,
     )
 
 

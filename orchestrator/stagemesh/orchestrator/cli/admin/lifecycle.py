@@ -16,19 +16,24 @@ _LONG_S = 600.0
 def drain(
     target: Target,
     wait: Annotated[bool, typer.Option("--wait", help="Return only when nothing runs there any more.")] = False,
+    move: Annotated[bool, typer.Option("--move", help="Have what runs go on on other replicas.")] = False,
+    grace_s: Annotated[
+        float, typer.Option("--grace", min=0, metavar="SECONDS", help="With --move: what is done by then stays.")
+    ] = 0,
     force: Annotated[bool, typer.Option("--force", help="Also where no ready replica is left.")] = False,
     timeout: Timeout = _LONG_S,
     server: Server = DEFAULT_SERVER,
     as_json: AsJson = False,
 ) -> None:
-    """Plans nothing new on a replica or a stage; what runs there finishes."""
+    """Plans nothing new on a replica or a stage; what runs there finishes, or goes on elsewhere."""
     from stagemesh.orchestrator.cli.admin.connection import connected
     from stagemesh.orchestrator.cli.admin.showing import show_page
     from stagemesh.orchestrator.cli.admin.views import replicas_states
     from stagemesh.v1 import admin_pb2
 
     with connected(server) as admin:
-        request = admin_pb2.DrainReplicasRequest(target=target, wait=wait, force=force)
+        move_after_s = grace_s if move else None
+        request = admin_pb2.DrainReplicasRequest(target=target, wait=wait, force=force, move_after_s=move_after_s)
         answer = admin.call(admin.admin.DrainReplicas, request, timeout_s=timeout)
     show_page(answer, replicas_states(answer.replicas), as_json=as_json, next_token="")
 

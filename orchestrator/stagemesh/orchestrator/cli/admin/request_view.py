@@ -16,6 +16,8 @@ from stagemesh.v1 import admin_pb2, chunk_pb2, control_pb2
 
 _CONNECTORS = chunk_pb2.DESCRIPTOR.enum_types_by_name["Connector"]
 
+_HANDED_ON = "DRAINED"
+
 
 class Moment(NamedTuple):
     """Something that happened, in seconds since the request was received."""
@@ -77,6 +79,8 @@ def _steps_table(steps: Sequence[admin_pb2.StepStatus]) -> Table:
 
 
 def _standing(step: admin_pb2.StepStatus) -> Text:
+    if step.error.reason == _HANDED_ON:
+        return Text("handed on", "dim")
     if step.HasField("error"):
         return Text(f"failed: {step.error.message}", "red")
     if step.HasField("ended_s"):
@@ -120,7 +124,10 @@ def _step_moments(step: admin_pb2.StepStatus) -> Iterator[Moment]:
         yield Moment(step.sent_s, who, "was sent its share")
     if step.HasField("accepted_s"):
         before = f", {step.queue_position} before it" if step.queue_position else ""
-        yield Moment(step.accepted_s, who, f"accepted it{before}")
+        resumed = f" and goes on behind step {step.resumed_steps:,}" if step.HasField("resumed_steps") else ""
+        yield Moment(step.accepted_s, who, f"accepted it{resumed}{before}")
+    for each in step.rebindings:
+        yield Moment(each.at_s, who, f"goes on with another neighbour on {' and '.join(each.edges)}")
     if step.HasField("first_output_s"):
         yield Moment(step.first_output_s, who, "gave its first output")
     if step.HasField("ended_s"):
@@ -130,6 +137,8 @@ def _step_moments(step: admin_pb2.StepStatus) -> Iterator[Moment]:
 
 
 def _ending(step: admin_pb2.StepStatus) -> str:
+    if step.error.reason == _HANDED_ON:
+        return "handed it on: it is drained"
     if step.HasField("error"):
         return f"failed: {step.error.message}"
     if not step.HasField("finished"):

@@ -176,11 +176,15 @@ class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
             async with aclosing(self._stepper.turns(course, upto)) as steps:
                 async for done in steps:
                     yield Progress(done, begun.total_steps)
+                    if task.pause_wish.asked:
+                        course.cut()
+            if task.pause_wish.asked:
+                break
             if course.done < last:
                 async with aclosing(self._at_stop(name, task, course.done)) as events:
                     async for event in events:
                         yield event
-        if last < begun.total_steps:
+        if course.done < begun.total_steps:
             yield Paused(await self._checkpoint(name, course.done))
             return
         async with aclosing(self._made(name, task, course.done, final=True)) as events:

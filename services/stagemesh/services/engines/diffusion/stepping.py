@@ -28,6 +28,10 @@ class Course:
         """Whether it is to have no further step for now."""
         return self._error is not None or self.done >= self.upto
 
+    def cut(self) -> None:
+        """It takes no turn past the one that is its next, or goes on now."""
+        self.upto = min(self.upto, self.done + 1)
+
     def note(self, error: StagemeshError | None) -> None:
         """A step was made, or failed."""
         if error is None:
@@ -67,7 +71,7 @@ class Stepper:
             self._changed.set()
 
     async def turns(self, course: Course, upto: int) -> AsyncGenerator[int, None]:
-        """Waits for its turns; yields how many steps are done."""
+        """Waits for its turns up to a step; yields how many are done. `Course.cut` makes it fewer."""
         if self._ended:
             raise UnavailableError("the engine has ended")
         course.turn.steps_left = course.total - course.done
@@ -76,7 +80,7 @@ class Stepper:
         self._scheduler.add(course.turn)
         self._changed.set()
         try:
-            while course.done < upto:
+            while course.done < course.upto:
                 await course.stepped()
                 yield course.done
         finally:

@@ -10,6 +10,7 @@ from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.fake import FRAME_WIDTH
 
 _LENGTHS, _LACKS = ".lengths", -1
+_STEP = "step"
 
 
 def source_text(task: Task, step: int) -> Array:
@@ -59,6 +60,16 @@ def pack(inputs: Sequence[Tensors]) -> Tensors:
         lengths = [len(given[name]) if name in given else _LACKS for given in inputs]
         packed[name + _LENGTHS] = np.array(lengths, np.int64)
     return packed
+
+
+def is_packed(tensors: Tensors) -> bool:
+    """Whether a checkpoint's tensors hold inputs."""
+    return any(name.endswith(_LENGTHS) for name in tensors)
+
+
+def at_step(step: int) -> Tensors:
+    """The state of a stage that has made so many steps, and to which its inputs come again."""
+    return {_STEP: np.array([step], np.int64)}
 
 
 def unpack(packed: Tensors) -> list[Tensors]:

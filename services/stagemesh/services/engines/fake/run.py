@@ -18,7 +18,7 @@ from stagemesh.connectors.tensors import Array, Tensors
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, Paused, Progress, Task, Usage
 from stagemesh.services.engines.fake import signature
 from stagemesh.services.engines.fake.amounts import Dice
-from stagemesh.services.engines.fake.contents import made_of, pack, sized, source_text, unpack
+from stagemesh.services.engines.fake.contents import at_step, is_packed, made_of, pack, sized, source_text, unpack
 from stagemesh.services.engines.fake.faults import TaskFaults
 from stagemesh.services.engines.fake.options import FakeOptions
 from stagemesh.services.engines.fake.pace import Pace
@@ -36,7 +36,12 @@ class FakeRun:
         self._faults = TaskFaults(options.faults, task, self._dice)
         self._closed = closed
         self._resumed = task.resume_from.steps if task.resume_from is not None else 0
+        self._rows_behind: dict[str, int] = {}
+        """By tensor, the rows that were made before the checkpoint and are to come by again."""
         self._step = 0
+        if task.resume_from is not None and task.resume_from.rows and not is_packed(task.resume_from.tensors):
+            # The inputs may be cut in other places than before: it is the rows that say where the task was.
+            self._resumed, self._rows_behind = 0, dict(task.resume_from.rows)
         self._pace = Pace(keeps=self._is_source, clock=asyncio.get_running_loop().time)
         self._memory = hold_memory(0)
 
@@ -53,14 +58,15 @@ class FakeRun:
         async with aclosing(self._inputs()) as inputs:
             async for given in inputs:
                 size_bytes += sum(tensor.nbytes for tensor in given.values())
-                if self._step < self._resumed:
+                made = self._rest(made_of(self._function, given))
+                if made is None:
                     self._step += 1
                     continue
                 await self._compute()
-                emission = Emission(Packet(made_of(self._function, given), {"step": self._step}))
+                emission = Emission(Packet(made, {"step": self._step}))
                 disordered = self._faults.disorders(self._step)
                 self._step += 1
-                pauses = self._step - self._resumed == self._task.max_steps
+                pauses = self._step - self._resumed == self._task.max_steps or self._task.pause_wish.asked
                 # What comes late comes before a pause: nobody would emit it afterwards.
                 if disordered and not pauses:
                     late.append(emission)
@@ -70,7 +76,7 @@ class FakeRun:
                 late.clear()
                 yield Progress(self._step)
                 if self._options.checkpoint_steps and not self._step % self._options.checkpoint_steps:
-                    yield Checkpoint(self._step)
+                    yield Checkpoint(self._step, tensors=at_step(self._step))
                 if pauses:
                     left = await self._state(inputs)
                     if left is not None:
@@ -78,9 +84,11 @@ class FakeRun:
                         return
         for each in late:
             yield each
-        if self._step < self._resumed:
+        if self._is_behind:
+            assert self._task.resume_from is not None, "who begins at the start is not behind"
             raise InvalidRequestError(
-                f"stage {self._stage}: the checkpoint is of step {self._resumed}, and all is done at {self._step}",
+                f"stage {self._stage}: the checkpoint is of step {self._task.resume_from.steps}, and all is done at "
+                f"{self._step}",
                 reason="INVALID_CHECKPOINT",
             )
         yield Usage(prompt_tokens=len(self._task.prompt or ""), output_tokens=size_bytes, steps=self._step)
@@ -94,6 +102,22 @@ class FakeRun:
         asked = self._task.sampling.max_tokens
         return self._dice.count(self._options.steps, "steps") if asked is None else asked
 
+    @property
+    def _is_behind(self) -> bool:
+        """Whether it has yet to come to where it resumes."""
+        return self._step < self._resumed or any(self._rows_behind.values())
+
+    def _rest(self, made: Tensors) -> Tensors | None:
+        """What of a step's tensors comes after the checkpoint that the task resumes from; None where nothing does."""
+        if not any(self._rows_behind.values()):
+            return None if self._is_behind else made
+        skips = {name: min(len(tensor), self._rows_behind.get(name, 0)) for name, tensor in made.items()}
+        for name, skipped in skips.items():
+            self._rows_behind[name] = self._rows_behind.get(name, 0) - skipped
+        rest = {name: tensor[skips[name] :] for name, tensor in made.items()}
+        self._resumed = self._step if any(map(len, rest.values())) else self._step + 1
+        return rest if self._resumed == self._step else None
+
     async def _inputs(self) -> AsyncGenerator[Tensors, None]:
         """What each step works on, from the first one on, or from where a state that was paused left off."""
         if self._is_source:
@@ -101,7 +125,7 @@ class FakeRun:
                 yield {"text": self._sized(source_text(self._task, step), step)}
             return
         resume_from = self._task.resume_from
-        if resume_from is not None and resume_from.tensors:
+        if resume_from is not None and is_packed(resume_from.tensors):
             self._step = self._resumed
             for given in unpack(resume_from.tensors):
                 yield given
@@ -132,9 +156,14 @@ class FakeRun:
         return step
 
     async def _state(self, inputs: AsyncGenerator[Tensors, None]) -> Checkpoint | None:
-        """What is needed to go on, what has yet to come included; None where nothing is left to do."""
+        """What is needed to go on, what has yet to come included; None where nothing is left to do.
+
+        Who is asked to pause does not wait for what has yet to come: whoever goes on is fed from the start.
+        """
+        if self._task.pause_wish.asked:
+            return Checkpoint(self._step, tensors=at_step(self._step))
         if self._is_source:
-            return Checkpoint(self._step) if self._step < self._source_steps else None
+            return Checkpoint(self._step, tensors=at_step(self._step)) if self._step < self._source_steps else None
         left = [{name: np.array(tensor) for name, tensor in given.items()} async for given in inputs]
         return Checkpoint(self._step, tensors=pack(left)) if left else None
 

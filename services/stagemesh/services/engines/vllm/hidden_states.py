@@ -155,6 +155,9 @@ class HiddenStates:
         if task.wanted is not None and not task.wanted.intersection(self.options.tensors):
             return None
         first_position = prompt_tokens - 1 if task.tokens == "last" else 0
+        if task.resume_from is not None:
+            # All of a request's states have equally many rows; those that were emitted are not wanted again.
+            first_position += max(task.resume_from.rows.get(name, 0) for name in self.options.tensors)
         wish = msgspec.to_builtins(Wish(name, first_position))
         params.extra_args = {**(params.extra_args or {}), EXTRA_ARGUMENT: wish}
         if first_position < known_tokens - 1:

@@ -1,0 +1,227 @@
+"""What an orchestrator carries: processor time and delay for each output, requests a minute, memory for each request.
+
+    python -m benchmarks.orchestrator --json out/orchestrator.json
+
+The orchestrator is the real service in a process of its own, over 12 real stage services with fake engines (4 + 4 + 4),
+by default all in one process: in twelve they take more than a machine of two cores has. 64 requests at once have 50
+outputs a second each, every one of which says when it was made. For the same reason the stages behind the first one
+get theirs at a request's end.
+
+Three ways of the same requests take turns: by the orchestrator; directly from the stage, which says what is added; and
+from the stage by a bare grpc.aio relay in a process of its own, which says what gRPC alone costs in Python. What the
+machine itself adds is how late an idle event loop is meanwhile.
+"""
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import uvloop
+
+from benchmarks.orchestrator_ways.arrivals import Arrivals, arrive
+from benchmarks.orchestrator_ways.bare_loop import LATENESS, Lateness
+from benchmarks.orchestrator_ways.processes import (
+    Deployment,
+    console,
+    deployed,
+    replicas_of,
+    said_by,
+    started,
+    until_listening,
+)
+from benchmarks.orchestrator_ways.turns import Turn, take_turn
+from benchmarks.orchestrator_ways.ways import Direct, Orchestrated, Way
+from benchmarks.report import Figure, report
+from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.orchestrator.spec import load_pipeline
+
+REPLICAS = 12
+A_MINUTE = 2_000
+_OUTPUTS_PER_S = 50
+_PIPELINE = """
+pipeline: capacity
+stages:
+  thinker: {{engine: fake, function: source, options: {{step_s: {step_s}}}}}
+  talker: {{engine: fake, function: relay}}
+  vocoder: {{engine: fake, function: relay}}
+edges: [{{from: thinker, to: talker, chunk: whole}}, {{from: talker, to: vocoder, chunk: whole}}]
+outputs: {{text: thinker, echo: vocoder}}
+limits: {{max_in_flight: {in_flight}}}
+"""
+_IN_FLIGHT = 64
+"""As many as a pipeline allows by itself."""
+_SHORT_OUTPUTS = 16
+_WARM = 16
+# As many as tell in a process' memory, at a rate that keeps the stages from being what is measured.
+_HELD, _HELD_STEP_S = 256, 0.25
+_KIB = 1024
+ORCHESTRATED, RELAYED, DIRECT = "orchestrator", "relay", "direct"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much is measured."""
+
+    requests: int
+    farms: int
+    rounds: int
+    window_s: float
+    arrivals_s: float
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The ways' turns, those of one round at the same place."""
+
+    turns: dict[str, list[Turn]]
+    lateness: Lateness
+
+    def median(self, way: str, value: Callable[[Turn], float]) -> float:
+        """Of all rounds."""
+        return statistics.median(value(turn) for turn in self.turns[way])
+
+    def added_ms(self, way: str, share: float) -> float:
+        """How much later outputs come by this way than directly: the difference of medians."""
+        return self.delay_ms(way, share) - self.delay_ms(DIRECT, share)
+
+    def delay_ms(self, way: str, share: float) -> float:
+        """What this share of the outputs stays under."""
+        return self.median(way, lambda turn: turn.quantile_ms(share))
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """By name, and the process that stands between client and stage."""
+
+    orchestrated: Orchestrated
+    watched: dict[str, tuple[Way, psutil.Process | None]]
+
+
+async def _ways(stack: AsyncExitStack, folder: Path, deployment: Deployment) -> _Ways:
+    relay = f"127.0.0.1:{PortPicker().pick()}"
+    relaying = await stack.enter_async_context(started("benchmarks.orchestrator_ways.relay", "--listen", relay))
+    await until_listening(relay)
+    replicas, pipeline = await replicas_of(deployment), load_pipeline(str(folder / "pipeline.yaml"))
+    direct = await stack.enter_async_context(Direct(pipeline, replicas))
+    relayed = await stack.enter_async_context(Direct(pipeline, replicas, relay=relay))
+    orchestrated = await stack.enter_async_context(Orchestrated(deployment.endpoint))
+    watched: dict[str, tuple[Way, psutil.Process | None]] = {
+        DIRECT: (direct, None),
+        RELAYED: (relayed, relaying),
+        ORCHESTRATED: (orchestrated, deployment.orchestrator),
+    }
+    return _Ways(orchestrated, watched)
+
+
+async def _stream(options: Options) -> tuple[Streams, Arrivals]:
+    async with AsyncExitStack() as stack:
+        lateness = await stack.enter_async_context(said_by("benchmarks.orchestrator_ways.bare_loop"))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        pipeline = _PIPELINE.format(step_s=1 / _OUTPUTS_PER_S, in_flight=max(options.requests, _IN_FLIGHT))
+        deploying = deployed(folder, pipeline, replicas=REPLICAS, farms=options.farms, stamped=True)
+        deployment = await stack.enter_async_context(deploying)
+        ways = await _ways(stack, folder, deployment)
+        turns: dict[str, list[Turn]] = {name: [] for name in ways.watched}
+        for number in range(options.rounds):
+            for name, (way, watched) in ways.watched.items():
+                turn = await take_turn(
+                    way, f"{name}-{number}", requests=options.requests, window_s=options.window_s, watched=watched
+                )
+                turns[name].append(turn)
+                console.print(f"{name}: {turn}")
+        arrivals = await arrive(
+            ways.orchestrated,
+            deployment.orchestrator,
+            per_s=A_MINUTE / 60,
+            for_s=options.arrivals_s,
+            outputs=_SHORT_OUTPUTS,
+        )
+        console.print(f"arrivals: {arrivals}")
+        return Streams(turns, LATENESS.validate_json(await lateness())), arrivals
+
+
+async def _hold(options: Options) -> dict[str, Turn]:
+    """Turns with many slow requests at once, in processes that have nothing behind them."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        pipeline = _PIPELINE.format(step_s=_HELD_STEP_S, in_flight=_HELD)
+        deploying = deployed(folder, pipeline, replicas=REPLICAS, farms=options.farms, stamped=True)
+        ways = await _ways(stack, folder, await stack.enter_async_context(deploying))
+        turns: dict[str, Turn] = {}
+        for name in (RELAYED, ORCHESTRATED):
+            way, watched = ways.watched[name]
+            await take_turn(way, f"warm-{name}", requests=_WARM, window_s=1.0, watched=watched)
+            turns[name] = await take_turn(
+                way, f"held-{name}", requests=_HELD, window_s=options.window_s, watched=watched
+            )
+            console.print(f"{name}, {_HELD} requests: {turns[name]}")
+        return turns
+
+
+def _figures(streams: Streams, arrivals: Arrivals, held: dict[str, Turn], options: Options) -> Iterator[Figure]:
+    subject = f"{options.requests} requests at once, {_OUTPUTS_PER_S} outputs a second each"
+    for way in (DIRECT, RELAYED, ORCHESTRATED):
+        yield Figure(f"outputs, {way}", streams.median(way, lambda turn: turn.outputs_per_s), "1/s", "", subject)
+    cpu_us = {way: streams.median(way, lambda turn: turn.cpu_per_output_us) for way in (RELAYED, ORCHESTRATED)}
+    yield Figure("CPU an output, orchestrator", cpu_us[ORCHESTRATED], "us", "<=100", subject)
+    yield Figure("CPU an output, bare relay", cpu_us[RELAYED], "us", "", subject)
+    # 100 us where a bare relay takes 36: the machine's speed is in both.
+    yield Figure("CPU, orchestrator / relay", cpu_us[ORCHESTRATED] / cpu_us[RELAYED], "ratio", "<=2.8", subject)
+    for name, share, goal in (("p50", 0.5, "<=1"), ("p99", 0.99, "<=10")):
+        yield Figure(f"delay, {name}, direct", streams.delay_ms(DIRECT, share), "ms", "", subject)
+        yield Figure(f"added by the orchestrator, {name}", streams.added_ms(ORCHESTRATED, share), "ms", goal, subject)
+        yield Figure(f"added by the bare relay, {name}", streams.added_ms(RELAYED, share), "ms", "", subject)
+    for name, late_ms in (("p50", streams.lateness.p50_ms), ("p99", streams.lateness.p99_ms)):
+        yield Figure(f"an idle loop is late by, {name}", late_ms, "ms", "", subject)
+
+    subject = f"{A_MINUTE} requests a minute, {_SHORT_OUTPUTS} outputs each"
+    yield Figure("finished", arrivals.finished_per_minute, "1/min", f">={0.98 * A_MINUTE:g}", subject)
+    yield Figure("waited to be admitted", arrivals.queued, "requests", "<=0", subject)
+    yield Figure("refused", arrivals.refused, "requests", "<=0", subject)
+    yield Figure("in flight, second half / first half", arrivals.growth, "ratio", "<=1.25", subject)
+    yield Figure("until admitted, p99", arrivals.admitted_p99_ms, "ms", "", subject)
+    yield Figure("orchestrator CPU a request", arrivals.cpu_per_request_ms, "ms", "", subject)
+
+    subject = f"{_HELD} requests in flight"
+    yield Figure("outputs of each", held[ORCHESTRATED].outputs_each, "", "", subject)
+    for way, goal in ((ORCHESTRATED, "<=64"), (RELAYED, "")):
+        size_kib = held[way].grown_bytes / _HELD / _KIB
+        what = (
+            "a request, orchestrator (4 gRPC calls)" if way == ORCHESTRATED else "a stream, bare relay (2 gRPC calls)"
+        )
+        yield Figure(f"memory of {what}", size_kib, "KiB", goal, subject)
+
+
+async def _measure(options: Options) -> list[Figure]:
+    streams, arrivals = await _stream(options)
+    held = await _hold(options)
+    return list(_figures(streams, arrivals, held, options))
+
+
+def main() -> None:
+    """Reads the command line, measures, reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--requests", type=int, default=64, help="at once")
+    parser.add_argument("--farms", type=int, default=1, help="processes that the replicas are spread over")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
+    parser.add_argument("--window-s", type=float, default=5.0, help="of each turn")
+    parser.add_argument("--arrivals-s", type=float, default=20.0, help="how long requests arrive")
+    arguments = parser.parse_args()
+    options = Options(
+        requests=arguments.requests,
+        farms=arguments.farms,
+        rounds=arguments.rounds,
+        window_s=arguments.window_s,
+        arrivals_s=arguments.arrivals_s,
+    )
+    report("orchestrator", uvloop.run(_measure(options)), json_file=arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""An event loop with nothing to do but to wait: how late it is, is what the machine adds to any delay.
+
+    python -m benchmarks.orchestrator_ways.bare_loop
+
+Looks until SIGTERM, then says it as JSON.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+
+from stagemesh.services.serving.lifecycle import run_service
+
+_STEP_S = 0.005
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """Of the loop's timers."""
+
+    p50_ms: float
+    p99_ms: float
+
+
+LATENESS = TypeAdapter(Lateness)
+
+
+async def _look(stopping: asyncio.Event) -> None:
+    late_s: list[float] = []
+    while not stopping.is_set():
+        due_s = time.monotonic() + _STEP_S
+        await asyncio.sleep(_STEP_S)
+        late_s.append(time.monotonic() - due_s)
+    late_s.sort()
+    p50_ms, p99_ms = (1e3 * late_s[int(share * len(late_s))] for share in (0.5, 0.99))
+    sys.stdout.buffer.write(LATENESS.dump_json(Lateness(p50_ms, p99_ms)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_service(_look, parent_pid=os.getppid()))

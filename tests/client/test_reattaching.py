@@ -1,0 +1,234 @@
+"""A request whose connection or orchestrator is lost goes on, and its caller hears everything once."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from stagemesh.client import Admitted, AsyncClient, Client, Event, Finished, Progress, RetryPolicy, Text
+from stagemesh.client.delivery import Delivery
+from stagemesh.connectors.errors import (
+    CancelledRequestError,
+    InternalError,
+    NotFoundError,
+    OverloadedError,
+    StagemeshError,
+    UnavailableError,
+)
+from stagemesh.connectors.tensors import inline_tensor
+from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
+from stagemesh.v1.request_pb2 import Image, Output, TokenIds
+from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text
+
+QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1, reattach_s=5)
+
+
+def _stops() -> StagemeshError:
+    return UnavailableError("it stops", reason="NOT_RUNNING", retry_after_s=0.01)
+
+
+async def _events(*endpoints: str, policy: RetryPolicy = QUICK, timeout_s: float | None = None) -> list[Event]:
+    async with AsyncClient(*endpoints, retry_policy=policy) as client:
+        return [event async for event in client.generate("hello", timeout_s=timeout_s)]
+
+
+def _told(events: list[Event]) -> str:
+    return "".join(event.delta for event in events if isinstance(event, Text))
+
+
+@pytest.mark.parametrize("loss", [Pause.BREAK, _stops()], ids=["broken connection", "orchestrator that stops"])
+async def test_a_lost_request_goes_on(orchestrator: ScriptedOrchestrator, loss: Pause | StagemeshError) -> None:
+    orchestrator.scripts.extend([[admitted(), text("Hi "), loss], [admitted(), text("you"), finished()]])
+    events = await _events(orchestrator.endpoint)
+    assert [type(event) for event in events] == [Admitted, Text, Text, Finished]
+    assert _told(events) == "Hi you"
+
+
+async def test_the_second_call_says_what_the_caller_has(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.extend(
+        [[admitted(seed=9), text("Zoë "), audio([0.5, 1]), text("!"), Pause.BREAK], [admitted(seed=9), finished()]]
+    )
+    await _events(orchestrator.endpoint)
+    first, second = orchestrator.requests
+    assert dict(second.next_positions) == {"text": 5, "audio": 2}
+    assert (second.parameters.seed, second.earlier_calls, second.request_id) == (9, 1, first.request_id)
+    assert (dict(first.next_positions), first.earlier_calls) == ({}, 0)
+    assert not first.parameters.HasField("seed")
+    assert first.linger_s == second.linger_s == 5
+
+
+async def test_the_next_orchestrator_goes_on(orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi "), Pause.BREAK])
+    other.scripts.append([admitted(), text("you"), finished()])
+    assert _told(await _events(orchestrator.endpoint, other.endpoint)) == "Hi you"
+
+
+async def test_an_orchestrator_out_of_reach_is_passed_over(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi"), finished()])
+    policy = RetryPolicy(attempts=1)
+    async with AsyncClient("127.0.0.1:1", orchestrator.endpoint, retry_policy=policy) as client:
+        assert (await client.generate("hello").result()).text == "Hi"
+        assert client.endpoint == orchestrator.endpoint
+        await client.describe()
+
+
+async def test_a_request_that_failed_is_not_run_again(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.extend([[admitted(), text("Hi "), Pause.BREAK], [admitted(), InternalError("out of luck")]])
+    with pytest.raises(InternalError, match="out of luck"):
+        await _events(orchestrator.endpoint)
+    assert len(orchestrator.requests) == 2
+
+
+async def test_what_stands_in_the_way_of_a_lost_request_passes(
+    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
+) -> None:
+    full = OverloadedError("full", retry_after_s=0.02)
+    orchestrator.scripts.append([admitted(), text("Hi "), Pause.BREAK])
+    other.scripts.extend([[full], [full], [full], [full], [queued(1), admitted(), text("you"), finished()]])
+    events = await _events(orchestrator.endpoint, other.endpoint)
+    assert [type(event) for event in events] == [Admitted, Text, Text, Finished]
+    assert len(orchestrator.requests) == 1
+
+
+async def test_progress_is_not_told_twice(orchestrator: ScriptedOrchestrator) -> None:
+    steps = [progress("thinker", steps=step) for step in (1, 2, 3)]
+    orchestrator.scripts.extend([[admitted(), *steps[:2], Pause.BREAK], [admitted(), *steps, finished()]])
+    events = await _events(orchestrator.endpoint)
+    assert [event.steps for event in events if isinstance(event, Progress)] == [1, 2, 3]
+
+
+async def test_a_lost_request_is_looked_for_only_so_long(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.extend([[admitted(), text("Hi "), Pause.BREAK], [Pause.BREAK]])
+    with pytest.raises(UnavailableError, match="Socket closed"):
+        await _events(orchestrator.endpoint, policy=RetryPolicy(first_pause_s=0.01, reattach_s=0.3))
+    assert len(orchestrator.requests) > 3
+
+
+async def test_a_request_that_is_lost_again_and_again_is_given_up(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), Pause.BREAK])
+    with pytest.raises(UnavailableError, match="Socket closed"):
+        await _events(orchestrator.endpoint, policy=RetryPolicy(attempts=3, first_pause_s=0.01, reattach_s=0.1))
+    assert 4 < len(orchestrator.requests) < 10
+
+
+async def test_a_request_that_gets_on_may_be_lost_often(orchestrator: ScriptedOrchestrator) -> None:
+    letters = "abcdefghij"
+    orchestrator.scripts.extend([[admitted(), text(letter), Pause.BREAK] for letter in letters])
+    orchestrator.scripts.append([admitted(), finished()])
+    assert _told(await _events(orchestrator.endpoint)) == letters
+
+
+async def test_the_deadline_holds_over_all_calls(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.extend([[admitted(), text("Hi"), Pause.BREAK], [Pause.BREAK]])
+    with pytest.raises(UnavailableError):
+        await asyncio.wait_for(_events(orchestrator.endpoint, timeout_s=0.5), 3)
+    assert orchestrator.deadlines_s[-1] is not None
+    assert orchestrator.deadlines_s[-1] < 0.5
+
+
+async def test_without_reattaching_a_loss_is_an_error(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), Pause.BREAK])
+    with pytest.raises(UnavailableError):
+        await _events(orchestrator.endpoint, policy=RetryPolicy(reattach_s=0))
+    assert [request.linger_s for request in orchestrator.requests] == [0]
+
+
+async def test_leaving_takes_back_what_was_asked_for(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), Pause.FOREVER])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        call = client.generate("hello")
+        async for _event in call:
+            break
+    assert [(each.request_id, each.when_left) for each in orchestrator.cancels] == [(call.request_id, True)]
+
+
+async def test_closing_takes_back_what_was_asked_for(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), Pause.FOREVER])
+    client = AsyncClient(orchestrator.endpoint)
+    call = client.generate("hello")
+    events = aiter(call)
+    await anext(events)
+    await client.close()
+    assert [(each.request_id, each.when_left) for each in orchestrator.cancels] == [(call.request_id, True)]
+    with pytest.raises(asyncio.CancelledError):
+        await anext(events)
+
+
+async def test_a_client_that_was_closed_calls_no_more() -> None:
+    client = AsyncClient("127.0.0.1:1")
+    events = aiter(client.generate("hello"))
+    await client.close()
+    with pytest.raises(CancelledRequestError, match="closed"):
+        await anext(events)
+
+
+async def test_what_has_ended_is_not_taken_back(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.extend([[admitted(), finished()], [InternalError("no")]])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        await client.generate("hello").result()
+        with pytest.raises(InternalError):
+            await client.generate("hello").result()
+    assert orchestrator.cancels == []
+
+
+async def test_cancel_finds_the_orchestrator_that_knows_the_request(
+    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
+) -> None:
+    other.requests.append(GenerateRequest(request_id="r"))
+    async with AsyncClient("127.0.0.1:1", orchestrator.endpoint, other.endpoint) as client:
+        await client.cancel("r")
+        with pytest.raises(NotFoundError):
+            await client.cancel("nobody")
+    assert [each.request_id for each in other.cancels] == ["r", "nobody"]
+
+
+async def test_a_client_needs_an_endpoint() -> None:
+    with pytest.raises(ValueError, match="at least one endpoint"):
+        AsyncClient()
+
+
+async def test_the_blocking_client_goes_on_too(orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator) -> None:
+    def run() -> str:
+        with Client(orchestrator.endpoint, other.endpoint, retry_policy=QUICK) as client:
+            return client.generate("hello").result().text
+
+    orchestrator.scripts.append([admitted(), text("Hi "), Pause.BREAK])
+    other.scripts.extend([[_stops()], [admitted(), text("you"), finished()]])
+    orchestrator.scripts.append([_stops()])
+    assert await asyncio.to_thread(run) == "Hi you"
+
+
+async def test_the_blocking_client_takes_back_what_was_asked_for(orchestrator: ScriptedOrchestrator) -> None:
+    def run() -> None:
+        with Client(orchestrator.endpoint, retry_policy=QUICK) as client:
+            for _event in client.generate("hello"):
+                break
+
+    orchestrator.scripts.append([admitted(), Pause.FOREVER])
+    await asyncio.to_thread(run)
+    assert [each.when_left for each in orchestrator.cancels] == [True]
+
+
+def test_every_kind_of_output_is_counted() -> None:
+    delivery = Delivery(GenerateRequest(), QUICK)
+    outputs = [
+        Output(name="codes", token_ids=TokenIds(ids=[5, 6])),
+        Output(name="picture", image=Image(data=b"png")),
+        Output(name="rows", tensor=inline_tensor("rows", np.zeros((3, 2), np.int8))),
+        Output(name="scalar", tensor=inline_tensor("scalar", np.zeros((), np.int8))),
+        Output(name="codes", token_ids=TokenIds(ids=[7])),
+    ]
+    for output in outputs:
+        delivery.take(GenerateResponse(output=output))
+    assert dict(delivery.request().next_positions) == {"codes": 3, "picture": 1, "rows": 3, "scalar": 1}
+
+
+async def test_a_call_that_was_refused_is_no_earlier_call(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.extend([[OverloadedError("full", retry_after_s=0.01)], [_stops()], [admitted(), finished()]])
+    await _events(orchestrator.endpoint)
+    assert [request.earlier_calls for request in orchestrator.requests] == [0, 0, 0]
+
+
+def test_an_impossible_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="reattach_s is -1"):
+        RetryPolicy(reattach_s=-1)

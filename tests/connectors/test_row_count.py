@@ -1,0 +1,124 @@
+"""What an edge takes of producers that follow each other: each row of each tensor once and in order."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagemesh.connectors.base import MetadataValue, Packet
+from stagemesh.connectors.errors import InvalidChunkError, NotReadyError
+from stagemesh.connectors.row_count import RowCount, add_rows
+
+_NAMES: tuple[str, ...] = ("x", "y")
+
+
+def packets(starts: dict[str, int], cuts: list[dict[str, int]]) -> list[Packet]:
+    """Packets whose rows say their numbers, from `starts` on, in such lengths."""
+    at, made = dict(starts), list[Packet]()
+    for cut in cuts:
+        made.append(Packet({name: np.arange(at[name], at[name] + rows) for name, rows in cut.items()}))
+        for name, rows in cut.items():
+            at[name] += rows
+    return made
+
+
+def cut(rows: dict[str, int], lengths: list[tuple[int, int]]) -> list[dict[str, int]]:
+    """So many rows in all, in packets of these lengths and a last one of what is left."""
+    left, cuts = dict(rows), list[dict[str, int]]()
+    for pair in lengths:
+        cuts.append({name: min(length, left[name]) for name, length in zip(_NAMES, pair, strict=True)})
+        for name in _NAMES:
+            left[name] -= cuts[-1][name]
+    return [*cuts, left]
+
+
+lengths = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8)
+
+
+@given(data=st.data(), total=st.tuples(st.integers(0, 20), st.integers(0, 20)))
+def test_each_row_is_taken_once_and_in_order(data: st.DataObject, total: tuple[int, int]) -> None:
+    rows, count = dict(zip(_NAMES, total, strict=True)), RowCount(edge="e")
+    taken: list[Packet] = []
+    begin = dict.fromkeys(_NAMES, 0)
+    for _ in range(data.draw(st.integers(0, 3))):
+        coming = packets(begin, cut({name: rows[name] - begin[name] for name in _NAMES}, data.draw(lengths)))
+        for one in coming[: data.draw(st.integers(0, len(coming)))]:
+            new = count.take(one)
+            taken += [new] if new is not None else []
+        here = dict.fromkeys(_NAMES, 0)
+        for one in taken:
+            add_rows(here, one)
+        begin = {name: data.draw(st.integers(0, here[name])) for name in _NAMES}
+        count.check(begin)
+        count.begin(begin)
+    for one in packets(begin, cut({name: rows[name] - begin[name] for name in _NAMES}, data.draw(lengths))):
+        new = count.take(one)
+        taken += [new] if new is not None else []
+    count.check_end()
+    for name in _NAMES:
+        parts = [one.tensors[name] for one in taken]
+        joined = np.concatenate(parts) if parts else np.arange(0)
+        assert joined.tolist() == list(range(rows[name]))
+
+
+def test_packet_of_which_nothing_is_new_is_dropped_whole() -> None:
+    count = RowCount(edge="e")
+    one = Packet({"x": np.arange(3), "n": np.array(7)})
+    assert count.take(one) is one
+    count.begin({})
+    assert count.take(one) is None
+    assert not count.repeats
+    assert count.take(one) is one
+
+
+def test_rows_that_would_be_left_out_are_told() -> None:
+    count = RowCount(edge="e")
+    count.take(Packet({"x": np.arange(3)}))
+    count.check({"x": 3})
+    with pytest.raises(NotReadyError, match="begins at row 4 of tensor 'x', and 3 rows") as caught:
+        count.check({"x": 4})
+    assert caught.value.reason == "ROWS_MISSING"
+    assert caught.value.metadata == {"edge": "e", "tensor": "x", "rows": "3"}
+
+
+def test_repeated_context_is_counted_from_the_beginning_alone() -> None:
+    count = RowCount(edge="e")
+    chunks = [_with(Packet({"x": np.arange(start, start + 4)}), context_frames=bool(start)) for start in (0, 3)]
+    assert [count.take(one) for one in chunks] == chunks
+    with pytest.raises(NotReadyError):
+        count.check({"x": 4})
+    count.begin({})
+    assert [count.take(one) for one in chunks] == [None, None]
+    assert not count.repeats
+
+
+def test_context_that_is_cut_elsewhere_is_a_contradiction() -> None:
+    count = RowCount(edge="e")
+    count.take(_with(Packet({"x": np.arange(4)}), context_frames=0))
+    count.begin({})
+    with pytest.raises(InvalidChunkError) as caught:
+        count.take(_with(Packet({"x": np.arange(6)}), context_frames=2))
+    assert caught.value.reason == "ATTEMPTS_DIFFER"
+
+
+def test_token_at_which_a_packet_starts_moves_with_its_rows() -> None:
+    count = RowCount(edge="e")
+    count.take(_with(Packet({"x": np.arange(5)}), token_start=0))
+    count.begin({"x": 3})
+    new = count.take(_with(Packet({"x": np.arange(3, 8)}), token_start=3))
+    assert new is not None
+    assert (new.tensors["x"].tolist(), new.metadata["token_start"]) == ([5, 6, 7], 5)
+
+
+def test_producer_that_makes_less_than_the_one_before_is_found_out() -> None:
+    count = RowCount(edge="e")
+    count.take(Packet({"x": np.arange(5)}))
+    count.begin({})
+    count.take(Packet({"x": np.arange(4)}))
+    with pytest.raises(InvalidChunkError, match="fewer rows") as caught:
+        count.check_end()
+    assert caught.value.reason == "ATTEMPTS_DIFFER"
+
+
+def _with(packet: Packet, **metadata: MetadataValue) -> Packet:
+    return Packet(packet.tensors, metadata)

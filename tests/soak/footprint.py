@@ -1,0 +1,73 @@
+"""What processes hold: memory, open files, and what would stay in /dev/shm."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+WARM_S = 60.0
+"""An orchestrator keeps what ended requests brought for 30 s; from then on it has next to nothing to grow by."""
+_FEWEST = 6
+_MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A process at one time."""
+
+    process: str
+    process_id: int
+    at_s: float
+    heap_bytes: int
+    files: int
+
+
+def sample(statuses: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
+    """All processes of a deployment, by their statuses, but for those that load, and those that end just now."""
+    for name, status in list(statuses.items()):
+        if status["state"] != "ready":
+            continue
+        process_id = status["process_id"]
+        with suppress(OSError, ValueError):
+            files = len(list(Path(f"/proc/{process_id}/fd").iterdir()))
+            yield Sample(name, process_id, time.monotonic(), _heap_bytes(process_id), files)
+
+
+def _heap_bytes(process_id: int) -> int:
+    for line in Path(f"/proc/{process_id}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"process {process_id} has ended")
+
+
+def growth(samples: Sequence[Sample], *, warm_s: float = WARM_S) -> list[str]:
+    """The processes that did not stay as they were: memory, or open files; nothing where all did.
+
+    Each process by itself, from when it was warm. A process that was not long enough there tells nothing.
+    """
+    lives = dict[tuple[str, int], list[Sample]]()
+    for each in samples:
+        lives.setdefault((each.process, each.process_id), []).append(each)
+    return [problem for (name, _), life in lives.items() for problem in _growth_of(name, life, warm_s)]
+
+
+def _growth_of(name: str, life: Sequence[Sample], warm_s: float) -> Iterator[str]:
+    steady = [each for each in life if each.at_s >= life[0].at_s + warm_s]
+    if len(steady) < _FEWEST:
+        return
+    third = len(steady) // 3
+    heap, later_heap = [median(each.heap_bytes for each in part) for part in (steady[:third], steady[-third:])]
+    if later_heap > heap * 1.05 + 4 * _MB:
+        yield f"{name} grew from {heap / _MB:.1f} to {later_heap / _MB:.1f} MB"
+    # It may begin in a moment in which most of its neighbours are away, and each of them takes some files.
+    files, later_files = max(each.files for each in steady[:third]), median(each.files for each in steady[-third:])
+    if later_files > files * 1.25 + 12:
+        yield f"{name} had at most {files} files open, then {later_files:.0f}"
+
+
+def shared_memory() -> frozenset[str]:
+    """What is in /dev/shm."""
+    return frozenset(path.name for path in Path("/dev/shm").iterdir())

@@ -1,0 +1,159 @@
+"""Faults by seed: which kind, whom and when; how long until what it struck went on."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import grpc
+
+from tests.deployment import Deployment
+from tests.soak.delivery import Delivery
+from tests.soak.faults import FaultKind, Faults, MissedError
+from tests.soak.load import Load
+from tests.soak.operators import Operator
+from tests.soak.report import UNTOUCHED
+
+PAUSE_S = (0.5, 3.5)
+"""Between two faults."""
+MAX_DEATHS = 2
+"""A request that two dying replicas ran is tried alone, and a third that dies fails it: no soak may be the third."""
+_AT_WORK_S = 0.3
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A request that a fault found at work, and the output of the stage that it hit."""
+
+    delivery: Delivery
+    output: str
+    at_s: float
+
+    def resumed_s(self) -> float | None:
+        """How long until its client had more; None where there was none to come."""
+        return self.delivery.outputs[self.output].resumed_s(self.at_s) if self.delivery.whole() else None
+
+
+class Injector:
+    """Strikes one deployment under load."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        operator: Operator,
+        load: Load,
+        *,
+        kinds: Sequence[FaultKind],
+        seed: int,
+        output_of: Mapping[str, str],
+        load_s: float,
+    ) -> None:
+        """`output_of` says by stage where a client sees that it goes on; `load_s` is how long a process may take to be
+        ready.
+        """
+        self.counts = Counter[FaultKind]()
+        self.missed = list[str]()
+        self.struck = dict[str, list[Struck]]()
+        """By kind; under UNTOUCHED those that ran elsewhere at the time of a fault."""
+        self._deployment, self._operator, self._load = deployment, operator, load
+        self._kinds, self._random = kinds, Random(seed)
+        self._faults = Faults(deployment, operator, Random(seed + 1), load_s=load_s)
+        self._output_of, self._load_s = output_of, load_s
+        self._ill = set[str]()
+        """Those under a fault now."""
+        self._deaths = Counter[str]()
+
+    async def run(self, *, count: int, stop_s: float) -> None:
+        """So many faults, or as many as there is time for; returns when the last victim is itself again."""
+        end_s, kinds = time.monotonic() + stop_s, self._deal()
+        kind = next(kinds)
+        async with asyncio.TaskGroup() as group:
+            while sum(self.counts.values()) < count and time.monotonic() < end_s:
+                await asyncio.sleep(self._random.uniform(*PAUSE_S))
+                victim = await self._victim(kind)
+                if victim is not None:
+                    self._ill.add(victim)
+                    group.create_task(self._strike(kind, victim))
+                    kind = next(kinds)
+
+    def _deal(self) -> Iterator[FaultKind]:
+        """Each kind as often as the others, in any order."""
+        while True:
+            yield from self._random.sample(self._kinds, len(self._kinds))
+
+    async def _strike(self, kind: FaultKind, victim: str) -> None:
+        await self._note_struck(kind, victim)
+        try:
+            await self._faults.befall(kind, victim)
+            self.counts[kind] += 1
+            await self._came_back(victim)
+        except (MissedError, TimeoutError, AssertionError) as exc:
+            self.missed.append(f"{kind.value} of {victim}: {exc!r}")
+        except grpc.aio.AioRpcError as exc:
+            self.missed.append(f"{kind.value} of {victim}: {exc.code().name} {exc.details()}")
+        finally:
+            self._ill.discard(victim)
+
+    async def _victim(self, kind: FaultKind) -> str | None:
+        """Whom it is to befall: never the last one of its stage that is well. None where there is none now."""
+        if kind.is_of_orchestrator:
+            return None if "orchestrator" in self._ill else "orchestrator"
+        try:
+            return await self._replica_for(kind)
+        except grpc.aio.AioRpcError:
+            return None
+
+    async def _replica_for(self, kind: FaultKind) -> str | None:
+        well = {name: stage for name, stage in (await self._operator.ready()).items() if name not in self._ill}
+        others = Counter(well.values())
+        candidates = sorted(name for name, stage in well.items() if others[stage] > 1)
+        self._random.shuffle(candidates)
+        for candidate in candidates:
+            if not kind.kills or await self._may_die(candidate):
+                return candidate
+        return None
+
+    async def _may_die(self, replica: str) -> bool:
+        return all(self._deaths[request] < MAX_DEATHS for request in await self._operator.requests_on(replica))
+
+    async def _note_struck(self, kind: FaultKind, victim: str) -> None:
+        if kind.is_of_orchestrator:
+            for delivery in self._load.running.values():
+                self._note(kind.value, delivery, "text")
+            return
+        try:
+            stage, requests = victim.rpartition("-")[0], await self._operator.requests_on(victim)
+        except grpc.aio.AioRpcError:
+            return
+        for request in requests:
+            self._deaths[request] += kind.kills
+        for request, delivery in self._load.running.items():
+            self._note(kind.value if request in requests else UNTOUCHED, delivery, self._output_of[stage])
+
+    def _note(self, kind: str, delivery: Delivery, output: str) -> None:
+        # Of one that has yet to begin, or waits for another reason, nobody can tell when it went on.
+        times_s, now_s = delivery.outputs[output].times_s, time.monotonic()
+        if times_s and now_s - times_s[-1] < _AT_WORK_S:
+            self.struck.setdefault(kind, []).append(Struck(delivery, output, now_s))
+
+    async def _came_back(self, victim: str) -> None:
+        """Returns once it takes work again."""
+        if victim == "orchestrator":
+            # The replicas may be anywhere: some have faults of their own.
+            await asyncio.to_thread(
+                self._deployment.wait,
+                lambda up: up.statuses["orchestrator"]["state"] == "ready",
+                timeout_s=self._load_s,
+            )
+            return
+        async with asyncio.timeout(self._load_s):
+            while not await self._is_ready(victim):
+                await asyncio.sleep(0.2)
+
+    async def _is_ready(self, victim: str) -> bool:
+        try:
+            return victim in await self._operator.ready()
+        except grpc.aio.AioRpcError:
+            return False

@@ -1,0 +1,67 @@
+"""Steady load from real clients: as soon as a request has ended, its client sends the next."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+from uuid import uuid4
+
+from stagemesh.client import AsyncClient
+from stagemesh.client.retries import RetryPolicy
+from stagemesh.connectors.errors import StagemeshError
+from tests.soak.delivery import Delivery
+from tests.soak.work import Work
+
+Condition: TypeAlias = Callable[[], bool]
+
+
+class Load:
+    """The requests that run and those that have ended, by id."""
+
+    def __init__(self, endpoint: str, work: Work) -> None:
+        self.running: dict[str, Delivery] = {}
+        self.ended: dict[str, Delivery] = {}
+        self._endpoint, self._timeout_s = endpoint, work.timeout_s
+        self._upcoming = itertools.cycle([(request, work.units(request)) for request in work.requests])
+        self._name = f"soak-{uuid4().hex[:6]}"
+        self._numbers = itertools.count()
+
+    async def each_once(self, count: int, *, clients: int) -> None:
+        """The next so many requests, some at once."""
+        left = iter(range(count))
+        await self._all(clients, lambda: next(left, None) is not None)
+
+    async def until(self, stop: asyncio.Event, *, clients: int) -> None:
+        """Requests until told to stop, and then to the end of the last ones."""
+        await self._all(clients, lambda: not stop.is_set())
+
+    async def _all(self, clients: int, goes_on: Condition) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(clients):
+                group.create_task(self._client(goes_on))
+
+    async def _client(self, goes_on: Condition) -> None:
+        async with AsyncClient(self._endpoint, retry_policy=RetryPolicy(attempts=20, max_pause_s=2.0)) as client:
+            while goes_on():
+                await self._one(client)
+
+    async def _one(self, client: AsyncClient) -> None:
+        request, expected = next(self._upcoming)
+        name = f"{self._name}-{next(self._numbers)}"
+        delivery = self.running[name] = Delivery(request, expected)
+        generation = client.generate(
+            request.prompt,
+            seed=request.seed,
+            max_tokens=request.steps,
+            request_id=name,
+            timeout_s=self._timeout_s,
+        )
+        try:
+            async for event in generation:
+                delivery.add(event)
+        except StagemeshError as exc:
+            delivery.error = f"{type(exc).__name__} {exc.reason}: {exc}"
+        finally:
+            delivery.ended_s = time.monotonic()
+            self.ended[name] = self.running.pop(name)

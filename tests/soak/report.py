@@ -1,0 +1,86 @@
+"""What a soak found."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median, quantiles
+
+from tests.soak.delivery import Flaws
+
+MEDIAN_RESUME_S = 1.0
+"""From a kill, over what passes at the same time for requests that it does not touch: a busy machine has pauses."""
+UNTOUCHED = "nothing"
+"""The kind of fault of those."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The figures, and what is wrong with them."""
+
+    requests: int
+    failed: Mapping[str, str]
+    """By request: the error."""
+    flawed: Mapping[str, Flaws]
+    """By request."""
+    timelines: Mapping[str, object]
+    """Of those that failed or are flawed, what the orchestrator says of them."""
+    faults: Mapping[str, int]
+    """By kind."""
+    missed_faults: Sequence[str]
+    resumed_s: Mapping[str, Sequence[float]]
+    """By kind of fault: of each request that it found at work, how long until its client had more."""
+    growth: Sequence[str]
+    orchestrator_mb: Sequence[int]
+    """Its memory over time."""
+    left: Sequence[str]
+    """What was not let go of: steps, arenas, requests, shared memory."""
+    slowest_s: float
+
+    @property
+    def flaws(self) -> Flaws:
+        """Of all requests."""
+        return sum(self.flawed.values(), Flaws())
+
+    def problems(self) -> list[str]:
+        """Why the soak fails; nothing where it passes."""
+        return [
+            *(f"request {name} failed: {error}" for name, error in self.failed.items()),
+            *(f"request {name}: {flaws}" for name, flaws in self.flawed.items()),
+            *(f"a fault that did not happen: {missed}" for missed in self.missed_faults),
+            *self._slow(),
+            *self.growth,
+            *(f"left behind: {what}" for what in self.left),
+        ]
+
+    def summary(self) -> str:
+        """The figures for people."""
+        flaws = self.flaws
+        faults = ", ".join(f"{count} {kind}" for kind, count in sorted(self.faults.items())) or "none"
+        lines = [
+            f"{sum(self.faults.values())} faults ({faults}), {len(self.missed_faults)} missed",
+            f"{self.requests} requests: {len(self.failed)} failed; slowest {self.slowest_s:.1f} s",
+            "units: " + ", ".join(f"{count} {flaw}" for flaw, count in asdict(flaws).items()),
+        ]
+        for kind, times_s in sorted(self.resumed_s.items()):
+            ninth = quantiles(times_s, n=10)[-1] if len(times_s) > 1 else times_s[0]
+            lines.append(
+                f"to resume after {kind}: median {median(times_s):.2f} s, p90 {ninth:.2f} s, "
+                f"longest {max(times_s):.2f} s of {len(times_s)}"
+            )
+        if self.orchestrator_mb:
+            began, ended = self.orchestrator_mb[0], self.orchestrator_mb[-1]
+            lines.append(f"memory of the orchestrator: {began} MB, at most {max(self.orchestrator_mb)} MB, {ended} MB")
+        return "\n".join([*lines, *(f"! {problem}" for problem in self.problems())])
+
+    def json(self) -> str:
+        """All of it."""
+        return json.dumps({**asdict(self), "problems": self.problems()}, indent=2)
+
+    def _slow(self) -> list[str]:
+        killed_s, usual_s = self.resumed_s.get("kill", ()), self.resumed_s.get(UNTOUCHED, ())
+        if not killed_s or not usual_s:
+            return []
+        killed, usual = median(killed_s), median(usual_s)
+        if killed - usual < MEDIAN_RESUME_S:
+            return []
+        return [f"from a kill it takes {killed:.2f} s to go on in the median, where {usual:.2f} s pass without any"]

@@ -1,0 +1,164 @@
+"""A deployment under steady load and faults, and what its clients got."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from tests.deployment import Deployment, deployed
+from tests.soak.delivery import Flaws
+from tests.soak.faults import FaultKind
+from tests.soak.footprint import Sample, growth, sample, shared_memory
+from tests.soak.injector import Injector
+from tests.soak.load import Load
+from tests.soak.operators import Operator, operating
+from tests.soak.report import Report
+from tests.soak.work import Work
+from tests.soak.workload import OUTPUT_OF, requests, units, write_pipeline
+
+Through: TypeAlias = Callable[[str], AbstractAsyncContextManager[str]]
+"""From the orchestrator's endpoint to that which clients call."""
+
+_SAMPLE_S = 2.0
+_QUIET_S = 30.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done."""
+
+    kinds: Sequence[FaultKind] = ()
+    seed: int = 1
+    faults: int = 1_000_000
+    """At most."""
+    faults_s: float = 0.0
+    """For so long; without any, the load runs each request once more."""
+    clients: int = 6
+    replicas: int = 3
+    step_s: float = 0.08
+    steps: tuple[int, int] = (20, 45)
+    different: int = 12
+    """Requests that differ; they come again and again."""
+    load_s: float = 30.0
+    """How long a process may take to be ready."""
+
+
+@dataclass
+class _Found:
+    load: Load
+    injector: Injector
+    samples: list[Sample] = field(default_factory=list[Sample])
+    left: list[str] = field(default_factory=list[str])
+    flawed: dict[str, Flaws] = field(default_factory=dict[str, Flaws])
+    timelines: dict[str, object] = field(default_factory=dict[str, object])
+
+
+async def soak(folder: Path, plan: Plan) -> Report:
+    """Runs the plan on a deployment of its own, which it starts and stops."""
+    before = shared_memory()
+    with deployed(write_pipeline(folder, replicas=plan.replicas, step_s=plan.step_s)) as up:
+        report = await soaked(up, plan)
+    left = [f"/dev/shm/{name}" for name in sorted(shared_memory() - before)]
+    return replace(report, left=[*report.left, *left])
+
+
+def fake_work(plan: Plan) -> Work:
+    """All is compared with the functions called in a row, and so with the run without a fault too."""
+    return Work(requests(plan.seed, count=plan.different, steps=plan.steps), OUTPUT_OF, units)
+
+
+async def soaked(up: Deployment, plan: Plan, *, work: Work | None = None, through: Through | None = None) -> Report:
+    """Runs the plan on a deployment that is there: first each different request once without a fault.
+
+    `work` is that of fake engines unless it is given. `through` puts something between the clients and the
+    orchestrator.
+    """
+    work = work or fake_work(plan)
+    async with operating(up.admin_endpoint) as operator, (through or _directly)(up.endpoint) as endpoint:
+        return await _run(up, operator, endpoint, plan, work)
+
+
+@asynccontextmanager
+async def _directly(endpoint: str) -> AsyncIterator[str]:
+    yield endpoint
+
+
+async def _run(up: Deployment, operator: Operator, endpoint: str, plan: Plan, work: Work) -> Report:
+    load = Load(endpoint, work)
+    injector = Injector(
+        up, operator, load, kinds=plan.kinds, seed=plan.seed, output_of=work.output_of, load_s=plan.load_s
+    )
+    found = _Found(load, injector)
+    sampling = asyncio.create_task(_sample(up, found))
+    try:
+        await load.each_once(len(work.requests), clients=plan.clients)
+        if plan.faults_s:
+            await _under_faults(found, plan)
+    finally:
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
+    found.left += await _not_let_go(up, operator)
+    for name, delivery in load.ended.items():
+        flaws = await asyncio.to_thread(work.judge, delivery)
+        if flaws:
+            found.flawed[name] = flaws
+        if flaws or not delivery.whole():
+            found.timelines[name] = await operator.timeline(name)
+    return _report(found)
+
+
+async def _under_faults(found: _Found, plan: Plan) -> None:
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(found.load.until(stop, clients=plan.clients))
+        await found.injector.run(count=plan.faults, stop_s=plan.faults_s)
+        stop.set()
+
+
+async def _sample(up: Deployment, found: _Found) -> None:
+    while True:
+        found.samples += sample(up.statuses)
+        await asyncio.sleep(_SAMPLE_S)
+
+
+async def _not_let_go(up: Deployment, operator: Operator) -> list[str]:
+    """What is still held some time after the last request has ended."""
+    for _ in range(int(_QUIET_S / 0.5)):
+        held = await _held(up, operator)
+        if not held:
+            break
+        await asyncio.sleep(0.5)
+    return held
+
+
+async def _held(up: Deployment, operator: Operator) -> list[str]:
+    held = [f"request {name} of the orchestrator" for name in await operator.running()]
+    for name in up.replicas():
+        load = await asyncio.to_thread(up.load, name)
+        if load.running or load.queued or load.arena_used_bytes:
+            held.append(f"{name}: {load.running} running, {load.queued} queued, {load.arena_used_bytes} bytes of arena")
+    return held
+
+
+def _report(found: _Found) -> Report:
+    ended, injector = found.load.ended, found.injector
+    failed = {name: each.error or "it ended without being finished" for name, each in ended.items() if not each.whole()}
+    times_s = {
+        kind: sorted(time_s for each in struck if (time_s := each.resumed_s()) is not None)
+        for kind, struck in injector.struck.items()
+    }
+    return Report(
+        requests=len(ended),
+        failed=failed,
+        flawed=found.flawed,
+        timelines=found.timelines,
+        faults={kind.value: count for kind, count in injector.counts.items()},
+        missed_faults=injector.missed,
+        resumed_s={kind: each for kind, each in times_s.items() if each},
+        growth=growth(found.samples),
+        orchestrator_mb=[each.heap_bytes >> 20 for each in found.samples if each.process == "orchestrator"],
+        left=found.left,
+        slowest_s=max(each.ended_s - each.begun_s for each in ended.values()),
+    )

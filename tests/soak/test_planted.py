@@ -1,0 +1,97 @@
+"""The soak finds what is planted by hand, on real processes, and nothing where nothing is planted."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deployment import Deployment, deployed
+from tests.soak import soak as soaking
+from tests.soak.delivery import Flaws
+from tests.soak.report import Report
+from tests.soak.soak import Plan, soak, soaked
+from tests.soak.tampering import Tampering, tampered
+from tests.soak.workload import write_pipeline
+
+PLAN = Plan(replicas=1, clients=4, different=4, steps=(8, 12), step_s=0.02)
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with deployed(write_pipeline(tmp_path_factory.mktemp("soak"), replicas=1, step_s=PLAN.step_s)) as up:
+        yield up
+
+
+async def _tampered(up: Deployment, tampering: Tampering, *, output: str = "text") -> Report:
+    return await soaked(up, PLAN, through=tampered(tampering, output=output))
+
+
+async def test_where_nothing_is_planted_nothing_is_found(up: Deployment) -> None:
+    report = await _tampered(up, Tampering.NOTHING)
+    assert report.problems() == []
+    assert (report.requests, report.faults) == (4, {})
+
+
+@pytest.mark.parametrize(
+    ("tampering", "output", "found"),
+    [
+        (Tampering.DUPLICATE, "text", Flaws(duplicated=4)),
+        (Tampering.DUPLICATE, "frames", Flaws(duplicated=4)),
+        (Tampering.LOSE, "text", Flaws(lost=4)),
+        (Tampering.LOSE, "frames", Flaws(lost=4)),
+        (Tampering.SWAP, "text", Flaws(reordered=4)),
+        (Tampering.SWAP, "frames", Flaws(reordered=4)),
+        (Tampering.ALTER, "text", Flaws(lost=4, altered=4)),
+        (Tampering.REPEAT_END, "text", Flaws(altered=4)),
+    ],
+)
+async def test_a_delivery_that_is_tampered_with_is_caught(
+    up: Deployment, tampering: Tampering, output: str, found: Flaws
+) -> None:
+    report = await _tampered(up, tampering, output=output)
+    assert report.flaws == found
+    assert len(report.flawed) == report.requests == 4
+
+
+@pytest.mark.parametrize("tampering", [Tampering.DUPLICATE, Tampering.LOSE, Tampering.SWAP])
+async def test_audio_that_is_not_cut_by_units_is_compared_too(up: Deployment, tampering: Tampering) -> None:
+    report = await _tampered(up, tampering, output="audio")
+    assert len(report.flawed) == 4
+
+
+async def test_a_request_that_ends_early_has_failed_and_lost_something(up: Deployment) -> None:
+    report = await _tampered(up, Tampering.END_EARLY)
+    assert len(report.failed) == len(report.timelines) == 4
+    assert report.flaws.lost > 4
+
+
+async def test_a_request_that_fails_is_counted_with_its_error(up: Deployment) -> None:
+    report = await _tampered(up, Tampering.FAIL)
+    assert len(report.timelines) == 4
+    assert all("it was made to fail" in error for error in report.failed.values())
+    assert not report.flaws
+
+
+async def test_a_replica_that_still_holds_something_is_caught(up: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soaking, "_QUIET_S", 1.0)
+    with up.client() as client:
+        events = iter(client.generate("hello", seed=1, max_tokens=2000))
+        next(events)
+        report = await soaked(up, PLAN)
+        assert len([left for left in report.left if "1 running" in left]) == 3
+        assert any("of the orchestrator" in left for left in report.left)
+        events.close()
+
+
+async def test_what_stays_in_shared_memory_is_caught(tmp_path: Path, left: Path) -> None:
+    asyncio.get_running_loop().call_later(0.1, left.touch)
+    report = await soak(tmp_path, PLAN)
+    assert report.problems() == [f"left behind: {left}"]
+
+
+@pytest.fixture
+def left() -> Iterator[Path]:
+    left = Path("/dev/shm/stagemesh-soak-left")
+    yield left
+    left.unlink(missing_ok=True)

@@ -1,0 +1,33 @@
+"""A pipeline of three stages with three replicas each, under load, while its processes are killed and cut off.
+
+The long form: 200 faults. Both can be run by hand with any seed: `python -m tests.soak --help`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.soak.faults import FaultKind
+from tests.soak.report import Report
+from tests.soak.soak import Plan, soak
+
+
+def _passes(report: Report) -> None:
+    print(report.summary())
+    assert report.problems() == []
+
+
+@pytest.mark.timeout(300)
+async def test_no_client_notices_two_minutes_of_faults(tmp_path: Path) -> None:
+    report = await soak(tmp_path, Plan(kinds=tuple(FaultKind), faults_s=90, seed=1))
+    _passes(report)
+    assert sum(report.faults.values()) >= 10
+    assert set(report.faults) == {kind.value for kind in FaultKind}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+async def test_no_client_notices_two_hundred_faults(tmp_path: Path) -> None:
+    report = await soak(tmp_path, Plan(kinds=tuple(FaultKind), faults=200, faults_s=3000, seed=2))
+    _passes(report)
+    assert sum(report.faults.values()) >= 200

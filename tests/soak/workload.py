@@ -1,0 +1,73 @@
+"""The pipeline that is soaked, the requests that it is given, and what each must bring, unit by unit.
+
+A unit is what one step of the source becomes in an output. All units of a request differ, so that what arrived can be
+told from what is missing, comes twice or stands in another's place.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from pydantic import JsonValue
+
+from stagemesh.services.engines.base import Task
+from stagemesh.services.engines.fake.amounts import Dice
+from stagemesh.services.engines.fake.contents import made_of, sized, source_text
+from stagemesh.services.engines.fake.options import fake_options
+
+OUTPUT_OF = {"source": "text", "frames": "frames", "sound": "audio"}
+"""What each stage makes."""
+
+CHECKPOINT_STEPS = 8
+_SIZES: JsonValue = {"one_of": [24, 100, 1000]}
+_PIPELINE = """\
+pipeline: soaked
+stages:
+  source:
+    engine: fake
+    function: source
+    replicas: {replicas}
+    options: {{step_s: {step_s}, size_bytes: {{one_of: [24, 100, 1000]}}, checkpoint_steps: {checkpoint_steps}}}
+  frames: {{engine: fake, function: frames, replicas: {replicas}, options: {{checkpoint_steps: {checkpoint_steps}}}}}
+  sound: {{engine: fake, function: sound, replicas: {replicas}, options: {{checkpoint_steps: {checkpoint_steps}}}}}
+edges:
+  - {{from: source, to: frames}}
+  - {{from: frames, to: sound, chunk: {{frames: 64, initial_frames: 16}}}}
+outputs: {{text: source, frames: frames, audio: sound}}
+"""
+
+
+def write_pipeline(folder: Path, *, replicas: int, step_s: float) -> Path:
+    """The pipeline file: three stages of fake engines."""
+    path = folder / "soaked.yaml"
+    path.write_text(_PIPELINE.format(replicas=replicas, step_s=step_s, checkpoint_steps=CHECKPOINT_STEPS))
+    return path
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a client asks for; the same always brings the same."""
+
+    prompt: str
+    seed: int
+    steps: int
+
+
+def requests(seed: int, *, count: int, steps: tuple[int, int]) -> list[Request]:
+    """Different requests of so many steps, from the first number to the second."""
+    random = Random(seed)
+    return [Request(f"prompt {n}", random.randrange(1 << 31), random.randint(*steps)) for n in range(count)]
+
+
+def units(request: Request) -> Mapping[str, Sequence[bytes]]:
+    """What each output must bring: the stages' functions called in a row."""
+    dice, size = Dice(request.seed, "source"), fake_options({"size_bytes": _SIZES}).size_bytes
+    task = Task("r", request.seed, request.prompt)
+    texts = [sized(source_text(task, step), dice.count(size, "size", step)) for step in range(request.steps)]
+    frames = [made_of("frames", {"text": text})["frames"] for text in texts]
+    audio = [made_of("sound", {"frames": each})["audio"] for each in frames]
+    return {
+        output: [each.tobytes() for each in made]
+        for output, made in {"text": texts, "frames": frames, "audio": audio}.items()
+    }

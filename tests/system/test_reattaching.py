@@ -1,0 +1,152 @@
+"""Clients whose connection or orchestrator is lost, over real processes: they hear what they would have heard."""
+
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import Popen
+
+import grpc
+import pytest
+
+from stagemesh.client import AsyncClient, Client, Generation, ReplicaState, Result, Text
+from stagemesh.client.results import ResultBuilder
+from stagemesh.connectors.channels import CHANNEL_OPTIONS
+from stagemesh.connectors.errors import UnavailableError
+from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress, dump_orchestrator_config
+from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc
+from tests.deployment import Deployment, deployed, eventually
+from tests.system.pipelines import relays
+from tests.system.wires import wire
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    with deployed(relays(tmp_path_factory.mktemp("relays"), steps=STEPS, step_s=0.04)) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def undisturbed(up: Deployment) -> Result:
+    with up.client() as client:
+        return client.generate("hello", seed=7).result()
+
+
+def test_a_cut_connection_does_no_harm(up: Deployment, undisturbed: Result) -> None:
+    with wire(up.endpoint) as way, Client(way.endpoint) as client:
+        call = client.generate("hello", seed=7)
+        result = _run(call, {5: way.cut, 12: way.cut, 13: way.cut, 30: way.cut})
+    assert _contents(result) == _contents(undisturbed)
+    assert _attempts(up, call.request_id) == {1}
+    eventually(up.idle, timeout_s=2)
+
+
+def test_a_request_without_a_seed_of_its_own_goes_on_too(up: Deployment) -> None:
+    with wire(up.endpoint) as way, Client(way.endpoint) as client:
+        result = _run(client.generate("hello"), {10: lambda: up.kill("orchestrator")})
+    with up.client() as client:
+        assert _contents(client.generate("hello", seed=result.seed).result()) == _contents(result)
+
+
+def test_an_orchestrator_that_is_started_again_does_no_harm(up: Deployment, undisturbed: Result) -> None:
+    with up.client() as client:
+        call = client.generate("hello", seed=7)
+        result = _run(call, {20: lambda: up.kill("orchestrator")})
+    assert _contents(result) == _contents(undisturbed)
+    (attempt,) = _attempts(up, call.request_id)
+    assert attempt > 1000
+    eventually(up.idle, timeout_s=10)
+
+
+# One that is killed, and one that hangs: its steps run on, until they are taken over.
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+async def test_another_orchestrator_goes_on(
+    up: Deployment, undisturbed: Result, tmp_path: Path, blow: signal.Signals
+) -> None:
+    with _orchestrator(up, tmp_path) as (endpoint, process):
+        builder = ResultBuilder()
+        async with AsyncClient(endpoint, up.endpoint) as client:
+            texts = 0
+            async for event in client.generate("hello", seed=7):
+                builder.add(event)
+                texts += isinstance(event, Text)
+                if texts == STEPS // 4:
+                    process.send_signal(blow)
+            assert client.endpoint == up.endpoint
+    assert _contents(builder.build()) == _contents(undisturbed)
+    eventually(up.idle, timeout_s=10)
+
+
+async def test_an_orchestrator_that_stops_hands_its_clients_on(
+    up: Deployment, undisturbed: Result, tmp_path: Path
+) -> None:
+    with _orchestrator(up, tmp_path, drain_s=0.1) as (endpoint, process):
+        builder = ResultBuilder()
+        async with AsyncClient(endpoint, up.endpoint) as client:
+            texts = 0
+            async for event in client.generate("hello", seed=7):
+                builder.add(event)
+                texts += isinstance(event, Text)
+                if texts == STEPS // 2 and isinstance(event, Text):
+                    process.terminate()
+    assert _contents(builder.build()) == _contents(undisturbed)
+
+
+def _run(call: Generation, at: "dict[int, Callable[[], None]]") -> Result:
+    """Runs a request, with something done once so many texts have come."""
+    builder, texts = ResultBuilder(), 0
+    for event in call:
+        builder.add(event)
+        if isinstance(event, Text):
+            texts += 1
+            at.pop(texts, _nothing)()
+    assert not at, "something was not done"
+    return builder.build()
+
+
+def _serves(client: Client) -> bool:
+    try:
+        stages = client.describe().stages
+    except UnavailableError:
+        return False
+    return all(replica.state is ReplicaState.READY for stage in stages for replica in stage.replicas)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _contents(result: Result) -> tuple[str, bytes]:
+    return result.text, b"".join(output.tensor.tobytes() for output in result.tensors["frames"])
+
+
+def _attempts(up: Deployment, request_id: str) -> set[int]:
+    """Those at which the orchestrator ran the request."""
+    with grpc.insecure_channel(up.admin_endpoint, options=CHANNEL_OPTIONS) as channel:
+        request = admin_pb2.GetRequestRequest(request_id=request_id)
+        answer = admin_pb2_grpc.AdminServiceStub(channel).GetRequest(request, timeout=10, wait_for_ready=True)
+    return {attempt.attempt for attempt in answer.steps}
+
+
+@contextmanager
+def _orchestrator(up: Deployment, folder: Path, *, drain_s: float = 10.0) -> "Generator[tuple[str, Popen[bytes]]]":
+    """One more, over the same replicas; returns once it serves."""
+    endpoint = f"127.0.0.1:{PortPicker().pick()}"
+    replicas: dict[str, tuple[ReplicaAddress, ...]] = {}
+    for name in up.replicas():
+        address = ReplicaAddress(name, up.statuses[name]["endpoint"])
+        replicas[name.rpartition("-")[0]] = (address,)
+    pipeline = relays(folder, steps=STEPS, step_s=0.04)
+    config = folder / "orchestrator.json"
+    config.write_bytes(dump_orchestrator_config(OrchestratorConfig(str(pipeline), replicas, endpoint, drain_s=drain_s)))
+    with Popen([sys.executable, "-m", "stagemesh.orchestrator", "--config", str(config)]) as process:
+        try:
+            with Client(endpoint) as client:
+                eventually(lambda: _serves(client), timeout_s=30)
+            yield endpoint, process
+        finally:
+            process.kill()

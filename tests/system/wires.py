@@ -1,0 +1,76 @@
+"""The way to a service, which a test can cut."""
+
+import asyncio
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+
+
+class Wire:
+    """Passes on what comes to `endpoint`, both ways, in a thread of its own; after a cut, who connects anew."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._ends: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._serving = threading.Event()
+        self.endpoint = ""
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
+
+    def open(self) -> None:
+        """Returns once it listens."""
+        self._thread.start()
+        assert self._serving.wait(10)
+
+    def cut(self) -> None:
+        """Ends every connection."""
+        self._loop.call_soon_threadsafe(self._abort)
+
+    def close(self) -> None:
+        """Cuts, and takes no more."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        async with await asyncio.start_server(self._relay, "127.0.0.1", 0) as server:
+            self.endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            self._serving.set()
+            await self._stopping.wait()
+            self._abort()
+        # Those that were cut end by themselves.
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
+
+    async def _relay(self, near: asyncio.StreamReader, near_end: asyncio.StreamWriter) -> None:
+        self._ends.add(near_end)
+        with suppress(OSError):
+            far, far_end = await asyncio.open_connection(*self._target)
+            self._ends.add(far_end)
+            await asyncio.gather(_pass(near, far_end), _pass(far, near_end))
+        near_end.close()
+
+    def _abort(self) -> None:
+        while self._ends:
+            self._ends.pop().transport.abort()
+
+
+@contextmanager
+def wire(target: str) -> Generator[Wire]:
+    """A way to `target`."""
+    made = Wire(target)
+    made.open()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+async def _pass(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await source.read(1 << 16):
+            sink.write(data)
+            await sink.drain()
+    sink.close()
