@@ -108,13 +108,17 @@ def test_client_that_hangs_up_leaves_nothing(speech: Deployment) -> None:
 def test_killed_stage_comes_back_and_whisper_hears_no_gap(speech: Deployment, victim: str) -> None:
     first, gathered = speech.process_id(f"{victim}-0"), ResultBuilder()
     with speech.client() as client:
-        for event in client.generate(PROMPTS[0], seed=SEED, max_tokens=MAX_TOKENS):
+        events = client.generate(PROMPTS[0], seed=SEED, max_tokens=MAX_TOKENS)
+        for event in events:
             gathered.add(event)
-            if isinstance(event, AudioChunk) and speech.runs(f"{victim}-0", first):
+            if isinstance(event, AudioChunk):
                 speech.kill(f"{victim}-0")
+                break
+        for event in events:
+            gathered.add(event)
     result = gathered.build()
     heard = transcribe(result.audio, result.sample_rate_hz)
-    assert speech.process_id(f"{victim}-0") != first
+    speech.wait(lambda up: up.all_ready() and not up.runs(f"{victim}-0", first))
     assert word_error_rate(result.text, heard) <= 0.10, f"said {result.text!r}, heard {heard!r}"
 
 

@@ -162,11 +162,16 @@ def _opened(gate: Path) -> bool:
 def test_cancelled_request_frees_its_rows(taking: Taking) -> None:
     with taking.up.client() as client, ThreadPoolExecutor(1) as pool:
         events = client.generate(
-            token_ids=PROMPTS[9], max_tokens=120, ignore_eos=True, outputs=["near"], request_id="cancelled"
+            token_ids=PROMPTS[9],
+            max_tokens=120,
+            ignore_eos=True,
+            outputs=["near", "far"],
+            options={"hold": 1.0},  # so that it cannot be over before it is cancelled
+            request_id="cancelled",
         )
         first = next(event for event in events if isinstance(event, TensorOutput))
         assert len(first.tensor)
         rest = pool.submit(lambda: list(events))
         client.cancel("cancelled")
         assert isinstance(rest.exception(), CancelledRequestError)
-        eventually(taking.idle, timeout_s=2)
+        eventually(lambda: _opened(taking.gate) and taking.idle(), timeout_s=2)
