@@ -10,13 +10,14 @@ import grpc
 
 from stagemesh.connectors.channels import open_channel
 from stagemesh.connectors.errors import StagemeshError
+from stagemesh.connectors.stage_service import add_stage_service
 from stagemesh.connectors.status import from_rpc_error
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.orchestrator.service import serving
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.services.serving.server import Server
-from stagemesh.v1 import control_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, request_pb2, stage_pb2_grpc
+from stagemesh.v1 import control_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, request_pb2
 from tests.orchestrator.scripted_stage import Probed, Script, ScriptedStage, say_hello
 from tests.serving.health_calls import Request as HealthRequest
 from tests.serving.health_calls import Response as HealthResponse
@@ -124,6 +125,7 @@ async def mesh(
     async with AsyncExitStack() as stack:
         stages: dict[str, ScriptedStage] = {}
         servers: dict[str, Server] = {}
+        peers: dict[str, ScriptedStage] = {}
         addresses: dict[str, tuple[ReplicaAddress, ...]] = {}
         for name in pipeline.stages:
             stages[name] = ScriptedStage(name, script=(scripts or {}).get(name, say_hello))
@@ -133,6 +135,8 @@ async def mesh(
             servers[name], endpoint = await serve(stages[name])
             stack.push_async_callback(servers[name].stop, grace_s=0)
             addresses[name] = (ReplicaAddress(f"{name}-0", endpoint),)
+            stages[name].peers = peers
+            peers[f"{name}-0"] = stages[name]
         admin_listen = f"127.0.0.1:{PortPicker().pick()}"
         config = OrchestratorConfig(
             str(path),
@@ -163,7 +167,7 @@ async def until_health(channel: grpc.aio.Channel, *, serving: bool) -> None:
 async def serve(stage: ScriptedStage) -> tuple[Server, str]:
     """A server of the stage, and where it is."""
     server = Server("127.0.0.1:0")
-    stage_pb2_grpc.add_StageServiceServicer_to_server(stage, server.grpc)
+    add_stage_service(stage, server.grpc)
     control_pb2_grpc.add_StageControlServiceServicer_to_server(stage.controls, server.grpc)
     server.set_health("", serving=True)
     return server, f"127.0.0.1:{await server.start()}"

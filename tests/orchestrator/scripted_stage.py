@@ -1,13 +1,15 @@
 """A StageService that plays a script for each step and remembers what it was asked."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from copy import copy
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.connectors.errors import StagemeshError
 from stagemesh.services.serving.answering import answering, streaming
+from stagemesh.services.stage.step_session import StepSession
 from stagemesh.v1 import chunk_pb2, control_pb2, control_pb2_grpc, request_pb2, stage_pb2, stage_pb2_grpc
 
 if TYPE_CHECKING:
@@ -28,8 +30,9 @@ def said(tensor: str, text: str) -> Response:
 
 
 async def say_hello(stage: "ScriptedStage", request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-    """Streams two pieces of each tensor asked for, named for the stage."""
+    """Streams two pieces of each tensor asked for, named for the stage, once those that feed it have begun."""
     yield ACCEPTED
+    await stage.until_fed(request)
     yield Response(progress=stage_pb2.StepProgress(steps=1))
     for tensor in request.streamed:
         yield said(tensor, f"{stage.name} ")
@@ -84,27 +87,57 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self.probed: list[Probed] = [stage_pb2.ProbeEdgeResponse()]
         """What ProbeEdge answers, the last one again and again; unset for what was asked for, and shm for auto."""
         self.controls = ScriptedControls(self)  # type: ignore[abstract]
+        self.begun: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        """By request."""
+        self.peers: Mapping[str, ScriptedStage] = {}
+        """By replica, those whose beginnings it can see."""
         self.tells_load = True
         self.running = 0
         self.time_left_s = 0.0
         self.idle = asyncio.Event()
         self.started = asyncio.Event()
 
+    async def until_fed(self, request: stage_pb2.ExecuteStepRequest) -> None:
+        """No stage is done before those that feed it have begun."""
+        for binding in request.inputs:
+            if binding.producer in self.peers:
+                await self.peers[binding.producer].begun[request.request_id].wait()
+
     @streaming
     async def ExecuteStep(self, request: stage_pb2.ExecuteStepRequest, context: Context) -> AsyncIterator[Response]:
+        async with (
+            answering(context, stage=self.name),
+            aclosing(self._execute(request, time_left_s=context.time_remaining())) as responses,
+        ):
+            async for response in responses:
+                yield response
+
+    @streaming
+    async def ExecuteSteps(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[bytes]:
+        async with answering(context, stage=self.name):
+            session = StepSession(self._execute, closing=asyncio.Event(), where={"stage": self.name})
+            async with aclosing(session.serve(request_iterator)) as messages:
+                async for message in messages:
+                    yield message
+
+    async def _execute(
+        self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
+    ) -> AsyncGenerator[Response]:
         self.requests.append(request)
-        self.time_left_s = context.time_remaining() or 0.0
+        self.begun[request.request_id].set()
+        self.time_left_s = time_left_s or 0.0
         self.running += 1
         self.idle.clear()
         try:
-            async with answering(context, stage=self.name):
-                seqs = Counter[str]()
-                async for response in self.script(self, request):
-                    if response.HasField("output"):
-                        response.output.seq = response.output.seq or seqs[response.output.name]
-                        seqs[response.output.name] += 1
-                    yield response
-                    self.started.set()
+            seqs = Counter[str]()
+            async for response in self.script(self, request):
+                if response.HasField("output"):
+                    response.output.seq = response.output.seq or seqs[response.output.name]
+                    seqs[response.output.name] += 1
+                yield response
+                self.started.set()
         finally:
             self.running -= 1
             if not self.running:
@@ -139,12 +172,12 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         if self.tells_load:
             yield stage_pb2.WatchLoadResponse()
 
-    async def PutChunk(
-        self, request_iterator: AsyncIterator[stage_pb2.PutChunkRequest], context: object
-    ) -> AsyncIterator[stage_pb2.PutChunkResponse]:
+    async def PutChunk(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[bytes], context: object
+    ) -> AsyncIterator[bytes]:
         del context
         async for _ in request_iterator:
-            yield stage_pb2.PutChunkResponse()
+            yield b""
 
     async def GetChunk(
         self, request: stage_pb2.GetChunkRequest, context: object

@@ -19,8 +19,8 @@ from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Scri
 
 def _failing(error: StagemeshError) -> Script:
     async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-        del stage, request
         yield ACCEPTED
+        await stage.until_fed(request)
         raise error
 
     return script

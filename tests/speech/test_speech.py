@@ -108,7 +108,7 @@ def test_client_that_hangs_up_leaves_nothing(speech: Deployment) -> None:
 def test_killed_stage_comes_back_and_whisper_hears_no_gap(speech: Deployment, victim: str) -> None:
     first, gathered = speech.process_id(f"{victim}-0"), ResultBuilder()
     with speech.client() as client:
-        events = client.generate(PROMPTS[0], seed=SEED, max_tokens=MAX_TOKENS)
+        events = iter(client.generate(PROMPTS[0], seed=SEED, max_tokens=MAX_TOKENS))
         for event in events:
             gathered.add(event)
             if isinstance(event, AudioChunk):

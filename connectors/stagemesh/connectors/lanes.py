@@ -1,7 +1,8 @@
 """Lanes: two ways for PutChunk messages to travel between a producer and a consumer, with the same messages on both.
 
-`GrpcLane` and `ServedLane` are the two ends of the PutChunk stream. `LocalLane` is either end of a unix socket between
-replicas on one host, where each message has its length before it: no thread, no HTTP/2, one wake-up a message.
+`GrpcLane` and `ServedLane` are the two ends of the PutChunk stream, or of another stream of messages. `LocalLane` is
+either end of a unix socket between replicas on one host, where each message has its length before it: no thread, no
+HTTP/2, one wake-up a message.
 """
 
 import asyncio
@@ -119,11 +120,11 @@ class LocalLane(asyncio.Protocol):
 
 
 class GrpcLane:
-    """The producing end of a PutChunk stream. `run` carries it."""
+    """The calling end of a stream: a producer's, for PutChunk. `run` carries it."""
 
-    def __init__(self, channel: grpc.aio.Channel, user: LaneUser, *, peer: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, user: LaneUser, *, peer: str, method: str = PUT_CHUNK) -> None:
         self._user, self._peer = user, peer
-        self._call: _Call = channel.stream_stream(PUT_CHUNK, None, None)()
+        self._call: _Call = channel.stream_stream(method, None, None)()
         self._outgoing: deque[bytes] = deque()
         self._wake = asyncio.Event()
 
@@ -181,7 +182,7 @@ class GrpcLane:
 
 
 class ServedLane:
-    """The consuming end of a PutChunk stream. `serve` carries it."""
+    """The serving end of a stream: a consumer's, for PutChunk. `serve` carries it."""
 
     def __init__(self, user: LaneUser) -> None:
         self._user = user
@@ -206,7 +207,7 @@ class ServedLane:
         self._wake.set()
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-        """The messages for the producer, until the stream ends; raises what `close` was given."""
+        """The messages for the caller, until the stream ends; raises what `close` was given."""
         reader = asyncio.create_task(self._read(requests))
         try:
             while not self._over or self._outgoing:

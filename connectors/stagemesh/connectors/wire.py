@@ -31,12 +31,24 @@ def key_from_wire(message: chunk_pb2.EdgeKey) -> EdgeKey:
 
 def error_to_wire(error: StagemeshError) -> chunk_pb2.Error:
     """The message of an error."""
-    return chunk_pb2.Error(code=int(error.code), reason=error.reason, message=error.message, metadata=error.metadata)
+    return chunk_pb2.Error(
+        code=int(error.code),
+        reason=error.reason,
+        message=error.message,
+        metadata=error.metadata,
+        retry_after_s=error.retry_after_s,
+    )
 
 
 def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:
     """The error of a message."""
-    return make_error(message.code, message.message, reason=message.reason, metadata=dict(message.metadata))
+    return make_error(
+        message.code,
+        message.message,
+        reason=message.reason,
+        metadata=dict(message.metadata),
+        retry_after_s=message.retry_after_s if message.HasField("retry_after_s") else None,
+    )
 
 
 def metadata_from_wire(message: Mapping[str, chunk_pb2.MetadataValue]) -> dict[str, MetadataValue]:

@@ -103,6 +103,7 @@ class GrpcConnection:
 
     async def close(self) -> None:
         """See Connection."""
+        await self._client.close()
         await self._channel.close()
 
 

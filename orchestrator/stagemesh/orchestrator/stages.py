@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
+from copy import copy
 from typing import Any, Protocol, TypeAlias, cast
 
 import grpc
@@ -13,12 +14,15 @@ from stagemesh.connectors.negotiation import EdgeProbe
 from stagemesh.connectors.probe_wire import probe_from_wire
 from stagemesh.connectors.registry import number_of
 from stagemesh.connectors.status import from_rpc_error
+from stagemesh.orchestrator.step_stream import StepStream
 from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc
 
 # What gRPC itself reports where the peer or the way to it broke; a service's own errors carry a reason.
 _BROKEN = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
 )
+
+_BROKEN_CODES = frozenset(code.value[0] for code in _BROKEN)
 
 _Bytewise: TypeAlias = Callable[..., Awaitable[bytes]]
 
@@ -72,22 +76,27 @@ class GrpcStageClient:
         self._stub = stage_pb2_grpc.StageServiceStub(channel)
         self._where = {"stage": stage, "replica": replica}
         self._peer = f"stage {stage!r} (replica {replica} at {endpoint})"
+        self._steps: StepStream | None = None
 
     async def execute(
         self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
         """See StageClient."""
-        accepted = False
         with self._asking():
-            call = self._stub.ExecuteStep(request, timeout=timeout_s)
-            try:
-                async for response in call:
-                    accepted = True
-                    yield response
-            except grpc.aio.AioRpcError as exc:
-                raise self._translate(exc, running=accepted) from exc
-            finally:
-                call.cancel()
+            if self._steps is None or self._steps.is_over:
+                self._steps = StepStream(self._channel, peer=self._peer)
+        try:
+            events = self._steps.execute(request, timeout_s=timeout_s, broken=self._broken)
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        except StagemeshError as exc:
+            raise exc.located(**self._where) from exc
+
+    async def close(self) -> None:
+        """Hangs up all steps. Closing twice is harmless."""
+        if self._steps is not None:
+            await self._steps.close()
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
         """See StageClient."""
@@ -149,6 +158,15 @@ class GrpcStageClient:
             if task is not None and task.cancelling():
                 raise
             raise self._lost("is no longer there (its connection was closed)") from exc
+
+    def _broken(self, error: StagemeshError | None, running: bool) -> StagemeshError:
+        """What a step fails with whose stream ended."""
+        if error is None:
+            return self._lost("is no longer there (its connection was closed)")
+        if error.code not in _BROKEN_CODES:
+            return copy(error)
+        what = "went away while the request ran" if running else "cannot be reached"
+        return self._lost(f"{what} ({error.message})")
 
     def _translate(self, exc: grpc.aio.AioRpcError, *, running: bool) -> StagemeshError:
         error = from_rpc_error(exc, peer=self._peer).located(**self._where)

@@ -281,7 +281,7 @@ Global___ChunkAbort: _TypeAlias = ChunkAbort  # noqa: Y015
 
 @_typing.final
 class Error(_message.Message):
-    """Error is one flow's error inside a stream that others share, where a gRPC status would end them all."""
+    """Error is one flow's or one call's error inside a stream that others share, where a gRPC status would end them all."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -309,12 +309,15 @@ class Error(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     code: _builtins.int
     """A google.rpc.Code value."""
     reason: _builtins.str
     """UPPER_SNAKE, stable, for programs."""
     message: _builtins.str
     """For people: what is wrong and what to do."""
+    retry_after_s: _builtins.float
+    """After how many seconds it helps to try again; absent where it does not."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Where: stage, edge, seq and the like."""
@@ -326,12 +329,15 @@ class Error(_message.Message):
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        retry_after_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "metadata", b"metadata", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s", "code", b"code", "message", b"message", "metadata", b"metadata", "reason", b"reason", "retry_after_s", b"retry_after_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__retry_after_s: _TypeAlias = _typing.Literal["retry_after_s"]  # noqa: Y015
+    _WhichOneofArgType__retry_after_s: _TypeAlias = _typing.Literal["_retry_after_s", b"_retry_after_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retry_after_s) -> _WhichOneofReturnType__retry_after_s | None: ...
 
 Global___Error: _TypeAlias = Error  # noqa: Y015
 

@@ -618,6 +618,126 @@ class ExecuteStepResponse(_message.Message):
 Global___ExecuteStepResponse: _TypeAlias = ExecuteStepResponse  # noqa: Y015
 
 @_typing.final
+class ExecuteStepsRequest(_message.Message):
+    """ExecuteStepsRequest begins a call, or hangs it up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    """Numbers the call; each number is used for one call of the stream. One that still runs is refused, and with it the stream
+    (INVALID_ARGUMENT).
+    """
+    timeout_s: _builtins.float
+    """How long the call may take, in seconds, as a gRPC deadline would say. Absent: as long as it takes."""
+    @_builtins.property
+    def step(self) -> Global___ExecuteStepRequest:
+        """What ExecuteStep would be called with. Absent: the caller hangs up; harmless where the call has ended."""
+
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        step: Global___ExecuteStepRequest | None = ...,
+        timeout_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "step", b"step", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "call", b"call", "step", b"step", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
+    _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
+
+Global___ExecuteStepsRequest: _TypeAlias = ExecuteStepsRequest  # noqa: Y015
+
+@_typing.final
+class ExecuteStepsResponse(_message.Message):
+    """ExecuteStepsResponse carries what calls have to say, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMessage]:
+        """At least one."""
+
+    def __init__(
+        self,
+        *,
+        messages: _abc.Iterable[Global___StepMessage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExecuteStepsResponse: _TypeAlias = ExecuteStepsResponse  # noqa: Y015
+
+@_typing.final
+class StepMessage(_message.Message):
+    """StepMessage is what one call has to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    EVENT_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    """The call."""
+    @_builtins.property
+    def event(self) -> Global___ExecuteStepResponse:
+        """What ExecuteStep would stream."""
+
+    @_builtins.property
+    def ended(self) -> Global___StepEnded:
+        """Last: the call is over."""
+
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        event: Global___ExecuteStepResponse | None = ...,
+        ended: Global___StepEnded | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "event", b"event", "message", b"message"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "ended", b"ended", "event", b"event", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["event", "ended"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___StepMessage: _TypeAlias = StepMessage  # noqa: Y015
+
+@_typing.final
+class StepEnded(_message.Message):
+    """StepEnded ends a call, as a status ends an RPC."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def error(self) -> _chunk_pb2.Error:
+        """Why it failed; unset where it did not."""
+
+    def __init__(
+        self,
+        *,
+        error: _chunk_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepEnded: _TypeAlias = StepEnded  # noqa: Y015
+
+@_typing.final
 class StepAccepted(_message.Message):
     """StepAccepted says that the step waits for the engine or runs."""
 

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class StageServiceStub(object):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, RebindStep, Describe, WatchLoad, CancelStep
-    and ProbeEdge; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad, CancelStep
+    and ProbeEdge; other stages call PutChunk and GetChunk; tools that run one step call ExecuteStep.
     """
 
     def __init__(self, channel):
@@ -40,6 +40,11 @@ class StageServiceStub(object):
                 '/stagemesh.v1.StageService/ExecuteStep',
                 request_serializer=stagemesh_dot_v1_dot_stage__pb2.ExecuteStepRequest.SerializeToString,
                 response_deserializer=stagemesh_dot_v1_dot_stage__pb2.ExecuteStepResponse.FromString,
+                _registered_method=True)
+        self.ExecuteSteps = channel.stream_stream(
+                '/stagemesh.v1.StageService/ExecuteSteps',
+                request_serializer=stagemesh_dot_v1_dot_stage__pb2.ExecuteStepsRequest.SerializeToString,
+                response_deserializer=stagemesh_dot_v1_dot_stage__pb2.ExecuteStepsResponse.FromString,
                 _registered_method=True)
         self.RebindStep = channel.unary_unary(
                 '/stagemesh.v1.StageService/RebindStep',
@@ -79,15 +84,24 @@ class StageServiceStub(object):
 
 
 class StageServiceServicer(object):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, RebindStep, Describe, WatchLoad, CancelStep
-    and ProbeEdge; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad, CancelStep
+    and ProbeEdge; other stages call PutChunk and GetChunk; tools that run one step call ExecuteStep.
     """
 
     def ExecuteStep(self, request, context):
-        """ExecuteStep advances a request on this stage. The orchestrator calls it once a stage and attempt. A second
+        """ExecuteStep advances a request on this stage. It is called once a stage and attempt. A second
         call with the same step_id and content attaches to the first and hears its events from the start; with other content
         it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller went, unless one
         comes back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExecuteSteps(self, request_iterator, context):
+        """ExecuteSteps makes any number of ExecuteStep's calls over one stream, where one message carries what all of them have to
+        say at once: an engine that advances its requests together says so once, and not once a request. Orchestrators hold
+        one such stream to each replica. Whoever ends it hangs up all calls that it carries.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,6 +176,11 @@ def add_StageServiceServicer_to_server(servicer, server):
                     request_deserializer=stagemesh_dot_v1_dot_stage__pb2.ExecuteStepRequest.FromString,
                     response_serializer=stagemesh_dot_v1_dot_stage__pb2.ExecuteStepResponse.SerializeToString,
             ),
+            'ExecuteSteps': grpc.stream_stream_rpc_method_handler(
+                    servicer.ExecuteSteps,
+                    request_deserializer=stagemesh_dot_v1_dot_stage__pb2.ExecuteStepsRequest.FromString,
+                    response_serializer=stagemesh_dot_v1_dot_stage__pb2.ExecuteStepsResponse.SerializeToString,
+            ),
             'RebindStep': grpc.unary_unary_rpc_method_handler(
                     servicer.RebindStep,
                     request_deserializer=stagemesh_dot_v1_dot_stage__pb2.RebindStepRequest.FromString,
@@ -206,8 +225,8 @@ def add_StageServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StageService(object):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, RebindStep, Describe, WatchLoad, CancelStep
-    and ProbeEdge; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad, CancelStep
+    and ProbeEdge; other stages call PutChunk and GetChunk; tools that run one step call ExecuteStep.
     """
 
     @staticmethod
@@ -227,6 +246,33 @@ class StageService(object):
             '/stagemesh.v1.StageService/ExecuteStep',
             stagemesh_dot_v1_dot_stage__pb2.ExecuteStepRequest.SerializeToString,
             stagemesh_dot_v1_dot_stage__pb2.ExecuteStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExecuteSteps(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/stagemesh.v1.StageService/ExecuteSteps',
+            stagemesh_dot_v1_dot_stage__pb2.ExecuteStepsRequest.SerializeToString,
+            stagemesh_dot_v1_dot_stage__pb2.ExecuteStepsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class StageServiceStub:
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, RebindStep, Describe, WatchLoad, CancelStep
-    and ProbeEdge; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad, CancelStep
+    and ProbeEdge; other stages call PutChunk and GetChunk; tools that run one step call ExecuteStep.
     """
 
     @_typing.overload
@@ -36,10 +36,15 @@ class StageServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> StageServiceAsyncStub: ...
     ExecuteStep: _grpc.UnaryStreamMultiCallable[_stage_pb2.ExecuteStepRequest, _stage_pb2.ExecuteStepResponse]
-    """ExecuteStep advances a request on this stage. The orchestrator calls it once a stage and attempt. A second
+    """ExecuteStep advances a request on this stage. It is called once a stage and attempt. A second
     call with the same step_id and content attaches to the first and hears its events from the start; with other content
     it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller went, unless one
     comes back.
+    """
+    ExecuteSteps: _grpc.StreamStreamMultiCallable[_stage_pb2.ExecuteStepsRequest, _stage_pb2.ExecuteStepsResponse]
+    """ExecuteSteps makes any number of ExecuteStep's calls over one stream, where one message carries what all of them have to
+    say at once: an engine that advances its requests together says so once, and not once a request. Orchestrators hold
+    one such stream to each replica. Whoever ends it hangs up all calls that it carries.
     """
     RebindStep: _grpc.UnaryUnaryMultiCallable[_stage_pb2.RebindStepRequest, _stage_pb2.RebindStepResponse]
     """RebindStep has a running step go on with another replica, or another attempt, at the other end of some of its edges.
@@ -75,16 +80,21 @@ class StageServiceStub:
 
 @_typing.type_check_only
 class StageServiceAsyncStub(StageServiceStub):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, RebindStep, Describe, WatchLoad, CancelStep
-    and ProbeEdge; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad, CancelStep
+    and ProbeEdge; other stages call PutChunk and GetChunk; tools that run one step call ExecuteStep.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ExecuteStep: _aio.UnaryStreamMultiCallable[_stage_pb2.ExecuteStepRequest, _stage_pb2.ExecuteStepResponse]  # type: ignore[assignment]
-    """ExecuteStep advances a request on this stage. The orchestrator calls it once a stage and attempt. A second
+    """ExecuteStep advances a request on this stage. It is called once a stage and attempt. A second
     call with the same step_id and content attaches to the first and hears its events from the start; with other content
     it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller went, unless one
     comes back.
+    """
+    ExecuteSteps: _aio.StreamStreamMultiCallable[_stage_pb2.ExecuteStepsRequest, _stage_pb2.ExecuteStepsResponse]  # type: ignore[assignment]
+    """ExecuteSteps makes any number of ExecuteStep's calls over one stream, where one message carries what all of them have to
+    say at once: an engine that advances its requests together says so once, and not once a request. Orchestrators hold
+    one such stream to each replica. Whoever ends it hangs up all calls that it carries.
     """
     RebindStep: _aio.UnaryUnaryMultiCallable[_stage_pb2.RebindStepRequest, _stage_pb2.RebindStepResponse]  # type: ignore[assignment]
     """RebindStep has a running step go on with another replica, or another attempt, at the other end of some of its edges.
@@ -119,8 +129,8 @@ class StageServiceAsyncStub(StageServiceStub):
     """
 
 class StageServiceServicer(metaclass=_abc_1.ABCMeta):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteStep, RebindStep, Describe, WatchLoad, CancelStep
-    and ProbeEdge; other stages call PutChunk and GetChunk.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad, CancelStep
+    and ProbeEdge; other stages call PutChunk and GetChunk; tools that run one step call ExecuteStep.
     """
 
     @_abc_1.abstractmethod
@@ -129,10 +139,21 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stage_pb2.ExecuteStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_stage_pb2.ExecuteStepResponse], _abc.AsyncIterator[_stage_pb2.ExecuteStepResponse]]:
-        """ExecuteStep advances a request on this stage. The orchestrator calls it once a stage and attempt. A second
+        """ExecuteStep advances a request on this stage. It is called once a stage and attempt. A second
         call with the same step_id and content attaches to the first and hears its events from the start; with other content
         it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller went, unless one
         comes back.
+        """
+
+    @_abc_1.abstractmethod
+    def ExecuteSteps(
+        self,
+        request_iterator: _MaybeAsyncIterator[_stage_pb2.ExecuteStepsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_stage_pb2.ExecuteStepsResponse], _abc.AsyncIterator[_stage_pb2.ExecuteStepsResponse]]:
+        """ExecuteSteps makes any number of ExecuteStep's calls over one stream, where one message carries what all of them have to
+        say at once: an engine that advances its requests together says so once, and not once a request. Orchestrators hold
+        one such stream to each replica. Whoever ends it hangs up all calls that it carries.
         """
 
     @_abc_1.abstractmethod

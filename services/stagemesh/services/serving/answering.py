@@ -1,7 +1,7 @@
 """The border of every RPC: errors become statuses here, and nowhere else."""
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from functools import wraps
 from typing import Any, Protocol, TypeVar, cast
@@ -45,14 +45,23 @@ async def answering(context: RpcContext, **where: str) -> AsyncGenerator[None]:
     bind_log_context(**where)
     try:
         yield
-    except StagemeshError as exc:
-        await _abort(context, exc.located(**where))
     except (grpc.aio.AbortError, grpc.aio.UsageError):
         raise
     except Exception as exc:  # noqa: BLE001
+        error = to_error(exc, where)
+        await context.abort(to_grpc_code(error), error.message, to_trailing_metadata(error))
+
+
+def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
+    """What a caller is told of an exception that ended its call; one that nobody foresaw is logged, being handled."""
+    if isinstance(exc, StagemeshError):
+        error = exc.located(**where)
+    else:
         _log.exception("a call failed in a way that nobody foresaw")
         message = f"an unexpected {type(exc).__name__}; the service's log at this time has the details"
-        await _abort(context, InternalError(message, metadata=where))
+        error = InternalError(message, metadata=where)
+    error.message = _shortened(error.message)
+    return error
 
 
 def streaming(method: Handler) -> Handler:
@@ -74,15 +83,14 @@ def streaming(method: Handler) -> Handler:
 
 def time_left_s(context: RpcContext) -> float | None:
     """Seconds until the caller's deadline, None without one; raises DeadlineError when it has passed."""
-    left_s = context.time_remaining()
-    if left_s is not None and left_s <= 0:
+    return checked_time_left_s(context.time_remaining())
+
+
+def checked_time_left_s(left_s: float | None) -> float | None:
+    """The same; raises DeadlineError where it is no time."""
+    if left_s is not None and not left_s > 0:
         raise DeadlineError("the deadline had passed before the call was read; allow more time")
     return left_s
-
-
-async def _abort(context: RpcContext, error: StagemeshError) -> None:
-    error.message = _shortened(error.message)
-    await context.abort(to_grpc_code(error), error.message, to_trailing_metadata(error))
 
 
 def _shortened(message: str) -> str:

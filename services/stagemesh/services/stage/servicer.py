@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.connectors.errors import InvalidRequestError
@@ -13,6 +13,7 @@ from stagemesh.connectors.wire import key_from_wire
 from stagemesh.services.serving.answering import answering, streaming, time_left_s
 from stagemesh.services.stage.order import STATE_EDGE
 from stagemesh.services.stage.runtime import StageRuntime
+from stagemesh.services.stage.step_session import StepSession
 from stagemesh.services.stage.translate import (
     description_to_wire,
     event_to_wire,
@@ -43,11 +44,23 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         self, request: stage_pb2.ExecuteStepRequest, context: _Context
     ) -> AsyncIterator[stage_pb2.ExecuteStepResponse]:
         """See the proto."""
-        async with answering(context, **self._where, request_id=request.request_id):
-            events = self._runtime.execute(order_from_wire(request), time_left_s=time_left_s(context))
-            async with contextlib.aclosing(events):
-                async for event in events:
-                    yield event_to_wire(event)
+        async with (
+            answering(context, **self._where, request_id=request.request_id),
+            contextlib.aclosing(self._execute(request, time_left_s=time_left_s(context))) as events,
+        ):
+            async for event in events:
+                yield event
+
+    @streaming
+    async def ExecuteSteps(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[bytes], context: _Context
+    ) -> AsyncIterator[bytes]:
+        """See the proto; the messages come and go serialized (`add_stage_service`)."""
+        async with answering(context, **self._where):
+            session = StepSession(self._execute, closing=self._runtime.closed, where=self._where)
+            async with contextlib.aclosing(session.serve(request_iterator)) as messages:
+                async for message in messages:
+                    yield message
 
     async def RebindStep(  # noqa: N802
         self, request: stage_pb2.RebindStepRequest, context: _Context
@@ -130,6 +143,14 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
                 consumer=request.consumer, endpoint=request.endpoint, connector=name_of(request.connector)
             )
             return probe_to_wire(found)
+
+    async def _execute(
+        self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
+    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
+        events = self._runtime.execute(order_from_wire(request), time_left_s=time_left_s)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield event_to_wire(event)
 
 
 class _Pace:
