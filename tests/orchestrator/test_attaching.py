@@ -173,5 +173,5 @@ async def test_a_record_keeps_order_for_late_readers() -> None:
     for text in ("one", "two"):
         record.add_output("text", request_pb2.Output(name="t", seq=9, text=text))
     record.finish()
-    events = [event async for event in record.follow(next_seqs={})]
+    events = [orchestrator_pb2.GenerateResponse.FromString(event) async for event in record.follow(next_seqs={})]
     assert [(event.output.name, event.output.seq) for event in events[1:3]] == [("text", 0), ("text", 1)]

@@ -40,7 +40,7 @@ class _Mesh:
         """Runs a request; what its outputs say in all."""
         async with aclosing(self.orchestrator.generate(ask(request_id=request_id), time_left_s=60.0)) as events:
             async for event in events:
-                self._hear(event)
+                self._hear(orchestrator_pb2.GenerateResponse.FromString(event))
         return self.spoken
 
     def _hear(self, event: orchestrator_pb2.GenerateResponse) -> None:

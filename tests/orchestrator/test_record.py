@@ -1,5 +1,6 @@
 """What a request has made, as it is kept."""
 
+from collections.abc import Mapping
 from contextlib import aclosing
 
 from stagemesh.orchestrator.record import RequestRecord
@@ -20,10 +21,18 @@ async def test_outputs_take_no_more_than_on_the_wire() -> None:
         assert sum([len(item) async for item in items]) == record.size_bytes
 
 
+async def _heard(record: RequestRecord, **had: Mapping[str, int]) -> list[orchestrator_pb2.GenerateResponse]:
+    async with aclosing(record.follow(**{"next_seqs": {}, **had})) as events:
+        return [orchestrator_pb2.GenerateResponse.FromString(event) async for event in events]
+
+
 async def test_callers_hear_messages() -> None:
-    record = _record_of("Hel", "lo")
-    async with aclosing(record.follow(next_seqs={})) as events:
-        heard = [event async for event in events]
+    heard = await _heard(_record_of("Hel", "lo"))
     assert [event.output.text for event in heard if event.HasField("output")] == ["Hel", "lo"]
-    assert isinstance(heard[-1], orchestrator_pb2.GenerateResponse)
     assert heard[-1].HasField("finished")
+
+
+async def test_callers_hear_what_they_have_not() -> None:
+    heard = await _heard(_record_of("Hel", "lo ", "you"), next_positions={"text": 4})
+    assert [event.output.text for event in heard if event.HasField("output")] == ["o ", "you"]
+    assert [event.output.text for event in await _heard(_record_of("Hel", "lo"), next_seqs={"text": 1})][:1] == ["lo"]

@@ -85,8 +85,9 @@ class Orchestrator:
 
     async def generate(
         self, request: orchestrator_pb2.GenerateRequest, *, time_left_s: float | None
-    ) -> AsyncGenerator[orchestrator_pb2.GenerateResponse]:
-        """A request's events from its start. One of the same id and content is attached to, not run again.
+    ) -> AsyncGenerator[bytes]:
+        """A request's events from its start, each a serialized GenerateResponse. One of the same id and content is
+        attached to, not run again.
 
         Iterate within `aclosing`: a request whose last reader leaves is stopped, at once or after `linger_s`.
         """

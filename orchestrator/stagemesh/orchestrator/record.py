@@ -104,8 +104,10 @@ class RequestRecord:
 
     async def follow(
         self, *, next_seqs: Mapping[str, int], next_positions: Mapping[str, int] | None = None
-    ) -> AsyncGenerator[orchestrator_pb2.GenerateResponse]:
-        """The events from the first one, without what the caller has of the outputs; iterate within `aclosing`."""
+    ) -> AsyncGenerator[bytes]:
+        """The events from the first one, without what the caller has of the outputs, each a serialized
+        GenerateResponse; iterate within `aclosing`.
+        """
         resumption = Resumption(next_seqs=next_seqs, next_positions=next_positions or {})
         # Who comes late is given the time to catch up.
         taken_bytes, self._taken_bytes = 0, self.size_bytes
@@ -114,13 +116,9 @@ class RequestRecord:
                 # The one before is taken.
                 self._taken_bytes = max(self._taken_bytes, taken_bytes)
                 taken_bytes += len(item)
-                event = orchestrator_pb2.GenerateResponse.FromString(item)
-                if event.WhichOneof("event") != "output":
-                    yield event
-                    continue
-                rest = resumption.rest_of(event.output)
+                rest = _rest(item, resumption) if resumption.leaves_out else item
                 if rest is not None:
-                    yield event if rest is event.output else orchestrator_pb2.GenerateResponse(output=rest)
+                    yield rest
 
     def _append(self, event: orchestrator_pb2.GenerateResponse) -> None:
         # A stage that is told to stop may still have sent something.
@@ -144,3 +142,13 @@ class RequestRecord:
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._began_s
+
+
+def _rest(item: bytes, resumption: Resumption) -> bytes | None:
+    event = orchestrator_pb2.GenerateResponse.FromString(item)
+    if not event.HasField("output"):
+        return item
+    rest = resumption.rest_of(event.output)
+    if rest is event.output:
+        return item
+    return None if rest is None else orchestrator_pb2.GenerateResponse(output=rest).SerializeToString()

@@ -18,6 +18,11 @@ class Resumption:
         self._left = dict(next_positions)
         """Of each output, how much is still to be left out."""
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether there is anything to be left out, still."""
+        return bool(self._next_seqs) or any(self._left.values())
+
     def rest_of(self, output: request_pb2.Output) -> request_pb2.Output | None:
         """What the caller lacks of the next piece: often all of it, or nothing."""
         left = self._left.get(output.name)

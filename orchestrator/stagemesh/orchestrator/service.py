@@ -15,12 +15,11 @@ from stagemesh.orchestrator.membership.servicer import SERVICE_NAME as MEMBERSHI
 from stagemesh.orchestrator.membership.servicer import MembershipServicer
 from stagemesh.orchestrator.membership.static import StaticSource
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.servicer import OrchestratorServicer
+from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.services.serving.server import Server
-from stagemesh.v1 import membership_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
+from stagemesh.v1 import membership_pb2_grpc
 
-SERVICE_NAME = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
 LIVENESS = "liveness"
 _GRACE_S = 2.0
 
@@ -44,7 +43,7 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     registration = _registration(config, pipeline)
     fleet = Fleet(pipeline, _sources(config, registration), generations=config.generations)
     orchestrator = Orchestrator(pipeline, fleet, max_request_s=config.max_request_s, drain_s=config.drain_s)
-    orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server(OrchestratorServicer(orchestrator), server.grpc)
+    add_orchestrator_service(OrchestratorServicer(orchestrator), server.grpc)
     membership_pb2_grpc.add_MembershipServiceServicer_to_server(MembershipServicer(registration), server.grpc)
     server.reflect(SERVICE_NAME)
     server.reflect(MEMBERSHIP_NAME)

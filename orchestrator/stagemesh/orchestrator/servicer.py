@@ -2,26 +2,27 @@
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, cast
 
+import grpc
+
+from stagemesh.connectors.raw_methods import add_with_raw_methods
 from stagemesh.orchestrator.describe import describe_pipeline
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.validation import check_pipeline
 from stagemesh.services.serving.answering import answering, streaming, time_left_s
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
-if TYPE_CHECKING:
-    import grpc
-
-_GenerateContext: TypeAlias = (
-    "grpc.aio.ServicerContext[orchestrator_pb2.GenerateRequest, orchestrator_pb2.GenerateResponse]"
-)
+_GenerateContext: TypeAlias = "grpc.aio.ServicerContext[orchestrator_pb2.GenerateRequest, bytes]"
 _CancelContext: TypeAlias = (
     "grpc.aio.ServicerContext[orchestrator_pb2.CancelRequestRequest, orchestrator_pb2.CancelRequestResponse]"
 )
 _DescribeContext: TypeAlias = (
     "grpc.aio.ServicerContext[orchestrator_pb2.DescribePipelineRequest, orchestrator_pb2.DescribePipelineResponse]"
 )
+
+SERVICE_NAME = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService"].full_name
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
@@ -31,10 +32,10 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self._orchestrator = orchestrator
 
     @streaming
-    async def Generate(  # noqa: N802
+    async def Generate(  # type: ignore[override] # noqa: N802
         self, request: orchestrator_pb2.GenerateRequest, context: _GenerateContext
-    ) -> AsyncIterator[orchestrator_pb2.GenerateResponse]:
-        """See the proto."""
+    ) -> AsyncIterator[bytes]:
+        """See the proto; what it says comes serialized (`add_orchestrator_service`)."""
         where = {"request_id": request.request_id} if request.request_id else {}
         async with answering(context, **where):
             events = self._orchestrator.generate(request, time_left_s=time_left_s(context))
@@ -57,3 +58,14 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         async with answering(context):
             check_pipeline(request.pipeline, self._orchestrator.pipeline)
         return describe_pipeline(self._orchestrator)
+
+
+def add_orchestrator_service(servicer: OrchestratorServicer, server: grpc.aio.Server) -> None:
+    """Adds `servicer`: what a request says is kept serialized, and passed on so."""
+    by_stream = cast("Any", grpc.unary_stream_rpc_method_handler)
+    add_with_raw_methods(
+        partial(orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server, servicer),
+        server,
+        service=SERVICE_NAME,
+        raw={"Generate": by_stream(servicer.Generate, orchestrator_pb2.GenerateRequest.FromString)},
+    )
