@@ -1,6 +1,7 @@
 """Many requests at once for a while: how late their outputs come, and what a process takes for them meanwhile."""
 
 import asyncio
+import random
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -12,6 +13,9 @@ from benchmarks.orchestrator_ways.processes import cpu_s
 from benchmarks.orchestrator_ways.ways import Way
 
 _SETTLE_S = 1.5
+# Requests come at any time. Those that began together would have their outputs together, again and again, and the delay
+# would be the length of that queue.
+_SPREAD_S = 1.5
 _ENOUGH = 1_000_000
 _READY_S = 60.0
 
@@ -87,6 +91,7 @@ async def take_turn(
 
 
 async def _follow(way: Way, request_id: str, running: asyncio.Event, window: _Window, turn: Turn) -> None:
+    await asyncio.sleep(random.Random(request_id).uniform(0, _SPREAD_S))
     async with aclosing(way.pieces(request_id, outputs=_ENOUGH)) as pieces:
         async for piece in pieces:
             if not piece:

@@ -113,7 +113,7 @@ async def _ask(orchestrator: Orchestrator, world: World, request_id: str) -> _An
     request = orchestrator_pb2.GenerateRequest(request_id=request_id)
     request.input.text = "work"
     try:
-        async with aclosing(orchestrator.generate(request, time_left_s=None)) as events:
+        async with aclosing(await orchestrator.generate(request, time_left_s=None)) as events:
             async for _ in events:
                 pass
     except StagemeshError as exc:

@@ -42,8 +42,7 @@ async def test_the_time_line_of_a_failed_request_holds_nothing_of_what_it_made(t
         assert _found(RequestRecord) == 4
         _forget_ended()
         gc.collect()
-        # gRPC holds what its last call was aborted with until the next one.
-        assert _found(RequestRecord) <= 1
+        assert _found(RequestRecord) == 0
 
 
 async def _fail(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:

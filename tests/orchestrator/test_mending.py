@@ -38,7 +38,7 @@ class _Mesh:
 
     async def ask(self, request_id: str = "r") -> dict[str, str]:
         """Runs a request; what its outputs say in all."""
-        async with aclosing(self.orchestrator.generate(ask(request_id=request_id), time_left_s=60.0)) as events:
+        async with aclosing(await self.orchestrator.generate(ask(request_id=request_id), time_left_s=60.0)) as events:
             async for event in events:
                 self._hear(orchestrator_pb2.GenerateResponse.FromString(event))
         return self.spoken

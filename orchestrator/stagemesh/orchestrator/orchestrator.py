@@ -5,7 +5,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from stagemesh.connectors.errors import (
@@ -89,7 +89,7 @@ class Orchestrator:
         """A request's events from its start, each a serialized GenerateResponse. One of the same id and content is
         attached to, not run again.
 
-        Iterate within `aclosing`: a request whose last reader leaves is stopped, at once or after `linger_s`.
+        Iterate at once, within `aclosing`: a request whose last reader leaves is stopped, at once or after `linger_s`.
         """
         valid = validate(request, self.pipeline)
         content = fingerprint(request)
@@ -102,10 +102,7 @@ class Orchestrator:
         if known is None:
             known = self._start(valid, content, time_left_s=time_left_s)
         known.callers.expect(linger_s=request.linger_s)
-        follow = known.record.follow(next_seqs=request.next_seqs, next_positions=request.next_positions)
-        async with aclosing(follow) as events:
-            async for event in events:
-                yield event
+        return known.record.follow(next_seqs=request.next_seqs, next_positions=request.next_positions)
 
     async def cancel(self, request_id: str, *, when_left: bool = False) -> None:
         """Stops a request and returns once every stage has let go, or has it stop `when_left` by its callers; raises

@@ -1,6 +1,5 @@
 """OrchestratorService: proto in, a call of the orchestrator, proto out."""
 
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -11,7 +10,7 @@ from stagemesh.connectors.raw_methods import add_with_raw_methods
 from stagemesh.orchestrator.describe import describe_pipeline
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.validation import check_pipeline
-from stagemesh.services.serving.answering import answering, streaming, time_left_s
+from stagemesh.services.serving.answering import answering, time_left_s
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 _GenerateContext: TypeAlias = "grpc.aio.ServicerContext[orchestrator_pb2.GenerateRequest, bytes]"
@@ -31,17 +30,16 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
 
-    @streaming
     async def Generate(  # type: ignore[override] # noqa: N802
         self, request: orchestrator_pb2.GenerateRequest, context: _GenerateContext
-    ) -> AsyncIterator[bytes]:
-        """See the proto; what it says comes serialized (`add_orchestrator_service`)."""
+    ) -> None:
+        """See the proto; what it says is written, serialized (`add_orchestrator_service`): there is much of it."""
         where = {"request_id": request.request_id} if request.request_id else {}
         async with answering(context, **where):
-            events = self._orchestrator.generate(request, time_left_s=time_left_s(context))
+            events = await self._orchestrator.generate(request, time_left_s=time_left_s(context))
             async with aclosing(events):
                 async for event in events:
-                    yield event
+                    await context.write(event)
 
     async def CancelRequest(  # noqa: N802
         self, request: orchestrator_pb2.CancelRequestRequest, context: _CancelContext

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from copy import copy
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -78,20 +78,14 @@ class GrpcStageClient:
         self._peer = f"stage {stage!r} (replica {replica} at {endpoint})"
         self._steps: StepStream | None = None
 
-    async def execute(
+    def execute(
         self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
         """See StageClient."""
-        with self._asking():
-            if self._steps is None or self._steps.is_over:
-                self._steps = StepStream(self._channel, peer=self._peer)
-        try:
-            events = self._steps.execute(request, timeout_s=timeout_s, broken=self._broken)
-            async with aclosing(events):
-                async for event in events:
-                    yield event
-        except StagemeshError as exc:
-            raise exc.located(**self._where) from exc
+        if self._steps is None or self._steps.is_over:
+            with self._asking():
+                self._steps = StepStream(self._channel, peer=self._peer, where=self._where, broken=self._broken)
+        return self._steps.execute(request, timeout_s=timeout_s)
 
     async def close(self) -> None:
         """Hangs up all steps. Closing twice is harmless."""

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -19,9 +19,19 @@ _METHOD = f"/{stage_pb2.DESCRIPTOR.services_by_name['StageService'].full_name}/E
 class StepStream:
     """Implements `LaneUser`. Made within a running event loop; one that `is_over` takes no more calls."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        *,
+        peer: str,
+        where: Mapping[str, str],
+        broken: Callable[[StagemeshError | None, bool], StagemeshError],
+    ) -> None:
+        """Errors say `where` they come from. `broken` makes that of a call under which the stream ended, of why, and of
+        whether anything had been heard of it.
+        """
         self.is_over = False
-        self._peer = peer
+        self._peer, self._where, self._broken = peer, where, broken
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
         self._waiting: deque[stage_pb2.ExecuteStepsRequest] = deque()
@@ -29,15 +39,9 @@ class StepStream:
         self._running = asyncio.create_task(self._lane.run(), name=f"steps at {peer}")
 
     async def execute(
-        self,
-        request: stage_pb2.ExecuteStepRequest,
-        *,
-        timeout_s: float,
-        broken: Callable[[StagemeshError | None, bool], StagemeshError],
+        self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-        """A step's events; closing them hangs up. Raises what the replica says that it failed with, and where the
-        stream ends under it what `broken` makes of why, and of whether anything had been heard.
-        """
+        """A step's events; closing them hangs up. Raises what it failed with."""
         number = next(self._numbers)
         call = self._calls[number] = _Call()
         self._send(stage_pb2.ExecuteStepsRequest(call=number, step=request, timeout_s=timeout_s))
@@ -47,11 +51,11 @@ class StepStream:
                 if message.HasField("ended"):
                     call.is_over = True
                     if message.ended.HasField("error"):
-                        raise error_from_wire(message.ended.error)
+                        raise error_from_wire(message.ended.error).located(**self._where)
                     return
                 heard = True
                 yield _own(message.event)
-            raise broken(call.error, heard)
+            raise self._broken(call.error, heard)
         finally:
             del self._calls[number]
             if not call.is_over:
@@ -126,8 +130,8 @@ class _Call:
 
 
 def _own(event: stage_pb2.ExecuteStepResponse) -> stage_pb2.ExecuteStepResponse:
-    """An event that may be kept: a part of a message holds on to all of it. Outputs and progress are not kept."""
-    if event.HasField("output") or event.HasField("progress"):
+    """An event that may be kept: a part of a message holds on to all of it. Outputs are not kept."""
+    if event.HasField("output"):
         return event
     own = stage_pb2.ExecuteStepResponse()
     own.CopyFrom(event)

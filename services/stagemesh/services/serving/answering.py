@@ -1,9 +1,10 @@
 """The border of every RPC: errors become statuses here, and nowhere else."""
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import wraps
+from types import TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
 import grpc
@@ -35,21 +36,34 @@ class RpcContext(Protocol):
         ...
 
 
-@asynccontextmanager
-async def answering(context: RpcContext, **where: str) -> AsyncGenerator[None]:
+def answering(context: RpcContext, **where: str) -> AbstractAsyncContextManager[None]:
     """Wraps the body of an RPC: log lines carry `where`, and what it raises becomes a status with one ErrorInfo.
 
     An error that is no StagemeshError is a fault of ours: it is logged with its traceback, and the caller
     hears INTERNAL.
     """
-    bind_log_context(**where)
-    try:
-        yield
-    except (grpc.aio.AbortError, grpc.aio.UsageError):
-        raise
-    except Exception as exc:  # noqa: BLE001
-        error = to_error(exc, where)
-        await context.abort(to_grpc_code(error), error.message, to_trailing_metadata(error))
+    return _Answering(context, where)
+
+
+class _Answering(AbstractAsyncContextManager[None]):
+    def __init__(self, context: RpcContext, where: Mapping[str, str]) -> None:
+        self._context, self._where = context, where
+
+    async def __aenter__(self) -> None:
+        bind_log_context(**self._where)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not isinstance(exc, Exception) or isinstance(exc, grpc.aio.AbortError | grpc.aio.UsageError):
+            return
+        error = to_error(exc, self._where)
+        status = to_grpc_code(error), error.message, to_trailing_metadata(error)
+        # gRPC keeps what `abort` raises until the next call, and with it what is being handled: the frames that this came
+        # through, which hold all that a request has made, are not to be a part of that.
+        exc.__traceback__ = None
+        del kind, exc, traceback, error
+        await self._context.abort(*status)
 
 
 def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
