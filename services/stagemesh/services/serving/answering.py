@@ -59,8 +59,8 @@ class _Answering(AbstractAsyncContextManager[None]):
             return
         error = to_error(exc, self._where)
         status = to_grpc_code(error), error.message, to_trailing_metadata(error)
-        # gRPC keeps what `abort` raises until the next call, and with it what is being handled: the frames that this came
-        # through, which hold all that a request has made, are not to be a part of that.
+        # gRPC keeps what `abort` raises until the next call, and with it what is being handled: the frames that this
+        # came through, which hold all that a request has made, are not to be a part of that.
         exc.__traceback__ = None
         del kind, exc, traceback, error
         await self._context.abort(*status)
