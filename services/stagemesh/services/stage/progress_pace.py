@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from stagemesh.services.engines.base import Progress
 
-INTERVAL_S = 0.1
+INTERVAL_S = 0.5
 
 
 class ProgressPace:
