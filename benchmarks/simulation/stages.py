@@ -9,7 +9,7 @@ recovery as far as chunks are counted: a consumer keeps what it has, a producer 
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from stagemesh.connectors.base import ConnectorName
@@ -209,7 +209,8 @@ class SimulatedReplica:
         request: stage_pb2.ExecuteStepRequest,
         *,
         timeout_s: float,  # noqa: ARG002
-    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
+        take: Callable[[stage_pb2.ExecuteStepResponse], None],
+    ) -> None:
         """See StageClient."""
         self._check_alive()
         request_id = request.request_id
@@ -219,10 +220,10 @@ class SimulatedReplica:
         working = self._working[step] = asyncio.create_task(self._work(step))
         self._touched.set()
         try:
-            yield _ACCEPTED
+            take(_ACCEPTED)
             if await step.events.get() is None:
                 raise self._lost()
-            yield _FINISHED
+            take(_FINISHED)
         finally:
             working.cancel()
             self._working.pop(step, None)

@@ -169,8 +169,12 @@ class MortalReplica:
     # -- as client
 
     async def execute(
-        self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float
-    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
+        self,
+        request: stage_pb2.ExecuteStepRequest,
+        *,
+        timeout_s: float,
+        take: Callable[[stage_pb2.ExecuteStepResponse], None],
+    ) -> None:
         self._check()
         self.calls.append(request)
         step = self.steps.get(request.step_id) or self._begin(request)
@@ -181,7 +185,7 @@ class MortalReplica:
                     return
                 await self.world.changed.wait()
             self._check()
-            yield step.events[position]
+            take(step.events[position])
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
         self._check()

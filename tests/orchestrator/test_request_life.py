@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -20,6 +20,7 @@ from stagemesh.orchestrator.request_life import RequestLife
 from stagemesh.orchestrator.request_run import RequestRun
 from stagemesh.orchestrator.spec import Limits, load_pipeline
 from stagemesh.orchestrator.spec.routes import Route
+from stagemesh.orchestrator.step_stream import TakeEvent
 from stagemesh.orchestrator.validation import ValidRequest
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN
@@ -109,12 +110,9 @@ async def test_one_whose_task_is_cancelled_gives_its_place_back(admitted: bool) 
 
 
 class _FailingClient:
-    async def execute(
-        self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float
-    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-        del timeout_s
+    async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
+        del timeout_s, take
         raise InternalError(f"{request.request_id} does not work")
-        yield
 
 
 async def test_a_run_that_failed_is_gone_when_nobody_keeps_it(tmp_path: Path, no_collector: None) -> None:

@@ -1,12 +1,12 @@
 """Follows one step at its replica, over connections that break."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import suppress
 
 from stagemesh.connectors.errors import InternalError, StagemeshError, UnavailableError
 from stagemesh.orchestrator.replica import Replica
 from stagemesh.orchestrator.stages import REPLICA_LOST
+from stagemesh.orchestrator.step_stream import TakeEvent
 from stagemesh.v1 import stage_pb2
 
 ACCEPT_S = 5.0
@@ -17,33 +17,29 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.4
 
 
 async def follow_step(
-    replica: Replica, request: stage_pb2.ExecuteStepRequest, *, stage: str, deadline_s: float
-) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-    """A step's events, accepted first, each once; iterate within `aclosing`. `deadline_s` is in the loop's time.
+    replica: Replica, request: stage_pb2.ExecuteStepRequest, *, stage: str, deadline_s: float, take: TakeEvent
+) -> None:
+    """Gives `take` a step's events, accepted first, each once, to its end. `deadline_s` is in the loop's time.
 
-    The step is called again where the connection broke. Raises what it failed with; UnavailableError (NOT_ACCEPTED)
-    where it was not taken in time, (REPLICA_LOST) where its replica stays out of reach.
+    The step is called again where the connection broke. Raises what it failed with, or what `take` raised;
+    UnavailableError (NOT_ACCEPTED) where it was not taken in time, (REPLICA_LOST) where its replica stays out of reach.
     """
     loop = asyncio.get_running_loop()
-    heard, broken_s, pause_s = 0, 0.0, _FIRST_PAUSE_S
+    ear, broken_s, pause_s = _Ear(take, stage=stage), 0.0, _FIRST_PAUSE_S
     while True:
-        seen = 0
         try:
-            left_s = max(0.0, deadline_s - loop.time())
-            async with aclosing(replica.client.execute(request, timeout_s=left_s)) as events:
-                first = await _first(events, replica, stage=stage)
-                broken_s, pause_s, seen = 0.0, _FIRST_PAUSE_S, 1
-                if not heard:
-                    heard = 1
-                    yield first
-                async for event in events:
-                    seen += 1
-                    if seen > heard:
-                        heard = seen
-                        yield event
+            # A clock knows its task, which must not be held by its own frames: one that is cancelled would hold itself.
+            async with asyncio.timeout(ACCEPT_S) as ear.accepting:
+                ear.heard = 0
+                left_s = max(0.0, deadline_s - loop.time())
+                await replica.client.execute(request, timeout_s=left_s, take=ear.hear)
+        except TimeoutError as exc:
+            raise _not_accepted(replica, stage=stage) from exc
         except StagemeshError as exc:
             if exc.reason != REPLICA_LOST:
                 raise
+            if ear.heard:
+                broken_s, pause_s = 0.0, _FIRST_PAUSE_S
             broken_s = broken_s or loop.time()
             if replica.gone is not None or loop.time() - broken_s >= REATTACH_S:
                 raise
@@ -51,24 +47,48 @@ async def follow_step(
             pause_s = min(_LAST_PAUSE_S, 2 * pause_s)
             await _check_same(replica, stage=stage, timeout_s=max(0.0, broken_s + REATTACH_S - loop.time()))
         else:
+            ear.check_heard()
             return
 
 
-async def _first(
-    events: AsyncGenerator[stage_pb2.ExecuteStepResponse], replica: Replica, *, stage: str
-) -> stage_pb2.ExecuteStepResponse:
-    try:
-        async with asyncio.timeout(ACCEPT_S):
-            first = await anext(events, None)
-    except TimeoutError as exc:
-        raise UnavailableError(
-            f"stage {stage!r} (replica {replica.name} at {replica.endpoint}) did not take the request within "
-            f"{ACCEPT_S:.0f} s; try again, and see its log",
-            reason="NOT_ACCEPTED",
-        ) from exc
-    if first is None or first.WhichOneof("event") != "accepted":
-        raise InternalError(f"stage {stage!r} did not say that it accepted the request; see its log")
-    return first
+class _Ear:
+    """Passes a step's events on, each once, over calls that tell them from the first one."""
+
+    def __init__(self, take: TakeEvent, *, stage: str) -> None:
+        self._take, self._stage = take, stage
+        self._passed = 0
+        self.heard = 0
+        """Of the call that runs."""
+        self.accepting: asyncio.Timeout | None = None
+        """The clock that its first event stops."""
+
+    def hear(self, event: stage_pb2.ExecuteStepResponse) -> None:
+        """An event of this call."""
+        self.heard += 1
+        if self.accepting is not None:
+            if event.WhichOneof("event") != "accepted":
+                raise self._unaccepted()
+            self.accepting.reschedule(None)
+            self.accepting = None
+        if self.heard > self._passed:
+            self._passed = self.heard
+            self._take(event)
+
+    def check_heard(self) -> None:
+        """Raises where the call ended without anything."""
+        if not self.heard:
+            raise self._unaccepted()
+
+    def _unaccepted(self) -> InternalError:
+        return InternalError(f"stage {self._stage!r} did not say that it accepted the request; see its log")
+
+
+def _not_accepted(replica: Replica, *, stage: str) -> UnavailableError:
+    return UnavailableError(
+        f"stage {stage!r} (replica {replica.name} at {replica.endpoint}) did not take the request within "
+        f"{ACCEPT_S:.0f} s; try again, and see its log",
+        reason="NOT_ACCEPTED",
+    )
 
 
 async def _check_same(replica: Replica, *, stage: str, timeout_s: float) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from typing import assert_never
@@ -244,10 +244,8 @@ class RequestRun:
         assert notes is not None, "its replica is chosen"
         notes.note_sent()
         try:
-            events = follow_step(part.replica, request, stage=part.name, deadline_s=self._deadline_s)
-            async with aclosing(events):
-                async for event in events:
-                    self._take(part, event)
+            take = partial(self._take, part, attempt)
+            await follow_step(part.replica, request, stage=part.name, deadline_s=self._deadline_s, take=take)
         except StagemeshError as exc:
             notes.end(exc)
             self._lose(part, attempt, exc)
@@ -259,7 +257,10 @@ class RequestRun:
             if part.phase is not Phase.FINISHED:
                 self._fail(part, InternalError(f"stage {part.name!r} ended its stream before it finished; see its log"))
 
-    def _take(self, part: Part, event: stage_pb2.ExecuteStepResponse) -> None:
+    def _take(self, part: Part, attempt: int, event: stage_pb2.ExecuteStepResponse) -> None:
+        if part.attempt != attempt:
+            # Another one has taken its place, and it will hear of that in a moment.
+            return
         assert part.notes is not None, "its replica is chosen"
         match event.WhichOneof("event"):
             case "output":

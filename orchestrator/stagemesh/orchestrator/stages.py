@@ -1,7 +1,7 @@
 """How the orchestrator talks to one replica of a stage."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from copy import copy
 from typing import Any, Protocol, TypeAlias, cast
@@ -14,7 +14,7 @@ from stagemesh.connectors.negotiation import EdgeProbe
 from stagemesh.connectors.probe_wire import probe_from_wire
 from stagemesh.connectors.registry import number_of
 from stagemesh.connectors.status import from_rpc_error
-from stagemesh.orchestrator.step_stream import StepStream
+from stagemesh.orchestrator.step_stream import StepStream, TakeEvent
 from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc
 
 # What gRPC itself reports where the peer or the way to it broke; a service's own errors carry a reason.
@@ -33,13 +33,10 @@ CONTROL_NAME = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].fu
 class StageClient(Protocol):
     """A replica as a request sees it. Errors are those of `stagemesh.connectors.errors`."""
 
-    def execute(
-        self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float
-    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-        """Runs a step; closing the iterator hangs up, which cancels the step. UnavailableError (REPLICA_LOST) when
-        the replica goes away.
+    async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
+        """Runs a step to its end; cancelling it hangs up, which cancels the step. `take` is called with each event as
+        it comes, and what it raises ends the call. UnavailableError (REPLICA_LOST) when the replica goes away.
         """
-        ...
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
         """Stops a request's steps and returns once the engine has let go."""
@@ -78,14 +75,12 @@ class GrpcStageClient:
         self._peer = f"stage {stage!r} (replica {replica} at {endpoint})"
         self._steps: StepStream | None = None
 
-    def execute(
-        self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float
-    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
+    async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
         """See StageClient."""
         if self._steps is None or self._steps.is_over:
             with self._asking():
                 self._steps = StepStream(self._channel, peer=self._peer, where=self._where, broken=self._broken)
-        return self._steps.execute(request, timeout_s=timeout_s)
+        await self._steps.execute(request, timeout_s=timeout_s, take=take)
 
     async def close(self) -> None:
         """Hangs up all steps. Closing twice is harmless."""

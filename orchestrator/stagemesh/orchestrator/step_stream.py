@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
+from contextvars import copy_context
+from typing import TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -12,6 +14,8 @@ from stagemesh.connectors.errors import InternalError, StagemeshError
 from stagemesh.connectors.lanes import GrpcLane
 from stagemesh.connectors.wire import error_from_wire
 from stagemesh.v1 import stage_pb2
+
+TakeEvent: TypeAlias = Callable[[stage_pb2.ExecuteStepResponse], None]
 
 _METHOD = f"/{stage_pb2.DESCRIPTOR.services_by_name['StageService'].full_name}/ExecuteSteps"
 
@@ -38,28 +42,20 @@ class StepStream:
         self._lane = GrpcLane(channel, self, peer=peer, method=_METHOD)
         self._running = asyncio.create_task(self._lane.run(), name=f"steps at {peer}")
 
-    async def execute(
-        self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float
-    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-        """A step's events; closing them hangs up. Raises what it failed with."""
+    async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
+        """Runs a step to its end; cancelling it hangs up. Raises what it failed with, or what `take` raised."""
         number = next(self._numbers)
-        call = self._calls[number] = _Call()
+        call = self._calls[number] = _Call(take)
         self._send(stage_pb2.ExecuteStepsRequest(call=number, step=request, timeout_s=timeout_s))
-        heard = False
         try:
-            while (message := await call.next()) is not None:
-                if message.HasField("ended"):
-                    call.is_over = True
-                    if message.ended.HasField("error"):
-                        raise error_from_wire(message.ended.error).located(**self._where)
-                    return
-                heard = True
-                yield _own(message.event)
-            raise self._broken(call.error, heard)
+            await call.ended
         finally:
             del self._calls[number]
             if not call.is_over:
                 self._send(stage_pb2.ExecuteStepsRequest(call=number))
+            call.forget_error()
+            # What is raised holds this frame, and would hold itself.
+            del call
 
     async def close(self) -> None:
         """Ends the stream, and the calls with it. Closing twice is harmless."""
@@ -76,8 +72,14 @@ class StepStream:
             raise InternalError(f"{self._peer} sent what is no ExecuteStepsResponse") from exc
         for message in response.messages:
             call = self._calls.get(message.call)
-            if call is not None:
-                call.take(message)
+            if call is None:
+                continue
+            if message.HasField("event"):
+                call.take(message.event)
+            elif message.ended.HasField("error"):
+                call.end(error_from_wire(message.ended.error).located(**self._where))
+            else:
+                call.end(None)
 
     def writable(self) -> None:
         """See `LaneUser`."""
@@ -89,7 +91,7 @@ class StepStream:
         self.is_over = True
         self._waiting.clear()
         for call in self._calls.values():
-            call.end(error)
+            call.end(self._broken(error, call.heard))
 
     def _send(self, request: stage_pb2.ExecuteStepsRequest) -> None:
         if not self.is_over:
@@ -98,35 +100,34 @@ class StepStream:
 
 
 class _Call:
-    """What has come for one call and is not taken yet."""
+    def __init__(self, take: TakeEvent) -> None:
+        self.heard = self.is_over = False
+        """Whether anything has come, and whether nothing more will."""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._take, self._context = take, copy_context()
 
-    def __init__(self) -> None:
-        self.is_over = False
-        self.error: StagemeshError | None = None
-        """What ended the stream under it."""
-        self._messages: deque[stage_pb2.StepMessage] = deque()
-        self._more: asyncio.Future[None] | None = None
+    def take(self, event: stage_pb2.ExecuteStepResponse) -> None:
+        self.heard = True
+        if self.ended.done():
+            return
+        try:
+            self._context.run(self._take, _own(event))
+        except Exception as exc:  # noqa: BLE001
+            self.ended.set_exception(exc)
 
-    def take(self, message: stage_pb2.StepMessage) -> None:
-        self._messages.append(message)
-        self._wake()
+    def forget_error(self) -> None:
+        """Who was cancelled does not look at it any more."""
+        if self.ended.done() and not self.ended.cancelled():
+            self.ended.exception()
 
     def end(self, error: StagemeshError | None) -> None:
-        self.is_over, self.error = True, error
-        self._wake()
-
-    async def next(self) -> stage_pb2.StepMessage | None:
-        """What comes next; None where the stream ended before."""
-        while not self._messages:
-            if self.is_over:
-                return None
-            self._more = asyncio.get_running_loop().create_future()
-            await self._more
-        return self._messages.popleft()
-
-    def _wake(self) -> None:
-        if self._more is not None and not self._more.done():
-            self._more.set_result(None)
+        self.is_over = True
+        if self.ended.done():
+            return
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
 
 
 def _own(event: stage_pb2.ExecuteStepResponse) -> stage_pb2.ExecuteStepResponse:
