@@ -16,10 +16,9 @@ REATTACH_S = 2.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.4
 
 
-async def follow_step(
-    replica: Replica, request: stage_pb2.ExecuteStepRequest, *, stage: str, deadline_s: float, take: TakeEvent
-) -> None:
-    """Gives `take` a step's events, accepted first, each once, to its end. `deadline_s` is in the loop's time.
+async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_s: float, take: TakeEvent) -> None:
+    """Gives `take` a step's events, accepted first, each once, to its end. `deadline_s` is in the loop's time, and the
+    request is serialized: it is kept to the end, and takes several times as much as a message.
 
     The step is called again where the connection broke. Raises what it failed with, or what `take` raised;
     UnavailableError (NOT_ACCEPTED) where it was not taken in time, (REPLICA_LOST) where its replica stays out of reach.
@@ -32,7 +31,10 @@ async def follow_step(
             async with asyncio.timeout(ACCEPT_S) as ear.accepting:
                 ear.heard = 0
                 left_s = max(0.0, deadline_s - loop.time())
-                await replica.client.execute(request, timeout_s=left_s, take=ear.hear)
+                asked = stage_pb2.ExecuteStepRequest.FromString(request)
+                running = replica.client.execute(asked, timeout_s=left_s, take=ear.hear)
+                del asked
+                await running
         except TimeoutError as exc:
             raise _not_accepted(replica, stage=stage) from exc
         except StagemeshError as exc:

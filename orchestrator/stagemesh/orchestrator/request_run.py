@@ -235,9 +235,9 @@ class RequestRun:
             # By now nobody listens to them any more.
             self._spawn_former(former)
         part.former.clear()
-        self._spawn(part, self._follow(part, self._steps.execute(part)))
+        self._spawn(part, self._follow(part, self._steps.execute(part).SerializeToString()))
 
-    async def _follow(self, part: Part, request: stage_pb2.ExecuteStepRequest) -> None:
+    async def _follow(self, part: Part, request: bytes) -> None:
         """Takes in a step's events to the end."""
         bind_log_context(stage=part.name)
         attempt, notes = part.attempt, part.notes

@@ -33,10 +33,11 @@ CONTROL_NAME = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].fu
 class StageClient(Protocol):
     """A replica as a request sees it. Errors are those of `stagemesh.connectors.errors`."""
 
-    async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
+    def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> Awaitable[None]:
         """Runs a step to its end; cancelling it hangs up, which cancels the step. `take` is called with each event as
         it comes, and what it raises ends the call. UnavailableError (REPLICA_LOST) when the replica goes away.
         """
+        ...
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
         """Stops a request's steps and returns once the engine has let go."""
@@ -75,12 +76,12 @@ class GrpcStageClient:
         self._peer = f"stage {stage!r} (replica {replica} at {endpoint})"
         self._steps: StepStream | None = None
 
-    async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
+    def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> Awaitable[None]:
         """See StageClient."""
         if self._steps is None or self._steps.is_over:
             with self._asking():
                 self._steps = StepStream(self._channel, peer=self._peer, where=self._where, broken=self._broken)
-        await self._steps.execute(request, timeout_s=timeout_s, take=take)
+        return self._steps.execute(request, timeout_s=timeout_s, take=take)
 
     async def close(self) -> None:
         """Hangs up all steps. Closing twice is harmless."""

@@ -38,7 +38,7 @@ class StepStream:
         self._peer, self._where, self._broken = peer, where, broken
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
-        self._waiting: deque[stage_pb2.ExecuteStepsRequest] = deque()
+        self._waiting: deque[bytes] = deque()
         self._lane = GrpcLane(channel, self, peer=peer, method=_METHOD)
         self._running = asyncio.create_task(self._lane.run(), name=f"steps at {peer}")
 
@@ -47,6 +47,7 @@ class StepStream:
         number = next(self._numbers)
         call = self._calls[number] = _Call(take)
         self._send(stage_pb2.ExecuteStepsRequest(call=number, step=request, timeout_s=timeout_s))
+        del request
         try:
             await call.ended
         finally:
@@ -84,7 +85,7 @@ class StepStream:
     def writable(self) -> None:
         """See `LaneUser`."""
         while self._waiting and self._lane.is_writable:
-            self._lane.write(self._waiting.popleft().SerializeToString())
+            self._lane.write(self._waiting.popleft())
 
     def closed(self, error: StagemeshError | None) -> None:
         """See `LaneUser`."""
@@ -95,7 +96,7 @@ class StepStream:
 
     def _send(self, request: stage_pb2.ExecuteStepsRequest) -> None:
         if not self.is_over:
-            self._waiting.append(request)
+            self._waiting.append(request.SerializeToString())
             self.writable()
 
 

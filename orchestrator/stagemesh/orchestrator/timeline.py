@@ -13,8 +13,6 @@ from typing import NamedTuple
 from stagemesh.connectors.errors import CancelledRequestError, StagemeshError
 from stagemesh.v1 import stage_pb2
 
-_NO_PROGRESS = stage_pb2.StepProgress()
-
 
 class RequestState(Enum):
     """How far a request is; the value is the wire's name without its prefix."""
@@ -44,7 +42,7 @@ class StepNotes:
     __slots__ = (
         "_began_s",
         "_clock",
-        "_progress",
+        "_steps",
         "accepted_s",
         "attempt",
         "ended_s",
@@ -60,6 +58,7 @@ class StepNotes:
         "resumed_steps",
         "sent_s",
         "stage",
+        "total_steps",
     )
 
     def __init__(self, *, stage: str, replica: str, attempt: int, began_s: float, clock: Callable[[], float]) -> None:
@@ -72,7 +71,9 @@ class StepNotes:
         self.heard_s: float | None = None
         self.ended_s: float | None = None
         self.queue_position = self.outputs = 0
-        self._progress = _NO_PROGRESS
+        self._steps = 0
+        self.total_steps: int | None = None
+        """Engine steps in all, where the engine knows."""
         self.resumed_steps: int | None = None
         """Those of the checkpoint that it goes on from."""
         self.rebindings: tuple[Rebinding, ...] = ()
@@ -82,12 +83,7 @@ class StepNotes:
     @property
     def steps(self) -> int:
         """Engine steps that are done."""
-        return max(self._progress.steps, self.finished.usage.steps if self.finished is not None else 0)
-
-    @property
-    def total_steps(self) -> int | None:
-        """Engine steps in all, where the engine knows."""
-        return self._progress.total_steps if self._progress.HasField("total_steps") else None
+        return max(self._steps, self.finished.usage.steps if self.finished is not None else 0)
 
     def note_sent(self) -> None:
         """Its consumers are ready, and it is on its way to its replica."""
@@ -108,7 +104,9 @@ class StepNotes:
     def note_progress(self, progress: stage_pb2.StepProgress) -> None:
         """The engine got on."""
         self.heard_s = self._clock() - self._began_s
-        self._progress = progress
+        self._steps = progress.steps
+        if progress.HasField("total_steps"):
+            self.total_steps = progress.total_steps
 
     def note_rebound(self, edges: Sequence[str]) -> None:
         """It goes on with other neighbours."""
