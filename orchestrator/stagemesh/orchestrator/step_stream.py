@@ -10,7 +10,8 @@ from typing import TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from stagemesh.connectors.errors import InternalError, StagemeshError
+from stagemesh.connectors.channels import MAX_MESSAGE_BYTES
+from stagemesh.connectors.errors import InternalError, InvalidRequestError, StagemeshError
 from stagemesh.connectors.lanes import GrpcLane
 from stagemesh.connectors.wire import error_from_wire
 from stagemesh.v1 import stage_pb2
@@ -45,15 +46,19 @@ class StepStream:
     async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
         """Runs a step to its end; cancelling it hangs up. Raises what it failed with, or what `take` raised."""
         number = next(self._numbers)
-        call = self._calls[number] = _Call(take)
-        self._send(stage_pb2.ExecuteStepsRequest(call=number, step=request, timeout_s=timeout_s))
+        order = stage_pb2.ExecuteStepsRequest(call=number, step=request, timeout_s=timeout_s).SerializeToString()
+        if len(order) > MAX_MESSAGE_BYTES:
+            raise self._too_large(len(order))
         del request
+        call = self._calls[number] = _Call(take)
+        self._send(order)
+        del order
         try:
             await call.ended
         finally:
             del self._calls[number]
             if not call.is_over:
-                self._send(stage_pb2.ExecuteStepsRequest(call=number))
+                self._send(stage_pb2.ExecuteStepsRequest(call=number).SerializeToString())
             call.forget_error()
             # What is raised holds this frame, and would hold itself.
             del call
@@ -94,10 +99,18 @@ class StepStream:
         for call in self._calls.values():
             call.end(self._broken(error, call.heard))
 
-    def _send(self, request: stage_pb2.ExecuteStepsRequest) -> None:
+    def _send(self, message: bytes) -> None:
         if not self.is_over:
-            self._waiting.append(request.SerializeToString())
+            self._waiting.append(message)
             self.writable()
+
+    def _too_large(self, size_bytes: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"what {self._peer} is to be told of the request takes {size_bytes} bytes; {MAX_MESSAGE_BYTES} can be sent: "
+            "give a smaller input",
+            reason="REQUEST_TOO_LARGE",
+            metadata=self._where,
+        )
 
 
 class _Call:

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.connectors.channels import MAX_MESSAGE_BYTES
+from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
 from stagemesh.connectors.lanes import ServedLane
 from stagemesh.connectors.wire import error_to_wire
 from stagemesh.services.serving.answering import checked_time_left_s, to_error
@@ -16,6 +17,8 @@ from stagemesh.services.serving.logs import bind_log_context
 from stagemesh.v1 import stage_pb2
 
 _MESSAGE_BYTES = 256 << 10
+# The message around what a call says takes some bytes as well.
+_LARGEST_BYTES = MAX_MESSAGE_BYTES - 1024
 # A caller that does not read holds up its calls from here on; what they have made by then is in the steps' journals.
 _WAITING_BYTES = 1 << 20
 
@@ -96,7 +99,9 @@ class StepSession:
                     while self._waiting_bytes >= _WAITING_BYTES:
                         self._room.clear()
                         await self._room.wait()
-                    self._say(stage_pb2.StepMessage(call=request.call, event=event))
+                    message = stage_pb2.StepMessage(call=request.call, event=event)
+                    _check_size(message)
+                    self._say(message)
         except Exception as exc:  # noqa: BLE001
             ended.error.CopyFrom(error_to_wire(to_error(exc, where)))
         self._say(stage_pb2.StepMessage(call=request.call, ended=ended))
@@ -132,3 +137,14 @@ class StepSession:
             response.messages.append(message)
         self._room.set()
         return response.SerializeToString()
+
+
+def _check_size(message: stage_pb2.StepMessage) -> None:
+    """Ends the one call whose message nobody would take; the stream is that of others, too."""
+    if message.ByteSize() > _LARGEST_BYTES:
+        what = message.event.WhichOneof("event")
+        raise UnsupportedError(
+            f"the step's {what} is {message.ByteSize()} bytes; a caller can be sent {_LARGEST_BYTES}: ask for another "
+            "output, or for a smaller one",
+            reason="OUTPUT_TOO_LARGE",
+        )

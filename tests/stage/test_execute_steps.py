@@ -1,0 +1,233 @@
+"""Calls of many steps over one ExecuteSteps stream, over a real connection."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc
+import pytest
+
+from stagemesh.connectors.channels import MAX_MESSAGE_BYTES
+from stagemesh.services.stage import step_run
+from stagemesh.services.stage.step_session import StepSession
+from stagemesh.v1 import request_pb2, stage_pb2
+from tests.stage.gated_engine import GatedEngine
+from tests.stage.replicas import Replica, ready_runtime, served, served_stage, stage_config, step_request
+
+Request: TypeAlias = stage_pb2.ExecuteStepsRequest
+Event: TypeAlias = stage_pb2.ExecuteStepResponse
+
+
+class Caller:
+    """One stream, and what came over it by call."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.call = replica.stub.ExecuteSteps()
+        self.heard: dict[int, list[stage_pb2.StepMessage]] = defaultdict(list)
+
+    async def begin(self, number: int, step: stage_pb2.ExecuteStepRequest, *, timeout_s: float | None = None) -> None:
+        await self.call.write(Request(call=number, step=step, timeout_s=timeout_s))
+
+    async def hang_up(self, number: int) -> None:
+        await self.call.write(Request(call=number))
+
+    async def until_heard(self, number: int, *kinds: str) -> None:
+        """Reads on until the call has said so much."""
+        while self.kinds(number)[: len(kinds)] != list(kinds):
+            await self._read()
+
+    async def until_ended(self, *numbers: int) -> None:
+        while not all(self.kinds(number)[-1:] == ["ended"] for number in numbers):
+            await self._read()
+
+    def kinds(self, number: int) -> list[str | None]:
+        return [each.event.WhichOneof("event") or each.WhichOneof("message") for each in self.heard[number]]
+
+    def reason(self, number: int) -> str:
+        return self.heard[number][-1].ended.error.reason
+
+    async def status(self) -> grpc.StatusCode:
+        return await self.call.code()
+
+    async def _read(self) -> None:
+        async with asyncio.timeout(5):
+            response = await self.call.read()
+        assert isinstance(response, stage_pb2.ExecuteStepsResponse), "the stream ended"
+        for message in response.messages:
+            self.heard[message.call].append(message)
+
+
+async def test_each_call_hears_its_own_events() -> None:
+    async with served_stage(stage_config(steps=2)) as replica:
+        caller = Caller(replica)
+        for number in (1, 2, 3):
+            await caller.begin(number, step_request(f"r{number}", text=f"text {number}"))
+        await caller.until_ended(1, 2, 3)
+    for number in (1, 2, 3):
+        assert caller.kinds(number) == ["accepted", "output", "progress", "output", "finished", "ended"]
+        assert not caller.heard[number][-1].ended.HasField("error")
+
+
+async def test_an_error_ends_its_own_call_and_says_where() -> None:
+    async with served_stage(stage_config(fail_at_step=1)) as replica:
+        caller = Caller(replica)
+        await caller.begin(1, step_request("a"))
+        await caller.begin(2, step_request("b"))
+        await caller.until_ended(1, 2)
+    error = caller.heard[1][-1].ended.error
+    assert "fails at step 1" in error.message
+    assert dict(error.metadata) == {"stage": "thinker", "replica": "thinker-0", "request_id": "a"}
+    assert caller.heard[2][-1].ended.error.metadata["request_id"] == "b"
+
+
+async def test_a_replica_that_is_full_says_when_to_try_again() -> None:
+    async with served_stage(engine=GatedEngine()) as replica:
+        caller = Caller(replica)
+        for number in range(5):
+            await caller.begin(number, step_request(f"r{number}"))
+        await caller.until_ended(4)
+    assert caller.heard[4][-1].ended.error.retry_after_s == 2.5
+
+
+async def test_hanging_up_stops_that_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_run, "ABANDON_S", 0.0)
+    engine = GatedEngine()
+    async with served_stage(engine=engine) as replica:
+        caller = Caller(replica)
+        await caller.begin(1, step_request("leaves"))
+        await caller.begin(2, step_request("stays"))
+        await caller.until_heard(1, "accepted", "output")
+        await caller.until_heard(2, "accepted", "output")
+        await caller.hang_up(1)
+        await _until(lambda: engine.released == ["leaves"])
+        await caller.hang_up(1)
+        engine.gate.set()
+        await caller.until_ended(2)
+    assert caller.kinds(1) == ["accepted", "output"]
+
+
+async def test_the_end_of_the_stream_hangs_up_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_run, "ABANDON_S", 0.0)
+    engine = GatedEngine()
+    async with served_stage(engine=engine) as replica:
+        caller = Caller(replica)
+        for number in (1, 2):
+            await caller.begin(number, step_request(f"r{number}"))
+            await caller.until_heard(number, "accepted", "output")
+        caller.call.cancel()
+        await _until(lambda: sorted(engine.released) == ["r1", "r2"])
+
+
+async def test_a_call_has_its_time() -> None:
+    engine = GatedEngine()
+    async with served_stage(engine=engine) as replica:
+        caller = Caller(replica)
+        await caller.begin(1, step_request("late"), timeout_s=0.05)
+        await caller.begin(2, step_request("never"), timeout_s=0.0)
+        await caller.until_ended(1, 2)
+    assert [caller.reason(number) for number in (1, 2)] == ["DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"]
+    assert caller.kinds(2) == ["ended"]
+
+
+async def test_a_number_that_is_in_use_ends_the_stream() -> None:
+    async with served_stage(engine=GatedEngine()) as replica:
+        caller = Caller(replica)
+        for _ in range(2):
+            await caller.begin(1, step_request())
+        assert await caller.status() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_what_is_no_message_ends_the_stream() -> None:
+    async with served_stage() as replica, grpc.aio.insecure_channel(replica.endpoint) as channel:
+        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(
+            "/stagemesh.v1.StageService/ExecuteSteps"
+        )()
+        await call.write(b"\xff")
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_replica_that_ends_says_how_its_steps_ended_and_closes_the_stream() -> None:
+    engine = GatedEngine()
+    async with ready_runtime(engine=engine) as runtime, served(runtime) as replica:
+        caller = Caller(replica)
+        await caller.begin(1, step_request())
+        await caller.until_heard(1, "accepted", "output")
+        await runtime.close()
+        await caller.until_ended(1)
+        assert caller.reason(1) == "SHUTDOWN"
+        assert await caller.status() is grpc.StatusCode.OK
+
+
+# -- the session alone
+
+
+@dataclass
+class Talker:
+    """Says so much of a step, all at once."""
+
+    events: int
+    size_bytes: int = 1
+    said: int = 0
+
+    async def execute(
+        self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
+    ) -> AsyncGenerator[Event]:
+        del request, time_left_s
+        for _ in range(self.events):
+            self.said += 1
+            yield Event(output=request_pb2.Output(text="x" * self.size_bytes))
+
+
+@asynccontextmanager
+async def _session(talker: Talker, *, calls: int) -> AsyncGenerator[AsyncGenerator[bytes]]:
+    """What a session of so many calls sends."""
+
+    async def asked() -> AsyncIterator[bytes]:
+        for number in range(1, calls + 1):
+            yield Request(call=number, step=step_request(f"r{number}")).SerializeToString()
+        await asyncio.Event().wait()
+
+    messages = StepSession(talker.execute, closing=asyncio.Event(), where={}).serve(asked())
+    try:
+        yield messages
+    finally:
+        await messages.aclose()
+
+
+async def _next(messages: AsyncGenerator[bytes]) -> list[stage_pb2.StepMessage]:
+    async with asyncio.timeout(5):
+        return list(stage_pb2.ExecuteStepsResponse.FromString(await anext(messages)).messages)
+
+
+async def test_what_calls_say_at_once_goes_in_one_message() -> None:
+    async with _session(Talker(events=1), calls=8) as messages:
+        said = await _next(messages)
+    assert [each.call for each in said if each.HasField("event")] == list(range(1, 9))
+
+
+async def test_a_caller_that_does_not_read_holds_its_calls_up() -> None:
+    talker = Talker(events=1_000, size_bytes=64 << 10)
+    async with _session(talker, calls=2) as messages:
+        heard = len(await _next(messages))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        # Some wait here, some in gRPC's hands; the rest is not made yet.
+        assert talker.said < 40
+        while heard < 2 * (1_000 + 1):
+            heard += len(await _next(messages))
+    assert talker.said == 2_000
+
+
+async def test_an_event_that_no_message_can_hold_ends_its_call() -> None:
+    async with _session(Talker(events=1, size_bytes=MAX_MESSAGE_BYTES), calls=1) as messages:
+        (ended,) = await _next(messages)
+    assert ended.ended.error.reason == "OUTPUT_TOO_LARGE"
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
