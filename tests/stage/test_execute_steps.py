@@ -3,7 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -50,6 +50,10 @@ class Caller:
         return self.heard[number][-1].ended.error.reason
 
     async def status(self) -> grpc.StatusCode:
+        """How the stream ends, once all has been read."""
+        with suppress(grpc.aio.AioRpcError):
+            while isinstance(await self.call.read(), stage_pb2.ExecuteStepsResponse):
+                pass
         return await self.call.code()
 
     async def _read(self) -> None:
@@ -142,9 +146,8 @@ async def test_a_number_that_is_in_use_ends_the_stream() -> None:
 
 async def test_what_is_no_message_ends_the_stream() -> None:
     async with served_stage() as replica, grpc.aio.insecure_channel(replica.endpoint) as channel:
-        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(
-            "/stagemesh.v1.StageService/ExecuteSteps"
-        )()
+        method = channel.stream_stream("/stagemesh.v1.StageService/ExecuteSteps")
+        call: grpc.aio.StreamStreamCall[bytes, bytes] = method()
         await call.write(b"\xff")
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 

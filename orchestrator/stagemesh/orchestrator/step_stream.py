@@ -106,8 +106,8 @@ class StepStream:
 
     def _too_large(self, size_bytes: int) -> InvalidRequestError:
         return InvalidRequestError(
-            f"what {self._peer} is to be told of the request takes {size_bytes} bytes; {MAX_MESSAGE_BYTES} can be sent: "
-            "give a smaller input",
+            f"what {self._peer} is to be told of the request takes {size_bytes} bytes, and {MAX_MESSAGE_BYTES} can be "
+            "sent; give a smaller input",
             reason="REQUEST_TOO_LARGE",
             metadata=self._where,
         )
