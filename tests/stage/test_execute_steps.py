@@ -20,6 +20,8 @@ from tests.stage.replicas import Replica, ready_runtime, served, served_stage, s
 Request: TypeAlias = stage_pb2.ExecuteStepsRequest
 Event: TypeAlias = stage_pb2.ExecuteStepResponse
 
+METHOD = "/stagemesh.v1.StageService/ExecuteSteps"
+
 
 class Caller:
     """One stream, and what came over it by call."""
@@ -146,8 +148,7 @@ async def test_a_number_that_is_in_use_ends_the_stream() -> None:
 
 async def test_what_is_no_message_ends_the_stream() -> None:
     async with served_stage() as replica, grpc.aio.insecure_channel(replica.endpoint) as channel:
-        method = channel.stream_stream("/stagemesh.v1.StageService/ExecuteSteps")
-        call: grpc.aio.StreamStreamCall[bytes, bytes] = method()
+        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(METHOD)()
         await call.write(b"\xff")
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
