@@ -91,6 +91,8 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         """By request."""
         self.peers: Mapping[str, ScriptedStage] = {}
         """By replica, those whose beginnings it can see."""
+        self.streams = 0
+        """Of ExecuteSteps, that were opened."""
         self.tells_load = True
         self.running = 0
         self.time_left_s = 0.0
@@ -116,6 +118,7 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
     async def ExecuteSteps(  # type: ignore[override]
         self, request_iterator: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[bytes]:
+        self.streams += 1
         async with answering(context, stage=self.name):
             session = StepSession(self._execute, closing=asyncio.Event(), where={"stage": self.name})
             async with aclosing(session.serve(request_iterator)) as messages:
