@@ -191,9 +191,7 @@ def _figures(streams: Streams, arrivals: Arrivals, held: dict[str, Turn], option
     yield Figure("outputs of each", held[ORCHESTRATED].outputs_each, "", "", subject)
     for way, goal in ((ORCHESTRATED, "<=64"), (RELAYED, "")):
         size_kib = held[way].grown_bytes / _HELD / _KIB
-        what = (
-            "a request, orchestrator (4 gRPC calls)" if way == ORCHESTRATED else "a stream, bare relay (2 gRPC calls)"
-        )
+        what = "a request, orchestrator" if way == ORCHESTRATED else "a stream, bare relay (2 gRPC calls)"
         yield Figure(f"memory of {what}", size_kib, "KiB", goal, subject)
 
 
