@@ -30,6 +30,9 @@ from stagemesh.orchestrator.spec import Pipeline, Route, load_pipeline
 
 SIZES = (10, 100, 1_000, 10_000)
 REQUESTS = {10: 2_000, 100: 4_000, 1_000: 10_000, 10_000: 20_000}
+"""By the number of replicas. Ten thousand have so few that they do not get as busy as they would: see --steady."""
+_STEADY_EACH = 30
+"""Requests for each replica of a stage after which queues grow no more."""
 UTILIZATION = 0.9
 LIFETIME_S = 600.0
 """How long a replica lives on average, where they die."""
@@ -115,8 +118,9 @@ def _timed_again(planner: Planner, plan: Plan) -> float:
     return taken_s
 
 
-def _tail(pipeline: Pipeline, replicas: int, *, seed: int) -> Tail:
-    load = Load(REQUESTS[replicas], UTILIZATION, seed)
+def _tail(pipeline: Pipeline, replicas: int, *, seed: int, steady: bool) -> Tail:
+    steady_requests = _STEADY_EACH * replicas // len(pipeline.stages)
+    load = Load(max(REQUESTS[replicas], steady_requests if steady else 0), UTILIZATION, seed)
     planned = virtual_time.run(latencies_s(pipeline, replicas=replicas, load=load))
     by_turns = virtual_time.run(latencies_s(pipeline, replicas=replicas, load=load, choice=ByTurns()))
     return Tail(_p99(planned), _p99(by_turns))
@@ -173,6 +177,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--repeats", type=int, default=3, help=f"of runs up to {_REPEATED_UP_TO} replicas")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, choices=SIZES, help="numbers of replicas")
+    parser.add_argument(
+        "--steady", action="store_true", help="run long enough for 10,000 replicas: a quarter of an hour"
+    )
     arguments = parser.parse_args()
     # Ten thousand replicas have much to say.
     logging.disable(logging.WARNING)
@@ -187,7 +194,7 @@ def main() -> None:
         found = [virtual_time.run(_decide(pipeline, size)) for _ in range(arguments.repeats)]
         decisions[size] = sorted(found, key=lambda each: each.median_us)[len(found) // 2]
         repeats = arguments.repeats if size <= _REPEATED_UP_TO else 1
-        tails[size] = [_tail(pipeline, size, seed=seed) for seed in range(repeats)]
+        tails[size] = [_tail(pipeline, size, seed=seed, steady=arguments.steady) for seed in range(repeats)]
         survivals[size] = _survival(pipeline, size)
         _console.print(f"{size:,} replicas: {decisions[size]} {tails[size]}")
     report("simulate", list(_figures(decisions, tails, survivals)), json_file=arguments.json)
