@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from typing import TypeAlias
 
 import grpc
@@ -40,11 +40,15 @@ class StepStream:
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
         self._waiting: deque[bytes] = deque()
-        self._lane = GrpcLane(channel, self, peer=peer, method=_METHOD)
-        self._running = asyncio.create_task(self._lane.run(), name=f"steps at {peer}")
+        # What it says of its peer goes behind what we say.
+        self._lane = GrpcLane(channel, self, peer="it", method=_METHOD)
+        # The stream is not that of the request which happens to be the first.
+        self._running = asyncio.create_task(self._lane.run(), name=f"steps at {peer}", context=Context())
 
     async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
         """Runs a step to its end; cancelling it hangs up. Raises what it failed with, or what `take` raised."""
+        if self.is_over:
+            raise self._broken(None, False)  # noqa: FBT003
         number = next(self._numbers)
         order = stage_pb2.ExecuteStepsRequest(call=number, step=request, timeout_s=timeout_s).SerializeToString()
         if len(order) > MAX_MESSAGE_BYTES:
