@@ -48,7 +48,7 @@ class StepStream:
     async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
         """Runs a step to its end; cancelling it hangs up. Raises what it failed with, or what `take` raised."""
         if self.is_over:
-            raise self._broken(None, False)  # noqa: FBT003
+            raise self._broken(None, False)
         number = next(self._numbers)
         order = stage_pb2.ExecuteStepsRequest(call=number, step=request, timeout_s=timeout_s).SerializeToString()
         if len(order) > MAX_MESSAGE_BYTES:
