@@ -5,7 +5,8 @@
 The orchestrator is the real service in a process of its own, over 12 real stage services with fake engines (4 + 4 + 4),
 by default all in one process: in twelve they take more than a machine of two cores has. 64 requests at once have 50
 outputs a second each, every one of which says when it was made. For the same reason the stages behind the first one
-get theirs at a request's end.
+get theirs at a request's end. The outputs come each in its own time, which is the worst there is for whoever passes
+them on, and then all of a replica's together, as engines make them.
 
 Three ways of the same requests take turns: by the orchestrator; directly from the stage, which says what is added; and
 from the stage by a bare grpc.aio relay in a process of its own, which says what gRPC alone costs in Python. What the
@@ -15,8 +16,8 @@ machine itself adds is how late an idle event loop is meanwhile.
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,14 +119,20 @@ async def _ways(stack: AsyncExitStack, folder: Path, deployment: Deployment) -> 
     return _Ways(orchestrated, watched)
 
 
-async def _stream(options: Options) -> tuple[Streams, Arrivals]:
+@asynccontextmanager
+async def _deployed_ways(options: Options, *, together: bool) -> AsyncGenerator[tuple[Deployment, _Ways]]:
     async with AsyncExitStack() as stack:
-        lateness = await stack.enter_async_context(said_by("benchmarks.orchestrator_ways.bare_loop"))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        pipeline = _PIPELINE.format(step_s=1 / _OUTPUTS_PER_S, in_flight=max(options.requests, _IN_FLIGHT))
-        deploying = deployed(folder, pipeline, replicas=REPLICAS, farms=options.farms, stamped=True)
+        folder, step_s = Path(stack.enter_context(tempfile.TemporaryDirectory())), 1 / _OUTPUTS_PER_S
+        pipeline = _PIPELINE.format(step_s=step_s, in_flight=max(options.requests, _IN_FLIGHT))
+        beat_s = step_s if together else None
+        deploying = deployed(folder, pipeline, replicas=REPLICAS, farms=options.farms, stamped=True, beat_s=beat_s)
         deployment = await stack.enter_async_context(deploying)
-        ways = await _ways(stack, folder, deployment)
+        yield deployment, await _ways(stack, folder, deployment)
+
+
+async def _stream(options: Options, ways: _Ways) -> Streams:
+    """Each way in turn, so many times."""
+    async with said_by("benchmarks.orchestrator_ways.bare_loop") as lateness:
         turns: dict[str, list[Turn]] = {name: [] for name in ways.watched}
         for number in range(options.rounds):
             for name, (way, watched) in ways.watched.items():
@@ -134,15 +141,19 @@ async def _stream(options: Options) -> tuple[Streams, Arrivals]:
                 )
                 turns[name].append(turn)
                 console.print(f"{name}: {turn}")
-        arrivals = await arrive(
-            ways.orchestrated,
-            deployment.orchestrator,
-            per_s=A_MINUTE / 60,
-            for_s=options.arrivals_s,
-            outputs=_SHORT_OUTPUTS,
-        )
-        console.print(f"arrivals: {arrivals}")
-        return Streams(turns, LATENESS.validate_json(await lateness())), arrivals
+        return Streams(turns, LATENESS.validate_json(await lateness()))
+
+
+async def _arrive(options: Options, deployment: Deployment, ways: _Ways) -> Arrivals:
+    arrivals = await arrive(
+        ways.orchestrated,
+        deployment.orchestrator,
+        per_s=A_MINUTE / 60,
+        for_s=options.arrivals_s,
+        outputs=_SHORT_OUTPUTS,
+    )
+    console.print(f"arrivals: {arrivals}")
+    return arrivals
 
 
 async def _hold(options: Options) -> dict[str, Turn]:
@@ -163,8 +174,7 @@ async def _hold(options: Options) -> dict[str, Turn]:
         return turns
 
 
-def _figures(streams: Streams, arrivals: Arrivals, held: dict[str, Turn], options: Options) -> Iterator[Figure]:
-    subject = f"{options.requests} requests at once, {_OUTPUTS_PER_S} outputs a second each"
+def _of_streams(streams: Streams, subject: str) -> Iterator[Figure]:
     for way in (DIRECT, RELAYED, ORCHESTRATED):
         yield Figure(f"outputs, {way}", streams.median(way, lambda turn: turn.outputs_per_s), "1/s", "", subject)
     cpu_us = {way: streams.median(way, lambda turn: turn.cpu_per_output_us) for way in (RELAYED, ORCHESTRATED)}
@@ -178,6 +188,14 @@ def _figures(streams: Streams, arrivals: Arrivals, held: dict[str, Turn], option
         yield Figure(f"added by the bare relay, {name}", streams.added_ms(RELAYED, share), "ms", "", subject)
     for name, late_ms in (("p50", streams.lateness.p50_ms), ("p99", streams.lateness.p99_ms)):
         yield Figure(f"an idle loop is late by, {name}", late_ms, "ms", "", subject)
+
+
+def _figures(
+    apart: Streams, together: Streams, arrivals: Arrivals, held: dict[str, Turn], options: Options
+) -> Iterator[Figure]:
+    what = f"{options.requests} requests at once, {_OUTPUTS_PER_S} outputs a second each"
+    yield from _of_streams(apart, f"{what}, each in its own time")
+    yield from _of_streams(together, f"{what}, all of a replica together")
 
     subject = f"{A_MINUTE} requests a minute, {_SHORT_OUTPUTS} outputs each"
     yield Figure("finished", arrivals.finished_per_minute, "1/min", f">={0.98 * A_MINUTE:g}", subject)
@@ -196,9 +214,12 @@ def _figures(streams: Streams, arrivals: Arrivals, held: dict[str, Turn], option
 
 
 async def _measure(options: Options) -> list[Figure]:
-    streams, arrivals = await _stream(options)
-    held = await _hold(options)
-    return list(_figures(streams, arrivals, held, options))
+    async with _deployed_ways(options, together=False) as (deployment, ways):
+        apart = await _stream(options, ways)
+        arrivals = await _arrive(options, deployment, ways)
+    async with _deployed_ways(options, together=True) as (_, ways):
+        together = await _stream(options, ways)
+    return list(_figures(apart, together, arrivals, await _hold(options), options))
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ async def said_by(*command: str) -> AsyncGenerator[Callable[[], Awaitable[bytes]
 
 @asynccontextmanager
 async def deployed(
-    folder: Path, pipeline: str, *, replicas: int, farms: int, stamped: bool = False
+    folder: Path, pipeline: str, *, replicas: int, farms: int, stamped: bool = False, beat_s: float | None = None
 ) -> AsyncGenerator[Deployment]:
     """The real orchestrator, and real stage services with fake engines in so many processes; all are ready."""
     ports = PortPicker()
@@ -78,7 +78,9 @@ async def deployed(
             # As whole numbers: every replica is in just one of them.
             first, behind = replicas * farm // farms, replicas * (farm + 1) // farms
             command = ("benchmarks.orchestrator_ways.stage_farm", "--orchestrator", endpoint, "--pipeline", str(file))
-            options = ("--first", str(first), "--count", str(behind - first), *(["--stamped"] if stamped else []))
+            options = ["--first", str(first), "--count", str(behind - first)]
+            options += ["--stamped"] if stamped else []
+            options += ["--beat-s", str(beat_s)] if beat_s is not None else []
             await stack.enter_async_context(started(*command, *options))
         await _until_ready(endpoint, replicas)
         yield Deployment(endpoint, admin_endpoint, orchestrator)

@@ -26,8 +26,12 @@ from stagemesh.services.stage.servicer import StageServicer
 _ARENA_BYTES = 1 << 20
 
 
-async def serve_replica(stack: AsyncExitStack, config: StageConfig, *, stamped: bool = False) -> None:
-    """Serves one replica until the stack is closed; a `stamped` one says of each output when it was made."""
+async def serve_replica(
+    stack: AsyncExitStack, config: StageConfig, *, stamped: bool = False, beat_s: float | None = None
+) -> None:
+    """Serves one replica until the stack is closed; a `stamped` one says of each output when it was made, which is at a
+    beat where it has one.
+    """
     data_plane = DataPlane(
         replica=config.replica,
         pipeline=config.pipeline,
@@ -36,7 +40,7 @@ async def serve_replica(stack: AsyncExitStack, config: StageConfig, *, stamped: 
         window_bytes=_ARENA_BYTES,
     )
     card = load_engine_card(config.engine)
-    engine: Engine = StampedEngine(config) if stamped else import_factory(card.factory)(config)
+    engine: Engine = StampedEngine(config, beat_s=beat_s) if stamped else import_factory(card.factory)(config)
     runtime = StageRuntime(engine, data_plane, config, card.signature(config.function, config.options))
     server = Server(config.listen)
     add_stage_service(StageServicer(runtime), server.grpc)
@@ -70,6 +74,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--stamped", action="store_true")
+    parser.add_argument("--beat-s", type=float)
     arguments = parser.parse_args()
     pipeline = load_pipeline(arguments.pipeline)
     stages = list(pipeline.stages.values())
@@ -79,7 +84,7 @@ def main() -> int:
             for number in range(arguments.first, arguments.first + arguments.count):
                 stage = stages[number % len(stages)]
                 config = _config(pipeline, stage, number=number, orchestrator=arguments.orchestrator)
-                await serve_replica(stack, config, stamped=arguments.stamped)
+                await serve_replica(stack, config, stamped=arguments.stamped, beat_s=arguments.beat_s)
             await stopping.wait()
 
     return run_service(serve, parent_pid=os.getppid())

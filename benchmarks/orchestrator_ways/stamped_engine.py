@@ -1,5 +1,7 @@
 """A fake engine whose every output says when it was made."""
 
+import asyncio
+import random
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -9,16 +11,29 @@ import numpy as np
 from stagemesh.connectors.base import Packet
 from stagemesh.services.engines.base import Emission, EngineEvent, Task
 from stagemesh.services.engines.fake.engine import FakeEngine
+from stagemesh.services.serving.config import StageConfig
 
 
 class StampedEngine(FakeEngine):
     """Emits, in place of its text, nanoseconds of CLOCK_MONOTONIC, which all processes of a host share."""
 
+    def __init__(self, config: StageConfig, *, beat_s: float | None = None) -> None:
+        """With a beat all tasks' outputs come together, at each of them: engines advance their requests so."""
+        super().__init__(config)
+        self._beat_s = beat_s
+        self._phase_s = random.Random(config.replica).uniform(0, beat_s or 0.0)
+
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """See Engine."""
         async with aclosing(super().submit(task)) as events:
             async for event in events:
-                yield _stamped(event.packet) if isinstance(event, Emission) else event
+                if not isinstance(event, Emission):
+                    yield event
+                    continue
+                if self._beat_s is not None:
+                    now_s = asyncio.get_running_loop().time()
+                    await asyncio.sleep(self._beat_s - (now_s - self._phase_s) % self._beat_s)
+                yield _stamped(event.packet)
 
 
 def _stamped(packet: Packet) -> Emission:

@@ -17,8 +17,6 @@ from stagemesh.services.serving.logs import bind_log_context
 from stagemesh.v1 import stage_pb2
 
 _MESSAGE_BYTES = 256 << 10
-# The message around what a call says takes some bytes as well.
-_LARGEST_BYTES = MAX_MESSAGE_BYTES - 1024
 # A caller that does not read holds up its calls from here on; what they have made by then is in the steps' journals.
 _WAITING_BYTES = 1 << 20
 
@@ -42,7 +40,8 @@ class StepSession:
         self._loop = asyncio.get_running_loop()
         self._lane = ServedLane(self)
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._waiting: deque[stage_pb2.StepMessage] = deque()
+        self._waiting: deque[bytes] = deque()
+        """Serialized responses, each of one message. One behind the other they are one response of all these."""
         self._waiting_bytes = 0
         self._room = asyncio.Event()
         self._pump_is_due = False
@@ -99,12 +98,12 @@ class StepSession:
                     while self._waiting_bytes >= _WAITING_BYTES:
                         self._room.clear()
                         await self._room.wait()
-                    message = stage_pb2.StepMessage(call=request.call, event=event)
-                    _check_size(message)
-                    self._say(message)
+                    response = _serialized(stage_pb2.StepMessage(call=request.call, event=event))
+                    _check_size(response, event)
+                    self._say(response)
         except Exception as exc:  # noqa: BLE001
             ended.error.CopyFrom(error_to_wire(to_error(exc, where)))
-        self._say(stage_pb2.StepMessage(call=request.call, ended=ended))
+        self._say(_serialized(stage_pb2.StepMessage(call=request.call, ended=ended)))
 
     async def _end_in_order(self) -> None:
         await self._closing.wait()
@@ -114,9 +113,9 @@ class StepSession:
             self._lane.write(self._next_message())
         self._lane.close()
 
-    def _say(self, message: stage_pb2.StepMessage) -> None:
-        self._waiting.append(message)
-        self._waiting_bytes += message.ByteSize()
+    def _say(self, response: bytes) -> None:
+        self._waiting.append(response)
+        self._waiting_bytes += len(response)
         if not self._pump_is_due:
             self._pump_is_due = True
             self._loop.call_soon(self._pump)
@@ -127,24 +126,25 @@ class StepSession:
             self._lane.write(self._next_message())
 
     def _next_message(self) -> bytes:
-        response = stage_pb2.ExecuteStepsResponse()
-        left_bytes = _MESSAGE_BYTES
-        while self._waiting and (not response.messages or self._waiting[0].ByteSize() <= left_bytes):
-            message = self._waiting.popleft()
-            size_bytes = message.ByteSize()
-            left_bytes -= size_bytes
-            self._waiting_bytes -= size_bytes
-            response.messages.append(message)
+        """As much of what waits as goes in one message, at least one response."""
+        size_bytes, responses = 0, list[bytes]()
+        while self._waiting and (not responses or size_bytes + len(self._waiting[0]) <= _MESSAGE_BYTES):
+            responses.append(self._waiting.popleft())
+            size_bytes += len(responses[-1])
+        self._waiting_bytes -= size_bytes
         self._room.set()
-        return response.SerializeToString()
+        return b"".join(responses)
 
 
-def _check_size(message: stage_pb2.StepMessage) -> None:
+def _serialized(message: stage_pb2.StepMessage) -> bytes:
+    return stage_pb2.ExecuteStepsResponse(messages=[message]).SerializeToString()
+
+
+def _check_size(response: bytes, event: stage_pb2.ExecuteStepResponse) -> None:
     """Ends the one call whose message nobody would take; the stream is that of others, too."""
-    if message.ByteSize() > _LARGEST_BYTES:
-        what = message.event.WhichOneof("event")
+    if len(response) > MAX_MESSAGE_BYTES:
         raise UnsupportedError(
-            f"the step's {what} is {message.ByteSize()} bytes; a caller can be sent {_LARGEST_BYTES}: ask for another "
-            "output, or for a smaller one",
+            f"the step's {event.WhichOneof('event')} takes {len(response)} bytes, and {MAX_MESSAGE_BYTES} can be sent; "
+            "ask for another output, or for a smaller one",
             reason="OUTPUT_TOO_LARGE",
         )
