@@ -1,14 +1,20 @@
 """Steps that are called at a replica over one stream, and what becomes of them where it breaks."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import gc
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from stagemesh.connectors.channels import MAX_MESSAGE_BYTES, open_channel
 from stagemesh.connectors.errors import InternalError, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.orchestrator.following import follow_step
+from stagemesh.orchestrator.replica import Replica
 from stagemesh.orchestrator.stages import REPLICA_LOST, GrpcStageClient
 from stagemesh.services.serving.server import Server
 from stagemesh.v1 import stage_pb2
@@ -132,6 +138,70 @@ async def test_an_order_that_no_message_can_hold_is_refused_and_others_go_on() -
         await asyncio.gather(running, return_exceptions=True)
 
 
+async def test_a_step_that_is_given_up_before_it_was_sent_never_begins() -> None:
+    async with _calling(hang) as caller:
+        # Each is larger than what may be on its way unread: the last one waits for the others.
+        large = [asyncio.create_task(caller.run(f"large-{number}", text="x" * (7 << 20))) for number in range(3)]
+        small = asyncio.create_task(caller.run("small"))
+        await asyncio.sleep(0)
+        small.cancel()
+        await _until(lambda: caller.stage.running == len(large))
+        last = asyncio.create_task(caller.run("last"))
+        await _until(lambda: caller.stage.running == len(large) + 1)
+        assert "small" not in [request.request_id for request in caller.stage.requests]
+        for task in (*large, last):
+            task.cancel()
+        await asyncio.gather(*large, small, last, return_exceptions=True)
+
+
+class _Held:
+    """What a step holds while it runs."""
+
+    def take(self, event: Response) -> None:
+        raise UnavailableError(f"{event.WhichOneof('event')} is not wanted")
+
+
+@pytest.fixture
+def _uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_uncollected")
+async def test_a_step_that_take_ends_is_freed_at_once() -> None:
+    async with _calling(hang) as caller:
+        held = _Held()
+        gone = weakref.ref(held)
+        with pytest.raises(UnavailableError):
+            await caller.run("r", take=held.take)
+        del held
+        assert gone() is None
+
+
+async def _never_accept(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    del stage, request
+    await asyncio.Event().wait()
+    yield ACCEPTED
+
+
+@pytest.mark.usefixtures("_uncollected")
+async def test_a_step_that_is_cancelled_before_it_was_accepted_is_freed_at_once() -> None:
+    async with _calling(_never_accept) as caller:
+        held = _Held()
+        gone = weakref.ref(held)
+        replica = cast("Replica", SimpleNamespace(client=caller.client, gone=None))
+        order = stage_pb2.ExecuteStepRequest(request_id="r", step_id="r/a/1").SerializeToString()
+        deadline_s = asyncio.get_running_loop().time() + BOUND_S
+        following = asyncio.create_task(follow_step(replica, order, stage="a", deadline_s=deadline_s, take=held.take))
+        await _until(lambda: caller.stage.running == 1)
+        following.cancel()
+        await asyncio.wait([following])
+        del held, following
+        assert gone() is None
+
+
 async def test_a_service_that_does_not_know_the_call_is_not_taken_for_lost() -> None:
     server = Server("127.0.0.1:0")
     endpoint = f"127.0.0.1:{await server.start()}"
@@ -142,6 +212,8 @@ async def test_a_service_that_does_not_know_the_call_is_not_taken_for_lost() -> 
         await client.close()
     await server.stop(grace_s=0)
     assert caught.value.reason != REPLICA_LOST
+    assert caught.value.metadata["replica"] == "a-0"
+    assert caught.value.message.startswith("replica a-0: ")
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -12,6 +12,8 @@ WARM_S = 60.0
 """An orchestrator keeps what ended requests brought for 30 s; from then on it has next to nothing to grow by."""
 _FEWEST = 6
 _MB = 1 << 20
+_LOAD_BYTES = 10 * _MB
+"""Between what a stage takes while its callers are away and under full load: 41 and 51 MB, each of them for minutes."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def _growth_of(name: str, life: Sequence[Sample], warm_s: float) -> Iterator[str
         return
     third = len(steady) // 3
     heap, later_heap = [median(each.heap_bytes for each in part) for part in (steady[:third], steady[-third:])]
-    if later_heap > heap * 1.05 + 4 * _MB:
+    if later_heap > heap * 1.05 + _LOAD_BYTES:
         yield f"{name} grew from {heap / _MB:.1f} to {later_heap / _MB:.1f} MB"
     # It may begin in a moment in which most of its neighbours are away, and each of them takes some files.
     files, later_files = max(each.files for each in steady[:third]), median(each.files for each in steady[-third:])

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from stagemesh.connectors.channels import MAX_MESSAGE_BYTES
+from stagemesh.connectors.errors import InternalError
 from stagemesh.services.stage import step_run
 from stagemesh.services.stage.step_session import StepSession
 from stagemesh.v1 import request_pb2, stage_pb2
@@ -185,8 +186,22 @@ class Talker:
             yield Event(output=request_pb2.Output(text="x" * self.size_bytes))
 
 
+@dataclass
+class Failing:
+    """Fails with what it is given."""
+
+    error: Exception
+
+    async def execute(
+        self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
+    ) -> AsyncGenerator[Event]:
+        del request, time_left_s
+        yield Event(accepted=stage_pb2.StepAccepted())
+        raise self.error
+
+
 @asynccontextmanager
-async def _session(talker: Talker, *, calls: int) -> AsyncGenerator[AsyncGenerator[bytes]]:
+async def _session(talker: Talker | Failing, *, calls: int) -> AsyncGenerator[AsyncGenerator[bytes]]:
     """What a session of so many calls sends."""
 
     async def asked() -> AsyncIterator[bytes]:
@@ -223,6 +238,20 @@ async def test_a_caller_that_does_not_read_holds_its_calls_up() -> None:
         while heard < 2 * (1_000 + 1):
             heard += len(await _next(messages))
     assert talker.said == 2_000
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (InternalError("no file \udce4"), "no file ?"),
+        (InternalError("no file", metadata={"file": "\udce4"}), "cannot be told"),
+        (ValueError("nobody foresaw it"), "an unexpected ValueError"),
+    ],
+)
+async def test_whatever_a_step_fails_with_its_caller_hears_of_it(error: Exception, said: str) -> None:
+    async with _session(Failing(error), calls=1) as messages:
+        heard = await _next(messages)
+    assert said in heard[-1].ended.error.message
 
 
 async def test_an_event_that_no_message_can_hold_ends_its_call() -> None:

@@ -164,6 +164,8 @@ class GrpcLane:
     async def _read(self) -> None:
         while isinstance(data := await self._call.read(), bytes):
             self._user.received(data)
+            # It may be large, and the next one far away.
+            del data
         await self._call.code()
 
     async def _write(self) -> None:
@@ -179,6 +181,7 @@ class GrpcLane:
                 await self._call.write(data)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as exc:
                 raise UnavailableError(f"the connection to {self._peer} broke") from exc
+            del data
 
 
 class ServedLane:
@@ -230,6 +233,7 @@ class ServedLane:
             async for data in requests:
                 # gRPC gets the next message while this one is taken in.
                 loop.call_soon(self._take, data)
+                del data
         finally:
             loop.call_soon(self.close)
 

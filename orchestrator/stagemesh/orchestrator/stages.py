@@ -154,7 +154,7 @@ class GrpcStageClient:
         if error is None:
             return self._lost("is no longer there (its connection was closed)")
         if error.code not in _BROKEN_CODES:
-            return copy(error)
+            return copy(error).located(**self._where)
         what = "went away while the request ran" if running else "cannot be reached"
         return self._lost(f"{what} ({error.message})")
 

@@ -39,9 +39,10 @@ class StepStream:
         self._peer, self._where, self._broken = peer, where, broken
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
-        self._waiting: deque[bytes] = deque()
-        # What it says of its peer goes behind what we say.
-        self._lane = GrpcLane(channel, self, peer="it", method=_METHOD)
+        self._orders: dict[int, bytes] = {}
+        """By call, those that wait to be sent; hang-ups go before them."""
+        self._hung_up: deque[int] = deque()
+        self._lane = GrpcLane(channel, self, peer=f"replica {where['replica']}", method=_METHOD)
         # The stream is not that of the request which happens to be the first.
         self._running = asyncio.create_task(self._lane.run(), name=f"steps at {peer}", context=Context())
 
@@ -53,17 +54,18 @@ class StepStream:
         order = stage_pb2.ExecuteStepsRequest(call=number, step=request, timeout_s=timeout_s).SerializeToString()
         if len(order) > MAX_MESSAGE_BYTES:
             raise self._too_large(len(order))
-        del request
         call = self._calls[number] = _Call(take)
-        self._send(order)
-        del order
+        self._orders[number] = order
+        del request, order
+        self.writable()
         try:
             await call.ended
+            call.check()
         finally:
             del self._calls[number]
-            if not call.is_over:
-                self._send(stage_pb2.ExecuteStepsRequest(call=number).SerializeToString())
-            call.forget_error()
+            if self._orders.pop(number, None) is None and not call.is_over:
+                self._hung_up.append(number)
+                self.writable()
             # What is raised holds this frame, and would hold itself.
             del call
 
@@ -93,20 +95,21 @@ class StepStream:
 
     def writable(self) -> None:
         """See `LaneUser`."""
-        while self._waiting and self._lane.is_writable:
-            self._lane.write(self._waiting.popleft())
+        while not self.is_over and self._lane.is_writable:
+            if self._hung_up:
+                self._lane.write(stage_pb2.ExecuteStepsRequest(call=self._hung_up.popleft()).SerializeToString())
+            elif self._orders:
+                self._lane.write(self._orders.pop(next(iter(self._orders))))
+            else:
+                break
 
     def closed(self, error: StagemeshError | None) -> None:
         """See `LaneUser`."""
         self.is_over = True
-        self._waiting.clear()
+        self._orders.clear()
+        self._hung_up.clear()
         for call in self._calls.values():
             call.end(self._broken(error, call.heard))
-
-    def _send(self, message: bytes) -> None:
-        if not self.is_over:
-            self._waiting.append(message)
-            self.writable()
 
     def _too_large(self, size_bytes: int) -> InvalidRequestError:
         return InvalidRequestError(
@@ -122,6 +125,7 @@ class _Call:
         self.heard = self.is_over = False
         """Whether anything has come, and whether nothing more will."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure: Exception | None = None
         self._take, self._context = take, copy_context()
 
     def take(self, event: stage_pb2.ExecuteStepResponse) -> None:
@@ -131,21 +135,25 @@ class _Call:
         try:
             self._context.run(self._take, _own(event))
         except Exception as exc:  # noqa: BLE001
-            self.ended.set_exception(exc)
-
-    def forget_error(self) -> None:
-        """Who was cancelled does not look at it any more."""
-        if self.ended.done() and not self.ended.cancelled():
-            self.ended.exception()
+            self._end(exc)
 
     def end(self, error: StagemeshError | None) -> None:
         self.is_over = True
-        if self.ended.done():
-            return
-        if error is None:
+        self._end(error)
+
+    def check(self) -> None:
+        """Raises what the call failed with, once."""
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure
+
+    def _end(self, failure: Exception | None) -> None:
+        if not self.ended.done():
+            self._failure = failure
             self.ended.set_result(None)
-        else:
-            self.ended.set_exception(error)
 
 
 def _own(event: stage_pb2.ExecuteStepResponse) -> stage_pb2.ExecuteStepResponse:

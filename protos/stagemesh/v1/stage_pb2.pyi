@@ -634,7 +634,9 @@ class ExecuteStepsRequest(_message.Message):
     """How long the call may take, in seconds, as a gRPC deadline would say. Absent: as long as it takes."""
     @_builtins.property
     def step(self) -> Global___ExecuteStepRequest:
-        """What ExecuteStep would be called with. Absent: the caller hangs up; harmless where the call has ended."""
+        """What ExecuteStep would be called with. Absent: the caller hangs up; harmless where the call has ended. Nothing is said
+        of a call that was hung up but what was on its way.
+        """
 
     def __init__(
         self,
@@ -694,7 +696,7 @@ class StepMessage(_message.Message):
 
     @_builtins.property
     def ended(self) -> Global___StepEnded:
-        """Last: the call is over."""
+        """Last: the call is over, and its caller has not hung up."""
 
     def __init__(
         self,

@@ -91,6 +91,8 @@ def streaming(method: Handler) -> Handler:
         async with aclosing(generator) as responses:
             async for response in responses:
                 await context.write(response)
+                # It may be large, and the next one far away.
+                del response
 
     return cast("Handler", write_responses)
 
@@ -108,7 +110,8 @@ def checked_time_left_s(left_s: float | None) -> float | None:
 
 
 def _shortened(message: str) -> str:
-    encoded = message.encode()
+    # A path that is no UTF-8 is text that cannot be sent.
+    encoded = message.encode(errors="replace")
     if len(encoded) <= _MAX_MESSAGE_BYTES:
-        return message
+        return encoded.decode()
     return encoded[: _MAX_MESSAGE_BYTES - 4].decode(errors="ignore") + "…"

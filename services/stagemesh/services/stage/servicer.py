@@ -61,6 +61,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             async with contextlib.aclosing(session.serve(request_iterator)) as messages:
                 async for message in messages:
                     yield message
+                    del message
 
     async def RebindStep(  # noqa: N802
         self, request: stage_pb2.RebindStepRequest, context: _Context

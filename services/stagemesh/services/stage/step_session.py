@@ -1,6 +1,7 @@
 """The serving end of ExecuteSteps: the calls that one caller has of many steps, over one stream."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
@@ -9,12 +10,14 @@ from typing import Protocol
 from google.protobuf.message import DecodeError
 
 from stagemesh.connectors.channels import MAX_MESSAGE_BYTES
-from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
+from stagemesh.connectors.errors import DeadlineError, InternalError, InvalidRequestError, UnsupportedError
 from stagemesh.connectors.lanes import ServedLane
 from stagemesh.connectors.wire import error_to_wire
 from stagemesh.services.serving.answering import checked_time_left_s, to_error
 from stagemesh.services.serving.logs import bind_log_context
-from stagemesh.v1 import stage_pb2
+from stagemesh.v1 import chunk_pb2, stage_pb2
+
+_log = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 256 << 10
 # A caller that does not read holds up its calls from here on; what they have made by then is in the steps' journals.
@@ -53,6 +56,8 @@ class StepSession:
             async with aclosing(self._lane.serve(requests)) as messages:
                 async for message in messages:
                     yield message
+                    # It may be large, and the next one far away.
+                    del message
         finally:
             tasks = [ending, *self._calls.values()]
             for task in tasks:
@@ -90,10 +95,20 @@ class StepSession:
     async def _run(self, request: stage_pb2.ExecuteStepsRequest) -> None:
         where = {**self._where, "request_id": request.step.request_id}
         bind_log_context(**where)
-        ended = stage_pb2.StepEnded()
+        error: chunk_pb2.Error | None = None
         try:
-            time_left_s = checked_time_left_s(request.timeout_s if request.HasField("timeout_s") else None)
-            async with aclosing(self._execute(request.step, time_left_s=time_left_s)) as events:
+            await self._follow(request)
+        except Exception as exc:  # noqa: BLE001
+            error = _error_of(exc, where)
+        self._say(_serialized(stage_pb2.StepMessage(call=request.call, ended=stage_pb2.StepEnded(error=error))))
+
+    async def _follow(self, request: stage_pb2.ExecuteStepsRequest) -> None:
+        time_left_s = checked_time_left_s(request.timeout_s if request.HasField("timeout_s") else None)
+        try:
+            async with (
+                asyncio.timeout(time_left_s),
+                aclosing(self._execute(request.step, time_left_s=time_left_s)) as events,
+            ):
                 async for event in events:
                     while self._waiting_bytes >= _WAITING_BYTES:
                         self._room.clear()
@@ -101,9 +116,8 @@ class StepSession:
                     response = _serialized(stage_pb2.StepMessage(call=request.call, event=event))
                     _check_size(response, event)
                     self._say(response)
-        except Exception as exc:  # noqa: BLE001
-            ended.error.CopyFrom(error_to_wire(to_error(exc, where)))
-        self._say(_serialized(stage_pb2.StepMessage(call=request.call, ended=ended)))
+        except TimeoutError as exc:
+            raise DeadlineError(f"the call took longer than its {time_left_s:g} s; allow more time") from exc
 
     async def _end_in_order(self) -> None:
         await self._closing.wait()
@@ -138,6 +152,18 @@ class StepSession:
 
 def _serialized(message: stage_pb2.StepMessage) -> bytes:
     return stage_pb2.ExecuteStepsResponse(messages=[message]).SerializeToString()
+
+
+def _error_of(exc: Exception, where: Mapping[str, str]) -> chunk_pb2.Error:
+    try:
+        return error_to_wire(to_error(exc, where))
+    except Exception:  # noqa: BLE001
+        # A caller that hears nothing waits.
+        _log.exception("what a call failed with cannot be told")
+        unspeakable = InternalError(
+            "the call failed with what cannot be told; the service's log has it", metadata=where
+        )
+        return error_to_wire(unspeakable)
 
 
 def _check_size(response: bytes, event: stage_pb2.ExecuteStepResponse) -> None:
