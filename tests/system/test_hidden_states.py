@@ -160,18 +160,22 @@ def _opened(gate: Path) -> bool:
 
 
 def test_cancelled_request_frees_its_rows(taking: Taking) -> None:
-    with taking.up.client() as client, ThreadPoolExecutor(1) as pool:
-        events = client.generate(
+    with taking.up.client() as client, ThreadPoolExecutor(2) as pool:
+        # Held at its last stage, so that it cannot be over before it is cancelled.
+        request = client.generate(
             token_ids=PROMPTS[9],
             max_tokens=120,
             ignore_eos=True,
             outputs=["near", "far"],
-            options={"hold": 1.0},  # so that it cannot be over before it is cancelled
+            options={"hold": 1.0},
             request_id="cancelled",
         )
+        events = iter(request)
         first = next(event for event in events if isinstance(event, TensorOutput))
         assert len(first.tensor)
-        rest = pool.submit(lambda: list(events))
-        client.cancel("cancelled")
-        assert isinstance(rest.exception(), CancelledRequestError)
-        eventually(lambda: _opened(taking.gate) and taking.idle(), timeout_s=2)
+        rest, cancelling = pool.submit(list, events), pool.submit(client.cancel, "cancelled")
+        try:
+            assert isinstance(rest.exception(timeout=30), CancelledRequestError)
+        finally:
+            eventually(lambda: _opened(taking.gate) and cancelling.done() and taking.idle(), timeout_s=30)
+        assert cancelling.exception() is None
