@@ -27,7 +27,12 @@ async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_
     ear, broken_s, pause_s = _Ear(take, stage=stage), 0.0, _FIRST_PAUSE_S
     while True:
         try:
-            await _call(replica, request, timeout_s=max(0.0, deadline_s - loop.time()), ear=ear)
+            async with asyncio.timeout(ACCEPT_S) as ear.accepting:
+                ear.heard = 0
+                asked = stage_pb2.ExecuteStepRequest.FromString(request)
+                running = replica.client.execute(asked, timeout_s=max(0.0, deadline_s - loop.time()), take=ear.hear)
+                del asked
+                await running
         except TimeoutError as exc:
             raise _not_accepted(replica, stage=stage) from exc
         except StagemeshError as exc:
@@ -44,20 +49,9 @@ async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_
         else:
             ear.check_heard()
             return
-
-
-async def _call(replica: Replica, request: bytes, *, timeout_s: float, ear: "_Ear") -> None:
-    """Calls the step once; raises TimeoutError where it was not accepted in time."""
-    ear.heard = 0
-    try:
-        async with asyncio.timeout(ACCEPT_S) as ear.accepting:
-            asked = stage_pb2.ExecuteStepRequest.FromString(request)
-            running = replica.client.execute(asked, timeout_s=timeout_s, take=ear.hear)
-            del asked
-            await running
-    finally:
-        # A clock knows its task, and one that is cancelled would hold itself by these frames.
-        ear.accepting = None
+        finally:
+            # A clock knows its task, and one that is cancelled would hold itself by these frames.
+            ear.accepting = None
 
 
 class _Ear:
