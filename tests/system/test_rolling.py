@@ -139,13 +139,15 @@ async def test_a_rolling_restart_of_every_stage_is_not_noticed(up: Deployment) -
 
 @pytest.mark.timeout(180)
 async def test_replicas_are_emptied_at_once_and_nobody_notices(up: Deployment) -> None:
-    async with _load(up.endpoint) as load, _operator(up) as operator:
-        for name in up.replicas():
-            while not await _runs_something(operator, name):
-                await asyncio.sleep(_STEP_S)
-            request = admin_pb2.DrainReplicasRequest(target=name, wait=True, move_after_s=0.0)
-            await operator.DrainReplicas(request, timeout=_CALL_S)
-            await operator.ResumeReplicas(admin_pb2.ResumeReplicasRequest(target=name), timeout=_CALL_S)
+    async with _operator(up) as operator:
+        async with _load(up.endpoint) as load:
+            for name in up.replicas():
+                while not await _runs_something(operator, name):
+                    await asyncio.sleep(_STEP_S)
+                request = admin_pb2.DrainReplicasRequest(target=name, wait=True, move_after_s=0.0)
+                await operator.DrainReplicas(request, timeout=_CALL_S)
+                await operator.ResumeReplicas(admin_pb2.ResumeReplicasRequest(target=name), timeout=_CALL_S)
+        # Those that were moved last have ended by now, too.
         resumed = [await _resumed(operator, request_id) for request_id in load.ended]
     assert any(resumed)
 
