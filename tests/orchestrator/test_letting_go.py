@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -15,15 +15,7 @@ from tests.orchestrator.mesh import mesh
 from tests.orchestrator.scripted_stage import ACCEPTED, Response, ScriptedStage
 
 
-@pytest.fixture
-def _uncollected() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("_uncollected")
+@pytest.mark.usefixtures("no_collector")
 async def test_a_request_that_is_no_longer_kept_is_freed_at_once(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         await chain.generate(request_id="r1")

@@ -1,9 +1,8 @@
 """What is left of a request that has ended, by whoever keeps it."""
 
 import asyncio
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -28,14 +27,6 @@ from tests.orchestrator.mesh import CHAIN
 LIMITS = Limits(1, 1 << 30, 1, 1 << 30)
 MOVER = Mover(cast("Chooser", None))
 """Nothing is moved here."""
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """What has no reference left goes at once; circles stay."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def _request() -> ValidRequest:

@@ -1,9 +1,8 @@
 """Steps that are called at a replica over one stream, and what becomes of them where it breaks."""
 
 import asyncio
-import gc
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -161,15 +160,7 @@ class _Held:
         raise UnavailableError(f"{event.WhichOneof('event')} is not wanted")
 
 
-@pytest.fixture
-def _uncollected() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("_uncollected")
+@pytest.mark.usefixtures("no_collector")
 async def test_a_step_that_take_ends_is_freed_at_once() -> None:
     async with _calling(hang) as caller:
         held = _Held()
@@ -186,7 +177,7 @@ async def _never_accept(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequ
     yield ACCEPTED
 
 
-@pytest.mark.usefixtures("_uncollected")
+@pytest.mark.usefixtures("no_collector")
 async def test_a_step_that_is_cancelled_before_it_was_accepted_is_freed_at_once() -> None:
     async with _calling(_never_accept) as caller:
         held = _Held()

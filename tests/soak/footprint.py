@@ -12,8 +12,6 @@ WARM_S = 60.0
 """An orchestrator keeps what ended requests brought for 30 s; from then on it has next to nothing to grow by."""
 _FEWEST = 6
 _MB = 1 << 20
-_LOAD_BYTES = 10 * _MB
-"""Between what a stage takes while its callers are away and under full load: 41 and 51 MB, each of them for minutes."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +59,13 @@ def _growth_of(name: str, life: Sequence[Sample], warm_s: float) -> Iterator[str
     if len(steady) < _FEWEST:
         return
     third = len(steady) // 3
-    heap, later_heap = [median(each.heap_bytes for each in part) for part in (steady[:third], steady[-third:])]
-    if later_heap > heap * 1.05 + _LOAD_BYTES:
-        yield f"{name} grew from {heap / _MB:.1f} to {later_heap / _MB:.1f} MB"
+    # It may begin in a time in which most of its callers are away, and take less then.
+    heap, later_heap = (
+        max(each.heap_bytes for each in steady[:third]),
+        median(each.heap_bytes for each in steady[-third:]),
+    )
+    if later_heap > heap * 1.05 + 4 * _MB:
+        yield f"{name} grew from at most {heap / _MB:.1f} to {later_heap / _MB:.1f} MB"
     # It may begin in a moment in which most of its neighbours are away, and each of them takes some files.
     files, later_files = max(each.files for each in steady[:third]), median(each.files for each in steady[-third:])
     if later_files > files * 1.25 + 12:

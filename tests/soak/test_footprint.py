@@ -27,7 +27,11 @@ def test_a_process_that_stays_as_it_is_does_not_grow() -> None:
 
 
 def test_memory_that_grows_with_time_is_found() -> None:
-    assert growth(_life([50.0 + at for at in range(30)]), warm_s=3) == ["one grew from 57.0 to 75.0 MB"]
+    assert growth(_life([50.0 + at for at in range(30)]), warm_s=3) == ["one grew from at most 61.0 to 75.0 MB"]
+
+
+def test_callers_that_come_back_are_no_leak() -> None:
+    assert growth(_life([41.0, 41.0, 50.0] + [41.0] * 7 + [51.0] * 20), warm_s=1) == []
 
 
 def test_what_is_taken_while_a_process_warms_is_no_growth() -> None:
