@@ -110,10 +110,12 @@ async def test_a_killed_worker_fails_its_requests_and_says_which(model: Path) ->
 @pytest.mark.parametrize("parallel", [{}, pytest.param({"hsdp": 2}, marks=pytest.mark.soak)])
 async def test_closing_ends_requests_and_processes(model: Path, parallel: dict[str, int]) -> None:
     async with engine(model, **parallel) as made:
-        running = asyncio.ensure_future(collect(made.submit(task("long", steps=200))))
-        await asyncio.wait([running], timeout=0.5)
+        running = made.submit(task("long", side=256, steps=200))
+        async for event in running:
+            if isinstance(event, Progress):
+                break
     with pytest.raises(UnavailableError, match=r"closed|ended"):
-        await running
+        await collect(running)
 
 
 async def test_no_worker_outlives_its_stage_process() -> None:
