@@ -17,7 +17,7 @@ def _known(*, size_bytes: int = 0) -> KnownRequest:
     record = RequestRecord()
     record.size_bytes = size_bytes
     callers = Callers(record.journal, forsake=lambda: None)
-    return KnownRequest(b"content", 7, _Run(), record, callers, asyncio.Event())
+    return KnownRequest(b"content", 7, _Run(), record, callers, asyncio.get_running_loop().create_future())
 
 
 async def test_an_ended_request_can_be_found_for_a_while() -> None:

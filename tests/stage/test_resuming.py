@@ -1,13 +1,17 @@
 """A step that goes on from a checkpoint: what its caller hears is what the first one would have heard."""
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
-from stagemesh.services.engines.base import Checkpoint
+from stagemesh.services.engines.base import Checkpoint, EngineEvent, Task, Usage
 from stagemesh.services.stage.events import Output, StepEvent
 from stagemesh.services.stage.order import StepOrder
+from stagemesh.services.stage.paused import MAX_TOLD_BYTES
 from stagemesh.services.stage.translate import event_to_wire, order_from_wire
 from stagemesh.v1 import stage_pb2
 from tests.stage.gated_engine import GatedEngine
@@ -69,3 +73,47 @@ async def test_engine_that_cannot_resume_is_not_asked_to() -> None:
     async with ready_runtime(engine=GatedEngine()) as runtime:
         with pytest.raises(UnsupportedError, match="leave resume_from unset"):
             await events_of(runtime, _resumed(Checkpoint(1)))
+
+
+class SavingEngine(GatedEngine):
+    """Tells states of some sizes before it waits."""
+
+    def __init__(self, *sizes_bytes: int) -> None:
+        super().__init__()
+        self._sizes_bytes = sizes_bytes
+
+    async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
+        del task
+        for steps, size_bytes in enumerate(self._sizes_bytes, 1):
+            yield Checkpoint(steps, (steps,), {"state": np.zeros(size_bytes, np.uint8)})
+        await self.gate.wait()
+        yield Usage(steps=len(self._sizes_bytes))
+
+
+async def test_who_attaches_is_told_the_newest_state_alone_and_none_after_the_end() -> None:
+    engine = SavingEngine(1000, 2000, 3000)
+    async with ready_runtime(engine=engine) as runtime:
+        async with aclosing(runtime.execute(order(), time_left_s=None)) as first:
+            while _told(await anext(first)) != (1, 3000):
+                pass
+            async with aclosing(runtime.execute(order(), time_left_s=None)) as second:
+                assert [_told(await anext(second)) for _ in range(4)] == [None, (0, 0), (0, 0), (1, 3000)]
+            engine.gate.set()
+            assert [_told(event) async for event in first] == [None]
+        assert [_told(event) for event in await events_of(runtime, order())] == [None, *[(0, 0)] * 3, None]
+
+
+async def test_a_state_that_no_message_would_hold_is_told_by_where_it_is() -> None:
+    for size_bytes, told in ((MAX_TOLD_BYTES - 8, (1, MAX_TOLD_BYTES - 8)), (MAX_TOLD_BYTES, (0, 0))):
+        async with (
+            ready_runtime(engine=SavingEngine(size_bytes)) as runtime,
+            aclosing(runtime.execute(order(), time_left_s=None)) as events,
+        ):
+            assert [_told(await anext(events)) for _ in range(2)] == [None, told]
+
+
+def _told(event: StepEvent) -> tuple[int, int] | None:
+    """How many tokens and bytes of state an event has, if it is a checkpoint."""
+    if not isinstance(event, Checkpoint):
+        return None
+    return len(event.token_ids), sum(tensor.nbytes for tensor in event.tensors.values())

@@ -97,7 +97,7 @@ class Orchestrator:
         known = self._requests.find_same(valid.request_id, content, seed=seed)
         while known is not None and known.callers.forsaken:
             # It is on its way out, and nobody has been told how it ended.
-            await known.ended.wait()
+            await asyncio.wait([known.ended])
             known = self._requests.find_same(valid.request_id, content, seed=seed)
         if known is None:
             known = self._start(valid, content, time_left_s=time_left_s)
@@ -119,7 +119,7 @@ class Orchestrator:
             known.callers.take_leave()
             return
         known.run.stop(CancelledRequestError("the request was cancelled by CancelRequest"))
-        await known.ended.wait()
+        await asyncio.wait([known.ended])
 
     def _start(self, request: ValidRequest, content: bytes, *, time_left_s: float | None) -> KnownRequest:
         """Has a request admitted, now or later, and run; one that is refused at the door is not known afterwards."""
@@ -138,7 +138,7 @@ class Orchestrator:
         life = RequestLife(record, admission=self.admission, claim=claim, mover=self._mover, clock=self._clock)
         record.limit_unread(self.pipeline.limits.max_unread_bytes, life.stop)
         callers = Callers(record.journal, forsake=lambda: life.stop(CancelledRequestError("the client went away")))
-        known = KnownRequest(content, request.seed, life, record, callers, asyncio.Event())
+        known = KnownRequest(content, request.seed, life, record, callers, asyncio.get_running_loop().create_future())
         self._requests.add(request.request_id, known)
         self._group.create_task(self._run(request, known, life), name=request.request_id)
         return known
@@ -164,7 +164,7 @@ class Orchestrator:
             self._requests.end(request.request_id)
         else:
             self._requests.forget(request.request_id)
-        known.ended.set()
+        known.ended.set_result(None)
         if error is None:
             known.record.finish()
         else:
@@ -178,13 +178,14 @@ class Orchestrator:
     async def _drain(self) -> None:
         self._group = None
         self.admission.close(_not_running())
-        running = [asyncio.ensure_future(known.ended.wait()) for known in self._requests.running]
-        if running:
-            _log.info("%d requests run still; they have %.0f s", len(running), self._drain_s)
-            await asyncio.wait(running, timeout=self._drain_s)
+        running = [known.ended for known in self._requests.running]
+        if not running:
+            return
+        _log.info("%d requests run still; they have %.0f s", len(running), self._drain_s)
+        await asyncio.wait(running, timeout=self._drain_s)
         for known in self._requests.running:
             known.run.stop(_not_running("the orchestrator stopped before the request was done; try again"))
-        await asyncio.gather(*running)
+        await asyncio.wait(running)
 
 
 def _not_running(what: str = "the orchestrator is starting or stopping; try again") -> UnavailableError:

@@ -55,7 +55,7 @@ class Part(Share):
     """Processes that died with it."""
     alone: bool = False
     """Whether nothing else is to be on its replica."""
-    avoid: set[Replica] = field(default_factory=set[Replica])
+    avoid: frozenset[Replica] = frozenset()
     """Where it was lost."""
     former: list[Former] = field(default_factory=list[Former])
     leave: Callable[[], None] = _nothing

@@ -85,7 +85,8 @@ class RequestRun:
         self._losses = Losses()
         self._failures: list[Failure] = []
         self._stopped: StagemeshError | None = None
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Ends the loop's wait; an event would take a kilobyte."""
         self._tasks: dict[str, set[asyncio.Task[None]]] = {name: set() for name in self._parts}
         self._busy: dict[str, asyncio.Task[None]] = {}
         """By stage, what finds it a replica or rebinds it; one at a time."""
@@ -96,7 +97,7 @@ class RequestRun:
     def stop(self, error: StagemeshError) -> None:
         """Has the request end with this error; harmless when it has ended or is about to."""
         self._stopped = self._stopped or error
-        self._changed.set()
+        self._wake()
 
     async def run(self) -> StagemeshError | None:
         """Runs the request and returns what it failed of. The stages have let go then, as far as they answer."""
@@ -126,11 +127,11 @@ class RequestRun:
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not self._is_over:
-                    self._changed.clear()
+                    self._changed = asyncio.get_running_loop().create_future()
                     self._recover()
                     self._advance()
                     if not self._is_over:
-                        await self._changed.wait()
+                        await self._changed
                 if self._failures and self._stopped is None:
                     await self._wait_for_surer_cause()
         except TimeoutError:
@@ -147,9 +148,13 @@ class RequestRun:
         done = all(part.phase is Phase.FINISHED for part in self._parts.values())
         return self._stopped is not None or bool(self._failures) or done
 
+    def _wake(self) -> None:
+        if not self._changed.done():
+            self._changed.set_result(None)
+
     def _recover(self) -> None:
         """Has what was lost run anew, as far as it must."""
-        self._failures += self._losses.settle(_SETTLE_S, wake=self._changed.set)
+        self._failures += self._losses.settle(_SETTLE_S, wake=self._wake)
         lost, fresh = self._losses.take()
         if self._failures or not (lost or fresh):
             return
@@ -276,7 +281,7 @@ class RequestRun:
                 part.notes.note_accepted(event.accepted)
                 part.phase = Phase.RUNNING
                 self._record.note_started()
-                self._changed.set()
+                self._wake()
             case "checkpoint":
                 self._keep(part, event.checkpoint)
             case "finished":
@@ -308,9 +313,7 @@ class RequestRun:
             self._record.add_output(name, rest)
 
     def _keep(self, part: Part, checkpoint: stage_pb2.Checkpoint) -> None:
-        # One whose state is too large to be told says no more than where it is.
-        is_whole = checkpoint.token_ids or checkpoint.tensors
-        if is_whole and can_keep(self._graph, self._parts, part.name, checkpoint.rows):
+        if self._steps.can_resume_from(checkpoint) and can_keep(self._graph, self._parts, part.name, checkpoint.rows):
             part.keep(checkpoint)
 
     def _finish(self, part: Part, finished: stage_pb2.StepFinished) -> None:
@@ -319,7 +322,7 @@ class RequestRun:
         if part.notes is not None:
             part.notes.end(None)
         self._record.note_finished(part.name, finished)
-        self._changed.set()
+        self._wake()
 
     # -- rebinding
 
@@ -340,7 +343,7 @@ class RequestRun:
             self._lose(part, attempt, _cut_off(part, exc))
         else:
             part.told = {**part.told, **{each.binding.edge: each.binding.attempt for each in request.inputs}}
-        self._changed.set()
+        self._wake()
 
     async def _rebind_outputs(self, part: Part, edges: Sequence[str]) -> None:
         """A step whose consumers are replaced feeds the new ones from the first chunk on, or runs anew without it."""
@@ -351,7 +354,7 @@ class RequestRun:
             self._losses.add_fresh(part.name, _cut_off(part, exc))
         else:
             part.told = {**part.told, **{each.edge: each.attempt for each in request.outputs}}
-        self._changed.set()
+        self._wake()
 
     async def _rebind(self, part: Part, request: stage_pb2.RebindStepRequest) -> None:
         if part.replica.gone is not None:
@@ -380,24 +383,24 @@ class RequestRun:
             self._losses.add_fresh(part.name, error)
         elif failure.mendable:
             if error.reason != NOT_REBOUND:
-                part.avoid.add(part.replica)
+                part.avoid |= {part.replica}
             self._losses.add(failure)
         elif failure.standing is Standing.CANCELLED:
             self._losses.add_doubtful(failure)
         else:
             self._failures.append(failure)
-        self._changed.set()
+        self._wake()
 
     def _fail(self, part: Part, error: StagemeshError) -> None:
         self._failures.append(Failure(part.name, error))
-        self._changed.set()
+        self._wake()
 
     async def _wait_for_surer_cause(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(_SETTLE_S):
                 while self._stopped is None and not root_cause(self._failures).conclusive:
-                    self._changed.clear()
-                    await self._changed.wait()
+                    self._changed = asyncio.get_running_loop().create_future()
+                    await self._changed
 
     def _late(self) -> DeadlineError:
         stages = ", ".join(name for name, part in sorted(self._parts.items()) if part.phase is not Phase.FINISHED)
@@ -455,7 +458,7 @@ class RequestRun:
     def _no_longer_busy(self, stage: str, task: "asyncio.Task[None]") -> None:
         if self._busy.get(stage) is task:
             del self._busy[stage]
-            self._changed.set()
+            self._wake()
 
 
 def _cancel(tasks: "set[asyncio.Task[None]]") -> None:

@@ -32,8 +32,8 @@ class KnownRequest:
     run: Stoppable
     record: RequestRecord
     callers: Callers
-    ended: asyncio.Event
-    """Set once every stage has let go of it."""
+    ended: "asyncio.Future[None]"
+    """Done once every stage has let go of it. Others wait for it, too: `asyncio.wait` cancels it for nobody."""
 
 
 class RequestTable:

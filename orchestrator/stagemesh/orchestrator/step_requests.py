@@ -3,10 +3,14 @@
 from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
+from stagemesh.connectors.channels import MAX_MESSAGE_BYTES
 from stagemesh.orchestrator.part import Part
 from stagemesh.orchestrator.recovery import Flow, Graph, attempt_of, is_open
 from stagemesh.orchestrator.validation import ValidRequest
 from stagemesh.v1 import request_pb2, stage_pb2
+
+_BINDINGS_BYTES = 256 << 10
+"""What the rest of a step's message may take, with room to spare."""
 
 _Binding = TypeVar("_Binding", stage_pb2.InputBinding, stage_pb2.OutputBinding)
 
@@ -16,6 +20,7 @@ class StepRequests:
 
     def __init__(self, request: ValidRequest, graph: Graph, parts: Mapping[str, Part]) -> None:
         self._request, self._graph, self._parts = request, graph, parts
+        self._given_bytes = request.input.ByteSize() + request.parameters.ByteSize()
 
     def step_id(self, part: Part) -> str:
         """Names the part's newest attempt."""
@@ -42,6 +47,11 @@ class StepRequests:
             priority=self._request.priority,
             resume_from=part.resumed.message if part.resumed is not None else None,
         )
+
+    def can_resume_from(self, checkpoint: stage_pb2.Checkpoint) -> bool:
+        """Whether a step can be told to go on from it: its state may be left out, or not fit beside the input."""
+        has_state = bool(checkpoint.token_ids or checkpoint.tensors)
+        return has_state and self._given_bytes + checkpoint.ByteSize() + _BINDINGS_BYTES <= MAX_MESSAGE_BYTES
 
     def rebind_inputs(self, part: Part, edges: Collection[str]) -> stage_pb2.RebindStepRequest:
         """Has the part's step expect other producers."""

@@ -420,8 +420,9 @@ class Checkpoint(_message.Message):
 
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Tensor]:
-        """The state of other stages, by name. Left out where they take more than 1 MiB: GetChunk reads them, from edge
-        "@state", and so does a step that is bound to such an edge.
+        """The state of other stages, by name. Left out where they take more than 6 MiB: GetChunk reads them, from edge
+        "@state", and so does a step that is bound to such an edge. Tokens and tensors are left out, too, where a caller
+        hears of a checkpoint after a newer one, or the end, has taken its place.
         """
 
     @_builtins.property

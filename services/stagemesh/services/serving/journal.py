@@ -35,11 +35,16 @@ class Journal(Generic[T]):
         """Whether the run has ended."""
         return self._closed
 
-    def append(self, item: T) -> None:
-        """Adds an item for every reader, those to come included."""
+    def append(self, item: T) -> int:
+        """Adds an item for every reader, those to come included; returns its index."""
         assert not self._closed, "the journal is closed"
         self._items.append(item)
         self._wake()
+        return len(self._items) - 1
+
+    def replace(self, index: int, item: T) -> None:
+        """Another item for the readers that have not come as far yet."""
+        self._items[index] = item
 
     def close(self, error: StagemeshError | None = None) -> None:
         """Ends every reader after what was appended, with `error` where there is one. Closing twice is harmless."""

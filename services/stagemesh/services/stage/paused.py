@@ -12,8 +12,9 @@ from stagemesh.services.stage.order import StepOrder
 from stagemesh.v1 import stage_pb2
 
 MAX_KEPT_BYTES = 1 << 30
-MAX_TOLD_BYTES = 1 << 20
-"""A state that takes more is not told with its event; it is read from here."""
+MAX_TOLD_BYTES = 6 << 20
+"""A state that takes more is not told with its event; it is read from here. A message that resumes from one holds an
+input besides (`MAX_MESSAGE_BYTES`)."""
 
 _TOKEN_BYTES = 8
 
@@ -59,5 +60,10 @@ def size_bytes(state: Checkpoint) -> int:
 
 
 def told(state: Checkpoint) -> Checkpoint:
-    """The state as its event says it: a large one without its tensors."""
-    return state if size_bytes(state) <= MAX_TOLD_BYTES else replace(state, tensors={})
+    """The state as its event says it: a large one only by where it is."""
+    return state if size_bytes(state) <= MAX_TOLD_BYTES else place_of(state)
+
+
+def place_of(state: Checkpoint) -> Checkpoint:
+    """Where a state is, without what it takes to go on from it."""
+    return replace(state, tensors={}, token_ids=())

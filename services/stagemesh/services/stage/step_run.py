@@ -26,7 +26,7 @@ from stagemesh.services.stage.events import Accepted, Finished, StepEvent
 from stagemesh.services.stage.feed import Feed, make_transform
 from stagemesh.services.stage.order import STATE_EDGE, Rebinding, StepOrder
 from stagemesh.services.stage.outputs import StreamedOutputs
-from stagemesh.services.stage.paused import size_bytes, told
+from stagemesh.services.stage.paused import place_of, size_bytes, told
 from stagemesh.services.stage.progress_pace import ProgressPace
 from stagemesh.services.stage.reports import StepReport
 from stagemesh.services.stage.selection import rows_are_those_of_edges, tokens_of, wanted_of
@@ -80,7 +80,8 @@ class StepRun:
         """Where it was left, once it has ended there."""
         self.failed = False
         """Whether it has ended by an error."""
-        self._checkpoint_bytes = 0
+        self._told: tuple[int, Checkpoint] | None = None
+        """The newest state that was told, with its index in the journal."""
         self._rows = dict(resume_from.rows) if resume_from is not None else dict[str, int]()
         self._rows_can_be_told = rows_are_those_of_edges(order, signature)
         self._edges = StepEdges(order, data_plane)
@@ -116,7 +117,7 @@ class StepRun:
     @property
     def kept_bytes(self) -> int:
         """What its outputs and checkpoints take in memory."""
-        return self._outputs.size_bytes + self._checkpoint_bytes
+        return self._outputs.size_bytes + (size_bytes(self._told[1]) if self._told is not None else 0)
 
     @property
     def report(self) -> StepReport:
@@ -309,8 +310,15 @@ class StepRun:
         state = self._counted(checkpoint)
         if told(state) is not state:
             self._on_state(self.order.request_id, state)
-        self._checkpoint_bytes += size_bytes(told(state))
-        self.journal.append(told(state))
+        self._let_go_of_told()
+        self._told = self.journal.append(told(state)), told(state)
+
+    def _let_go_of_told(self) -> None:
+        """Who comes later goes on from a newer state, or has no need to: this one leaves no more than its place."""
+        if self._told is not None:
+            index, state = self._told
+            self.journal.replace(index, place_of(state))
+            self._told = None
 
     def _counted(self, checkpoint: Checkpoint) -> Checkpoint:
         return replace(checkpoint, outputs=self._outputs.made, rows=dict(self._rows))
@@ -318,6 +326,7 @@ class StepRun:
     async def _finish(self) -> None:
         for output in self._outputs.finish():
             self.journal.append(output)
+        self._let_go_of_told()
         if self.paused is not None:
             await self._send_state(self.paused)
             self.journal.append(Paused(told(self.paused)))
