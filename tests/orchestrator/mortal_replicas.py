@@ -25,6 +25,8 @@ _UNSENT = "unsent"
 """A tensor that no edge carries."""
 START_S = 1.0
 """How long a process is away once it died."""
+FAILED_S = 0.05
+"""How long a process lives whose engine has died."""
 
 
 class World:
@@ -83,7 +85,7 @@ class MortalReplica:
     def __init__(self, member: Member, world: World) -> None:
         self.member, self.world = member, world
         self.deaths = 0
-        self.dead = self.cut = False
+        self.dead = self.cut = self.fails = False
         self.steps: dict[str, Step] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.calls: list[stage_pb2.ExecuteStepRequest] = []
@@ -104,6 +106,12 @@ class MortalReplica:
         self._drop()
         self.world.changed.fire()
         asyncio.get_running_loop().call_later(START_S, self._rise)
+
+    def fail(self) -> None:
+        """Its engine dies: its steps hear of that at once, and the process ends a moment later."""
+        self.fails = True
+        self.world.changed.fire()
+        asyncio.get_running_loop().call_later(FAILED_S, self.die)
 
     def hand_on(self) -> None:
         """It is drained: what runs is paused."""
@@ -129,7 +137,7 @@ class MortalReplica:
         self.tasks.clear()
 
     def _rise(self) -> None:
-        self.dead = False
+        self.dead = self.fails = False
 
     def _check(self) -> None:
         if self.dead or self.cut:
@@ -181,6 +189,8 @@ class MortalReplica:
         for position in itertools.count():
             while len(step.events) <= position:
                 self._check()
+                if self.fails:
+                    raise UnavailableError(f"{self.member.name}: the engine died", reason="ENGINE_DIED")
                 if step.over:
                     return
                 await self.world.changed.wait()

@@ -276,6 +276,20 @@ def test_losses_at_random_leave_the_outputs_as_they_are(tmp_path: Path) -> None:
             assert _run(world, ordeal, replicas=3).spoken == expected, f"seed {seed} of {pipeline.name}"
 
 
+def test_a_process_that_is_chosen_again_while_it_dies_is_one_death(chain: Pipeline) -> None:
+    async def ordeal(mesh: _Mesh) -> None:
+        await asyncio.sleep(0.25)
+        mesh.of("b").fail()
+        await asyncio.sleep(2.0)
+        assert mesh.of("b").steps
+        mesh.of("b").die()
+
+    mesh = _run(World(chain), ordeal, replicas=1)
+    assert mesh.spoken == _SPOKEN
+    tried = [notes.error.reason for notes in mesh.timeline.steps if notes.stage == "b" and notes.error is not None]
+    assert tried.count("ENGINE_DIED") > 1
+
+
 def test_a_request_that_kills_its_replicas_fails_alone(chain: Pipeline) -> None:
     world = World(chain)
 

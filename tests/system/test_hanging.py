@@ -2,12 +2,17 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
 from stagemesh.client import Admitted, Text
 from stagemesh.client.results import ResultBuilder
+from stagemesh.v1 import admin_pb2
+from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
 from tests.deployment import Deployment, deployed
 
 STEPS = 40
@@ -66,3 +71,23 @@ def test_an_engine_that_hangs_is_given_up_and_no_client_notices(up: Deployment) 
     result = builder.build()
     assert result.texts["echo"] == result.texts["text"]
     up.wait(lambda up: up.statuses[hung]["state"] == "ready" and not up.runs(hung, process))
+
+
+def test_requests_that_hang_alone_are_given_up_and_their_replica_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(
+        PIPELINE.replace("after_steps: 5", "after_steps: 5, probability: 0.2").replace("replicas: 2", "replicas: 1")
+    )
+    with deployed(path) as up, up.client() as client, ThreadPoolExecutor(8) as pool:
+        process = up.process_id("relay-0")
+        requests = [client.generate("hello", seed=seed, request_id=f"r{seed}", max_tokens=200) for seed in range(8)]
+        results = list(pool.map(lambda request: request.result(), requests))
+        with grpc.insecure_channel(up.admin_endpoint) as channel:
+            ask = AdminServiceStub(channel).GetRequest
+            steps = [ask(admin_pb2.GetRequestRequest(request_id=f"r{seed}"), timeout=10).steps for seed in range(8)]
+        assert up.process_id("relay-0") == process
+    assert all(result.texts["echo"] == result.texts["text"] for result in results)
+    reasons = [[step.error.reason for step in each if step.stage == "relay"] for each in steps]
+    # Their seeds say which ones.
+    assert [seed for seed in range(8) if reasons[seed] == ["STEP_HANGS", ""]] == [0, 2, 5]
+    assert reasons.count([""]) == 5

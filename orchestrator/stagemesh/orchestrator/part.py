@@ -51,8 +51,8 @@ class Part(Share):
     shown_steps: int = 0
     """How far the client knows the stage to be."""
     restarts: int = 0
-    deaths: int = 0
-    """Processes that died with it."""
+    died_with: frozenset[Replica] = frozenset()
+    """Processes that died while they ran it: a replica is one life. One that is dying may be chosen once more."""
     alone: bool = False
     """Whether nothing else is to be on its replica."""
     avoid: frozenset[Replica] = frozenset()

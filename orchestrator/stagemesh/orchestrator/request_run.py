@@ -207,7 +207,7 @@ class RequestRun:
     async def _place(self, part: Part) -> None:
         if part.restarts > _QUICK_RESTARTS:
             await asyncio.sleep(min(_LAST_PAUSE_S, 0.05 * 2 ** (part.restarts - _QUICK_RESTARTS)))
-        part.alone = part.deaths >= _SUSPECT_DEATHS
+        part.alone = len(part.died_with) >= _SUSPECT_DEATHS
         find = self._mover.find_alone if part.alone else self._mover.find
         found = await find(part.name, lambda: self._plan, avoid=part.avoid)
         self._plan = self._plan.moved(part.name, found.replica)
@@ -374,7 +374,7 @@ class RequestRun:
         # A copy, for the error itself holds on to the frames that it came through: to this run.
         failure = Failure(part.name, copy(error))
         if is_death(error, part.replica) and part.at_work:
-            part.deaths += 1
+            part.died_with |= {part.replica}
             if part.alone:
                 failure = Failure(part.name, _poison(part, error))
         if failure.error.reason == POISON_REQUEST:
@@ -478,8 +478,8 @@ def _replaced(stage: str) -> UnavailableError:
 
 def _poison(part: Part, error: StagemeshError) -> UnavailableError:
     return UnavailableError(
-        f"{part.deaths} processes of stage {part.name!r} died while they ran the request, the last one with nothing "
-        f"else to do ({error.message}); the request seems to be why",
+        f"{len(part.died_with)} processes of stage {part.name!r} died while they ran the request, the last one with "
+        f"nothing else to do ({error.message}); the request seems to be why",
         reason=POISON_REQUEST,
         metadata={"stage": part.name},
     )
