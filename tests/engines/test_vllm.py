@@ -12,7 +12,7 @@ import pytest_asyncio
 from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stagemesh.services.engines.base import ChatMessage, Prompt, SamplingOptions, Task, Usage
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import collect, stage_config, text_of
+from tests.engines.support import collect, packets, stage_config, text_of
 from tests.engines.tiny_model import MAX_MODEL_LEN, OPTIONS, write_tiny_model
 
 pytestmark = [
@@ -57,11 +57,12 @@ async def test_requests_of_a_batch_keep_their_seeds(engine: VllmEngine) -> None:
 
 
 async def test_text_comes_in_pieces_and_usage_last(engine: VllmEngine) -> None:
-    events = await collect(engine.submit(task([10, 20, 30], max_tokens=20)))
-    assert len(events) > 5
+    events = await collect(engine.submit(task([10, 20, 30], max_tokens=200)))
+    # As many as this process finds the time for: vLLM joins those that it has not taken yet.
+    assert len(packets(events)) > 1
     assert isinstance(events[-1], Usage)
     assert events[-1].prompt_tokens == 3
-    assert 0 < events[-1].output_tokens <= 20
+    assert 0 < events[-1].output_tokens <= 200
 
 
 async def test_text_goes_through_the_chat_template(engine: VllmEngine) -> None:
@@ -121,22 +122,27 @@ async def test_closing_a_task_ends_it(engine: VllmEngine) -> None:
 
 
 async def test_a_higher_priority_goes_first_where_requests_wait(engine: VllmEngine) -> None:
-    order = list[int]()
+    order = list[str]()
+    full = asyncio.Event()
 
-    async def run(number: int, priority: int) -> None:
-        request = replace(task(max_tokens=100, request_id=str(number)), priority=priority)
-        async with aclosing(engine.submit(request)) as events:
+    async def run(name: str, priority: int, max_tokens: int) -> None:
+        wanted = task(max_tokens=max_tokens, request_id=name, ignore_eos=True)
+        async with aclosing(engine.submit(replace(wanted, priority=priority))) as events:
             await anext(events)
-            order.append(number)
+            order.append(name)
+            if len(order) == AT_ONCE:
+                full.set()
             async for _ in events:
                 pass
 
-    priorities = [0] * AT_ONCE + [0, 0, 5]
     async with asyncio.TaskGroup() as group:
-        for number, priority in enumerate(priorities):
-            group.create_task(run(number, priority))
-    assert order.index(len(priorities) - 1) < order.index(AT_ONCE)
-    assert len(order) == len(priorities)
+        for number in range(AT_ONCE):
+            group.create_task(run(str(number), 0, 240))
+        await full.wait()
+        for name, priority in (("one", 0), ("two", 0), ("urgent", 5)):
+            group.create_task(run(name, priority, 12))
+    assert order[AT_ONCE] == "urgent"
+    assert sorted(order[AT_ONCE:]) == ["one", "two", "urgent"]
 
 
 async def test_one_request_id_may_run_twice(engine: VllmEngine) -> None:

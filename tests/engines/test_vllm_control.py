@@ -30,7 +30,7 @@ from tests.engines.tiny_model import write_real_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
-BLOCK, BLOCKS = 32, 10
+BLOCK, BLOCKS = 32, 65
 OPTIONS: Mapping[str, JsonValue] = {
     "dtype": "float32",
     "block_size": BLOCK,
@@ -42,13 +42,15 @@ OPTIONS: Mapping[str, JsonValue] = {
 }
 STEPS = 10
 PROMPTS = [[20 + (11 * number + at) % 200 for at in range(3 + 2 * number)] for number in range(8)]
-LONG = [20 + at % 200 for at in range(6 * BLOCK)]
+LONG = [20 + at % 200 for at in range(38 * BLOCK)]
 """Its request takes most of the cache, so that no two of them fit."""
+SECONDS = 700
+"""Tokens after it that take the core, which is a process of its own, a second at the least."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_real_model(tmp_path_factory.mktemp("real"))
+    return write_real_model(tmp_path_factory.mktemp("real"), positions=BLOCK * (BLOCKS - 1))
 
 
 @pytest.fixture(scope="module")
@@ -246,9 +248,9 @@ async def test_found_prompts_are_counted_and_cleared(engine: VllmEngine) -> None
 
 
 async def test_a_cache_in_use_is_kept_unless_preempted(engine: VllmEngine) -> None:
-    alone = await tokens(engine, task(LONG, max_tokens=40))
+    alone = await tokens(engine, task(LONG, max_tokens=SECONDS))
     await engine.clear_caches(preempt=False)
-    async with aclosing(engine.submit(task(LONG, max_tokens=40))) as events:
+    async with aclosing(engine.submit(task(LONG, max_tokens=SECONDS))) as events:
         first = packets([await anext(events)])
         with pytest.raises(NotReadyError, match="hold a part of the cache") as caught:
             await engine.clear_caches(preempt=False)
@@ -259,7 +261,7 @@ async def test_a_cache_in_use_is_kept_unless_preempted(engine: VllmEngine) -> No
 
 
 async def test_an_abort_frees_its_blocks_at_once(engine: VllmEngine) -> None:
-    async with aclosing(engine.submit(task(LONG, max_tokens=60))) as events:
+    async with aclosing(engine.submit(task(LONG, max_tokens=SECONDS))) as events:
         await anext(events)
         with pytest.raises(NotReadyError, match="hold a part"):
             await engine.clear_caches(preempt=False)
@@ -269,11 +271,12 @@ async def test_an_abort_frees_its_blocks_at_once(engine: VllmEngine) -> None:
 
 async def test_a_request_that_waits_for_blocks_starts_when_another_is_aborted(engine: VllmEngine) -> None:
     other = [token + 1 for token in LONG]
-    async with aclosing(engine.submit(task(LONG, max_tokens=60))) as holder:
+    async with aclosing(engine.submit(task(LONG, max_tokens=SECONDS))) as holder:
         await anext(holder)
         waiting = asyncio.create_task(tokens(engine, task(other, max_tokens=1)))
-        for _ in range(20):
-            await anext(holder)
+        held = 0
+        while held < 20:
+            held += sum(packet.tensors["token_ids"].size for packet in packets([await anext(holder)]))
         assert not waiting.done()
     async with asyncio.timeout(5):
         assert len(await waiting) == 1

@@ -4,7 +4,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -31,11 +31,15 @@ async def test_a_dead_core_is_reported(model: Path) -> None:
     before = {child.pid for child in cores(psutil.Process())}
     await engine.start(lambda _: None)
     (core,) = [child for child in cores(psutil.Process()) if child.pid not in before]
-    async with asyncio.timeout(10), aclosing(engine.submit(LONG)) as events:
-        await anext(events)
+    # So that it is not done before it is killed.
+    core.suspend()
+    running = asyncio.create_task(collect(engine.submit(LONG)))
+    async with asyncio.timeout(10):
+        while not engine.load().running:
+            await asyncio.sleep(0.01)
         core.kill()
         with pytest.raises(UnavailableError, match="vLLM failed"):
-            await collect(events)
+            await running
         assert "died" in await engine.wait_failed()
     await engine.close()
 

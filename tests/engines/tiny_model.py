@@ -17,7 +17,7 @@ CHAT_TEMPLATE = (
 _SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 
 
-def write_tiny_model(folder: Path, *, chat: bool = True) -> Path:
+def write_tiny_model(folder: Path, *, chat: bool = True, positions: int = MAX_MODEL_LEN) -> Path:
     """A model that vLLM loads with load_format="dummy"."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -26,13 +26,13 @@ def write_tiny_model(folder: Path, *, chat: bool = True) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(_SPECIAL))
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write(folder / "config.json", _config(len(words)))
+    _write(folder / "config.json", _config(len(words), positions))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
     _write(folder / "tokenizer_config.json", {**settings, **({"chat_template": CHAT_TEMPLATE} if chat else {})})
     return folder
 
 
-def _config(vocabulary: int) -> dict[str, object]:
+def _config(vocabulary: int, positions: int) -> dict[str, object]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -44,7 +44,7 @@ def _config(vocabulary: int) -> dict[str, object]:
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 32,
-        "max_position_embeddings": MAX_MODEL_LEN,
+        "max_position_embeddings": positions,
         "eos_token_id": 0,
         "tie_word_embeddings": True,
     }
@@ -54,12 +54,12 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content))
 
 
-def write_real_model(folder: Path, *, layers: int = 2) -> Path:
+def write_real_model(folder: Path, *, layers: int = 2, positions: int = MAX_MODEL_LEN) -> Path:
     """A model with random weights on disk, which vLLM and transformers load alike."""
     import torch
     from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-    write_tiny_model(folder)
+    write_tiny_model(folder, positions=positions)
     config = {**json.loads((folder / "config.json").read_text()), "num_hidden_layers": layers}
     torch.manual_seed(0)
     model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**config))  # type: ignore[no-untyped-call]
