@@ -196,8 +196,13 @@ async def test_leaving_the_loop_cancels_the_request(orchestrator: ScriptedOrches
 async def test_a_cancelled_task_cancels_the_request(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), Pause.FOREVER])
     async with AsyncClient(orchestrator.endpoint) as client:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(client.generate("hello").result(), 0.3)
+        asking = asyncio.create_task(client.generate("hello").result())
+        async with asyncio.timeout(10):
+            while not orchestrator.requests:
+                await asyncio.sleep(0.005)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
         assert await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
 
 

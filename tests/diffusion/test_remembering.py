@@ -14,7 +14,7 @@ from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from tests.diffusion.tiny_pipelines import WRITERS
 from tests.engines.support import collect, packets, stage_config
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 LIMIT_BYTES = 1 << 20
 

@@ -13,6 +13,7 @@ import pytest
 from stagemesh.connectors.errors import UnavailableError
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
+from tests.children import commands_of_children
 from tests.engines.support import collect, stage_config
 from tests.engines.tiny_model import OPTIONS, write_tiny_model
 
@@ -46,8 +47,7 @@ async def test_a_dead_core_is_reported(model: Path) -> None:
 
 def cores(process: psutil.Process) -> list[psutil.Process]:
     """The children that compute: alive, and not Python's own helper."""
-    alive = [child for child in process.children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "resource_tracker" not in " ".join(child.cmdline())]
+    return [child for child, command in commands_of_children(process).items() if "resource_tracker" not in command]
 
 
 @contextmanager

@@ -100,7 +100,7 @@ async def test_a_stage_that_speaks_after_its_end_fails_the_request(tmp_path: Pat
 
 
 async def test_a_stage_that_nobody_serves_any_more_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
-    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}, max_request_s=1.0) as chain:
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}, max_request_s=3.0) as chain:
         call = chain.stub.Generate(ask())
         await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
         await chain.servers["b"].grpc.stop(0)

@@ -25,7 +25,7 @@ async def main(stopping):
         case "model":
             raise NotReadyError("no model")
         case "stuck":
-            async with ended_when_stuck(0.5):
+            async with ended_when_stuck(3):
                 await asyncio.sleep(1.0)
                 print("alive", flush=True)
                 time.sleep(60)

@@ -88,7 +88,7 @@ def hear(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> Heard:
 @asynccontextmanager
 async def stages(*, checkpoint_steps: int = 0) -> AsyncGenerator[tuple[Stage, Stage]]:
     async with AsyncExitStack() as stack:
-        thinker = stage_config(steps=STEPS, step_s=0.005, size_bytes=200, checkpoint_steps=checkpoint_steps)
+        thinker = stage_config(steps=STEPS, step_s=0.02, size_bytes=200, checkpoint_steps=checkpoint_steps)
         yield Stage(thinker, stack), Stage(stage_config("talker", function="relay"), stack)
 
 

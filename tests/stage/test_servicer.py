@@ -60,7 +60,7 @@ async def test_caller_that_comes_back_in_time_hears_all(monkeypatch: pytest.Monk
         leaving = replica.stub.ExecuteStep(step_request())
         await anext(aiter(leaving))
         leaving.cancel()
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(10):
             await left.wait()
         engine.gate.set()
         events = [event.WhichOneof("event") async for event in replica.stub.ExecuteStep(step_request())]
@@ -82,7 +82,7 @@ async def test_one_of_two_callers_may_hang_up() -> None:
 async def test_step_ends_with_its_callers_deadline() -> None:
     engine = GatedEngine()
     async with served_stage(engine=engine) as replica:
-        events = aiter(replica.stub.ExecuteStep(step_request(), timeout=0.5))
+        events = aiter(replica.stub.ExecuteStep(step_request(), timeout=2))
         await anext(events)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             [event async for event in events]
@@ -154,8 +154,9 @@ async def test_load_is_reported_at_once_and_again() -> None:
         step = replica.stub.ExecuteStep(step_request())
         await anext(aiter(step))
         await _until(lambda: engine.running == ["r"])
-        await anext(reports)
-        later = await anext(reports)
+        later = first
+        while not later.running:
+            later = await anext(reports)
         step.cancel()
     assert (first.running, first.work_s, later.running, later.work_s) == (0, 0.0, 1, 2.5)
     assert first.arena_size_bytes > first.arena_used_bytes == 0
@@ -232,6 +233,6 @@ async def _failure(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> S
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.005)

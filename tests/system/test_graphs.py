@@ -27,7 +27,7 @@ def graph() -> Iterator[Deployment]:
 def client(graph: Deployment) -> Iterator[Client]:
     with graph.client() as client:
         yield client
-        eventually(graph.idle, timeout_s=2)
+        eventually(graph.idle, timeout_s=10)
 
 
 def texts_in_a_row(seed: int) -> list[Array]:
@@ -76,7 +76,7 @@ def test_edges_that_are_apart_bring_each_packet_once() -> None:
         texts = texts_in_a_row(7)
         apart = [mixed(text, None) for text in texts] + [mixed(None, frames_of(text)) for text in texts]
         assert made == sorted(each.tobytes() for each in apart)
-        eventually(up.idle, timeout_s=2)
+        eventually(up.idle, timeout_s=10)
 
 
 def test_a_rehearsal_repeats_to_the_sample_on_whichever_replica() -> None:
@@ -87,4 +87,4 @@ def test_a_rehearsal_repeats_to_the_sample_on_whichever_replica() -> None:
         assert len(first.audio) % (8 * 8) == 0
         assert first.first_audio_s is not None
         assert first.first_audio_s < first.total_s
-        eventually(up.idle, timeout_s=2)
+        eventually(up.idle, timeout_s=10)

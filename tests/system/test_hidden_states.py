@@ -129,7 +129,7 @@ def test_states_that_two_stages_take_equal_those_of_transformers(taking: Taking,
             assert np.array_equal(last, rows_of(result, "near")[len(prompt) - 1 :])
             connectors = {edge.edge: edge.connector for edge in result.finished.edges}
             assert connectors == {"thinker->near": "shm", "thinker->far": "grpc", "thinker->last": "shm"}
-        eventually(taking.idle, timeout_s=2)
+        eventually(taking.idle, timeout_s=10)
 
 
 def test_nothing_leaves_for_stages_that_a_request_does_not_use(taking: Taking) -> None:
@@ -149,7 +149,7 @@ def test_slow_taker_holds_up_its_own_request_alone(taking: Taking, references: l
         finally:
             eventually(lambda: _opened(taking.gate) and slow.done(), timeout_s=30)
         assert_taken(slow.result(), references[15], "far")
-        eventually(taking.idle, timeout_s=2)
+        eventually(taking.idle, timeout_s=10)
 
 
 def _opened(gate: Path) -> bool:

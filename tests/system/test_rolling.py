@@ -175,8 +175,12 @@ async def _runs_something(operator: "AdminServiceAsyncStub", name: str) -> bool:
 
 
 async def _resumed(operator: "AdminServiceAsyncStub", request_id: str) -> bool:
-    """Whether a stage went on elsewhere from where it was paused."""
-    answer = await operator.GetRequest(admin_pb2.GetRequestRequest(request_id=request_id), timeout=_CALL_S)
+    """Whether a stage went on elsewhere from where it was paused; not known of a request that ended long ago."""
+    try:
+        answer = await operator.GetRequest(admin_pb2.GetRequestRequest(request_id=request_id), timeout=_CALL_S)
+    except grpc.aio.AioRpcError as exc:
+        assert exc.code() is grpc.StatusCode.NOT_FOUND  # noqa: PT017
+        return False
     handed_on = {step.stage for step in answer.steps if step.error.reason == "DRAINED"}
     # Every stage tells a checkpoint now and then, too; it is paused wherever it is.
     return any(step.resumed_steps % CHECKPOINT_STEPS for step in answer.steps if step.stage in handed_on)

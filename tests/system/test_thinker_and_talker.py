@@ -44,7 +44,7 @@ def test_talker_says_what_transformers_makes_of_the_thoughts(tmp_path: Path, mon
             return client.generate(token_ids=prompt, seed=1, temperature=0.0, max_tokens=STEPS).result()
 
         results = list(pool.map(generate, PROMPTS))
-        eventually(up.idle, timeout_s=2)
+        eventually(up.idle, timeout_s=10)
     assert [(result.tokens["thought"], result.tokens["said"]) for result in results] == _expected(model)
 
 
