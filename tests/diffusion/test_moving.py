@@ -1,0 +1,109 @@
+"""A picture that is interrupted goes on elsewhere from its last state, and comes out the same. Real processes."""
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from stagemesh.client import Admitted, Event, Progress, TensorOutput
+from stagemesh.connectors.channels import CHANNEL_OPTIONS
+from stagemesh.v1 import admin_pb2
+from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
+from tests.deployment import Deployment, deployed
+from tests.diffusion.stages import md5
+from tests.diffusion.tiny_pipelines import write_qwen_image
+
+pytestmark = pytest.mark.timeout(240)
+
+STEPS, CHECKPOINT_STEPS = 40, 3
+STRUCK_AFTER = 10
+"""Steps, not a multiple of those between two checkpoints."""
+SIDE = 640
+"""Pixels: its state takes 1.2 MB, about as much as that of a real picture in half precision."""
+PIPELINE = f"""\
+pipeline: moving
+stages:
+  painter:
+    engine: diffusion
+    model: {{model}}
+    replicas: 2
+    options:
+      {{{{dtype: float32, device: cpu, guidance_scale: 3, height: {SIDE}, width: {SIDE}, max_side: {SIDE},
+        num_inference_steps: {STEPS}, checkpoint_steps: {CHECKPOINT_STEPS}}}}}
+outputs: {{{{numbers: painter.frames}}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Generator[Deployment]:
+    folder = write_qwen_image(tmp_path_factory.mktemp("qwen-image"))
+    path = folder / "moving.yaml"
+    path.write_text(PIPELINE.format(model=folder))
+    with deployed(path) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def undisturbed(up: Deployment) -> str:
+    with up.client() as client:
+        return _picture(iter(client.generate("a red ball", seed=7)))
+
+
+@contextmanager
+def _operator(up: Deployment) -> Generator[AdminServiceStub]:
+    with grpc.insecure_channel(up.admin_endpoint, options=CHANNEL_OPTIONS) as channel:
+        yield AdminServiceStub(channel)
+
+
+def _empty(up: Deployment, replica: str) -> None:
+    """Has what runs on a replica go on elsewhere."""
+    with _operator(up) as operator:
+        drain = admin_pb2.DrainReplicasRequest(target=replica, wait=True, move_after_s=0.0)
+        operator.DrainReplicas(drain, timeout=60)
+        operator.ResumeReplicas(admin_pb2.ResumeReplicasRequest(target=replica), timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("strike", "resumed_from", "reason"),
+    [
+        (Deployment.kill, range(STRUCK_AFTER - 1 - CHECKPOINT_STEPS, STEPS, CHECKPOINT_STEPS), "REPLICA_LOST"),
+        (_empty, range(STRUCK_AFTER, STEPS), "DRAINED"),
+    ],
+    ids=["killed", "drained"],
+)
+def test_a_picture_goes_on_elsewhere_and_comes_out_the_same(
+    up: Deployment,
+    undisturbed: str,
+    strike: Callable[[Deployment, str], None],
+    resumed_from: range,
+    reason: str,
+) -> None:
+    up.wait(lambda up: up.all_ready())
+    with up.client() as client:
+        generation = client.generate("a red ball", seed=7)
+        made = _picture(_struck(iter(generation), lambda replica: strike(up, replica)))
+    with _operator(up) as operator:
+        said = operator.GetRequest(admin_pb2.GetRequestRequest(request_id=generation.request_id), timeout=10)
+    first, second = said.steps
+    assert made == undisturbed
+    assert first.error.reason == reason
+    assert second.replica != first.replica
+    assert second.resumed_steps in resumed_from
+
+
+def _struck(events: Iterator[Event], strike: Callable[[str], None]) -> Iterator[Event]:
+    """The events, while what paints is struck once."""
+    replica = ""
+    for event in events:
+        if isinstance(event, Admitted):
+            replica = event.replicas["painter"]
+        if isinstance(event, Progress) and event.steps >= STRUCK_AFTER and replica:
+            strike(replica)
+            replica = ""
+        yield event
+    assert not replica, "it was done before it was struck"
+
+
+def _picture(events: Iterator[Event]) -> str:
+    return md5([event.tensor for event in events if isinstance(event, TensorOutput)][-1])
