@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.simulation.stages import CHUNK_S, Members, World
 from stagemesh.connectors.errors import StagemeshError
-from stagemesh.orchestrator.choice import Choice
+from stagemesh.orchestrator.choice import Choice, LeastWork
 from stagemesh.orchestrator.fleet import Fleet
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.spec import Pipeline
@@ -46,6 +46,7 @@ async def orchestrated(
 
 async def latencies_s(pipeline: Pipeline, *, replicas: int, load: Load, choice: Choice | None = None) -> list[float]:
     """How long each request takes, those left out that came before the replicas were as busy as they get."""
+    choice = choice or LeastWork(random.Random(load.seed))
     async with orchestrated(pipeline, replicas=replicas, choice=choice) as (orchestrator, world):
         answers = await _arrivals(orchestrator, world, load)
     return [answer.taken_s for answer in answers[load.requests // 4 :]]
@@ -67,7 +68,8 @@ class Survival:
 
 async def survival(pipeline: Pipeline, *, replicas: int, load: Load, lifetime_s: float) -> Survival:
     """Requests over replicas of which each dies now and then, after `lifetime_s` on average."""
-    async with orchestrated(pipeline, replicas=replicas) as (orchestrator, world):
+    choice = LeastWork(random.Random(load.seed))
+    async with orchestrated(pipeline, replicas=replicas, choice=choice) as (orchestrator, world):
         killing = asyncio.create_task(_kill(world, replicas / lifetime_s, random.Random(load.seed)))
         answers = await _arrivals(orchestrator, world, load)
         killing.cancel()

@@ -91,8 +91,10 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         """By request."""
         self.peers: Mapping[str, ScriptedStage] = {}
         """By replica, those whose beginnings it can see."""
-        self.streams = 0
-        """Of ExecuteSteps, that were opened."""
+        self.streams = self.open_streams = 0
+        """Of ExecuteSteps: that were opened, and that have not ended."""
+        self.closing = asyncio.Event()
+        """Has those streams end once their calls have."""
         self.tells_load = True
         self.running = 0
         self.time_left_s = 0.0
@@ -119,11 +121,15 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self, request_iterator: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[bytes]:
         self.streams += 1
-        async with answering(context, stage=self.name):
-            session = StepSession(self._execute, closing=asyncio.Event(), where={"stage": self.name})
-            async with aclosing(session.serve(request_iterator)) as messages:
-                async for message in messages:
-                    yield message
+        self.open_streams += 1
+        try:
+            async with answering(context, stage=self.name):
+                session = StepSession(self._execute, closing=self.closing, where={"stage": self.name})
+                async with aclosing(session.serve(request_iterator)) as messages:
+                    async for message in messages:
+                        yield message
+        finally:
+            self.open_streams -= 1
 
     async def _execute(
         self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None

@@ -16,6 +16,7 @@ from stagemesh.orchestrator.following import follow_step
 from stagemesh.orchestrator.replica import Replica
 from stagemesh.orchestrator.stages import REPLICA_LOST, GrpcStageClient
 from stagemesh.services.serving.server import Server
+from stagemesh.services.stage import step_session
 from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import serve
 from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang, say_hello
@@ -116,6 +117,32 @@ async def test_a_replica_that_goes_away_loses_its_steps_and_is_called_anew_later
     assert [error.reason for error in (*lost, unreachable)] == [REPLICA_LOST] * 3
     assert all("went away while the request ran" in error.message for error in lost)
     assert "cannot be reached" in unreachable.message
+
+
+async def test_a_stream_that_is_about_to_end_is_ended_from_here_and_followed_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # So that its replica does not end it first.
+    monkeypatch.setattr(step_session, "_READ_S", 60.0)
+    go_on = asyncio.Event()
+
+    async def wait(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        del stage, request
+        yield ACCEPTED
+        await go_on.wait()
+        yield FINISHED
+
+    async with _calling(wait) as caller:
+        running = [asyncio.create_task(caller.run(name)) for name in ("one", "two")]
+        await _until(lambda: caller.stage.running == 2)
+        caller.stage.closing.set()
+        go_on.set()
+        await asyncio.gather(*running)
+        await _until(lambda: not caller.stage.open_streams)
+        caller.stage.closing.clear()
+        await caller.run("three")
+    assert caller.heard == {name: ["accepted", "finished"] for name in ("one", "two", "three")}
+    assert caller.stage.streams == 2
 
 
 async def test_closing_the_client_ends_its_steps() -> None:

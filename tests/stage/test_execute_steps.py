@@ -12,7 +12,7 @@ import pytest
 
 from stagemesh.connectors.channels import MAX_MESSAGE_BYTES
 from stagemesh.connectors.errors import InternalError
-from stagemesh.services.stage import step_run
+from stagemesh.services.stage import step_run, step_session
 from stagemesh.services.stage.step_session import StepSession
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
@@ -30,6 +30,7 @@ class Caller:
     def __init__(self, replica: Replica) -> None:
         self.call = replica.stub.ExecuteSteps()
         self.heard: dict[int, list[stage_pb2.StepMessage]] = defaultdict(list)
+        self.told_closing = False
 
     async def begin(self, number: int, step: stage_pb2.ExecuteStepRequest, *, timeout_s: float | None = None) -> None:
         await self.call.write(Request(call=number, step=step, timeout_s=timeout_s))
@@ -59,10 +60,15 @@ class Caller:
                 pass
         return await self.call.code()
 
+    async def until_closing(self) -> None:
+        while not self.told_closing:
+            await self._read()
+
     async def _read(self) -> None:
         async with asyncio.timeout(5):
             response = await self.call.read()
         assert isinstance(response, stage_pb2.ExecuteStepsResponse), "the stream ended"
+        self.told_closing |= response.closing
         for message in response.messages:
             self.heard[message.call].append(message)
 
@@ -163,7 +169,23 @@ async def test_a_replica_that_ends_says_how_its_steps_ended_and_closes_the_strea
         await runtime.close()
         await caller.until_ended(1)
         assert caller.reason(1) == "SHUTDOWN"
+        await caller.until_closing()
+        # It is the caller who ends the stream: what it writes until then costs it nothing.
+        await caller.hang_up(1)
+        await caller.call.done_writing()
         assert await caller.status() is grpc.StatusCode.OK
+
+
+async def test_a_caller_that_does_not_end_its_stream_has_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_session, "_READ_S", 0.05)
+    async with ready_runtime() as runtime, served(runtime) as replica:
+        caller = Caller(replica)
+        await caller.begin(1, step_request())
+        await caller.until_ended(1)
+        await runtime.close()
+        await caller.until_closing()
+        async with asyncio.timeout(5):
+            assert await caller.status() is grpc.StatusCode.OK
 
 
 # -- the session alone

@@ -127,6 +127,7 @@ class GrpcLane:
         self._call: _Call = channel.stream_stream(method, None, None)()
         self._outgoing: deque[bytes] = deque()
         self._wake = asyncio.Event()
+        self._finished = False
 
     @property
     def is_writable(self) -> bool:
@@ -136,6 +137,11 @@ class GrpcLane:
     def write(self, data: bytes) -> None:
         """See `Lane`."""
         self._outgoing.append(data)
+        self._wake.set()
+
+    def finish(self) -> None:
+        """Nothing more is written; what comes is read to its end."""
+        self._finished = True
         self._wake.set()
 
     def close(self, error: StagemeshError | None = None) -> None:  # noqa: ARG002 - a client has no status to give
@@ -170,18 +176,22 @@ class GrpcLane:
 
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
-            while not self._outgoing:
-                self._wake.clear()
-                await self._wake.wait()
-            data = self._outgoing.popleft()
-            # The next message is made while gRPC sends this one.
-            loop.call_soon(self._user.writable)
-            try:
+        try:
+            while self._outgoing or not self._finished:
+                if not self._outgoing:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                data = self._outgoing.popleft()
+                # The next message is made while gRPC sends this one.
+                loop.call_soon(self._user.writable)
                 await self._call.write(data)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as exc:
-                raise UnavailableError(f"the connection to {self._peer} broke") from exc
-            del data
+                del data
+            await self._call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as exc:
+            raise UnavailableError(f"the connection to {self._peer} broke") from exc
+        # The stream ends with what is read.
+        await asyncio.Event().wait()
 
 
 class ServedLane:

@@ -92,6 +92,9 @@ class StepStream:
                 call.end(error_from_wire(message.ended.error).located(**self._where))
             else:
                 call.end(None)
+        if response.closing:
+            self.is_over = True
+            self._lane.finish()
 
     def writable(self) -> None:
         """See `LaneUser`."""

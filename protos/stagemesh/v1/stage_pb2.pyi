@@ -663,18 +663,25 @@ class ExecuteStepsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    CLOSING_FIELD_NUMBER: _builtins.int
+    closing: _builtins.bool
+    """Last: the replica shuts down, and all calls have ended. The caller ends its side of the stream and reads on to the end;
+    the replica ends it a moment later anyway. What a caller writes once a stream has ended would cost it what it has not
+    read yet.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMessage]:
-        """At least one."""
+        """At least one, unless `closing`."""
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___StepMessage] | None = ...,
+        closing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closing", b"closing", "messages", b"messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 _MESSAGE_BYTES = 256 << 10
 # A caller that does not read holds up its calls from here on; what they have made by then is in the steps' journals.
 _WAITING_BYTES = 1 << 20
+# How long a caller has to read all that was said, and to end the stream.
+_READ_S = 2.0
 
 
 class Execute(Protocol):
@@ -38,7 +40,7 @@ class StepSession:
     """Implements `LaneUser`. One message carries what all calls have to say within one turn of the event loop."""
 
     def __init__(self, execute: Execute, *, closing: asyncio.Event, where: Mapping[str, str]) -> None:
-        """`closing` has the stream end with its last call; errors say `where` they come from."""
+        """`closing` has the stream end after its last call; errors say `where` they come from."""
         self._execute, self._closing, self._where = execute, closing, where
         self._loop = asyncio.get_running_loop()
         self._lane = ServedLane(self)
@@ -125,6 +127,9 @@ class StepSession:
             await asyncio.wait(self._calls.values())
         while self._waiting:
             self._lane.write(self._next_message())
+        self._lane.write(stage_pb2.ExecuteStepsResponse(closing=True).SerializeToString())
+        # The stream is over before, once the caller has ended it.
+        await asyncio.sleep(_READ_S)
         self._lane.close()
 
     def _say(self, response: bytes) -> None:
