@@ -35,6 +35,12 @@ class Peer:
         """Sends the chunk of a number."""
         await self.put(stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, seq=seq, data=data)))
 
+    async def welcomed(self) -> None:
+        """Returns once the consumer has heard its Hello."""
+        response = await self.call.read()
+        assert isinstance(response, stage_pb2.PutChunkResponse), await self.call.details()
+        assert response.HasField("welcome")
+
     async def answer(self, kind: str) -> stage_pb2.PutReply:
         """The next reply of a kind."""
         while True:

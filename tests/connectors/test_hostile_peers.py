@@ -200,15 +200,17 @@ async def test_claim_of_the_same_host_is_found_out() -> None:
     ids=["an OpenEdge", "a chunk"],
 )
 async def test_former_incarnation_writes_into_no_flow_of_its_successor(item: stage_pb2.PutItem) -> None:
-    async with peer() as former, dialled(former.host, incarnation="j") as successor:
-        inlet = former.host.plane.open_inlet(KEY, producer="a-0")
-        await successor.put(OPEN)
-        await successor.answer("opened")
-        await former.put(item)
-        assert (await former.answer("rejected")).rejected.error.reason == "STALE_INCARNATION"
-        await successor.put_data(_tensor(inline=b"new!"))
-        assert (await anext(aiter(inlet))).tensors["x"].tobytes() == b"new!"
-        await inlet.aclose()
+    async with peer() as former:
+        await former.welcomed()
+        async with dialled(former.host, incarnation="j") as successor:
+            inlet = former.host.plane.open_inlet(KEY, producer="a-0")
+            await successor.put(OPEN)
+            await successor.answer("opened")
+            await former.put(item)
+            assert (await former.answer("rejected")).rejected.error.reason == "STALE_INCARNATION"
+            await successor.put_data(_tensor(inline=b"new!"))
+            assert (await anext(aiter(inlet))).tensors["x"].tobytes() == b"new!"
+            await inlet.aclose()
 
 
 async def test_flow_that_has_failed_is_not_taken_again() -> None:
