@@ -193,6 +193,16 @@ async def test_leaving_the_loop_cancels_the_request(orchestrator: ScriptedOrches
         assert await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
 
 
+async def test_a_generation_is_iterated_once(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi"), finished()])
+    async with AsyncClient(orchestrator.endpoint) as client:
+        generation = client.generate("hello")
+        assert (await generation.result()).text == "Hi"
+        with pytest.raises(RuntimeError, match="call `generate` again"):
+            await generation.result()
+    assert len(orchestrator.requests) == 1
+
+
 async def test_a_cancelled_task_cancels_the_request(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), Pause.FOREVER])
     async with AsyncClient(orchestrator.endpoint) as client:

@@ -34,6 +34,16 @@ async def test_leaving_the_loop_cancels_the_request(orchestrator: ScriptedOrches
     await asyncio.wait_for(orchestrator.hung_up.wait(), 5)
 
 
+async def test_a_generation_is_iterated_once(orchestrator: ScriptedOrchestrator) -> None:
+    orchestrator.scripts.append([admitted(), text("Hi"), finished()])
+    with Client(orchestrator.endpoint) as client:
+        generation = client.generate("hello")
+        assert (await asyncio.to_thread(generation.result)).text == "Hi"
+        with pytest.raises(RuntimeError, match="call `generate` again"):
+            await asyncio.to_thread(generation.result)
+    assert len(orchestrator.requests) == 1
+
+
 async def test_unavailable_is_retried_with_the_same_request_id(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.extend([[UnavailableError("starting")], [admitted(), text("Hi"), finished()]])
     assert (await asyncio.to_thread(_result, orchestrator.endpoint)).text == "Hi"

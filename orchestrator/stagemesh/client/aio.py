@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from stagemesh.client.course import Course, is_broken, leads_on, order, surest
+from stagemesh.client.course import ITERATED_TWICE, Course, is_broken, leads_on, order, surest
 from stagemesh.client.descriptions import PipelineInfo, decode_pipeline
 from stagemesh.client.dialling import CHANNEL_OPTIONS
 from stagemesh.client.events import Event
@@ -32,7 +32,7 @@ Answer = TypeVar("Answer")
 
 
 class AsyncGeneration:
-    """One request on its way. Nothing is sent before it is iterated, which can be done once.
+    """One request on its way. Nothing is sent before it is iterated, which can be done once (RuntimeError).
 
     Leaving the loop early cancels the request on every stage.
     """
@@ -43,6 +43,7 @@ class AsyncGeneration:
         self._client = client
         self._request = request
         self._timeout_s = timeout_s
+        self._is_begun = False
 
     @property
     def request_id(self) -> str:
@@ -51,6 +52,9 @@ class AsyncGeneration:
 
     # An async generator made for each loop: breaking out drops it, and its end cancels the call.
     async def __aiter__(self) -> AsyncGenerator[Event]:
+        if self._is_begun:
+            raise RuntimeError(ITERATED_TWICE)
+        self._is_begun = True
         client = self._client
         course = client.set_out(self._request, timeout_s=self._timeout_s)
         number = 0

@@ -26,6 +26,9 @@ class Call(NamedTuple):
     timeout_s: float | None
 
 
+ITERATED_TWICE = "a generation is iterated once, by `result()` too; call `generate` again for another"
+
+
 class Course:
     """Says which call comes next, and what of its answers is new."""
 

@@ -8,7 +8,7 @@ from typing import Self, TypeVar, Unpack
 
 import grpc
 
-from stagemesh.client.course import Course, code_of, is_broken, leads_on, order, surest
+from stagemesh.client.course import ITERATED_TWICE, Course, code_of, is_broken, leads_on, order, surest
 from stagemesh.client.descriptions import PipelineInfo, decode_pipeline
 from stagemesh.client.dialling import CHANNEL_OPTIONS
 from stagemesh.client.events import Event
@@ -28,7 +28,7 @@ Answer = TypeVar("Answer")
 
 
 class Generation:
-    """One request on its way. Nothing is sent before it is iterated, which can be done once.
+    """One request on its way. Nothing is sent before it is iterated, which can be done once (RuntimeError).
 
     Leaving the loop early cancels the request on every stage.
     """
@@ -37,6 +37,7 @@ class Generation:
         self._client = client
         self._request = request
         self._timeout_s = timeout_s
+        self._is_begun = False
 
     @property
     def request_id(self) -> str:
@@ -45,6 +46,9 @@ class Generation:
 
     # A generator made for each loop: breaking out drops it, and its end cancels the call.
     def __iter__(self) -> Generator[Event]:
+        if self._is_begun:
+            raise RuntimeError(ITERATED_TWICE)
+        self._is_begun = True
         client = self._client
         course = client.set_out(self._request, timeout_s=self._timeout_s)
         number = 0
