@@ -46,7 +46,7 @@ async def orchestrated(
 
 async def latencies_s(pipeline: Pipeline, *, replicas: int, load: Load, choice: Choice | None = None) -> list[float]:
     """How long each request takes, those left out that came before the replicas were as busy as they get."""
-    choice = choice or LeastWork(random.Random(load.seed))
+    choice = choice or _choice(load)
     async with orchestrated(pipeline, replicas=replicas, choice=choice) as (orchestrator, world):
         answers = await _arrivals(orchestrator, world, load)
     return [answer.taken_s for answer in answers[load.requests // 4 :]]
@@ -68,9 +68,8 @@ class Survival:
 
 async def survival(pipeline: Pipeline, *, replicas: int, load: Load, lifetime_s: float) -> Survival:
     """Requests over replicas of which each dies now and then, after `lifetime_s` on average."""
-    choice = LeastWork(random.Random(load.seed))
-    async with orchestrated(pipeline, replicas=replicas, choice=choice) as (orchestrator, world):
-        killing = asyncio.create_task(_kill(world, replicas / lifetime_s, random.Random(load.seed)))
+    async with orchestrated(pipeline, replicas=replicas, choice=_choice(load)) as (orchestrator, world):
+        killing = asyncio.create_task(_kill(world, replicas / lifetime_s, random.Random(f"deaths {load.seed}")))
         answers = await _arrivals(orchestrator, world, load)
         killing.cancel()
     return Survival(
@@ -86,6 +85,11 @@ async def survival(pipeline: Pipeline, *, replicas: int, load: Load, lifetime_s:
 class _Answer:
     taken_s: float
     error: StagemeshError | None
+
+
+def _choice(load: Load) -> Choice:
+    """As an orchestrator chooses, the same each time; its draws have nothing to do with those of the requests."""
+    return LeastWork(random.Random(f"choice {load.seed}"))
 
 
 async def _kill(world: World, per_s: float, rng: random.Random) -> None:

@@ -1,8 +1,9 @@
 """A replica whose engine hangs gives itself up; one that waits for others, or is slow, does not."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 from pydantic import JsonValue
@@ -10,20 +11,26 @@ from pydantic import JsonValue
 from benchmarks.simulation import virtual_time
 from stagemesh.connectors.errors import UnavailableError
 from stagemesh.services.engines.fake.engine import FakeEngine
+from stagemesh.services.stage.runtime import StageRuntime
 from stagemesh.services.stage.stalling import StallWatch
 from tests.stage.replicas import events_of, order, ready_runtime, stage_config
 
 _HOUR_S = 3600.0
 
 
+_numbers = itertools.count()
+
+
 @dataclass(eq=False)
 class _Run:
     computes: bool = True
     heard: int = 0
+    priority: int = 0
+    number: int = field(default_factory=lambda: next(_numbers))
 
 
-def _watch(runs: list[_Run], *, queued: int = 0, on_hung: Callable[[_Run], None] = lambda _: None) -> StallWatch[_Run]:
-    return StallWatch(lambda: runs, stall_s=10.0, queued=lambda: queued, on_hung=on_hung)
+def _watch(runs: list[_Run], *, on_hung: Callable[[_Run], None] = lambda _: None) -> StallWatch[_Run]:
+    return StallWatch(lambda: runs, stall_s=10.0, on_hung=on_hung)
 
 
 def _stalled(runs: list[_Run], life: Callable[[], Coroutine[object, object, None]]) -> float | None:
@@ -66,6 +73,17 @@ def test_one_that_gets_on_speaks_for_all() -> None:
     assert _stalled(runs, life) is None
 
 
+def test_one_that_gets_on_between_two_waits_for_its_input_speaks_for_all() -> None:
+    runs = [_Run(computes=False), _Run()]
+
+    async def life() -> None:
+        for _ in range(100):
+            await asyncio.sleep(9.0)
+            runs[0].heard += 1
+
+    assert _stalled(runs, life) is None
+
+
 def test_one_that_ends_speaks_for_all() -> None:
     runs = [_Run()]
 
@@ -92,8 +110,10 @@ def test_a_new_run_says_nothing_of_one_that_hangs() -> None:
     assert stalled_s <= 11.0
 
 
-def _hung(runs: list[_Run], *, queued: int = 0, ends: bool = True) -> tuple[list[_Run], float | None]:
-    """Which runs hang alone within five minutes while the first gets on each second for one, and when all are stuck."""
+def _hung(runs: list[_Run], *, ends: bool = True, per_s: int = 10) -> tuple[list[_Run], str]:
+    """Which runs are said to hang alone within a minute in which the last one gets on, and what is said of the engine
+    by the end of the minute after it, in which none does.
+    """
     hung: list[_Run] = []
 
     def on_hung(run: _Run) -> None:
@@ -101,41 +121,59 @@ def _hung(runs: list[_Run], *, queued: int = 0, ends: bool = True) -> tuple[list
         if ends:
             runs.remove(run)
 
-    async def main() -> float | None:
-        loop = asyncio.get_running_loop()
-        watching = asyncio.create_task(_watch(runs, queued=queued, on_hung=on_hung).wait_stalled())
+    async def main() -> str:
+        watching = asyncio.create_task(_watch(runs, on_hung=on_hung).wait_stalled())
         for _ in range(60):
             await asyncio.wait([watching], timeout=1.0)
-            runs[0].heard += 1
-        await asyncio.wait([watching], timeout=240.0)
-        stalled_s = loop.time() if watching.done() else None
+            runs[-1].heard += per_s
+        await asyncio.wait([watching], timeout=60.0)
+        said = watching.result() if watching.done() else ""
         watching.cancel()
-        return stalled_s
+        return said
 
-    stalled_s = virtual_time.run(main())
-    return hung, stalled_s
-
-
-def test_one_that_hangs_where_others_get_on_is_given_up_once() -> None:
-    for ends in (True, False):
-        runs = [_Run(), stuck := _Run(heard=3), _Run(computes=False, heard=1)]
-        hung, _ = _hung(runs, ends=ends)
-        assert hung == [stuck]
+    return hung, virtual_time.run(main())
 
 
-def test_one_that_may_wait_in_the_engines_queue_does_not_hang() -> None:
-    runs = [_Run(), _Run()]
-    assert _hung([*runs], queued=1)[0] == []
-    assert _hung([*runs], queued=0)[0] == [runs[1]]
+@pytest.mark.parametrize("heard", [0, 3])
+def test_one_that_hangs_where_later_ones_get_on_is_given_up_once(heard: int) -> None:
+    hung, said = _hung([stuck := _Run(heard=heard), _Run(computes=False, heard=1), _Run()])
+    assert hung == [stuck]
+    assert "1 steps have what they need, and none has got on" in said
+
+
+def test_an_engine_that_does_not_let_go_of_one_hangs() -> None:
+    hung, said = _hung([_Run(), _Run()], ends=False)
+    assert len(hung) == 1
+    assert "a step that it should have let go of has not ended" in said
+
+
+def test_one_whose_turn_has_not_come_does_not_hang() -> None:
+    gets_on = _Run()
+    assert _hung([_Run(), gets_on], per_s=1)[0] == []
+    assert _hung([_Run(priority=1), _Run(), gets_on], per_s=0)[0] == []
+    assert _hung([_Run(priority=-1), _Run()])[0] == []
+    # Those that came later wait for those before them.
+    assert _hung([later := _Run(), gets_on])[0] == []
+    assert later.number > gets_on.number
 
 
 def test_one_that_is_given_up_is_no_sign_of_life() -> None:
-    """An engine that got on for a minute, and then with nobody, is found out though its runs are given up in turn."""
-    runs = [_Run(), *(_Run(heard=1) for _ in range(3))]
-    hung, stalled_s = _hung(runs)
-    assert len(hung) == 3
-    assert stalled_s is not None
-    assert 70.0 <= stalled_s <= 72.0
+    """An engine that gets on with nobody any more is found out though its runs are given up in turn."""
+    runs = [_Run() for _ in range(4)]
+
+    async def main() -> float:
+        watching = asyncio.create_task(_watch(runs, on_hung=runs.remove).wait_stalled())
+        for _ in range(8):
+            await asyncio.sleep(1.0)
+            runs[-1].heard += 100
+            for run in runs[:-1]:
+                run.heard += 1
+        for run in runs[1:-1]:
+            run.heard += 100
+        assert "hangs" in await watching
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(main()) <= 8.0 + 11.0
 
 
 async def test_a_step_that_hangs_alone_fails_so_that_it_is_tried_elsewhere() -> None:
@@ -144,14 +182,21 @@ async def test_a_step_that_hangs_alone_fails_so_that_it_is_tried_elsewhere() -> 
     other = order("other", attempt=2)
     async with ready_runtime(config) as runtime, asyncio.timeout(20):
         watching = asyncio.create_task(runtime.watch_engine())
+        hanging = asyncio.create_task(events_of(runtime, order()))
+        await until_running(runtime, 1)
         gets_on = asyncio.create_task(events_of(runtime, replace(other, task=replace(other.task, attempt=2))))
-        with pytest.raises(UnavailableError, match="got on with others") as caught:
-            await events_of(runtime, order())
+        with pytest.raises(UnavailableError, match="got on with later ones") as caught:
+            await hanging
         assert caught.value.reason == "STEP_HANGS"
         assert not watching.done()
         for task in (watching, gets_on):
             task.cancel()
         await asyncio.gather(watching, gets_on, return_exceptions=True)
+
+
+async def until_running(runtime: StageRuntime, count: int) -> None:
+    while runtime.load().running < count:
+        await asyncio.sleep(0.01)
 
 
 async def test_an_engine_that_hangs_has_died() -> None:

@@ -75,9 +75,16 @@ def test_an_engine_that_hangs_is_given_up_and_no_client_notices(up: Deployment) 
 
 def test_requests_that_hang_alone_are_given_up_and_their_replica_is_not(tmp_path: Path) -> None:
     path = tmp_path / "pipeline.yaml"
-    path.write_text(
-        PIPELINE.replace("after_steps: 5", "after_steps: 5, probability: 0.2").replace("replicas: 2", "replicas: 1")
-    )
+    # The others have to be fed without a pause of `stall_s`, or else the engine hangs as a whole.
+    alone = {
+        "after_steps: 5": "after_steps: 5, probability: 0.2",
+        "replicas: 2": "replicas: 1",
+        "stall_s: 1": "stall_s: 3",
+    }
+    text = PIPELINE
+    for former, latter in alone.items():
+        text = text.replace(former, latter)
+    path.write_text(text)
     with deployed(path) as up, up.client() as client, ThreadPoolExecutor(8) as pool:
         process = up.process_id("relay-0")
         requests = [client.generate("hello", seed=seed, request_id=f"r{seed}", max_tokens=200) for seed in range(8)]

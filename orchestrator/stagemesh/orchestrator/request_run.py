@@ -373,7 +373,7 @@ class RequestRun:
             return
         # A copy, for the error itself holds on to the frames that it came through: to this run.
         failure = Failure(part.name, copy(error))
-        if is_death(error, part.replica) and part.at_work:
+        if is_death(error, part.replica) and part.at_work and part.replica not in part.died_with:
             part.died_with |= {part.replica}
             if part.alone:
                 failure = Failure(part.name, _poison(part, error))

@@ -78,7 +78,7 @@ class GrpcStageClient:
 
     def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> Awaitable[None]:
         """See StageClient."""
-        if self._steps is None or self._steps.is_over:
+        if self._steps is None or self._steps.is_closed:
             with self._asking():
                 self._steps = StepStream(self._channel, peer=self._peer, where=self._where, broken=self._broken)
         return self._steps.execute(request, timeout_s=timeout_s, take=take)

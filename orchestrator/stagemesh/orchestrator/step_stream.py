@@ -22,7 +22,7 @@ _METHOD = f"/{stage_pb2.DESCRIPTOR.services_by_name['StageService'].full_name}/E
 
 
 class StepStream:
-    """Implements `LaneUser`. Made within a running event loop; one that `is_over` takes no more calls."""
+    """Implements `LaneUser`. Made within a running event loop; one that `is_closed` is replaced by another."""
 
     def __init__(
         self,
@@ -35,7 +35,10 @@ class StepStream:
         """Errors say `where` they come from. `broken` makes that of a call under which the stream ended, of why, and of
         whether anything had been heard of it.
         """
-        self.is_over = False
+        self.is_closed = False
+        """Whether the stream has ended."""
+        self._is_over = False
+        """Whether it takes no more calls: the replica has said that it is about to end it, or it has ended."""
         self._peer, self._where, self._broken = peer, where, broken
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
@@ -48,7 +51,7 @@ class StepStream:
 
     async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
         """Runs a step to its end; cancelling it hangs up. Raises what it failed with, or what `take` raised."""
-        if self.is_over:
+        if self._is_over:
             raise self._broken(None, False)
         number = next(self._numbers)
         order = stage_pb2.ExecuteStepsRequest(call=number, step=request, timeout_s=timeout_s).SerializeToString()
@@ -93,12 +96,12 @@ class StepStream:
             else:
                 call.end(None)
         if response.closing:
-            self.is_over = True
+            self._is_over = True
             self._lane.finish()
 
     def writable(self) -> None:
         """See `LaneUser`."""
-        while not self.is_over and self._lane.is_writable:
+        while not self._is_over and self._lane.is_writable:
             if self._hung_up:
                 self._lane.write(stage_pb2.ExecuteStepsRequest(call=self._hung_up.popleft()).SerializeToString())
             elif self._orders:
@@ -108,7 +111,7 @@ class StepStream:
 
     def closed(self, error: StagemeshError | None) -> None:
         """See `LaneUser`."""
-        self.is_over = True
+        self.is_closed = self._is_over = True
         self._orders.clear()
         self._hung_up.clear()
         for call in self._calls.values():

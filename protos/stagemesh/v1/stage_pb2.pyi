@@ -422,7 +422,7 @@ class Checkpoint(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Tensor]:
         """The state of other stages, by name. Left out where they take more than 6 MiB: GetChunk reads them, from edge
         "@state", and so does a step that is bound to such an edge. Tokens and tensors are left out, too, where a caller
-        hears of a checkpoint after a newer one, or the end, has taken its place.
+        hears of a checkpoint only after a newer one, or the end of the step, has taken its place: it is kept no more.
         """
 
     @_builtins.property
@@ -665,9 +665,9 @@ class ExecuteStepsResponse(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     CLOSING_FIELD_NUMBER: _builtins.int
     closing: _builtins.bool
-    """Last: the replica shuts down, and all calls have ended. The caller ends its side of the stream and reads on to the end;
-    the replica ends it a moment later anyway. What a caller writes once a stream has ended would cost it what it has not
-    read yet.
+    """The replica shuts down, and all calls that it knows of have ended; of one that crosses this nothing more is said. The
+    caller ends its side of the stream and reads on to the end; the replica ends it a moment later anyway. What a caller
+    writes once a stream has ended would cost it what it has not read yet.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMessage]:

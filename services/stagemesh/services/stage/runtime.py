@@ -257,12 +257,7 @@ class StageRuntime:
         """Why the engine is of no use any more, once it is not."""
         waits = [asyncio.ensure_future(self._engine.wait_failed())]
         if self.config.stall_s:
-            watch = StallWatch(
-                self._book.running,
-                stall_s=self.config.stall_s,
-                queued=lambda: self._engine.load().queued,
-                on_hung=self._give_up,
-            )
+            watch = StallWatch(self._book.running, stall_s=self.config.stall_s, on_hung=self._give_up)
             waits.append(asyncio.ensure_future(watch.wait_stalled()))
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -275,8 +270,8 @@ class StageRuntime:
     def _give_up(self, run: StepRun) -> None:
         """A step hangs by itself; elsewhere it may not."""
         what = f"the engine has said nothing of the step for {self.config.stall_s:g} s (the stage's stall_s)"
-        _log.error("step %s hangs: %s, and gets on with others", run.order.step_id, what)
-        run.stop(UnavailableError(f"{what}, and got on with others", reason="STEP_HANGS"))
+        _log.error("step %s hangs: %s, and gets on with later ones", run.order.step_id, what)
+        run.stop(UnavailableError(f"{what}, and got on with later ones", reason="STEP_HANGS"))
 
     def _pin_arena(self) -> None:
         """Where the engine computes on a GPU, tensors leave it for the arena without a detour."""

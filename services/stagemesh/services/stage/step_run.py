@@ -1,6 +1,7 @@
 """One step's run: from its order to the end of its flows."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -36,6 +37,8 @@ _log = logging.getLogger(__name__)
 
 ABANDON_S = 5.0
 """How long a run goes on without a caller."""
+
+_numbers = itertools.count(1)
 
 
 def handed_on(where: Mapping[str, str]) -> UnavailableError:
@@ -98,11 +101,18 @@ class StepRun:
         self._with_engine = False
         self.heard = 0
         """How often the engine has said something."""
+        self.number = next(_numbers)
+        """Of this process's runs, the later has the higher."""
 
     @property
     def computes(self) -> bool:
         """Whether it waits for nothing but its engine: neither for what feeds it nor for who takes what it makes."""
         return self._with_engine and not any(feed.waits for feed in self._feeds)
+
+    @property
+    def priority(self) -> int:
+        """The request's: the higher goes first."""
+        return self.order.task.priority
 
     @property
     def request_id(self) -> str:
@@ -326,13 +336,16 @@ class StepRun:
     async def _finish(self) -> None:
         for output in self._outputs.finish():
             self.journal.append(output)
-        self._let_go_of_told()
         if self.paused is not None:
             await self._send_state(self.paused)
-            self.journal.append(Paused(told(self.paused)))
+            self._let_go_of_told()
+            # It stays in `States` as far as there is room; here is what its callers are told.
+            self.paused = told(self.paused)
+            self._told = self.journal.append(Paused(self.paused)), self.paused
             return
         await self._edges.outlets.finish()
         edges = self._edges.outlets.usages
+        self._let_go_of_told()
         self.journal.append(Finished(self._usage, self._stopwatch.timings(), edges))
 
     async def _send_state(self, state: Checkpoint) -> None:
