@@ -290,6 +290,22 @@ def test_a_process_that_is_chosen_again_while_it_dies_is_one_death(chain: Pipeli
     assert tried.count("ENGINE_DIED") > 1
 
 
+def test_a_process_that_is_chosen_alone_while_it_dies_is_no_third_death(chain: Pipeline) -> None:
+    async def ordeal(mesh: _Mesh) -> None:
+        first = mesh.of("b")
+        second = next(each for each in mesh.world.replicas.values() if each.member.stage == "b" and each is not first)
+        await asyncio.sleep(0.25)
+        first.die()
+        while not second.steps:
+            await asyncio.sleep(0.01)
+        second.fail()
+
+    mesh = _run(World(chain), ordeal)
+    assert mesh.spoken == _SPOKEN
+    tried = [(notes.replica, notes.error.reason) for notes in mesh.timeline.steps if notes.error is not None]
+    assert tried.count((tried[-1][0], "ENGINE_DIED")) > 1
+
+
 def test_a_request_that_kills_its_replicas_fails_alone(chain: Pipeline) -> None:
     world = World(chain)
 
