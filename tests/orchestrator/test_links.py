@@ -1,6 +1,7 @@
 """Edges are probed once both ends are ready; a fixed connector that cannot work keeps the pipeline from starting."""
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -190,8 +191,9 @@ async def test_a_replica_that_left_is_forgotten() -> None:
 
 
 async def test_a_replica_that_leaves_while_it_is_asked_ends_no_asking() -> None:
-    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as silent:
-        endpoint = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    # Whoever connects is never taken.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
         connection = GrpcConnection("a", name="a-0", endpoint=endpoint)
         asking = asyncio.create_task(
             connection.client.probe_edge("a->b", consumer="b-0", endpoint="h:1", connector="auto", timeout_s=20)

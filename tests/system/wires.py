@@ -39,6 +39,11 @@ class Wire:
             self.endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
             self._serving.set()
             await self._stopping.wait()
+            # One that is accepted but not yet made a transport when the server closes would be left open by asyncio.
+            for listening in server.sockets:
+                self._loop.remove_reader(listening.fileno())
+            for _ in range(10):
+                await asyncio.sleep(0)
             self._abort()
         # Those that were cut end by themselves.
         while others := asyncio.all_tasks() - {asyncio.current_task()}:

@@ -81,5 +81,7 @@ async def proxied(endpoint: str) -> AsyncGenerator[tuple[Proxy, str]]:
     port = server.sockets[0].getsockname()[1]
     async with server:
         yield proxy, f"127.0.0.1:{port}"
-        server.close()
+        # One that is accepted but not yet made a transport when the server closes would be left open by asyncio.
+        for listening in server.sockets:
+            asyncio.get_running_loop().remove_reader(listening.fileno())
         await proxy.close()
