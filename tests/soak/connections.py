@@ -54,10 +54,15 @@ def _severed(process: int, descriptor: int) -> bool:
         if connection.family in {socket.AF_INET, socket.AF_INET6}:
             _reset(copy)
             return True
-        if connection.family == socket.AF_UNIX and (peer or own):
+        if connection.family == socket.AF_UNIX and (_is_abstract(peer) or _is_abstract(own)):
             connection.shutdown(socket.SHUT_RDWR)
             return True
     return False
+
+
+def _is_abstract(name: str | bytes) -> bool:
+    """Those with a path are an engine's own, to its worker processes: what is lost between them is lost for good."""
+    return isinstance(name, bytes) and name.startswith(b"\0")
 
 
 def _reset(descriptor: int) -> None:

@@ -69,6 +69,7 @@ async def test_nothing_is_said_twice_nor_left_unsaid() -> None:
         report = await soaked(up, plan, work=speech_work(ears))
     print(report.summary())
     print(f"{ears.same} as without a fault, {ears.by_ear} by ear")
+    print(*report.timelines.values(), sep="\n")
     assert report.problems() == []
     assert sum(report.faults.values()) >= FAULTS
     # An engine core of vLLM that does not end in time is killed by vLLM, and leaves a semaphore of 32 bytes.
