@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.report import Figure, report
-from stagemesh.connectors.errors import StagemeshError
-from stagemesh.orchestrator.admission import Admission, Claim, Ticket
+from stagemesh.common.errors import StagemeshError
+from stagemesh.orchestrator.admission import Admission, AdmissionRequest, Ticket
 from stagemesh.orchestrator.spec import Limits
 
 _MAX_IN_FLIGHT = 64
@@ -38,7 +38,7 @@ class _Crowd:
     def ask(self) -> None:
         """One more comes."""
         draw = self._random
-        claim = Claim(
+        claim = AdmissionRequest(
             str(draw.random()),
             caller=str(draw.randrange(100)),
             priority=draw.randrange(3),

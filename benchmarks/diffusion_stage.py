@@ -20,9 +20,9 @@ import torch
 from benchmarks.diffusion_ways.calls import StageClient, begun, step
 from benchmarks.report import Figure, report
 from benchmarks.stage_process import StageProcess
-from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
-from stagemesh.services.engines.diffusion.prompt_cache import PromptCache
-from stagemesh.services.serving.config import StageConfig
+from stagemesh.common.stage_config import StageConfig
+from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
+from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
 from tests.diffusion.tiny_calls import Wish, load, picture
 from tests.diffusion.tiny_pipelines import write_qwen_image
 

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.chunking import Chunker
+from stagemesh.common.descriptors import import_factory, load_engine_descriptor, load_transform_descriptor
+from stagemesh.common.stage_config import StageConfig
+from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.orchestrator.spec import Edge, Pipeline, load_pipeline
 from stagemesh.services.engines.base import Emission, Engine, SamplingOptions, Task, Transform
-from stagemesh.services.serving.config import StageConfig
-from stagemesh.services.serving.plugins import import_factory, load_engine_card, load_transform_card
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Queue:
         self._chunker = Chunker(edge.policy)
         self._transform: Transform | None = None
         if edge.transform:
-            self._transform = import_factory(load_transform_card(edge.transform).factory)()
+            self._transform = import_factory(load_transform_descriptor(edge.transform).factory)()
         self._packets: asyncio.Queue[Packet | None] = asyncio.Queue(maxsize=64)
 
     async def put(self, packet: Packet | None) -> None:
@@ -89,7 +89,7 @@ class LocalPipeline:
                     model=None if stage.model is None else str(stage.model),
                     options=stage.options,
                 )
-                engine: Engine = import_factory(load_engine_card(stage.engine).factory)(config)
+                engine: Engine = import_factory(load_engine_descriptor(stage.engine).factory)(config)
                 await engine.start(lambda _: None)
                 stack.push_async_callback(engine.close)
                 engines[stage.name] = engine

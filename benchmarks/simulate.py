@@ -25,7 +25,7 @@ from benchmarks.report import Figure, report
 from benchmarks.simulation import virtual_time
 from benchmarks.simulation.by_turns import ByTurns
 from benchmarks.simulation.run import Load, Survival, latencies_s, orchestrated, survival
-from stagemesh.orchestrator.planner import Plan, Planner
+from stagemesh.orchestrator.planning.planner import Plan, Planner
 from stagemesh.orchestrator.spec import Pipeline, Route, load_pipeline
 
 SIZES = (10, 100, 1_000, 10_000)

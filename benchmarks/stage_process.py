@@ -14,7 +14,7 @@ from typing import Self
 import grpc
 
 from benchmarks.edge_ways.worker import WorkerError
-from stagemesh.services.serving.config import StageConfig, dump_stage_config
+from stagemesh.common.stage_config import StageConfig, dump_stage_config
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 READY_S = 180.0

@@ -15,7 +15,7 @@ import grpc
 import psutil
 
 from stagemesh.client import Client
-from stagemesh.connectors.channels import CHANNEL_OPTIONS
+from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 READY_TIMEOUT_S = 150.0

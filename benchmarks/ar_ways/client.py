@@ -6,7 +6,7 @@ import grpc
 
 from benchmarks.ar_ways.workload import SEED, Outcome, Turn, run_streams
 from benchmarks.edge_ways.worker import End
-from stagemesh.connectors.channels import CHANNEL_OPTIONS
+from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2
 
 EDGE = "ar->taker"

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.ar_ways.loop_probe import LoopProbe
-from stagemesh.services.serving.config import StageConfig, load_stage_config
-from stagemesh.services.serving.lifecycle import run_service
+from stagemesh.common.process_lifecycle import run_service
+from stagemesh.common.stage_config import StageConfig, load_stage_config
 from stagemesh.services.stage.process import serve
 
 

@@ -11,7 +11,7 @@ from benchmarks.ar_ways.loop_probe import Tick
 from benchmarks.ar_ways.models import options_of
 from benchmarks.ar_ways.taker import GENERATION, PIPELINE, PRODUCER
 from benchmarks.stage_process import StageProcess
-from stagemesh.services.serving.config import DataPlaneConfig, StageConfig
+from stagemesh.common.stage_config import DataPlaneConfig, StageConfig
 
 ARENA_BYTES = 32 << 20
 """All of an arena is in memory from the start; the default has twice as much."""

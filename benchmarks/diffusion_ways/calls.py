@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import torch
 
-from stagemesh.connectors.channels import CHANNEL_OPTIONS
-from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
+from stagemesh.rpc.channels import CHANNEL_OPTIONS
+from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
 from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
 from tests.diffusion.tiny_calls import Wish

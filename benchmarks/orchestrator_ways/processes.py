@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from stagemesh.connectors.channels import open_channel
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, dump_orchestrator_config
 from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, stage_pb2
 
 _READY_S = 120.0

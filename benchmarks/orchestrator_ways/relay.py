@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import grpc
 
-from stagemesh.connectors.channels import SERVER_OPTIONS, open_channel
-from stagemesh.services.serving.lifecycle import run_service
+from stagemesh.common.process_lifecycle import run_service
+from stagemesh.rpc.channels import SERVER_OPTIONS, open_channel
 from stagemesh.v1 import stage_pb2
 
 UPSTREAM = "upstream"

@@ -11,17 +11,17 @@ import os
 from contextlib import AsyncExitStack
 
 from benchmarks.orchestrator_ways.stamped_engine import StampedEngine
+from stagemesh.common.descriptors import import_factory, load_engine_descriptor
+from stagemesh.common.process_lifecycle import run_service
+from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.stage_service import add_stage_service
+from stagemesh.connectors.stream.stage_service import add_stage_service
 from stagemesh.orchestrator.spec import Pipeline, Stage, load_pipeline
+from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
-from stagemesh.services.serving.config import StageConfig
-from stagemesh.services.serving.lifecycle import run_service
-from stagemesh.services.serving.plugins import import_factory, load_engine_card
-from stagemesh.services.serving.server import Server
-from stagemesh.services.stage.registering import registered
-from stagemesh.services.stage.runtime import StageRuntime
-from stagemesh.services.stage.servicer import StageServicer
+from stagemesh.services.stage.replica.runtime import StageRuntime
+from stagemesh.services.stage.service.registration import registered
+from stagemesh.services.stage.service.servicer import StageServicer
 
 _ARENA_BYTES = 1 << 20
 
@@ -39,7 +39,7 @@ async def serve_replica(
         arena_bytes=_ARENA_BYTES,
         window_bytes=_ARENA_BYTES,
     )
-    card = load_engine_card(config.engine)
+    card = load_engine_descriptor(config.engine)
     engine: Engine = StampedEngine(config, beat_s=beat_s) if stamped else import_factory(card.factory)(config)
     runtime = StageRuntime(engine, data_plane, config, card.signature(config.function, config.options))
     server = Server(config.listen)

@@ -8,10 +8,10 @@ from contextlib import aclosing
 
 import numpy as np
 
-from stagemesh.connectors.base import Packet
+from stagemesh.common.stage_config import StageConfig
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Emission, EngineEvent, Task
 from stagemesh.services.engines.fake.engine import FakeEngine
-from stagemesh.services.serving.config import StageConfig
 
 
 class StampedEngine(FakeEngine):

@@ -6,10 +6,10 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Protocol, Self
 
 from benchmarks.orchestrator_ways.relay import UPSTREAM
-from stagemesh.connectors.channels import open_channel
 from stagemesh.connectors.registry import number_of
+from stagemesh.orchestrator.planning.policy_conversion import policy_to_wire
 from stagemesh.orchestrator.spec import Pipeline
-from stagemesh.orchestrator.wire import policy_to_wire
+from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import (
     admin_pb2,
     orchestrator_pb2,

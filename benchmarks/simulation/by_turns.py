@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterator, Sequence
 from itertools import cycle, islice
 
-from stagemesh.orchestrator.book import ReadyReplicas
-from stagemesh.orchestrator.replica import Replica
+from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas
 
 
 class ByTurns:

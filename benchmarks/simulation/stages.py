@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-from stagemesh.connectors.base import ConnectorName
-from stagemesh.connectors.errors import NotFoundError, UnavailableError, UnsupportedError
-from stagemesh.connectors.negotiation import EdgeProbe
-from stagemesh.connectors.pulse import Pulse
-from stagemesh.orchestrator.membership.base import Member, Roster
+from stagemesh.common.errors import NotFoundError, UnavailableError, UnsupportedError
+from stagemesh.common.notifier import Notifier
+from stagemesh.connectors.edge import ConnectorName
+from stagemesh.connectors.stream.negotiation import EdgeProbe
+from stagemesh.orchestrator.fleet.stage_client import REPLICA_LOST, StageClient
+from stagemesh.orchestrator.membership.base import Member, MembershipListener
 from stagemesh.orchestrator.spec import Pipeline
-from stagemesh.orchestrator.stages import REPLICA_LOST, StageClient
 from stagemesh.v1 import stage_pb2
 
 _ACCEPTED = stage_pb2.ExecuteStepResponse(accepted=stage_pb2.StepAccepted())
@@ -80,7 +80,7 @@ class Flow:
     def __init__(self) -> None:
         self._made = self._arrived = 0
         self._producer: Step | None = None
-        self._changed = Pulse()
+        self._changed = Notifier()
 
     def produce(self, producer: "Step") -> None:
         """The producer begins, for the first time or anew."""
@@ -121,7 +121,7 @@ class Step:
 
 
 class SimulatedReplica:
-    """One address, as connection and as client; see `stagemesh.orchestrator.connection.Connection`."""
+    """One address, as connection and as client; see `stagemesh.orchestrator.fleet.replica_connection.Connection`."""
 
     def __init__(self, member: Member, world: World) -> None:
         self._world = world
@@ -130,7 +130,7 @@ class SimulatedReplica:
         self._deaths = 0
         self._steps: dict[str, Step] = {}
         self._working: dict[Step, asyncio.Task[None]] = {}
-        self._died, self._restarted_at_s = Pulse(), 0.0
+        self._died, self._restarted_at_s = Notifier(), 0.0
         self._touched = asyncio.Event()
 
     @property
@@ -300,7 +300,7 @@ class Members:
             for number in range(count)
         ]
 
-    async def follow(self, roster: Roster) -> None:
+    async def follow(self, roster: MembershipListener) -> None:
         """See MemberSource."""
         for member in self.members:
             roster.join(member)

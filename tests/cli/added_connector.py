@@ -7,7 +7,7 @@ import pytest
 
 _MODULE = """\
 from stagemesh.connectors.registry import ConnectorCard
-CARD = ConnectorCard("pigeon", 1000, 5, "pigeon:Pigeon", module="not_there", remedy="feed it")
+DESCRIPTOR = ConnectorCard("pigeon", 1000, 5, "pigeon:Pigeon", module="not_there", remedy="feed it")
 """
 
 
@@ -17,5 +17,5 @@ def add_connector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = folder / "pigeon-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: pigeon\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text("[stagemesh.connectors]\npigeon = pigeon:CARD\n")
+    (package / "entry_points.txt").write_text("[stagemesh.connectors]\npigeon = pigeon:DESCRIPTOR\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", ""))))

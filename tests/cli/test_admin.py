@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from stagemesh.client import Admitted, Client, Generation, Text
-from stagemesh.connectors.errors import CancelledRequestError
+from stagemesh.common.errors import CancelledRequestError
 from stagemesh.orchestrator.cli.admin import replica_calls
 from stagemesh.orchestrator.cli.admin.request_view import moments, request_view
-from stagemesh.orchestrator.cli.admin.views import requests_table
+from stagemesh.orchestrator.cli.admin.tables import requests_table
 from stagemesh.v1 import admin_pb2, chunk_pb2
 from tests.cli.commands import Ran, invoke
 from tests.deployment import Deployment, deployed

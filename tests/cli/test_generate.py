@@ -2,7 +2,7 @@ import json
 import wave
 from pathlib import Path
 
-from stagemesh.connectors.errors import OverloadedError, UnavailableError
+from stagemesh.common.errors import OverloadedError, UnavailableError
 from tests.cli.commands import stagemesh
 from tests.client.scripted import ScriptedOrchestrator, admitted, audio, finished, queued, text
 

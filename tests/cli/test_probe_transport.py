@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from stagemesh.connectors import memory_file
-from stagemesh.connectors.errors import NotReadyError
-from stagemesh.connectors.probing import SIZES, ProbePeer, measure_peer, measuring, second_process
-from stagemesh.connectors.probing.peer import make_plane
-from stagemesh.services.serving.server import Server
+from stagemesh.common.errors import NotReadyError
+from stagemesh.connectors.arena import memory_file
+from stagemesh.connectors.transport_probe import SIZES, ProbePeer, measure_peer, measurement, second_process
+from stagemesh.connectors.transport_probe.peer import make_plane
+from stagemesh.rpc.server import Server
 from tests.cli.commands import COMMAND, Ran, invoke, stagemesh
 from tests.connectors.namespaces import ENVIRONMENT, namespaces
 from tests.stage.replicas import served_stage
@@ -102,7 +102,7 @@ async def test_a_peer_of_another_version_is_refused(monkeypatch: pytest.MonkeyPa
     server = Server("127.0.0.1:0")
     async with ProbePeer.added_to(server.grpc):
         endpoint = f"127.0.0.1:{await server.start()}"
-        monkeypatch.setattr(measuring, "version", lambda _: "9.9")
+        monkeypatch.setattr(measurement, "version", lambda _: "9.9")
         with pytest.raises(NotReadyError, match=r"this host 9\.9 .*; install the same on both"):
             await measure_peer(endpoint, progress=print)
         await server.stop(grace_s=0)

@@ -14,7 +14,7 @@ print("loaded:", [name for name in {HEAVY!r} if name in sys.modules])
 """
 IMPORT_ALL = """
 import sys
-import stagemesh.orchestrator.cli.displays, stagemesh.orchestrator.cli.sinks, stagemesh.orchestrator.cli.drawings
+from stagemesh.orchestrator.cli import output_sinks, pipeline_graph, process_display
 print("loaded:", [name for name in ("torch", "vllm", "onnxruntime", "scipy") if name in sys.modules])
 """
 

@@ -3,7 +3,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from stagemesh.services.serving.server import Server
+from stagemesh.rpc.server import Server
 from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
 from tests.client.scripted import ScriptedOrchestrator
 

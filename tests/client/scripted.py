@@ -9,9 +9,9 @@ from typing import TypeAlias
 import grpc
 import numpy as np
 
-from stagemesh.connectors.errors import NotFoundError, StagemeshError
-from stagemesh.connectors.tensors import inline_tensor
-from stagemesh.services.serving.answering import RpcContext, answering, streaming
+from stagemesh.common.errors import NotFoundError, StagemeshError
+from stagemesh.common.tensors import inline_tensor
+from stagemesh.rpc.error_boundary import RpcContext, answering, streaming
 from stagemesh.v1.orchestrator_pb2 import (
     CancelRequestRequest,
     CancelRequestResponse,

@@ -21,7 +21,7 @@ from stagemesh.client import (
     VideoFile,
     read_media,
 )
-from stagemesh.connectors.errors import (
+from stagemesh.common.errors import (
     DeadlineError,
     InternalError,
     InvalidRequestError,
@@ -29,8 +29,8 @@ from stagemesh.connectors.errors import (
     OverloadedError,
     UnavailableError,
 )
-from stagemesh.connectors.tensors import read_inline
-from stagemesh.services.serving.server import Server
+from stagemesh.common.tensors import read_inline
+from stagemesh.rpc.server import Server
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
 from stagemesh.v1.request_pb2 import Output, TokenIds

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from stagemesh.client import Admitted, AsyncClient, Client, Event, Finished, Progress, RetryPolicy, Text
-from stagemesh.client.delivery import Delivery
-from stagemesh.connectors.errors import (
+from stagemesh.client.position import ClientPosition
+from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,
     InternalError,
@@ -16,7 +16,7 @@ from stagemesh.connectors.errors import (
     StagemeshError,
     UnavailableError,
 )
-from stagemesh.connectors.tensors import inline_tensor
+from stagemesh.common.tensors import inline_tensor
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
 from stagemesh.v1.request_pb2 import Image, Output, TokenIds
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, progress, queued, text
@@ -211,7 +211,7 @@ async def test_the_blocking_client_takes_back_what_was_asked_for(orchestrator: S
 
 
 def test_every_kind_of_output_is_counted() -> None:
-    delivery = Delivery(GenerateRequest(), QUICK)
+    delivery = ClientPosition(GenerateRequest(), QUICK)
     outputs = [
         Output(name="codes", token_ids=TokenIds(ids=[5, 6])),
         Output(name="picture", image=Image(data=b"png")),

@@ -1,7 +1,7 @@
 import pytest
 
 from stagemesh.client.retries import Attempts, RetryPolicy
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnavailableError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
 
 POLICY = RetryPolicy(attempts=4, first_pause_s=0.1, max_pause_s=0.3)
 

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from stagemesh.client import Client, Result, RetryPolicy, Text
-from stagemesh.connectors.errors import NotFoundError, UnavailableError
+from stagemesh.common.errors import NotFoundError, UnavailableError
 from tests.client.scripted import Pause, ScriptedOrchestrator, admitted, audio, finished, queued, text
 
 QUICK = RetryPolicy(attempts=3, first_pause_s=0.01, max_pause_s=0.1)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from stagemesh.client import WavWriter
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 
 
 def test_samples_become_16_bit_pcm(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The connectors that every fault is tried on."""
 
-from stagemesh.connectors.base import ConnectorName
+from stagemesh.connectors.edge import ConnectorName
 
 CONNECTORS = ("shm", "nixl", "grpc")
 

@@ -6,8 +6,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.tensors import Tensors
+from stagemesh.common.tensors import Tensors
+from stagemesh.connectors.edge import Packet
 
 _SHIFTS = 1 << 16
 

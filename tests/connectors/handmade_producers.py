@@ -6,9 +6,9 @@ from typing import TypeAlias
 
 import grpc
 
-from stagemesh.connectors.base import EdgeKey
-from stagemesh.connectors.channels import open_channel
-from stagemesh.connectors.wire import key_to_wire
+from stagemesh.connectors.edge import EdgeKey
+from stagemesh.connectors.stream.wire import key_to_wire
+from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 from tests.connectors.hosts import Host
 

@@ -1,5 +1,5 @@
 """Two replicas' data planes with real gRPC between them: those of the conformance kit."""
 
-from stagemesh.connectors.testing import Host, open_flow, packet, two_hosts
+from stagemesh.connectors.conformance import Host, open_flow, packet, two_hosts
 
 __all__ = ["Host", "open_flow", "packet", "two_hosts"]

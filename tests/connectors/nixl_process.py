@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from stagemesh.connectors.arena import Account, Arena, Written
-from stagemesh.connectors.connector import ArenaRange, Bytes, FetchingReader, Producer
-from stagemesh.connectors.errors import StagemeshError
+from stagemesh.common.errors import StagemeshError
+from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Written
+from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader, Producer
 from stagemesh.connectors.nixl import NixlConnector
 from tests.repository.commands import ROOT
 
@@ -52,7 +52,7 @@ class Replica:
 
     async def write(self, sizes: Sequence[int], seed: int) -> dict[str, Any]:
         tensors = {str(number): content(size, seed + number) for number, size in enumerate(sizes)}
-        written = await self._arena.write(tensors, Account())
+        written = await self._arena.write(tensors, MemoryAccount())
         region = written.region
         self._written[region.generation] = written
         start = region.bytes(0, 0).ctypes.data - region.offset
@@ -69,7 +69,7 @@ class Replica:
         return {}
 
     async def fetch(self, replica: str, places: list[list[int]], seed: int, *, keep: bool = False) -> dict[str, Any]:
-        views = await self._readers[replica].fetch([ArenaRange(*place) for place in places], Account())
+        views = await self._readers[replica].fetch([ArenaRange(*place) for place in places], MemoryAccount())
         if keep:
             self._kept.append(views)
         wanted = (content(place[1], seed + number) for number, place in enumerate(places))

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 
 import grpc
 
-from stagemesh.connectors.channels import SERVER_OPTIONS, open_channel
+from stagemesh.rpc.channels import SERVER_OPTIONS, open_channel
 from stagemesh.v1 import stage_pb2
 from tests.connectors.local_sockets import LocalSocket, connect, listen
 from tests.connectors.relay_faults import CutError, Direction, Faults, pump

@@ -18,10 +18,10 @@ from typing import Any, Self
 
 import uvloop
 
-from stagemesh.connectors.account import Account
-from stagemesh.connectors.base import EdgeKey, Inlet, Outlet, Packet, StepPolicy
-from stagemesh.connectors.connector import ArenaRange, Bytes, FetchingReader
-from stagemesh.connectors.errors import StagemeshError, UnavailableError
+from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.connectors.arena.account import MemoryAccount
+from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader
+from stagemesh.connectors.edge import EdgeKey, Inlet, Outlet, Packet, StepPolicy
 from tests.connectors.connector_names import named
 from tests.connectors.contents import is_packet_of, packet_of
 from tests.connectors.hosts import Host
@@ -119,7 +119,9 @@ class Program:
 
         fetch, reads = NixlReader.fetch, itertools.count()
 
-        async def fetch_or_fail(reader: NixlReader, places: Sequence[ArenaRange], account: Account) -> list[Bytes]:
+        async def fetch_or_fail(
+            reader: NixlReader, places: Sequence[ArenaRange], account: MemoryAccount
+        ) -> list[Bytes]:
             if next(reads) >= after:
                 raise UnavailableError("the network is gone")
             return await fetch(reader, places, account)

@@ -14,15 +14,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from stagemesh.connectors.account import Account
-from stagemesh.connectors.allocator import PAGE_BYTES
-from stagemesh.connectors.arena import Arena
-from stagemesh.connectors.base import ConnectorName
-from stagemesh.connectors.connector import ArenaRange, Bytes, Connector, FetchingReader, Producer
-from stagemesh.connectors.errors import InvalidChunkError, NotReadyError, UnavailableError
-from stagemesh.connectors.memory_file import TOKEN_BYTES, data_offset_in
-from stagemesh.connectors.registry import ConnectorCard
-from stagemesh.connectors.testing import ConnectorSuite
+from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
+from stagemesh.connectors.arena.account import MemoryAccount
+from stagemesh.connectors.arena.arena import Arena
+from stagemesh.connectors.arena.memory_file import TOKEN_BYTES, data_offset_in
+from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
+from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, Producer
+from stagemesh.connectors.conformance import ConnectorSuite
+from stagemesh.connectors.edge import ConnectorName
+from stagemesh.connectors.registry import ConnectorDescriptor
 
 _OFFER = struct.Struct(f"<II{TOKEN_BYTES}s")
 
@@ -32,7 +32,7 @@ class ProcReader(FetchingReader):
         self._file: Bytes | None = np.frombuffer(file, np.uint8)
         self._landing = landing
 
-    async def fetch(self, places: Sequence[ArenaRange], account: Account) -> list[Bytes]:
+    async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
         if self._file is None:
             raise UnavailableError("this reader is closed")
         # Both outlive `close`, which may come while bytes are under way.
@@ -97,9 +97,9 @@ def _opened(offer: bytes) -> mmap.mmap:
     return file
 
 
-CARD = ConnectorCard("proc", number=1000, rank=50, factory=f"{__name__}:ProcConnector")
+DESCRIPTOR = ConnectorDescriptor("proc", number=1000, rank=50, factory=f"{__name__}:ProcConnector")
 
 
 class TestProc(ConnectorSuite):
     connector = "proc"
-    card = CARD
+    card = DESCRIPTOR

@@ -16,13 +16,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from stagemesh.connectors import memory_file
-from stagemesh.connectors.allocator import PAGE_BYTES
-from stagemesh.connectors.arena import COPY_IN_THREAD_BYTES, Account, Arena, Region, layout_of
-from stagemesh.connectors.errors import InvalidChunkError, NotReadyError, UnavailableError
-from stagemesh.connectors.memory_file import pages_are_of
-from stagemesh.connectors.pinning import pin
-from stagemesh.connectors.tensors import Array
+from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
+from stagemesh.common.tensors import Array
+from stagemesh.connectors.arena import memory_file
+from stagemesh.connectors.arena.arena import COPY_IN_THREAD_BYTES, Arena, MemoryAccount, Region, layout_of
+from stagemesh.connectors.arena.memory_file import pages_are_of
+from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
+from stagemesh.connectors.arena.pinning import pin
 
 MIB = 1 << 20
 PAGES = 64
@@ -35,8 +35,8 @@ async def arena() -> AsyncIterator[Arena]:
     made.close()
 
 
-def _region(arena: Arena, size_bytes: int, account: Account | None = None) -> Region:
-    region = arena.try_allocate(size_bytes, account or Account())
+def _region(arena: Arena, size_bytes: int, account: MemoryAccount | None = None) -> Region:
+    region = arena.try_allocate(size_bytes, account or MemoryAccount())
     assert region is not None
     return region
 
@@ -49,10 +49,10 @@ class ArenaModel(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.arena = Arena(PAGES * PAGE_BYTES)
         self.arena.on_pressure = self.press
-        self.accounts = [Account() for _ in range(3)]
+        self.accounts = [MemoryAccount() for _ in range(3)]
         self.held: list[Region] = []
         self.kept: list[Region] = []
-        self.waiting: list[tuple[asyncio.Task[Region], int, Account]] = []
+        self.waiting: list[tuple[asyncio.Task[Region], int, MemoryAccount]] = []
 
     def press(self) -> bool:
         if self.kept:
@@ -124,7 +124,7 @@ class ArenaModel(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_for_what_is_there(self) -> None:
         self.settle()
-        passed: set[Account] = set()
+        passed: set[MemoryAccount] = set()
         for _, size, account in self.waiting:
             if account in passed:
                 continue
@@ -168,7 +168,7 @@ TestArenaModel.settings = settings(max_examples=100, stateful_step_count=50, dea
     ids=["strided", "fortran", "broadcast", "0-d", "no elements", "empty"],
 )
 async def test_every_kind_of_tensor_is_written_once_and_right(arena: Arena, tensor: Array) -> None:
-    written = await arena.write({"n": np.ones(3, np.uint8), "x": tensor}, Account())
+    written = await arena.write({"n": np.ones(3, np.uint8), "x": tensor}, MemoryAccount())
     view = written.tensors["x"]
     np.testing.assert_array_equal(view, tensor)
     assert (view.dtype, view.shape) == (tensor.dtype, tensor.shape)
@@ -178,18 +178,18 @@ async def test_every_kind_of_tensor_is_written_once_and_right(arena: Arena, tens
 async def test_large_tensors_are_written_in_a_thread_and_right() -> None:
     arena = Arena(4 * COPY_IN_THREAD_BYTES)
     tensor = np.random.default_rng(0).integers(0, 255, COPY_IN_THREAD_BYTES, np.uint8)
-    written = await arena.write({"x": tensor}, Account())
+    written = await arena.write({"x": tensor}, MemoryAccount())
     np.testing.assert_array_equal(written.tensors["x"], tensor)
 
 
 async def test_objects_are_never_written(arena: Arena) -> None:
     with pytest.raises(InvalidChunkError, match="objects"):
-        arena.try_write({"x": np.array([object()])}, Account())
+        arena.try_write({"x": np.array([object()])}, MemoryAccount())
     assert arena.used_bytes == 0
 
 
 async def test_region_is_freed_by_its_last_holder(arena: Arena) -> None:
-    account = Account()
+    account = MemoryAccount()
     region = _region(arena, 5000, account)
     region.retain()
     region.release()
@@ -199,7 +199,7 @@ async def test_region_is_freed_by_its_last_holder(arena: Arena) -> None:
 
 
 async def test_tensor_that_lies_in_the_arena_is_found(arena: Arena) -> None:
-    written = await arena.write({"n": np.ones(3, np.uint8), "x": np.arange(9000.0)}, Account())
+    written = await arena.write({"n": np.ones(3, np.uint8), "x": np.arange(9000.0)}, MemoryAccount())
     tensor = written.tensors["x"]
     frozen = tensor[512:600]
     frozen.flags.writeable = False
@@ -209,7 +209,7 @@ async def test_tensor_that_lies_in_the_arena_is_found(arena: Arena) -> None:
 
 
 async def test_tensor_that_does_not_lie_in_one_region_is_not_found(arena: Arena) -> None:
-    tensor = (await arena.write({"x": np.arange(9000.0)}, Account())).tensors["x"]
+    tensor = (await arena.write({"x": np.arange(9000.0)}, MemoryAccount())).tensors["x"]
     over_the_end: Array = np.ndarray(100_000, np.uint8, arena.memory, arena.data_offset)
     table: Array = np.ndarray(8, np.uint8, arena.memory, PAGE_BYTES)
     other = np.arange(9000.0)
@@ -218,20 +218,20 @@ async def test_tensor_that_does_not_lie_in_one_region_is_not_found(arena: Arena)
 
 
 async def test_tensor_of_a_freed_region_is_not_found(arena: Arena) -> None:
-    written = await arena.write({"x": np.arange(9000.0)}, Account())
+    written = await arena.write({"x": np.arange(9000.0)}, MemoryAccount())
     written.region.release()
     assert arena.find(written.tensors["x"]) is None
 
 
 async def test_chunk_beyond_half_of_the_arena_names_the_remedy(arena: Arena) -> None:
     with pytest.raises(InvalidChunkError, match="raise data_plane") as caught:
-        await arena.allocate(MIB // 2 + 1, Account())
+        await arena.allocate(MIB // 2 + 1, MemoryAccount())
     assert caught.value.reason == "CHUNK_TOO_LARGE"
     _region(arena, arena.max_region_bytes)
 
 
 async def test_flow_that_holds_much_leaves_room_for_others(arena: Arena) -> None:
-    greedy, modest = Account(), Account()
+    greedy, modest = MemoryAccount(), MemoryAccount()
     first = _region(arena, MIB // 2, greedy)
     _region(arena, PAGE_BYTES)
     waiting = asyncio.create_task(arena.allocate(PAGE_BYTES, greedy))
@@ -246,11 +246,11 @@ async def test_flow_that_holds_much_leaves_room_for_others(arena: Arena) -> None
 
 async def test_large_wish_is_not_overtaken_for_ever(arena: Arena) -> None:
     held = [_region(arena, MIB // 4) for _ in range(4)]
-    large = asyncio.create_task(arena.allocate(MIB // 2, Account()))
+    large = asyncio.create_task(arena.allocate(MIB // 2, MemoryAccount()))
     await asyncio.sleep(0)
-    small = asyncio.create_task(arena.allocate(PAGE_BYTES, Account()))
+    small = asyncio.create_task(arena.allocate(PAGE_BYTES, MemoryAccount()))
     held[0].release()
-    assert arena.try_allocate(PAGE_BYTES, Account()) is None
+    assert arena.try_allocate(PAGE_BYTES, MemoryAccount()) is None
     await asyncio.sleep(0)
     assert not small.done()
     held[1].release()
@@ -259,7 +259,7 @@ async def test_large_wish_is_not_overtaken_for_ever(arena: Arena) -> None:
 
 
 async def test_wishes_of_one_flow_are_served_in_order(arena: Arena) -> None:
-    account = Account()
+    account = MemoryAccount()
     held = _region(arena, MIB // 2, account)
     _region(arena, PAGE_BYTES)
     order: list[int] = []
@@ -277,7 +277,7 @@ async def test_wishes_of_one_flow_are_served_in_order(arena: Arena) -> None:
 
 
 async def test_what_is_kept_in_case_goes_before_anyone_waits(arena: Arena) -> None:
-    account = Account()
+    account = MemoryAccount()
     _region(arena, PAGE_BYTES)
     kept = [_region(arena, MIB // 4, account) for _ in range(2)]
 
@@ -292,7 +292,7 @@ async def test_what_is_kept_in_case_goes_before_anyone_waits(arena: Arena) -> No
 
 async def test_cancelled_wish_passes_its_turn_on(arena: Arena) -> None:
     held = [_region(arena, MIB // 2) for _ in range(2)]
-    waiting = [asyncio.create_task(arena.allocate(MIB // 2, Account())) for _ in range(3)]
+    waiting = [asyncio.create_task(arena.allocate(MIB // 2, MemoryAccount())) for _ in range(3)]
     await asyncio.sleep(0)
     held[0].release()
     await asyncio.sleep(0)  # The first one's turn has come, and it has not run yet.
@@ -313,7 +313,7 @@ async def test_cancelled_copy_keeps_its_region_until_it_has_ended(monkeypatch: p
         return copy_in(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(arena, "copy_in", slow)
-    writing = asyncio.create_task(arena.write({"x": np.zeros(COPY_IN_THREAD_BYTES, np.uint8)}, Account()))
+    writing = asyncio.create_task(arena.write({"x": np.zeros(COPY_IN_THREAD_BYTES, np.uint8)}, MemoryAccount()))
     while not started.is_set():
         await asyncio.sleep(0.001)
     writing.cancel()
@@ -352,7 +352,7 @@ async def test_array_may_be_dropped_in_any_thread(arena: Arena) -> None:
 async def test_array_dropped_just_now_makes_room_at_once(arena: Arena) -> None:
     arrays = [_region(arena, MIB // 2).as_array() for _ in range(2)]
     arrays.clear()
-    assert arena.try_allocate(MIB // 2, Account()) is not None
+    assert arena.try_allocate(MIB // 2, MemoryAccount()) is not None
 
 
 def test_array_may_outlive_loop_and_arena() -> None:
@@ -385,9 +385,9 @@ async def test_generations_neither_wrap_nor_collide(arena: Arena, count: int) ->
 
 async def test_closing_ends_those_who_wait_and_leaves_views_alone() -> None:
     arena = Arena(MIB)
-    written = await arena.write({"x": np.arange(100)}, Account())
+    written = await arena.write({"x": np.arange(100)}, MemoryAccount())
     _region(arena, MIB // 2)
-    waiting = asyncio.create_task(arena.allocate(MIB // 2, Account()))
+    waiting = asyncio.create_task(arena.allocate(MIB // 2, MemoryAccount()))
     await asyncio.sleep(0)
     arena.close()
     arena.close()
@@ -456,6 +456,6 @@ async def test_pinned_arena_is_copied_to_a_device_without_waiting(arena: Arena) 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     pin(arena)
-    tensor = torch.from_numpy((await arena.write({"x": np.arange(1000.0)}, Account())).tensors["x"])
+    tensor = torch.from_numpy((await arena.write({"x": np.arange(1000.0)}, MemoryAccount())).tensors["x"])
     assert tensor.is_pinned()
     assert tensor.to("cuda", non_blocking=True).sum().item() == 499_500

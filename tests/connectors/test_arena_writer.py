@@ -12,11 +12,11 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from stagemesh.connectors.allocator import PAGE_BYTES
-from stagemesh.connectors.arena import Account, Arena
-from stagemesh.connectors.arena_writer import WRITER_SHIFT, ArenaWriter, Handle, PlacedTensor, ShareTicket
-from stagemesh.connectors.errors import DeadlineError, InvalidChunkError, NotReadyError, UnavailableError
-from stagemesh.connectors.tensors import Array
+from stagemesh.common.errors import DeadlineError, InvalidChunkError, NotReadyError, UnavailableError
+from stagemesh.common.tensors import Array
+from stagemesh.connectors.arena.arena import Arena, MemoryAccount
+from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
+from stagemesh.connectors.arena.worker_writer import WRITER_SHIFT, ArenaWriter, Handle, PartitionTicket, PlacedTensor
 
 MIB = 1 << 20
 SPAWN = multiprocessing.get_context("spawn")
@@ -30,7 +30,7 @@ def arena() -> Iterator[Arena]:
 
 
 @contextmanager
-def _writer(ticket: ShareTicket) -> Iterator[ArenaWriter]:
+def _writer(ticket: PartitionTicket) -> Iterator[ArenaWriter]:
     writer = ArenaWriter(ticket)
     try:
         yield writer
@@ -39,7 +39,7 @@ def _writer(ticket: ShareTicket) -> Iterator[ArenaWriter]:
 
 
 @contextmanager
-def _worker(run: Callable[..., None], ticket: ShareTicket) -> Iterator[tuple[Connection, int]]:
+def _worker(run: Callable[..., None], ticket: PartitionTicket) -> Iterator[tuple[Connection, int]]:
     """A real process, and what it sends."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=run, args=(ticket, theirs), daemon=True)
@@ -61,7 +61,7 @@ def _content(number: int) -> dict[str, Array]:
     return {"n": np.array(number), "x": rng.integers(0, 255, (size, 3), np.uint8)}
 
 
-def _write_packets(ticket: ShareTicket, connection: Connection) -> None:
+def _write_packets(ticket: PartitionTicket, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
     for number in range(1000):
         connection.send(writer.write(_content(number), 30))
@@ -86,7 +86,7 @@ def test_thousand_packets_of_a_worker_arrive_whole_and_in_order(arena: Arena) ->
     assert arena.used_bytes == 0
 
 
-def _fill(ticket: ShareTicket, connection: Connection) -> None:
+def _fill(ticket: PartitionTicket, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
     try:
         while True:
@@ -111,7 +111,7 @@ def test_worker_waits_while_its_slab_is_full(arena: Arena) -> None:
         assert arena.adopt(connection.recv()).tensors["x"].all()
 
 
-def _write_until_killed(ticket: ShareTicket, connection: Connection) -> None:
+def _write_until_killed(ticket: PartitionTicket, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
     while True:
         connection.send(writer.write({"x": np.full(50_000, 7, np.uint8)}, 30))
@@ -138,7 +138,7 @@ def test_slab_of_a_killed_worker_comes_back_when_its_views_are_gone(arena: Arena
     assert not any(arena._generations)
 
 
-def _outlive_replica(ticket: ShareTicket, connection: Connection) -> None:
+def _outlive_replica(ticket: PartitionTicket, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
     while True:
         try:
@@ -148,7 +148,7 @@ def _outlive_replica(ticket: ShareTicket, connection: Connection) -> None:
             return
 
 
-def _be_replica(_: ShareTicket, connection: Connection) -> None:
+def _be_replica(_: PartitionTicket, connection: Connection) -> None:
     arena = Arena(4 * MIB)
     connection.send(arena.open_share(MIB))
     connection.recv()
@@ -156,7 +156,7 @@ def _be_replica(_: ShareTicket, connection: Connection) -> None:
 
 def test_worker_is_told_when_its_replica_dies(arena: Arena) -> None:
     with _worker(_be_replica, arena.open_share(PAGE_BYTES)) as (to_replica, replica_id):
-        ticket: ShareTicket = to_replica.recv()
+        ticket: PartitionTicket = to_replica.recv()
         with _worker(_outlive_replica, ticket) as (to_worker, _):
             assert not to_worker.poll(1.0)
             os.kill(replica_id, 9)
@@ -233,7 +233,7 @@ def test_slabs_leave_room_for_the_replica_itself(arena: Arena) -> None:
         arena.open_share(2 * MIB + 1)
     arena.open_share(2 * MIB)
     assert arena.max_region_bytes == MIB
-    assert all(arena.try_allocate(MIB, Account()) for _ in range(2))
+    assert all(arena.try_allocate(MIB, MemoryAccount()) for _ in range(2))
     with pytest.raises(NotReadyError):
         arena.open_share(PAGE_BYTES)
 
@@ -241,7 +241,7 @@ def test_slabs_leave_room_for_the_replica_itself(arena: Arena) -> None:
 @pytest.mark.parametrize("count", [10**8 - 1, 2**32 - 1, 2**47])
 def test_generations_of_all_writers_are_apart(arena: Arena, count: int) -> None:
     arena._generation = count
-    regions = [arena.try_allocate(PAGE_BYTES, Account()) for _ in range(3)]
+    regions = [arena.try_allocate(PAGE_BYTES, MemoryAccount()) for _ in range(3)]
     generations = {region.generation for region in regions if region}
     for _ in range(2):
         with _writer(arena.open_share(MIB)) as writer:

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from stagemesh.connectors.base import AUTO, SHM, EdgeKey, FramesPolicy, Packet, StepPolicy
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, StagemeshError, UnavailableError
-from stagemesh.connectors.testing import assert_same, receive_all, send_all
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError, UnavailableError
+from stagemesh.connectors.conformance import assert_same, receive_all, send_all
+from stagemesh.connectors.edge import AUTO, SHM, EdgeKey, FramesPolicy, Packet, StepPolicy
 from tests.connectors.hosts import open_flow, packet, two_hosts
 
 
@@ -88,7 +88,7 @@ async def test_stale_attempt_is_refused() -> None:
 
 
 async def test_consumer_that_never_was_there_fails_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.connectors.link.GIVE_UP_S", 0.2)
+    monkeypatch.setattr("stagemesh.connectors.stream.consumer_link.GIVE_UP_S", 0.2)
     async with two_hosts() as (a, b):
         outlet, _ = open_flow(a, b)
         await b.server.stop(None)
@@ -97,7 +97,7 @@ async def test_consumer_that_never_was_there_fails_the_flow(monkeypatch: pytest.
 
 
 async def test_lost_producer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.connectors.inflow.LOST_PRODUCER_S", 0.2)
+    monkeypatch.setattr("stagemesh.connectors.flow.inlet_attempt.LOST_PRODUCER_S", 0.2)
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b)
         await outlet.send(packet(0))

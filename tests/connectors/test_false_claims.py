@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from stagemesh.connectors.base import EdgeKey, Inlet, MetadataValue, Outlet, StepPolicy
-from stagemesh.connectors.channels import open_channel
-from stagemesh.connectors.errors import NotReadyError
-from stagemesh.connectors.lanes import PUT_CHUNK
+from stagemesh.common.errors import NotReadyError
+from stagemesh.connectors.edge import EdgeKey, Inlet, MetadataValue, Outlet, StepPolicy
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.message_streams import PUT_CHUNK
 from stagemesh.v1 import stage_pb2
 from tests.connectors.connector_names import named
 from tests.connectors.hosts import Host, open_flow, packet, two_hosts

@@ -16,14 +16,15 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from stagemesh.connectors import connection, inflow, link, outflow, wire
-from stagemesh.connectors.base import EdgeKey, Packet, StepPolicy
+from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.errors import StagemeshError, UnavailableError
-from stagemesh.connectors.inflow import InFlow
-from stagemesh.connectors.lanes import LaneUser
-from stagemesh.connectors.outflow import OutFlow
-from stagemesh.connectors.session import PutSession
+from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.flow import inlet_attempt, outlet_attempt
+from stagemesh.connectors.flow.inlet_attempt import InletAttempt
+from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
+from stagemesh.connectors.stream import connection, consumer_link, wire
+from stagemesh.connectors.stream.consumer_session import ConsumerSession
+from stagemesh.rpc.message_streams import StreamHandler
 from stagemesh.v1 import stage_pb2
 from tests.connectors.connector_names import named
 from tests.connectors.contents import is_packet_of, packet_of
@@ -72,11 +73,11 @@ class _End:
 class Wire:
     """One connection between a producer and a consumer."""
 
-    def __init__(self, producer: DataPlane, consumer: DataPlane, user: LaneUser) -> None:
+    def __init__(self, producer: DataPlane, consumer: DataPlane, user: StreamHandler) -> None:
         self.queues: dict[Direction, deque[bytes]] = {direction: deque() for direction in Direction}
         self.over = asyncio.Event()
         self._user = user
-        self._session = PutSession(consumer, arena_fd=os.dup(producer._arena.fd), on_closed=lambda _: None)
+        self._session = ConsumerSession(consumer, arena_fd=os.dup(producer._arena.fd), on_closed=lambda _: None)
         self._session.begin(_End(self, Direction.REPLIES))
         self._ended = False
 
@@ -109,8 +110,8 @@ class Flow:
     def __init__(self, machine: "DataPlaneModel", request: str) -> None:
         key = EdgeKey(request, "a->b", 1)
         self.request = request
-        self.inlet: InFlow = machine.consumer.open_inlet(key, producer="a")
-        self.outlet: OutFlow = machine.producer.open_outlet(
+        self.inlet: InletAttempt = machine.consumer.open_inlet(key, producer="a")
+        self.outlet: OutletAttempt = machine.producer.open_outlet(
             key, endpoint="nowhere", consumer="b", connector=named(FLOWS[request]), policy=StepPolicy()
         )
         self.sizes: list[int] = []
@@ -159,11 +160,11 @@ class DataPlaneModel(RuleBasedStateMachine):
     def begin(self) -> None:
         self.patches.setattr(connection, "GrpcLane", self._lane)
         self.patches.setattr(connection, "open_channel", _no_channel)
-        self.patches.setattr(link.Link, "_is_gone", _never_gone)
-        self.patches.setattr(link, "GIVE_UP_S", NEVER_S)
-        self.patches.setattr(inflow, "LOST_PRODUCER_S", NEVER_S)
-        self.patches.setattr(inflow, "MAX_RESYNCS", sys.maxsize)
-        self.patches.setattr(outflow, "MAX_RESYNCS", sys.maxsize)
+        self.patches.setattr(consumer_link.ConsumerLink, "_is_gone", _never_gone)
+        self.patches.setattr(consumer_link, "GIVE_UP_S", NEVER_S)
+        self.patches.setattr(inlet_attempt, "LOST_PRODUCER_S", NEVER_S)
+        self.patches.setattr(inlet_attempt, "MAX_RESYNCS", sys.maxsize)
+        self.patches.setattr(outlet_attempt, "MAX_RESYNCS", sys.maxsize)
         self.patches.setattr(wire, "PIECE_BYTES", 4096)
         self.loop.run_until_complete(self._begin())
         self._settle()
@@ -301,7 +302,7 @@ class DataPlaneModel(RuleBasedStateMachine):
     def _queue(self, direction: Direction) -> deque[bytes]:
         return self.wires[-1].queues[direction] if self.wires else deque()
 
-    def _lane(self, channel: object, user: LaneUser, *, peer: str) -> _End:
+    def _lane(self, channel: object, user: StreamHandler, *, peer: str) -> _End:
         self.wires.append(Wire(self.producer, self.consumer, user))
         return _End(self.wires[-1], Direction.REQUESTS)
 

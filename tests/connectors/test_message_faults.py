@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from stagemesh.connectors.base import EdgeKey, Packet, StepPolicy
 from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
 from stagemesh.v1 import stage_pb2
 from tests.connectors.connector_names import CONNECTORS, named
 from tests.connectors.contents import is_packet_of, packet_of
@@ -124,11 +124,11 @@ async def _harm_each(fault: Fault, direction: Direction, *, connector: str, chos
 
 @pytest.fixture(autouse=True)
 def _quick_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.connectors.outflow._REOPEN_S", 0.3)
-    monkeypatch.setattr("stagemesh.connectors.connection._LOOK_S", 0.1)
-    monkeypatch.setattr("stagemesh.connectors.negotiation._AGAIN_S", 0.3)
-    monkeypatch.setattr("stagemesh.connectors.put_stream._GREETING_S", 0.5)
-    monkeypatch.setattr("stagemesh.connectors.wire.PIECE_BYTES", 4096)
+    monkeypatch.setattr("stagemesh.connectors.flow.outlet_attempt._REOPEN_S", 0.3)
+    monkeypatch.setattr("stagemesh.connectors.stream.connection._LOOK_S", 0.1)
+    monkeypatch.setattr("stagemesh.connectors.stream.negotiation._AGAIN_S", 0.3)
+    monkeypatch.setattr("stagemesh.connectors.stream.producer_session._GREETING_S", 0.5)
+    monkeypatch.setattr("stagemesh.connectors.stream.wire.PIECE_BYTES", 4096)
 
 
 DIRECTIONS = pytest.mark.parametrize("direction", Direction)

@@ -11,12 +11,12 @@ import numpy as np
 import psutil
 import pytest
 
-from stagemesh.connectors.arena import Account, Arena, Written
-from stagemesh.connectors.connector import ArenaRange, Producer
-from stagemesh.connectors.errors import InvalidChunkError, NotReadyError
+from stagemesh.common.errors import InvalidChunkError, NotReadyError
+from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Written
+from stagemesh.connectors.base import ArenaRange, Producer
 from stagemesh.connectors.nixl import NixlConnector, NixlReader, describe
 from stagemesh.connectors.nixl.offer import NixlOffer
-from stagemesh.connectors.nixl.peer import READ_TIMEOUT_S
+from stagemesh.connectors.nixl.remote_reads import READ_TIMEOUT_S
 from tests.connectors.namespaces import ENVIRONMENT, namespaces
 from tests.connectors.nixl_process import Driven, content, nixl_process
 
@@ -118,7 +118,7 @@ async def connector(name: str) -> AsyncIterator[tuple[NixlConnector, Arena]]:
 async def met() -> AsyncIterator[tuple[NixlReader, Arena, Written]]:
     """A reader of an arena, and what was written there."""
     async with connector("a-0") as (producer, arena), connector("b-0") as (consumer, _):
-        written = await arena.write({"x": content(20_000, 1)}, Account())
+        written = await arena.write({"x": content(20_000, 1)}, MemoryAccount())
         yield await consumer.meet(await producer.offer(), Producer("a-0", "1", None)), arena, written
 
 
@@ -131,13 +131,13 @@ async def test_region_that_was_given_away_is_not_delivered() -> None:
         place = place_of(written)
         written.region.release()
         with pytest.raises(InvalidChunkError) as refused:
-            await reader.fetch([place], Account())
+            await reader.fetch([place], MemoryAccount())
         assert refused.value.reason == "STALE_REGION"
-        again = await arena.write({"x": content(20_000, 2)}, Account())
+        again = await arena.write({"x": content(20_000, 2)}, MemoryAccount())
         assert again.region.offset == place.offset
         with pytest.raises(InvalidChunkError):
-            await reader.fetch([place_of(again), place], Account())
-        [view] = await reader.fetch([place_of(again)], Account())
+            await reader.fetch([place_of(again), place], MemoryAccount())
+        [view] = await reader.fetch([place_of(again)], MemoryAccount())
         np.testing.assert_array_equal(view, content(20_000, 2))
 
 
@@ -160,8 +160,8 @@ HUGE = (1 << 64) - 1
 async def test_range_that_is_not_the_regions_is_refused(change: dict[str, int]) -> None:
     async with met() as (reader, _, written):
         with pytest.raises(InvalidChunkError):
-            await reader.fetch([place_of(written)._replace(**change)], Account())
-        assert (await reader.fetch([place_of(written)], Account()))[0].nbytes == 20_000
+            await reader.fetch([place_of(written)._replace(**change)], MemoryAccount())
+        assert (await reader.fetch([place_of(written)], MemoryAccount()))[0].nbytes == 20_000
 
 
 @pytest.mark.parametrize(
@@ -207,16 +207,16 @@ async def test_closing_twice_is_harmless_and_ends_reading() -> None:
 
 async def test_readers_of_one_arena_share_a_connection() -> None:
     async with connector("a-0") as (producer, arena), connector("b-0") as (consumer, _):
-        written = await arena.write({"x": content(20_000, 1)}, Account())
+        written = await arena.write({"x": content(20_000, 1)}, MemoryAccount())
         offer, whose = await producer.offer(), Producer("a-0", "1", None)
         first, second = await asyncio.gather(consumer.meet(offer, whose), consumer.meet(offer, whose))
         await first.close()
         assert isinstance(second, NixlReader)
-        assert (await second.fetch([place_of(written)], Account()))[0].nbytes == 20_000
+        assert (await second.fetch([place_of(written)], MemoryAccount()))[0].nbytes == 20_000
         await second.close()
         third = await consumer.meet(offer, whose)
         assert isinstance(third, NixlReader)
-        assert (await third.fetch([place_of(written)], Account()))[0].nbytes == 20_000
+        assert (await third.fetch([place_of(written)], MemoryAccount()))[0].nbytes == 20_000
 
 
 def test_user_is_told_what_will_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
 from stagemesh.connectors import registry
-from stagemesh.connectors.base import AUTO, GRPC, NIXL, SHM, ConnectorName
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnavailableError
-from stagemesh.connectors.negotiation import EdgeProbe
+from stagemesh.connectors.edge import AUTO, GRPC, NIXL, SHM, ConnectorName
 from stagemesh.connectors.shm import ShmConnector
+from stagemesh.connectors.stream.negotiation import EdgeProbe
 from tests.connectors.hosts import Host, open_flow, packet, two_hosts
 from tests.connectors.namespaces import ENVIRONMENT, namespaces
 from tests.connectors.replicas import ReplicaError, replica

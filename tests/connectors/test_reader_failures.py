@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import pytest
 
-from stagemesh.connectors.arena import Account
-from stagemesh.connectors.base import NIXL, ConnectorName, EdgeKey
-from stagemesh.connectors.connector import ArenaRange, Bytes, Connector, FetchingReader, Producer
-from stagemesh.connectors.errors import UnavailableError
-from stagemesh.connectors.wire import key_to_wire
+from stagemesh.common.errors import UnavailableError
+from stagemesh.connectors.arena.arena import MemoryAccount
+from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, Producer
+from stagemesh.connectors.edge import NIXL, ConnectorName, EdgeKey
+from stagemesh.connectors.stream.wire import key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from tests.connectors.handmade_producers import KEY, Peer, peer
 
@@ -22,7 +22,7 @@ class _FailingReader(FetchingReader):
     def __init__(self) -> None:
         self.closing, self.may_close = asyncio.Event(), asyncio.Event()
 
-    async def fetch(self, places: Sequence[ArenaRange], account: Account) -> list[Bytes]:
+    async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
         raise UnavailableError("the network is gone")
 
     async def close(self) -> None:

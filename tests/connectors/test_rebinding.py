@@ -9,7 +9,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from stagemesh.connectors.base import (
+from stagemesh.common.errors import InternalError, NotReadyError, StagemeshError
+from stagemesh.connectors.conformance import assert_same, receive_all, send_all
+from stagemesh.connectors.edge import (
     AUTO,
     GRPC,
     SHM,
@@ -20,12 +22,10 @@ from stagemesh.connectors.base import (
     StepPolicy,
     WholePolicy,
 )
-from stagemesh.connectors.errors import InternalError, NotReadyError, StagemeshError
-from stagemesh.connectors.inflow import InFlow
-from stagemesh.connectors.outflow import OutFlow
-from stagemesh.connectors.rebindable_inlet import RebindableInlet
-from stagemesh.connectors.rebindable_outlet import RebindableOutlet
-from stagemesh.connectors.testing import assert_same, receive_all, send_all
+from stagemesh.connectors.flow.inlet import RebindingInlet
+from stagemesh.connectors.flow.inlet_attempt import InletAttempt
+from stagemesh.connectors.flow.outlet import RebindingOutlet
+from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
 from tests.connectors.hosts import Host, packet
 
 _BOUND_S = 20
@@ -42,7 +42,7 @@ async def hosts(count: int, **limits: int) -> AsyncGenerator[list[Host]]:
             await host.close()
 
 
-def out(producer: Host, consumer: Host, *, attempt: int, connector: str = AUTO) -> OutFlow:
+def out(producer: Host, consumer: Host, *, attempt: int, connector: str = AUTO) -> OutletAttempt:
     return producer.plane.open_outlet(
         EdgeKey("r", "a->b", attempt),
         endpoint=consumer.endpoint,
@@ -52,7 +52,7 @@ def out(producer: Host, consumer: Host, *, attempt: int, connector: str = AUTO) 
     )
 
 
-def into(consumer: Host, producer: Host, *, attempt: int) -> InFlow:
+def into(consumer: Host, producer: Host, *, attempt: int) -> InletAttempt:
     return consumer.plane.open_inlet(EdgeKey("r", "a->b", attempt), producer=producer.replica)
 
 
@@ -67,7 +67,7 @@ async def test_consumers_come_and_go_at_random(connector: str, size: int) -> Non
     draw, sent = random.Random(size), [packet(seq, size) for seq in range(12)]
     async with asyncio.timeout(_BOUND_S), hosts(6, arena_bytes=64 << 20, window_bytes=1 << 20) as (a, *consumers):
         inlet = into(consumers[0], a, attempt=1)
-        outlet = RebindableOutlet(out(a, consumers[0], attempt=1, connector=connector), policy=StepPolicy())
+        outlet = RebindingOutlet(out(a, consumers[0], attempt=1, connector=connector), policy=StepPolicy())
         sending = asyncio.create_task(send_all(outlet, sent))
         for attempt, consumer in enumerate(consumers[1:], start=2):
             for _ in range(draw.randrange(len(sent) // 2)):
@@ -95,15 +95,15 @@ async def test_consumers_come_and_go_at_random(connector: str, size: int) -> Non
 async def test_producer_that_starts_anew_is_taken_from_where_the_edge_stood(policy: ChunkPolicy, taken: int) -> None:
     async with asyncio.timeout(_BOUND_S), hosts(3) as (a1, a2, b):
         expected = await _carried(a1, b, policy)
-        inlet = RebindableInlet(into(b, a1, attempt=2))
-        former = RebindableOutlet(out(a1, b, attempt=2), policy=policy)
+        inlet = RebindingInlet(into(b, a1, attempt=2))
+        former = RebindingOutlet(out(a1, b, attempt=2), policy=policy)
         for one in rows(8):
             await former.send(one)
         count = 0 if isinstance(policy, WholePolicy) else taken
         got = [await anext(inlet) for _ in range(count)]
         inlet.check({})
         inlet.rebind(partial(into, b, a2, attempt=3), first_rows={})
-        later = RebindableOutlet(out(a2, b, attempt=3), policy=policy)
+        later = RebindingOutlet(out(a2, b, attempt=3), policy=policy)
         _, rest = await asyncio.gather(send_all(later, rows(10)), receive_all(inlet))
         assert_same([*got, *rest], expected)
         await former.abort(InternalError("it is gone"))
@@ -111,14 +111,14 @@ async def test_producer_that_starts_anew_is_taken_from_where_the_edge_stood(poli
 
 async def test_producer_that_goes_on_from_a_checkpoint_may_cut_elsewhere() -> None:
     async with asyncio.timeout(_BOUND_S), hosts(3) as (a1, a2, b):
-        inlet = RebindableInlet(into(b, a1, attempt=1))
-        former = RebindableOutlet(out(a1, b, attempt=1), policy=StepPolicy())
+        inlet = RebindingInlet(into(b, a1, attempt=1))
+        former = RebindingOutlet(out(a1, b, attempt=1), policy=StepPolicy())
         for one in rows(5):
             await former.send(one)
         got = [await anext(inlet) for _ in range(5)]
         inlet.check({"x": 14})
         inlet.rebind(partial(into, b, a2, attempt=2), first_rows={"x": 14})
-        later = RebindableOutlet(out(a2, b, attempt=2), policy=FramesPolicy(5))
+        later = RebindingOutlet(out(a2, b, attempt=2), policy=FramesPolicy(5))
         _, rest = await asyncio.gather(send_all(later, rows(8, start=14)), receive_all(inlet))
         numbers = np.concatenate([one.tensors["x"] for one in (*got, *rest)])
         assert numbers.tolist() == list(range(70))
@@ -126,16 +126,16 @@ async def test_producer_that_goes_on_from_a_checkpoint_may_cut_elsewhere() -> No
 
 async def test_both_ends_may_change() -> None:
     async with asyncio.timeout(_BOUND_S), hosts(4) as (a1, a2, b1, b2):
-        inlet = RebindableInlet(into(b1, a1, attempt=1))
-        former = RebindableOutlet(out(a1, b1, attempt=1), policy=StepPolicy())
+        inlet = RebindingInlet(into(b1, a1, attempt=1))
+        former = RebindingOutlet(out(a1, b1, attempt=1), policy=StepPolicy())
         await former.send(rows(1)[0])
         assert await anext(inlet)
         inlet.rebind(partial(into, b1, a2, attempt=2), first_rows={})
-        outlet = RebindableOutlet(out(a2, b1, attempt=2), policy=StepPolicy())
+        outlet = RebindingOutlet(out(a2, b1, attempt=2), policy=StepPolicy())
         sending = asyncio.create_task(send_all(outlet, rows(6)))
         await anext(inlet)
         await inlet.aclose(lost=True)
-        last = RebindableInlet(into(b2, a2, attempt=3))
+        last = RebindingInlet(into(b2, a2, attempt=3))
         outlet.rebind(partial(out, a2, b2, attempt=3))
         received = await receive_all(last)
         await sending
@@ -145,7 +145,7 @@ async def test_both_ends_may_change() -> None:
 async def test_consumer_that_stops_reading_of_its_own_accord_ends_the_edge() -> None:
     async with asyncio.timeout(_BOUND_S), hosts(2) as (a, b):
         inlet = into(b, a, attempt=1)
-        outlet = RebindableOutlet(out(a, b, attempt=1), policy=StepPolicy())
+        outlet = RebindingOutlet(out(a, b, attempt=1), policy=StepPolicy())
         await outlet.send(rows(1)[0])
         await anext(inlet)
         await inlet.aclose()
@@ -159,7 +159,7 @@ async def test_consumer_that_stops_reading_of_its_own_accord_ends_the_edge() -> 
 async def test_lost_edge_that_is_aborted_keeps_nothing() -> None:
     async with asyncio.timeout(_BOUND_S), hosts(2) as (a, b):
         inlet = into(b, a, attempt=1)
-        outlet = RebindableOutlet(out(a, b, attempt=1), policy=StepPolicy())
+        outlet = RebindingOutlet(out(a, b, attempt=1), policy=StepPolicy())
         await outlet.send(packet(0, 30_000))
         await anext(inlet)
         await inlet.aclose(lost=True)
@@ -172,6 +172,6 @@ async def test_lost_edge_that_is_aborted_keeps_nothing() -> None:
 
 async def _carried(a: Host, b: Host, policy: ChunkPolicy) -> list[Packet]:
     """What an edge brings to which nothing happens."""
-    inlet, outlet = into(b, a, attempt=1), RebindableOutlet(out(a, b, attempt=1), policy=policy)
+    inlet, outlet = into(b, a, attempt=1), RebindingOutlet(out(a, b, attempt=1), policy=policy)
     _, received = await asyncio.gather(send_all(outlet, rows(10)), receive_all(inlet))
     return received

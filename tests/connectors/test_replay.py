@@ -6,9 +6,9 @@ import weakref
 import grpc
 import pytest
 
-from stagemesh.connectors.base import GRPC, EdgeKey, Inlet, Outlet
-from stagemesh.connectors.channels import open_channel
-from stagemesh.connectors.wire import key_to_wire
+from stagemesh.connectors.edge import GRPC, EdgeKey, Inlet, Outlet
+from stagemesh.connectors.stream.wire import key_to_wire
+from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 from tests.connectors.hosts import Host, open_flow, packet, two_hosts
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.connectors.base import MetadataValue, Packet
-from stagemesh.connectors.errors import InvalidChunkError, NotReadyError
-from stagemesh.connectors.row_count import RowCount, add_rows
+from stagemesh.common.errors import InvalidChunkError, NotReadyError
+from stagemesh.connectors.edge import MetadataValue, Packet
+from stagemesh.connectors.flow.row_position import RowPosition, add_rows
 
 _NAMES: tuple[str, ...] = ("x", "y")
 
@@ -37,7 +37,7 @@ lengths = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8)
 
 @given(data=st.data(), total=st.tuples(st.integers(0, 20), st.integers(0, 20)))
 def test_each_row_is_taken_once_and_in_order(data: st.DataObject, total: tuple[int, int]) -> None:
-    rows, count = dict(zip(_NAMES, total, strict=True)), RowCount(edge="e")
+    rows, count = dict(zip(_NAMES, total, strict=True)), RowPosition(edge="e")
     taken: list[Packet] = []
     begin = dict.fromkeys(_NAMES, 0)
     for _ in range(data.draw(st.integers(0, 3))):
@@ -62,7 +62,7 @@ def test_each_row_is_taken_once_and_in_order(data: st.DataObject, total: tuple[i
 
 
 def test_packet_of_which_nothing_is_new_is_dropped_whole() -> None:
-    count = RowCount(edge="e")
+    count = RowPosition(edge="e")
     one = Packet({"x": np.arange(3), "n": np.array(7)})
     assert count.take(one) is one
     count.begin({})
@@ -72,7 +72,7 @@ def test_packet_of_which_nothing_is_new_is_dropped_whole() -> None:
 
 
 def test_rows_that_would_be_left_out_are_told() -> None:
-    count = RowCount(edge="e")
+    count = RowPosition(edge="e")
     count.take(Packet({"x": np.arange(3)}))
     count.check({"x": 3})
     with pytest.raises(NotReadyError, match="begins at row 4 of tensor 'x', and 3 rows") as caught:
@@ -82,7 +82,7 @@ def test_rows_that_would_be_left_out_are_told() -> None:
 
 
 def test_repeated_context_is_counted_from_the_beginning_alone() -> None:
-    count = RowCount(edge="e")
+    count = RowPosition(edge="e")
     chunks = [_with(Packet({"x": np.arange(start, start + 4)}), context_frames=bool(start)) for start in (0, 3)]
     assert [count.take(one) for one in chunks] == chunks
     with pytest.raises(NotReadyError):
@@ -93,7 +93,7 @@ def test_repeated_context_is_counted_from_the_beginning_alone() -> None:
 
 
 def test_context_that_is_cut_elsewhere_is_a_contradiction() -> None:
-    count = RowCount(edge="e")
+    count = RowPosition(edge="e")
     count.take(_with(Packet({"x": np.arange(4)}), context_frames=0))
     count.begin({})
     with pytest.raises(InvalidChunkError) as caught:
@@ -102,7 +102,7 @@ def test_context_that_is_cut_elsewhere_is_a_contradiction() -> None:
 
 
 def test_token_at_which_a_packet_starts_moves_with_its_rows() -> None:
-    count = RowCount(edge="e")
+    count = RowPosition(edge="e")
     count.take(_with(Packet({"x": np.arange(5)}), token_start=0))
     count.begin({"x": 3})
     new = count.take(_with(Packet({"x": np.arange(3, 8)}), token_start=3))
@@ -111,7 +111,7 @@ def test_token_at_which_a_packet_starts_moves_with_its_rows() -> None:
 
 
 def test_producer_that_makes_less_than_the_one_before_is_found_out() -> None:
-    count = RowCount(edge="e")
+    count = RowPosition(edge="e")
     count.take(Packet({"x": np.arange(5)}))
     count.begin({})
     count.take(Packet({"x": np.arange(4)}))

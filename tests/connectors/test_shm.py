@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from stagemesh.connectors.allocator import PAGE_BYTES
-from stagemesh.connectors.arena import Account, Arena, Written
-from stagemesh.connectors.connector import ArenaRange, Producer
-from stagemesh.connectors.errors import InvalidChunkError, NotReadyError
-from stagemesh.connectors.memory_file import SEALS, data_offset
+from stagemesh.common.errors import InvalidChunkError, NotReadyError
+from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Written
+from stagemesh.connectors.arena.memory_file import SEALS, data_offset
+from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
+from stagemesh.connectors.base import ArenaRange, Producer
 from stagemesh.connectors.shm import ShmConnector, ShmReader, hold_lease
 from stagemesh.v1 import stage_pb2
 
@@ -38,7 +38,7 @@ async def _meet(arena: Arena, **changes: object) -> ShmReader:
 
 
 async def _write(arena: Arena, size_bytes: int = 20_000) -> tuple[Written, ArenaRange]:
-    written = await arena.write({"x": np.arange(size_bytes, dtype=np.uint8)}, Account())
+    written = await arena.write({"x": np.arange(size_bytes, dtype=np.uint8)}, MemoryAccount())
     return written, ArenaRange(written.region.offset, size_bytes, written.region.generation)
 
 
@@ -82,7 +82,7 @@ HUGE = (1 << 64) - 1
     ids=str,
 )
 async def test_range_that_is_not_the_regions_is_refused(arena: Arena, changes: dict[str, int]) -> None:
-    arena.try_allocate(MIB // 2, Account())
+    arena.try_allocate(MIB // 2, MemoryAccount())
     _, place = await _write(arena)
     with pytest.raises(InvalidChunkError):
         (await _meet(arena)).view(place._replace(**changes))

@@ -8,11 +8,11 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from stagemesh.connectors.arena_writer import ArenaWriter, Handle, ShareTicket
-from stagemesh.connectors.base import GRPC, NIXL, SHM, ConnectorName, Outlet, Packet
+from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, PartitionTicket
+from stagemesh.connectors.conformance import assert_same, receive_all
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.fan_out import FanOut
-from stagemesh.connectors.testing import assert_same, receive_all
+from stagemesh.connectors.edge import GRPC, NIXL, SHM, ConnectorName, Outlet, Packet
+from stagemesh.connectors.flow.fan_out import FanOut
 from tests.connectors.hosts import open_flow, packet, two_hosts
 
 MIB = 1 << 20
@@ -23,14 +23,14 @@ SPAWN = multiprocessing.get_context("spawn")
 ALL = pytest.mark.parametrize("connector", [SHM, NIXL, GRPC])
 
 
-def _write_packets(ticket: ShareTicket, connection: Connection) -> None:
+def _write_packets(ticket: PartitionTicket, connection: Connection) -> None:
     writer = ArenaWriter(ticket)
     for seq in range(COUNT):
         connection.send(writer.write(packet(seq, 50_000).tensors, timeout_s=30))
 
 
 @contextmanager
-def _worker(ticket: ShareTicket) -> Iterator[Connection]:
+def _worker(ticket: PartitionTicket) -> Iterator[Connection]:
     """A process that writes packets, and the handles that it sends."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=_write_packets, args=(ticket, theirs), daemon=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
 from tests.diffusion.tiny_calls import Wish
 from tests.diffusion.turns import alone, together
 

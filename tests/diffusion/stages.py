@@ -15,13 +15,13 @@ import numpy as np
 from grpc_health.v1 import health_pb2
 from pydantic import JsonValue
 
+from stagemesh.common.stage_config import StageConfig, dump_stage_config
+from stagemesh.common.tensors import Array, read_inline
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.tensors import Array, read_inline
 from stagemesh.services.engines.diffusion import signature_of
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.options import stage_options
-from stagemesh.services.serving.config import StageConfig, dump_stage_config
-from stagemesh.services.stage.runtime import StageRuntime
+from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.diffusion.tiny_calls import WAN_FRAMES, Wish
 from tests.engines.support import stage_config

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from stagemesh.connectors.errors import (
+from stagemesh.common.errors import (
     ExistsError,
     InvalidRequestError,
     NotFoundError,

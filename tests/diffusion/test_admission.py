@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from stagemesh.connectors.errors import InvalidRequestError
-from stagemesh.services.engines.diffusion.admission import PLACES_A_PRIORITY, Admission, Footprint
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.services.engines.diffusion.scheduling.admission import PLACES_A_PRIORITY, Admission, Footprint
 
 SMALL = Footprint(10, 5)
 

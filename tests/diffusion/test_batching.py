@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
 from tests.diffusion.tiny_calls import Wish
 from tests.diffusion.tiny_pipelines import WRITERS, write_qwen_image

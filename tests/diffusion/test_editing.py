@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-from stagemesh.connectors.errors import InternalError, StagemeshError
+from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.services.engines.base import ChatMessage, Task
 from stagemesh.services.engines.diffusion import FRAMES
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
-from stagemesh.services.engines.diffusion.picture_processor import picture_processor
+from stagemesh.services.engines.diffusion.model.image_processor import picture_processor
 from stagemesh.services.engines.media import MediaFile
 from tests.diffusion.stages import diffusion_config, md5
 from tests.diffusion.tiny_pipelines import write_qwen_image_edit

@@ -14,8 +14,8 @@ import pytest
 import torch
 from pydantic import JsonValue
 
-from stagemesh.connectors.errors import InternalError, InvalidRequestError, StagemeshError
-from stagemesh.connectors.tensors import Array
+from stagemesh.common.errors import InternalError, InvalidRequestError, StagemeshError
+from stagemesh.common.tensors import Array
 from stagemesh.services.engines.base import ChatMessage, Checkpoint, Paused, Progress, Task, Usage
 from stagemesh.services.engines.diffusion import FRAMES, STATE
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from stagemesh.connectors.channels import open_channel
-from stagemesh.services.serving.config import StageConfig
-from stagemesh.services.stage.order import STATE_EDGE
+from stagemesh.common.stage_config import StageConfig
+from stagemesh.rpc.channels import open_channel
+from stagemesh.services.stage.step.spec import STATE_EDGE
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 from tests.diffusion.stages import (
     diffusion_config,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
-from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
+from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.runner import DiffusionRunner
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from stagemesh.client import Admitted, Event, Progress, TensorOutput
-from stagemesh.connectors.channels import CHANNEL_OPTIONS
+from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import admin_pb2
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
 from tests.deployment import Deployment, deployed

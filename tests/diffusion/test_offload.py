@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 from stagemesh.services.engines.diffusion.worker import DiffusionWorker

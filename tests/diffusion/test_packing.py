@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from stagemesh.connectors.errors import InternalError, InvalidChunkError
-from stagemesh.services.engines.diffusion.packing import pack, tensors_of, unpack
+from stagemesh.common.errors import InternalError, InvalidChunkError
+from stagemesh.services.engines.diffusion.transfer.serialization import pack, tensors_of, unpack
 
 CPU = torch.device("cpu")
 DTYPES = (
@@ -174,7 +174,7 @@ def test_what_is_something_else_or_of_another_model_is_refused(kind: str, model:
 
 
 def test_what_another_version_packed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.services.engines.diffusion.packing.VERSION", 2)
+    monkeypatch.setattr("stagemesh.services.engines.diffusion.transfer.serialization.VERSION", 2)
     with pytest.raises(InvalidChunkError, match="state has the version 1; this stage takes 2"):
         unpack(PACKED, kind="state", model="m", device=CPU)
 

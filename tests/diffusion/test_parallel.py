@@ -14,8 +14,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnavailableError
-from stagemesh.connectors.tensors import Array
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
+from stagemesh.common.tensors import Array
 from stagemesh.services.engines.base import Checkpoint, Paused, Progress, Task
 from stagemesh.services.engines.diffusion import STATE
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
@@ -183,7 +183,7 @@ def _lives(process: psutil.Process) -> bool:
 
 _PARENT = """
 import asyncio
-from stagemesh.services.engines.diffusion.rank_process import start_rank
+from stagemesh.services.engines.diffusion.parallel.rank_process import start_rank
 
 async def main():
     rank = await start_rank("rank 0 of 1")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.diffusion.options import stage_options
-from stagemesh.services.engines.diffusion.parallel_options import ParallelOptions
+from stagemesh.services.engines.diffusion.parallel.options import ParallelOptions
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from stagemesh.client import Client, Progress, TensorOutput
-from stagemesh.connectors.errors import InvalidChunkError, InvalidRequestError, StagemeshError
-from stagemesh.connectors.tensors import Array
+from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, StagemeshError
+from stagemesh.common.tensors import Array
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.diffusion.carrying import Carrier
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
-from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import Part
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
 from tests.deployment import Deployment, deployed, eventually
 from tests.diffusion.stages import diffusion_config, md5
 from tests.diffusion.tiny_calls import Wish, load, picture
@@ -146,7 +146,7 @@ def parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_parts_of_every_model_make_what_its_call_makes(parts: tuple[str, Path, dict[str, Any]]) -> None:
     model, folder, pipelines = parts
-    carriers = {part: Carrier(pipeline, folder) for part, pipeline in pipelines.items()}
+    carriers = {part: RequestTransfer(pipeline, folder) for part, pipeline in pipelines.items()}
     inputs = inputs_of(model, WISH)
     encoded = DiffusionRequestState("r", inputs)
     pipelines["encode"].prepare_encode(encoded)
@@ -175,9 +175,9 @@ def test_what_is_for_another_part_is_refused(parts: tuple[str, Path, dict[str, A
     model, folder, pipelines = parts
     state = DiffusionRequestState("r", inputs_of(model, WISH))
     pipelines["encode"].prepare_encode(state)
-    packed = Carrier(pipelines["encode"], folder).pack_conditioning(state)
+    packed = RequestTransfer(pipelines["encode"], folder).pack_conditioning(state)
     with pytest.raises(InvalidChunkError, match="latents has the kind 'conditioning'"):
-        Carrier(pipelines["decode"], folder).unpack_latents(DiffusionRequestState("r", state.inputs), packed)
+        RequestTransfer(pipelines["decode"], folder).unpack_latents(DiffusionRequestState("r", state.inputs), packed)
 
 
 @pytest.mark.parametrize("part", ["denoise", "decode"])

@@ -14,12 +14,12 @@ import psutil
 import pytest
 import torch
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
-from stagemesh.connectors.tensors import Array
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.tensors import Array
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from stagemesh.services.engines.diffusion.recording import STEP
+from stagemesh.services.engines.diffusion.profiler import STEP
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 from stagemesh.services.engines.diffusion.worker import DiffusionWorker
 from tests.diffusion.tiny_pipelines import write_qwen_image

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.services.engines.diffusion.step_scheduler import BatchSizes, StepScheduler, Turn
+from stagemesh.services.engines.diffusion.scheduling.step_scheduler import BatchSizes, StepScheduler, Turn
 
 
 def turn(name: str, steps_left: int = 4, *, key: Hashable = None, priority: int = 0, tokens: int = 16) -> Turn:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagemesh.connectors.errors import NotReadyError
-from stagemesh.services.engines.diffusion.carrying import Carrier
-from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
+from stagemesh.common.errors import NotReadyError
+from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
+from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
 from tests.diffusion.tiny_calls import Wish, load, picture
 from tests.diffusion.tiny_pipelines import WRITERS
 from tests.diffusion.turns import inputs_of
@@ -67,8 +67,8 @@ def test_a_request_goes_on_where_another_loaded_the_same_model(model: str, folde
     for _ in range(3):
         (noise,) = first.denoise_step([moved])
         first.step_scheduler(moved, noise)
-    packed = Carrier(first, folder).pack_state(moved)
-    there = Carrier(second, folder).unpack_state("r", moved.inputs, packed)
+    packed = RequestTransfer(first, folder).pack_state(moved)
+    there = RequestTransfer(second, folder).unpack_state("r", moved.inputs, packed)
     assert torch.equal(*(take_turns(pipeline, [one])[0] for pipeline, one in ((second, there), (first, whole))))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 from tests.diffusion.tiny_calls import WAN_FRAMES, Wish
 

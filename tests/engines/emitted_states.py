@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from pydantic import JsonValue
 
-from stagemesh.connectors.arena_writer import Handle, ShareTicket
-from stagemesh.connectors.base import Packet
+from stagemesh.common.tensors import Array, Tensors
+from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.tensors import Array, Tensors
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import EngineEvent, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, packets, stage_config
@@ -64,9 +64,9 @@ class CountedShares:
 
     plane: DataPlane
     rows: int = 0
-    tickets: list[ShareTicket] = field(default_factory=list[ShareTicket])
+    tickets: list[PartitionTicket] = field(default_factory=list[PartitionTicket])
 
-    def open_share(self, size_bytes: int) -> ShareTicket:
+    def open_share(self, size_bytes: int) -> PartitionTicket:
         """See `Shares`."""
         self.tickets.append(self.plane.open_share(size_bytes))
         return self.tickets[-1]
@@ -77,7 +77,7 @@ class CountedShares:
         self.rows += len(tensors["hidden_states"])
         return tensors
 
-    def close_share(self, ticket: ShareTicket) -> None:
+    def close_share(self, ticket: PartitionTicket) -> None:
         """See `Shares`."""
         self.plane.close_share(ticket)
 

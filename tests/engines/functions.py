@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import InvalidRequestError
-from stagemesh.connectors.tensors import Array, TensorSpec
+from stagemesh.common.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.tensors import Array, TensorSpec
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call, OpensWithout
-from stagemesh.services.serving.plugins import Emitted, FunctionCard, OptionSpec, Signature
 
 NUMBERS = TensorSpec("float32", ("count",))
 GATE = threading.Event()
@@ -92,7 +92,7 @@ class Telling(OpensWithout[frozenset[str]]):
         return [[Packet({"y": each})] if call.packet is None else [] for call, each in zip(batch, lengths, strict=True)]
 
 
-SUMMING = FunctionCard(
+SUMMING = FunctionDescriptor(
     Signature(
         accepts={"x": NUMBERS},
         emits={"y": Emitted(NUMBERS)},
@@ -100,11 +100,11 @@ SUMMING = FunctionCard(
     ),
     factory="tests.engines.functions:Summing",
 )
-ECHO = FunctionCard(
+ECHO = FunctionDescriptor(
     Signature(emits={"text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text")}),
     factory="tests.engines.functions:Echo",
 )
-TELLING = FunctionCard(
+TELLING = FunctionDescriptor(
     Signature(
         accepts={"x": NUMBERS, "side": NUMBERS}, emits={"y": Emitted(NUMBERS)}, optional=frozenset({"x", "side"})
     ),

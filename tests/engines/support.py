@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 import numpy as np
 from pydantic import JsonValue
 
-from stagemesh.connectors.base import Packet
+from stagemesh.common.stage_config import StageConfig
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Emission, EngineEvent, Task
-from stagemesh.services.serving.config import StageConfig
 
 
 def stage_config(

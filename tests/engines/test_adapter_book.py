@@ -5,18 +5,18 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from stagemesh.connectors.errors import ExistsError, NotFoundError, NotReadyError, OverloadedError
-from stagemesh.services.engines.adapter_book import AdapterBook, Entry
+from stagemesh.common.errors import ExistsError, NotFoundError, NotReadyError, OverloadedError
+from stagemesh.services.engines.adapters.registry import AdapterRegistry, Entry
 
 
-def make_book(*names: str, slots: int = 2, room: int = 4) -> AdapterBook:
-    book = AdapterBook("tested", slots, room)
+def make_book(*names: str, slots: int = 2, room: int = 4) -> AdapterRegistry:
+    book = AdapterRegistry("tested", slots, room)
     for name in names:
         book.add(Entry(name, f"/{name}", 8, book.number()))
     return book
 
 
-async def pin(book: AdapterBook, name: str) -> None:
+async def pin(book: AdapterRegistry, name: str) -> None:
     async with book.pinning(name) as entry:
         entry.held = True
 
@@ -27,7 +27,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def use(book: AdapterBook, name: str, until: asyncio.Event) -> None:
+async def use(book: AdapterRegistry, name: str, until: asyncio.Event) -> None:
     async with book.using(name):
         await until.wait()
 
@@ -131,6 +131,6 @@ async def test_an_adapter_in_use_is_kept_unless_drained() -> None:
     assert not book.listed()
 
 
-async def remove(book: AdapterBook, name: str) -> None:
+async def remove(book: AdapterRegistry, name: str) -> None:
     async with book.leaving(name, drain=True) as entry:
         book.remove(entry)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.connectors.errors import InvalidRequestError
-from stagemesh.services.engines.adapter_files import Sizes, read_adapter
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.services.engines.adapters.files import Sizes, read_adapter
 from tests.engines.tiny_adapter import write_adapter
 
 LAYER = "base_model.model.model.layers.1.mlp.down_proj"

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from pydantic import JsonValue
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import InternalError, InvalidChunkError, InvalidRequestError, NotFoundError
-from stagemesh.connectors.tensors import Array, Tensors
+from stagemesh.common.descriptors import load_engine_descriptor
+from stagemesh.common.errors import InternalError, InvalidChunkError, InvalidRequestError, NotFoundError
+from stagemesh.common.tensors import Array, Tensors
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Paused, SamplingOptions, Task, Usage
-from stagemesh.services.engines.fake import CARD
-from stagemesh.services.engines.fake.amounts import Amount, Dice
-from stagemesh.services.engines.fake.contents import at_step, frames_of, pack, unpack
+from stagemesh.services.engines.fake import DESCRIPTOR
+from stagemesh.services.engines.fake.distributions import Amount, SeededRandom
 from stagemesh.services.engines.fake.engine import FakeEngine
+from stagemesh.services.engines.fake.outputs import at_step, frames_of, pack, unpack
 from stagemesh.services.engines.fake.pace import Pace
-from stagemesh.services.serving.plugins import load_engine_card
 from tests.engines.support import collect, packets, stage_config, text_of, text_stream
 
 BOUND_S = 5
@@ -53,12 +53,12 @@ def all_frames(events: list[EngineEvent]) -> Array:
 
 
 def test_card_is_found_by_name() -> None:
-    assert load_engine_card("fake") is CARD
+    assert load_engine_descriptor("fake") is DESCRIPTOR
 
 
 def test_unknown_function_names_those_known() -> None:
     with pytest.raises(NotFoundError, match="known: source, relay, frames, mix, sound"):
-        CARD.signature("sauce", {})
+        DESCRIPTOR.signature("sauce", {})
 
 
 def test_unknown_option_is_answered_with_close_ones() -> None:
@@ -160,7 +160,7 @@ def test_options_that_do_not_hold_are_named_when_the_pipeline_loads(
     options: dict[str, JsonValue], message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        CARD.signature("source", options)
+        DESCRIPTOR.signature("source", options)
 
 
 async def test_amounts_are_drawn_by_the_requests_seed() -> None:
@@ -174,9 +174,9 @@ async def test_amounts_are_drawn_by_the_requests_seed() -> None:
 
 def test_no_draw_is_ever_out_of_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     highest = SimpleNamespace(digest=lambda: b"\xff" * 8)
-    monkeypatch.setattr("stagemesh.services.engines.fake.amounts.hashlib.blake2b", lambda *_, **__: highest)
-    assert 0 < Dice(0, "a").quantile("anything") < 1
-    assert Dice(0, "a").draw(Amount(one_of=(1, 2)), "anything") == 2
+    monkeypatch.setattr("stagemesh.services.engines.fake.distributions.hashlib.blake2b", lambda *_, **__: highest)
+    assert 0 < SeededRandom(0, "a").quantile("anything") < 1
+    assert SeededRandom(0, "a").draw(Amount(one_of=(1, 2)), "anything") == 2
 
 
 async def test_another_stage_draws_other_amounts() -> None:

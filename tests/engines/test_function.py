@@ -7,11 +7,11 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import InternalError, InvalidChunkError, InvalidRequestError, NotReadyError
+from stagemesh.common.descriptors import FunctionDescriptor
+from stagemesh.common.errors import InternalError, InvalidChunkError, InvalidRequestError, NotReadyError
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Progress, Task, Usage
 from stagemesh.services.engines.function.engine import FunctionEngine
-from stagemesh.services.serving.plugins import FunctionCard
 from tests.engines.functions import ECHO, ENTERED, GATE, SUMMING, TELLING
 from tests.engines.support import collect, numbers_task, packets, stage_config, stream, text_of
 
@@ -33,7 +33,7 @@ async def engine() -> AsyncIterator[FunctionEngine]:
     await engine.close()
 
 
-def make(card: FunctionCard, **options: int) -> FunctionEngine:
+def make(card: FunctionDescriptor, **options: int) -> FunctionEngine:
     return FunctionEngine(stage_config("function", function="tested", options=options), card=card)
 
 

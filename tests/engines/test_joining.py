@@ -9,12 +9,12 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import InvalidChunkError
-from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.common.descriptors import Signature
+from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.tensors import TensorSpec
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.joining import packets_of
-from stagemesh.services.serving.plugins import Signature
+from stagemesh.services.engines.input_join import packets_of
 
 NUMBERS = TensorSpec("float32", ("count",))
 BOTH = Signature(accepts={"x": NUMBERS, "y": NUMBERS})

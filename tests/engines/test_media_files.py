@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.media import MediaFile, Samples
-from stagemesh.services.engines.vllm.media_files import (
+from stagemesh.services.engines.vllm.media.decoding import (
     DecodedBytes,
     read_film,
     read_image,

@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import UnavailableError
-from stagemesh.services.engines.vllm.hidden_states import RequestStates
+from stagemesh.common.errors import UnavailableError
+from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.vllm.hidden_states.collector import RequestStates
 
 
 def push(states: RequestStates, position: int, count: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnsupportedError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stagemesh.services.engines.base import ChatMessage, Prompt, SamplingOptions, Task, Usage
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, packets, stage_config, text_of

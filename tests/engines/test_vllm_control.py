@@ -14,7 +14,7 @@ import pytest_asyncio
 import torch
 from pydantic import JsonValue
 
-from stagemesh.connectors.errors import (
+from stagemesh.common.errors import (
     ExistsError,
     InvalidRequestError,
     NotFoundError,

@@ -13,9 +13,9 @@ import pytest_asyncio
 import torch
 from pydantic import JsonValue
 
-from stagemesh.connectors.base import Packet
+from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.errors import InvalidChunkError, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Emission, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, packets, stage_config

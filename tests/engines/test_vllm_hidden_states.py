@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 from pydantic import JsonValue
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.testing.hosts import emptied
+from stagemesh.connectors.conformance.replicas import emptied
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, TokenSelection
 from tests.engines.emitted_states import (
     HIDDEN,

@@ -16,12 +16,12 @@ from PIL import Image
 from pydantic import JsonValue
 from vllm.multimodal.parse import MultiModalDataParser
 
-from stagemesh.connectors.errors import InvalidRequestError, StagemeshError, UnsupportedError
+from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnsupportedError
 from stagemesh.services.engines.base import ChatMessage, Checkpoint, EngineEvent, SamplingOptions, Task, Usage
 from stagemesh.services.engines.media import MediaFile, Part, Samples
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from stagemesh.services.engines.vllm.media_files import DecodedBytes, read_film
-from stagemesh.services.engines.vllm.media_prompts import film_data
+from stagemesh.services.engines.vllm.media.decoding import DecodedBytes, read_film
+from stagemesh.services.engines.vllm.media.prompts import film_data
 from stagemesh.services.engines.vllm.requests import prompt_tokens
 from tests.engines.emitted_states import TOLERANCE, Floats, received, running
 from tests.engines.media_files import encoded, film, image, pixels, sound, tone, wav

@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.vllm.arguments import engine_arguments
-from stagemesh.services.engines.vllm.hidden_states import HiddenStates
+from stagemesh.services.engines.vllm.hidden_states.collector import HiddenStates
 from stagemesh.services.engines.vllm.options import HiddenStatesOptions
 from tests.engines.emitted_states import PROMPTS, load_reference
 from tests.engines.tiny_model import write_real_model

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stagemesh.connectors.errors import UnavailableError
+from stagemesh.common.errors import UnavailableError
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.children import commands_of_children

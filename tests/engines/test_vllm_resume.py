@@ -10,10 +10,10 @@ import pytest_asyncio
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, Prompt, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from stagemesh.services.engines.vllm.resuming import continued
+from stagemesh.services.engines.vllm.resume.checkpoint import continued
 from tests.engines.support import collect, stage_config, text_of
 from tests.engines.tiny_model import OPTIONS, write_tiny_model
 

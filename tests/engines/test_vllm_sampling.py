@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.services.engines.base import (
     Checkpoint,
     EngineEvent,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
-from stagemesh.services.engines.base import Shares
+from stagemesh.services.engines.base import PartitionsArena
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import stage_config
 from tests.engines.tiny_model import OPTIONS, write_tiny_model
@@ -16,7 +16,7 @@ from tests.engines.tiny_model import OPTIONS, write_tiny_model
 pytestmark = pytest.mark.timeout(120)
 
 
-async def start(model: Path, states: JsonValue, *, shares: Shares | None = None, **options: JsonValue) -> None:
+async def start(model: Path, states: JsonValue, *, shares: PartitionsArena | None = None, **options: JsonValue) -> None:
     config = stage_config("vllm", model=str(model), options={"hidden_states": states, **options})
     engine = VllmEngine(config)
     if shares is not None:

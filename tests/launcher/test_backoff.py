@@ -1,4 +1,4 @@
-from stagemesh.orchestrator.launcher.backoff import Backoff, RestartPolicy
+from stagemesh.common.backoff import Backoff, RestartPolicy
 
 
 def _live(backoff: Backoff, *, start_s: float, end_s: float, ready_s: float | None = None) -> float | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stagemesh.client import AsyncClient
-from stagemesh.connectors.errors import NotReadyError
+from stagemesh.common.errors import NotReadyError
 from stagemesh.orchestrator.launcher import ORCHESTRATOR, Launcher, ProcessState, ProcessStatus, RestartPolicy
 from stagemesh.orchestrator.spec import load_pipeline
 

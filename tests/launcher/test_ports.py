@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.orchestrator.launcher.ports import CANDIDATES, PortPicker, check_listen
 
 

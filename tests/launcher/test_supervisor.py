@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.connectors.errors import NotReadyError
-from stagemesh.orchestrator.launcher.states import ProcessState
+from stagemesh.common.errors import NotReadyError
+from stagemesh.orchestrator.launcher.process_states import ProcessState
 from tests.launcher.processes import SLEEPER, Watched
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.connectors.errors import InternalError, NotFoundError, NotReadyError, UnavailableError
+from stagemesh.common.errors import InternalError, NotFoundError, NotReadyError, UnavailableError
 from stagemesh.services.models.__main__ import main
 from stagemesh.services.models.catalog import Recipe, Wheel, recipes_of
 from stagemesh.services.models.fetching import fetch

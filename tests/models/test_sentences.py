@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagemesh.connectors.base import Packet
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.models.sentences import Sentences
 
 PARTS = [*"abJD.!?… \n\t\xa0\"”)',;é語", "Dr.", "Mr. ", ". ", "J. K. "]

@@ -4,8 +4,8 @@ from collections.abc import Awaitable
 
 import grpc
 
-from stagemesh.connectors.errors import StagemeshError
-from stagemesh.connectors.status import from_rpc_error
+from stagemesh.common.errors import StagemeshError
+from stagemesh.rpc.statuses import from_rpc_error
 
 
 async def error_of(call: Awaitable[object]) -> StagemeshError:

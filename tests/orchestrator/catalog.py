@@ -2,10 +2,10 @@
 
 from typing import TypeVar
 
-from stagemesh.connectors.errors import NotFoundError
-from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.common.descriptors import Emitted, EngineDescriptor, OptionSpec, Signature, TransformDescriptor
+from stagemesh.common.errors import NotFoundError
+from stagemesh.common.tensors import TensorSpec
 from stagemesh.orchestrator.spec import Catalog
-from stagemesh.services.serving.plugins import Emitted, EngineCard, OptionSpec, Signature, TransformCard
 
 _TEXT = TensorSpec.parse("uint8[bytes]")
 _FRAMES = TensorSpec.parse("float32[frames, 8]")
@@ -28,19 +28,19 @@ _SIGNATURES = {
     ),
 }
 _ENGINES = {
-    "plain": EngineCard(
+    "plain": EngineDescriptor(
         factory="",
         signature=lambda name, _: _find(_SIGNATURES, name or "", "function"),
         needs_model=False,
         needs_function=True,
         stage_options=frozenset({"max_len", "device"}),
     ),
-    "heavy": EngineCard(factory="", signature=lambda *_: _SIGNATURES["talk"], needs_model=True),
-    "lone": EngineCard(factory="", signature=lambda *_: _SIGNATURES["blend"], needs_model=False, joins=False),
+    "heavy": EngineDescriptor(factory="", signature=lambda *_: _SIGNATURES["talk"], needs_model=True),
+    "lone": EngineDescriptor(factory="", signature=lambda *_: _SIGNATURES["blend"], needs_model=False, joins=False),
 }
 _TRANSFORMS = {
-    "text.upper": TransformCard(takes={"text": _TEXT}, gives={"text": _TEXT}, factory=""),
-    "frames.wider": TransformCard(
+    "text.upper": TransformDescriptor(takes={"text": _TEXT}, gives={"text": _TEXT}, factory=""),
+    "frames.wider": TransformDescriptor(
         takes={"frames": _FRAMES}, gives={"frames": TensorSpec.parse("float32[frames, 16]")}, factory=""
     ),
 }

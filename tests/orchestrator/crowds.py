@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass, field
 from functools import partial
 
-from stagemesh.connectors.errors import OverloadedError
-from stagemesh.orchestrator.admission import Claim
+from stagemesh.common.errors import OverloadedError
+from stagemesh.orchestrator.admission import AdmissionRequest
 from tests.orchestrator.doors import Agenda, Asked, Door
 
 
@@ -51,7 +51,7 @@ class Crowd:
         """Lets them come for so long, and then waits until all are served."""
         at_s = 0.0
         while (at_s := at_s + self._random.expovariate(self.arrivals_a_second)) < for_s:
-            visit = Visit(Asked(Claim(f"v{len(self.visits)}")), self._duration_s(), at_s)
+            visit = Visit(Asked(AdmissionRequest(f"v{len(self.visits)}")), self._duration_s(), at_s)
             visit.asked.on_admitted = partial(self._begin, visit)
             self.visits.append(visit)
             self._agenda.add(at_s, partial(self._come, visit))

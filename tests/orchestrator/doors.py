@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from stagemesh.connectors.errors import StagemeshError
-from stagemesh.orchestrator.admission import Admission, Claim, Ticket
+from stagemesh.common.errors import StagemeshError
+from stagemesh.orchestrator.admission import Admission, AdmissionRequest, Ticket
 from stagemesh.orchestrator.spec import Bounds, Limits
 
 
@@ -24,7 +24,7 @@ class Clock:
 class Asked:
     """A request, and what it heard."""
 
-    claim: Claim
+    claim: AdmissionRequest
     heard: list[str] = field(default_factory=list[str])
     """In order: queued, admitted, refused."""
     positions: list[int] = field(default_factory=list[int])
@@ -88,7 +88,7 @@ class Door:
         kind: Hashable = None,
     ) -> Asked:
         """A request comes; raises why it is refused."""
-        claim = Claim(
+        claim = AdmissionRequest(
             name or f"r{next(self._numbers)}",
             caller=caller,
             priority=priority,

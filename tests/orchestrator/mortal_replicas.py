@@ -9,13 +9,13 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-from stagemesh.connectors.base import ConnectorName
-from stagemesh.connectors.errors import NotFoundError, NotReadyError, UnavailableError, UnsupportedError
-from stagemesh.connectors.negotiation import EdgeProbe
-from stagemesh.connectors.pulse import Pulse
-from stagemesh.orchestrator.membership.base import Member, Roster
+from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError, UnsupportedError
+from stagemesh.common.notifier import Notifier
+from stagemesh.connectors.edge import ConnectorName
+from stagemesh.connectors.stream.negotiation import EdgeProbe
+from stagemesh.orchestrator.fleet.stage_client import REPLICA_LOST, StageClient
+from stagemesh.orchestrator.membership.base import Member, MembershipListener
 from stagemesh.orchestrator.spec import Pipeline
-from stagemesh.orchestrator.stages import REPLICA_LOST, StageClient
 from stagemesh.v1 import request_pb2, stage_pb2
 
 ROW_S = 0.1
@@ -37,7 +37,7 @@ class World:
         self.keeps = True
         """Whether producers have their first chunks still when they are asked for them."""
         self.replicas: dict[str, MortalReplica] = {}
-        self.changed = Pulse()
+        self.changed = Notifier()
         self.on_row: Callable[[Step], None] = lambda _: None
         """Called before a step makes a row."""
         self.made: defaultdict[str, int] = defaultdict(int)
@@ -80,7 +80,7 @@ class Step:
 
 
 class MortalReplica:
-    """One process, as connection and as client; see `stagemesh.orchestrator.connection.Connection`."""
+    """One process, as connection and as client; see `stagemesh.orchestrator.fleet.replica_connection.Connection`."""
 
     def __init__(self, member: Member, world: World) -> None:
         self.member, self.world = member, world
@@ -320,7 +320,7 @@ class Members:
             for number in range(count)
         ]
 
-    async def follow(self, roster: Roster) -> None:
+    async def follow(self, roster: MembershipListener) -> None:
         """See MemberSource."""
         for member in self._members:
             roster.join(member)

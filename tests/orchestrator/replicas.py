@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import cast
 
-from stagemesh.orchestrator.book import ReplicaBook
 from stagemesh.orchestrator.config import ReplicaAddress
-from stagemesh.orchestrator.load import StepCost
-from stagemesh.orchestrator.replica import Replica
+from stagemesh.orchestrator.fleet.load_estimate import StepCost
+from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
+from stagemesh.orchestrator.fleet.stage_client import StageClient
 from stagemesh.orchestrator.spec import Pipeline
-from stagemesh.orchestrator.stages import StageClient
 from stagemesh.v1 import stage_pb2
 
 
@@ -40,7 +40,7 @@ def ready_replica(
     name: str,
     pipeline: Pipeline,
     *,
-    book: ReplicaBook | None = None,
+    book: ReplicaRegistry | None = None,
     generation: str = "",
     host: str = "",
     zone: str = "",

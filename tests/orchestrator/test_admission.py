@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from stagemesh.connectors.errors import (
+from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,
     InvalidRequestError,
     OverloadedError,
     UnavailableError,
 )
-from stagemesh.connectors.status import from_rpc_error
+from stagemesh.rpc.statuses import from_rpc_error
 from stagemesh.v1 import orchestrator_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh, texts
 from tests.orchestrator.scripted_stage import Response, Script, ScriptedStage, hang, say_hello

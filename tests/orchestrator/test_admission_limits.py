@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagemesh.connectors.errors import DeadlineError, OverloadedError, UnavailableError
+from stagemesh.common.errors import DeadlineError, OverloadedError, UnavailableError
 from stagemesh.orchestrator.admission import CallerLoad
 from stagemesh.orchestrator.spec import Bounds
 from tests.orchestrator.doors import Asked, Door

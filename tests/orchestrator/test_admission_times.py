@@ -2,8 +2,8 @@
 
 import pytest
 
-from stagemesh.connectors.errors import DeadlineError, OverloadedError
-from stagemesh.orchestrator.admission.returns import Returns
+from stagemesh.common.errors import DeadlineError, OverloadedError
+from stagemesh.orchestrator.admission.retry_schedule import RetrySchedule
 from stagemesh.orchestrator.spec import Bounds
 from tests.orchestrator.doors import Door
 
@@ -130,7 +130,7 @@ def test_those_who_are_refused_are_told_one_time_after_the_other() -> None:
 
 
 def test_a_flood_of_those_who_never_come_back_does_not_push_the_times_off_for_ever() -> None:
-    line = Returns()
+    line = RetrySchedule()
     told_s = [line.promise(str(number), 0.0, interval_s=1.0) for number in range(12_000)]
     assert told_s[-1] == told_s[9_999]
     assert line.promise("later", told_s[-1] + 2.0, interval_s=1.0) < 2.0

@@ -3,10 +3,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stagemesh.connectors.errors import InvalidRequestError, StagemeshError
-from stagemesh.connectors.tensors import inline_tensor
+from stagemesh.common.errors import InvalidRequestError, StagemeshError
+from stagemesh.common.tensors import inline_tensor
+from stagemesh.orchestrator.request.validation import validate
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.orchestrator.validation import validate
 from stagemesh.v1 import orchestrator_pb2, request_pb2, tensor_pb2
 from tests.orchestrator.mesh import CHAIN, ask, mesh
 

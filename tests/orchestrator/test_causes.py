@@ -2,7 +2,7 @@ from itertools import permutations
 
 import pytest
 
-from stagemesh.connectors.errors import (
+from stagemesh.common.errors import (
     CancelledRequestError,
     InternalError,
     InvalidRequestError,
@@ -11,7 +11,7 @@ from stagemesh.connectors.errors import (
     StaleAttemptError,
     UnavailableError,
 )
-from stagemesh.orchestrator.causes import Failure, root_cause
+from stagemesh.orchestrator.request.root_cause import Failure, root_cause
 
 LOST = Failure("b", UnavailableError("gone", reason="REPLICA_LOST"))
 BROKE = Failure("b", InternalError("broke"))

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.orchestrator.book import ReadyReplicas, ReplicaBook
-from stagemesh.orchestrator.choice import LeastWork
-from stagemesh.orchestrator.planner import Planner
-from stagemesh.orchestrator.replica import Replica
+from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas, ReplicaRegistry
+from stagemesh.orchestrator.planning.planner import Planner
+from stagemesh.orchestrator.planning.replica_choice import LeastWork
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from tests.orchestrator.mesh import CHAIN
 from tests.orchestrator.replicas import ready_replica
@@ -75,7 +75,7 @@ def test_all_that_are_to_be_avoided_are_left_out(pipeline: Pipeline) -> None:
 
 
 def test_a_plan_keeps_neighbours_on_one_host(pipeline: Pipeline) -> None:
-    book = ReplicaBook()
+    book = ReplicaRegistry()
     for host in range(20):
         for stage in pipeline.stages:
             ready_replica(f"{stage}-{host}", pipeline, book=book, host=f"h{host}")

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.connectors.errors import InvalidPipelineError
-from stagemesh.orchestrator.facts import facts_of
+from stagemesh.common.errors import InvalidPipelineError
+from stagemesh.orchestrator.planning.request_facts import facts_of
+from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.orchestrator.spec import Pipeline, explain, load_pipeline
 from stagemesh.orchestrator.spec.conditions import Fact
-from stagemesh.orchestrator.validation import ValidRequest
 from stagemesh.v1 import request_pb2
 from tests.orchestrator.catalog import CATALOG
 

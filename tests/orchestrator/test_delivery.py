@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stagemesh.client import AudioChunk, Event, Image, RetryPolicy, TensorOutput, Text, Tokens
-from stagemesh.client.delivery import Delivery
-from stagemesh.connectors.tensors import inline_tensor
-from stagemesh.orchestrator.resuming import Resumption
+from stagemesh.client.position import ClientPosition
+from stagemesh.common.tensors import inline_tensor
+from stagemesh.orchestrator.request.resume import Resumption
 from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
 from stagemesh.v1.request_pb2 import Audio, Output, TokenIds
 from stagemesh.v1.request_pb2 import Image as Picture
@@ -46,7 +46,7 @@ def lives(draw: st.DrawFn) -> list[Output]:
 def test_a_caller_hears_all_of_it_once_however_often_it_is_lost(
     rounds: list[tuple[list[Output], int]], last: list[Output]
 ) -> None:
-    delivery, heard = Delivery(GenerateRequest(), RetryPolicy()), list[Event]()
+    delivery, heard = ClientPosition(GenerateRequest(), RetryPolicy()), list[Event]()
     for outputs, lost_after in [*rounds, (last, len(last))]:
         resumption = Resumption(next_seqs={}, next_positions=delivery.request().next_positions)
         rests = [rest for output in outputs if (rest := resumption.rest_of(output)) is not None]

@@ -5,7 +5,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stagemesh.connectors.errors import (
+from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,
     InternalError,

@@ -8,16 +8,16 @@ from typing import cast
 import pytest
 
 from benchmarks.simulation import virtual_time
-from stagemesh.connectors.errors import StagemeshError, UnavailableError
-from stagemesh.connectors.negotiation import EdgeProbe
-from stagemesh.connectors.pulse import Pulse
-from stagemesh.orchestrator.connection import Connection
-from stagemesh.orchestrator.fleet import Fleet
-from stagemesh.orchestrator.membership.base import Member, Roster
-from stagemesh.orchestrator.planner import Planner
-from stagemesh.orchestrator.replica import ReplicaState
+from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.notifier import Notifier
+from stagemesh.connectors.stream.negotiation import EdgeProbe
+from stagemesh.orchestrator.fleet.fleet import Fleet
+from stagemesh.orchestrator.fleet.replica import ReplicaState
+from stagemesh.orchestrator.fleet.replica_connection import Connection
+from stagemesh.orchestrator.fleet.stage_client import StageClient
+from stagemesh.orchestrator.membership.base import Member, MembershipListener
+from stagemesh.orchestrator.planning.planner import Planner
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.orchestrator.stages import StageClient
 from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import CHAIN
 from tests.orchestrator.replicas import said
@@ -38,7 +38,7 @@ class _Stage:
         self.description.replica = member.name
         self.reachable, self.listening, self.closed = True, True, False
         self.work_s = 0.0
-        self.changed = Pulse()
+        self.changed = Notifier()
 
     @property
     def client(self) -> StageClient:
@@ -97,7 +97,7 @@ class _World:
         self.members = {stage: Member(stage, f"h:{stage}", f"{stage}-0") for stage in pipeline.stages}
         self._pipeline = pipeline
 
-    async def follow(self, roster: Roster) -> None:
+    async def follow(self, roster: MembershipListener) -> None:
         for member in self.members.values():
             roster.join(member)
 

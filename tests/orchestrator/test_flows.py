@@ -7,22 +7,22 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagemesh.connectors.base import StepPolicy
-from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.common.descriptors import EngineDescriptor, OptionSpec, Signature
+from stagemesh.common.tensors import TensorSpec
+from stagemesh.connectors.edge import StepPolicy
 from stagemesh.orchestrator.spec import Catalog, Edge, Limits, Pipeline, PipelineOutput, Stage
+from stagemesh.orchestrator.spec.checks.flows import FlowChecker
+from stagemesh.orchestrator.spec.checks.problems import Problems
+from stagemesh.orchestrator.spec.checks.satisfiability import find_facts
 from stagemesh.orchestrator.spec.conditions import Comparison, Condition, Fact, Facts, Term, holds
-from stagemesh.orchestrator.spec.flows import FlowChecker
-from stagemesh.orchestrator.spec.origins import Origin, Origins
-from stagemesh.orchestrator.spec.problems import Problems
 from stagemesh.orchestrator.spec.routes import find_route
-from stagemesh.orchestrator.spec.satisfying import find_facts
-from stagemesh.services.serving.plugins import EngineCard, OptionSpec, Signature
+from stagemesh.orchestrator.spec.source.origins import Origin, Origins
 
 NUMBERS = TensorSpec.parse("float32[n]")
 BOUNDS = OptionSpec(default=1.0, minimum=0.0, maximum=4.0)
 LEVELS = [n / 4 for n in range(17)]
 CATALOG = Catalog(
-    engine=lambda name: EngineCard(
+    engine=lambda name: EngineDescriptor(
         factory="", signature=lambda *_: Signature(), needs_model=False, joins=name == "many"
     )
 )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.connectors.errors import InternalError
-from stagemesh.orchestrator.record import RequestRecord
-from stagemesh.orchestrator.requests import RequestTable
+from stagemesh.common.errors import InternalError
+from stagemesh.orchestrator.request.record import RequestRecord
+from stagemesh.orchestrator.request.registry import RequestTable
 from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import mesh
 from tests.orchestrator.scripted_stage import ACCEPTED, Response, ScriptedStage

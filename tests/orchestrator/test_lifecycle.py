@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, cast
 import grpc
 import pytest
 
-from stagemesh.connectors.channels import open_channel
-from stagemesh.connectors.errors import DeadlineError, StagemeshError, UnavailableError
+from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
 from stagemesh.orchestrator.admin.directory import Directory
+from stagemesh.orchestrator.admin.edge_probe import probe_edge
 from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle, count_running
-from stagemesh.orchestrator.admin.probing import probe_edge
-from stagemesh.orchestrator.fleet import Fleet
-from stagemesh.orchestrator.history import History
-from stagemesh.orchestrator.replica import Replica, ReplicaState
-from stagemesh.orchestrator.requests import RequestTable
+from stagemesh.orchestrator.fleet.fleet import Fleet
+from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.orchestrator.fleet.stage_client import GrpcStageClient, StageClient
+from stagemesh.orchestrator.request.history import History
+from stagemesh.orchestrator.request.registry import RequestTable
+from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.orchestrator.stages import GrpcStageClient, StageClient
-from stagemesh.orchestrator.timeline import Timeline
-from stagemesh.services.serving.server import Server
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.server import Server
 from stagemesh.v1 import control_pb2, control_pb2_grpc, stage_pb2
 from tests.orchestrator.mesh import CHAIN
 from tests.orchestrator.replicas import ready_replica

@@ -9,17 +9,17 @@ from typing import cast
 
 import pytest
 
-from stagemesh.connectors.base import StepPolicy
-from stagemesh.connectors.errors import NotReadyError, StagemeshError, UnavailableError
-from stagemesh.connectors.negotiation import EdgeProbe
-from stagemesh.connectors.pulse import Pulse
-from stagemesh.connectors.wire import error_to_wire
+from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
+from stagemesh.common.notifier import Notifier
+from stagemesh.connectors.edge import StepPolicy
+from stagemesh.connectors.stream.negotiation import EdgeProbe
+from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.config import ReplicaAddress
-from stagemesh.orchestrator.connection import GrpcConnection
-from stagemesh.orchestrator.links import PARTNERS, EdgeLinks
-from stagemesh.orchestrator.replica import Replica
+from stagemesh.orchestrator.fleet.edge_connectors import PARTNERS, EdgeLinks
+from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.fleet.replica_connection import GrpcConnection
+from stagemesh.orchestrator.fleet.stage_client import StageClient
 from stagemesh.orchestrator.spec import Edge
-from stagemesh.orchestrator.stages import StageClient
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, mesh, texts, until_health
 from tests.orchestrator.scripted_stage import Probed
@@ -66,9 +66,9 @@ def _replica(name: str, client: _Answering | None = None) -> Replica:
 
 
 @asynccontextmanager
-async def _kept(links: EdgeLinks) -> AsyncGenerator[Pulse]:
+async def _kept(links: EdgeLinks) -> AsyncGenerator[Notifier]:
     """The links' own task; fires when one is known."""
-    changed = Pulse()
+    changed = Notifier()
     task = asyncio.create_task(links.keep(on_change=changed.fire))
     try:
         async with asyncio.timeout(5):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stagemesh.orchestrator.load import LoadEstimate, StepCost
+from stagemesh.orchestrator.fleet.load_estimate import LoadEstimate, StepCost
 from tests.orchestrator.replicas import Clock
 
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from benchmarks.simulation import virtual_time
-from stagemesh.connectors.errors import ExistsError, InvalidRequestError, NotReadyError, StaleAttemptError
+from stagemesh.common.errors import ExistsError, InvalidRequestError, NotReadyError, StaleAttemptError
 from stagemesh.orchestrator.config import DnsName, ReplicaAddress
 from stagemesh.orchestrator.membership.base import Member, MemberSource
 from stagemesh.orchestrator.membership.dns import DnsSource

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulation import virtual_time
-from stagemesh.connectors.errors import CancelledRequestError, UnavailableError
-from stagemesh.orchestrator.fleet import Fleet
+from stagemesh.common.errors import CancelledRequestError, UnavailableError
+from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.request_life import EXPECT_S
+from stagemesh.orchestrator.request.lifecycle import EXPECT_S
+from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.orchestrator.timeline import Timeline
 from stagemesh.v1 import orchestrator_pb2
 from tests.orchestrator.mesh import CHAIN, DIAMOND, ask
 from tests.orchestrator.mortal_replicas import Members, MortalReplica, Step, World

@@ -6,12 +6,12 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.orchestrator.pool import Pool
+from stagemesh.orchestrator.fleet.random_pool import RandomPool
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9))))
 def test_it_holds_what_a_set_would(changes: list[tuple[bool, int]]) -> None:
-    pool, expected = Pool[int](), set[int]()
+    pool, expected = RandomPool[int](), set[int]()
     for adds, item in changes:
         (pool.add if adds else pool.discard)(item)
         (expected.add if adds else expected.discard)(item)
@@ -21,7 +21,7 @@ def test_it_holds_what_a_set_would(changes: list[tuple[bool, int]]) -> None:
 
 @given(st.sets(st.integers(0, 99)), st.integers(0, 10))
 def test_what_is_drawn_is_different_and_as_much_as_there_is(items: set[int], count: int) -> None:
-    pool = Pool[int]()
+    pool = RandomPool[int]()
     for item in items:
         pool.add(item)
     drawn = pool.draw(count, random.Random(1))
@@ -30,7 +30,7 @@ def test_what_is_drawn_is_different_and_as_much_as_there_is(items: set[int], cou
 
 
 def test_all_are_drawn_equally_often() -> None:
-    pool, rng = Pool[int](), random.Random(1)
+    pool, rng = RandomPool[int](), random.Random(1)
     for item in range(20):
         pool.add(item)
     pool.discard(3)

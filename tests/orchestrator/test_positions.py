@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stagemesh.connectors.errors import InvalidChunkError
-from stagemesh.connectors.tensors import inline_tensor, read_inline
-from stagemesh.orchestrator.positions import after, length_of
+from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.tensors import inline_tensor, read_inline
+from stagemesh.orchestrator.request.output_position import after, length_of
 from stagemesh.v1.request_pb2 import Audio, Image, Output, TokenIds, TokenLogprobs
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.connectors.channels import open_channel
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.orchestrator.config import (
     OrchestratorConfig,
     ReplicaAddress,
     dump_orchestrator_config,
     load_orchestrator_config,
 )
+from stagemesh.rpc.channels import open_channel
 from tests.orchestrator.mesh import CHAIN
 from tests.serving.health_calls import Request, Response, watch
 

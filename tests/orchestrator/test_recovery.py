@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagemesh.orchestrator.recovery import (
+from stagemesh.orchestrator.request.recovery import (
     Action,
     Flow,
     Graph,

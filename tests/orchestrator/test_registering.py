@@ -11,15 +11,15 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stagemesh.connectors.channels import open_channel
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.stage_config import StageConfig, dump_stage_config
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
 from stagemesh.orchestrator.service import serving
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.services.serving.answering import answering
-from stagemesh.services.serving.config import StageConfig, dump_stage_config
-from stagemesh.services.serving.server import Server
-from stagemesh.services.stage.registering import registered
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.error_boundary import answering
+from stagemesh.rpc.server import Server
+from stagemesh.services.stage.service.registration import registered
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
 from tests.orchestrator.mesh import CHAIN, ask, serve, texts, until_health
 from tests.orchestrator.scripted_stage import ScriptedStage

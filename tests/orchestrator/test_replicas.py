@@ -3,13 +3,13 @@ from typing import cast
 
 import pytest
 
-from stagemesh.connectors.errors import StagemeshError, UnavailableError
-from stagemesh.orchestrator.book import ReplicaBook
+from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.orchestrator.config import ReplicaAddress
-from stagemesh.orchestrator.planner import Planner
-from stagemesh.orchestrator.replica import Replica, ReplicaState
+from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
+from stagemesh.orchestrator.fleet.stage_client import StageClient
+from stagemesh.orchestrator.planning.planner import Planner
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.orchestrator.stages import StageClient
 from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import CHAIN, mesh, until_health
 from tests.orchestrator.replicas import ready_replica
@@ -22,8 +22,8 @@ def pipeline(tmp_path: Path) -> Pipeline:
     return load_pipeline(str(tmp_path / "chain.yaml"))
 
 
-def _book(pipeline: Pipeline, count: int) -> ReplicaBook:
-    book = ReplicaBook()
+def _book(pipeline: Pipeline, count: int) -> ReplicaRegistry:
+    book = ReplicaRegistry()
     for stage in pipeline.stages:
         for number in range(count):
             ready_replica(f"{stage}-{number}", pipeline, book=book)
@@ -87,7 +87,7 @@ def test_a_stage_that_is_not_needed_need_not_be_ready(pipeline: Pipeline) -> Non
 
 
 def test_a_plan_is_of_one_generation(pipeline: Pipeline) -> None:
-    book = ReplicaBook()
+    book = ReplicaRegistry()
     for stage in pipeline.stages:
         for generation in ("old", "new"):
             ready_replica(f"{stage}-{generation}", pipeline, book=book, generation=generation)

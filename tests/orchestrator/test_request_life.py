@@ -9,23 +9,23 @@ from typing import cast
 
 import pytest
 
-from stagemesh.connectors.errors import CancelledRequestError, InternalError, StagemeshError, UnavailableError
-from stagemesh.orchestrator.admission import Admission, Claim
-from stagemesh.orchestrator.moving import Chooser, Mover
-from stagemesh.orchestrator.planner import Plan, PlannedStep
-from stagemesh.orchestrator.record import RequestRecord
-from stagemesh.orchestrator.replica import Replica
-from stagemesh.orchestrator.request_life import RequestLife
-from stagemesh.orchestrator.request_run import RequestRun
+from stagemesh.common.errors import CancelledRequestError, InternalError, StagemeshError, UnavailableError
+from stagemesh.orchestrator.admission import Admission, AdmissionRequest
+from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.fleet.step_stream import TakeEvent
+from stagemesh.orchestrator.planning.failover import Chooser, Failover
+from stagemesh.orchestrator.planning.planner import Plan, PlannedStep
+from stagemesh.orchestrator.request.lifecycle import RequestLife
+from stagemesh.orchestrator.request.record import RequestRecord
+from stagemesh.orchestrator.request.run import RequestRun
+from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.orchestrator.spec import Limits, load_pipeline
 from stagemesh.orchestrator.spec.routes import Route
-from stagemesh.orchestrator.step_stream import TakeEvent
-from stagemesh.orchestrator.validation import ValidRequest
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN
 
 LIMITS = Limits(1, 1 << 30, 1, 1 << 30)
-MOVER = Mover(cast("Chooser", None))
+MOVER = Failover(cast("Chooser", None))
 """Nothing is moved here."""
 
 
@@ -38,7 +38,7 @@ def _life() -> RequestLife:
 
 
 def _life_of(admission: Admission, request_id: str) -> RequestLife:
-    return RequestLife(RequestRecord(), admission=admission, claim=Claim(request_id), mover=MOVER)
+    return RequestLife(RequestRecord(), admission=admission, claim=AdmissionRequest(request_id), mover=MOVER)
 
 
 def _nothing_to_do() -> Plan:

@@ -2,10 +2,10 @@ import asyncio
 
 import pytest
 
-from stagemesh.connectors.errors import ExistsError, StagemeshError
-from stagemesh.orchestrator.callers import Callers
-from stagemesh.orchestrator.record import RequestRecord
-from stagemesh.orchestrator.requests import KnownRequest, RequestTable
+from stagemesh.common.errors import ExistsError, StagemeshError
+from stagemesh.orchestrator.request.callers import Callers
+from stagemesh.orchestrator.request.record import RequestRecord
+from stagemesh.orchestrator.request.registry import KnownRequest, RequestTable
 
 
 class _Run:

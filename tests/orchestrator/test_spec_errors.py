@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.connectors.errors import InvalidPipelineError, NotFoundError
+from stagemesh.common.errors import InvalidPipelineError, NotFoundError
 from stagemesh.orchestrator.spec import load_pipeline
 from tests.orchestrator.catalog import CATALOG
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.connectors.channels import MAX_MESSAGE_BYTES
-from stagemesh.orchestrator.recovery import Graph
+from stagemesh.orchestrator.request.recovery import Graph
+from stagemesh.orchestrator.request.step_requests import StepRequests
+from stagemesh.orchestrator.request.validation import validate
 from stagemesh.orchestrator.spec import load_pipeline
-from stagemesh.orchestrator.step_requests import StepRequests
-from stagemesh.orchestrator.validation import validate
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2, tensor_pb2
 from tests.orchestrator.mesh import CHAIN
 

@@ -10,13 +10,13 @@ from typing import cast
 
 import pytest
 
-from stagemesh.connectors.channels import MAX_MESSAGE_BYTES, open_channel
-from stagemesh.connectors.errors import InternalError, InvalidRequestError, StagemeshError, UnavailableError
-from stagemesh.orchestrator.following import follow_step
-from stagemesh.orchestrator.replica import Replica
-from stagemesh.orchestrator.stages import REPLICA_LOST, GrpcStageClient
-from stagemesh.services.serving.server import Server
-from stagemesh.services.stage import step_session
+from stagemesh.common.errors import InternalError, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.fleet.stage_client import REPLICA_LOST, GrpcStageClient
+from stagemesh.orchestrator.request.event_relay import follow_step
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES, open_channel
+from stagemesh.rpc.server import Server
+from stagemesh.services.stage.service import step_session
 from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import serve
 from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang, say_hello

@@ -1,10 +1,10 @@
 import pytest
 
-from stagemesh.connectors.errors import CancelledRequestError, InternalError
-from stagemesh.orchestrator.admin.waiting import describe_wait
-from stagemesh.orchestrator.history import History
-from stagemesh.orchestrator.timeline import RequestState, StepNotes, Timeline
-from stagemesh.orchestrator.totals import Totals
+from stagemesh.common.errors import CancelledRequestError, InternalError
+from stagemesh.orchestrator.admin.wait_reasons import describe_wait
+from stagemesh.orchestrator.request.history import History
+from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Timeline
+from stagemesh.orchestrator.request.totals import Totals
 from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
 
 

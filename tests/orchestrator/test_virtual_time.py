@@ -10,8 +10,8 @@ from benchmarks.simulation import virtual_time
 from benchmarks.simulation.by_turns import ByTurns
 from benchmarks.simulation.run import LARGE_CHUNKS, SMALL_CHUNKS, Load, latencies_s, survival
 from benchmarks.simulation.stages import CHUNK_S
-from stagemesh.orchestrator.book import ReadyReplicas
-from stagemesh.orchestrator.choice import Choice
+from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas
+from stagemesh.orchestrator.planning.replica_choice import Choice
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from tests.orchestrator.mesh import CHAIN
 from tests.orchestrator.replicas import ready_replica

@@ -6,8 +6,8 @@ from google.protobuf.descriptor import ServiceDescriptor
 from stagemesh.orchestrator.admin.servicer import AdminServicer
 from stagemesh.orchestrator.membership.servicer import MembershipServicer
 from stagemesh.orchestrator.servicer import OrchestratorServicer
-from stagemesh.services.stage.control_servicer import StageControlServicer
-from stagemesh.services.stage.servicer import StageServicer
+from stagemesh.services.stage.service.control_servicer import StageControlServicer
+from stagemesh.services.stage.service.servicer import StageServicer
 from stagemesh.v1 import admin_pb2, control_pb2, membership_pb2, orchestrator_pb2, stage_pb2
 from tests.repository.commands import ROOT, run
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.repository.commands import run
 
-LIGHT = ("stagemesh.client", "stagemesh.orchestrator.__main__", "stagemesh.services.serving.server")
+LIGHT = ("stagemesh.client", "stagemesh.orchestrator.__main__", "stagemesh.rpc.server")
 HEAVY = ("torch", "vllm", "transformers", "onnxruntime", "scipy", "numba", "pandas")
 
 

@@ -7,10 +7,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2_grpc
 
-from stagemesh.connectors.channels import open_channel
-from stagemesh.connectors.errors import DeadlineError, InternalError, OverloadedError, StagemeshError
-from stagemesh.connectors.status import from_rpc_error
-from stagemesh.services.serving.answering import answering, streaming, time_left_s
+from stagemesh.common.errors import DeadlineError, InternalError, OverloadedError, StagemeshError
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.error_boundary import answering, streaming, time_left_s
+from stagemesh.rpc.statuses import from_rpc_error
 from tests.serving.health_calls import Request, Response, check, watch
 
 Context = grpc.aio.ServicerContext[Request, Response]

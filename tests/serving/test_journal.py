@@ -5,8 +5,8 @@ from contextlib import aclosing
 
 import pytest
 
-from stagemesh.connectors.errors import UnavailableError
-from stagemesh.services.serving.journal import Journal
+from stagemesh.common.errors import UnavailableError
+from stagemesh.common.journal import Journal
 
 
 async def test_late_reader_hears_everything() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from stagemesh.services.serving.logs import LogContextFilter, bind_log_context
+from stagemesh.common.logs import LogContextFilter, bind_log_context
 
 
 async def test_lines_carry_stage_and_request() -> None:

@@ -7,9 +7,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from stagemesh.connectors.channels import open_channel
-from stagemesh.connectors.errors import NotReadyError
-from stagemesh.services.serving.server import Server
+from stagemesh.common.errors import NotReadyError
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.server import Server
 from tests.serving.health_calls import check, watch
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from stagemesh.client import AsyncClient
 from stagemesh.client.retries import RetryPolicy
-from stagemesh.connectors.errors import StagemeshError
+from stagemesh.common.errors import StagemeshError
 from tests.soak.delivery import Delivery
 from tests.soak.work import Work
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import grpc
 from google.protobuf.json_format import MessageToDict
 
-from stagemesh.connectors.channels import open_channel
+from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import admin_pb2, stage_pb2
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
 

@@ -6,7 +6,7 @@ from enum import Enum
 
 import grpc
 
-from stagemesh.connectors.channels import SERVER_OPTIONS, open_channel
+from stagemesh.rpc.channels import SERVER_OPTIONS, open_channel
 from stagemesh.v1 import orchestrator_pb2
 from tests.soak.soak import Through
 

@@ -12,9 +12,9 @@ from random import Random
 from pydantic import JsonValue
 
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.fake.amounts import Dice
-from stagemesh.services.engines.fake.contents import made_of, sized, source_text
+from stagemesh.services.engines.fake.distributions import SeededRandom
 from stagemesh.services.engines.fake.options import fake_options
+from stagemesh.services.engines.fake.outputs import made_of, sized, source_text
 
 OUTPUT_OF = {"source": "text", "frames": "frames", "sound": "audio"}
 """What each stage makes."""
@@ -62,7 +62,7 @@ def requests(seed: int, *, count: int, steps: tuple[int, int]) -> list[Request]:
 
 def units(request: Request) -> Mapping[str, Sequence[bytes]]:
     """What each output must bring: the stages' functions called in a row."""
-    dice, size = Dice(request.seed, "source"), fake_options({"size_bytes": _SIZES}).size_bytes
+    dice, size = SeededRandom(request.seed, "source"), fake_options({"size_bytes": _SIZES}).size_bytes
     task = Task("r", request.seed, request.prompt)
     texts = [sized(source_text(task, step), dice.count(size, "size", step)) for step in range(request.steps)]
     frames = [made_of("frames", {"text": text})["frames"] for text in texts]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from stagemesh.services.serving.settings import find_model
+from stagemesh.common.settings import find_model
 from tests.deployment import Deployment, deployed
 
 pytestmark = [pytest.mark.speech, pytest.mark.timeout(300)]

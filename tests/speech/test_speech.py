@@ -12,7 +12,7 @@ import pytest
 
 from stagemesh.client import AudioChunk, Result, Text, WavWriter
 from stagemesh.client.results import ResultBuilder
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 from tests.deployment import Deployment, deployed, eventually
 from tests.speech.whisper import transcribe, word_error_rate
 

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagemesh.connectors.channels import open_channel
+from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.stage_service import add_stage_service
+from stagemesh.connectors.stream.stage_service import add_stage_service
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine, Task
 from stagemesh.services.engines.fake import signature
 from stagemesh.services.engines.fake.engine import FakeEngine
-from stagemesh.services.serving.config import StageConfig
-from stagemesh.services.serving.server import Server
-from stagemesh.services.stage.events import StepEvent
-from stagemesh.services.stage.order import StepOrder
-from stagemesh.services.stage.runtime import StageRuntime
-from stagemesh.services.stage.servicer import StageServicer
+from stagemesh.services.stage.replica.runtime import StageRuntime
+from stagemesh.services.stage.service.servicer import StageServicer
+from stagemesh.services.stage.step.events import StepEvent
+from stagemesh.services.stage.step.spec import StepSpec
 from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
 
 
@@ -89,9 +89,9 @@ async def served_stage(config: StageConfig | None = None, *, engine: Engine | No
 
 def order(
     request_id: str = "r", *, attempt: int = 1, content: str = "hi", streamed: tuple[str, ...] = ("text",)
-) -> StepOrder:
+) -> StepSpec:
     """A prompt for a source."""
-    return StepOrder(
+    return StepSpec(
         step_id=f"{request_id}/thinker/{attempt}",
         attempt=attempt,
         task=Task(request_id=request_id, seed=1, prompt=content),
@@ -112,7 +112,7 @@ def step_request(request_id: str = "r", *, text: str = "hi", attempt: int = 1) -
     )
 
 
-async def events_of(runtime: StageRuntime, wanted: StepOrder) -> list[StepEvent]:
+async def events_of(runtime: StageRuntime, wanted: StepSpec) -> list[StepEvent]:
     """All events of a step."""
     return [event async for event in runtime.execute(wanted, time_left_s=None)]
 

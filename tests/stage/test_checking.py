@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
-from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.common.descriptors import OptionSpec, Signature
+from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.tensors import TensorSpec
 from stagemesh.services.engines.base import SamplingOptions, Structure
-from stagemesh.services.serving.plugins import OptionSpec, Signature
-from stagemesh.services.stage.checking import check_order
-from stagemesh.services.stage.translate import order_from_wire
+from stagemesh.services.stage.service.conversion import order_from_wire
+from stagemesh.services.stage.step.checks import check_order
 from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2, tensor_pb2
 from tests.stage.replicas import step_request
 

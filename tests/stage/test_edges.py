@@ -8,9 +8,9 @@ import grpc
 import numpy as np
 import pytest
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import StagemeshError
-from stagemesh.connectors.status import from_rpc_error
+from stagemesh.common.errors import StagemeshError
+from stagemesh.connectors.edge import Packet
+from stagemesh.rpc.statuses import from_rpc_error
 from stagemesh.services.engines.base import Emission, Task, Usage
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from stagemesh.connectors.errors import NotReadyError, UnavailableError
-from stagemesh.services.serving.server import Server
+from stagemesh.common.errors import NotReadyError, UnavailableError
+from stagemesh.rpc.server import Server
 from stagemesh.services.stage.process import work
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import make_runtime

@@ -10,10 +10,11 @@ from typing import TypeAlias
 import grpc
 import pytest
 
-from stagemesh.connectors.channels import MAX_MESSAGE_BYTES
-from stagemesh.connectors.errors import InternalError
-from stagemesh.services.stage import step_run, step_session
-from stagemesh.services.stage.step_session import StepSession
+from stagemesh.common.errors import InternalError
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
+from stagemesh.services.stage.service import step_session
+from stagemesh.services.stage.service.step_session import StepSession
+from stagemesh.services.stage.step import run
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import Replica, ready_runtime, served, served_stage, stage_config, step_request
@@ -106,7 +107,7 @@ async def test_a_replica_that_is_full_says_when_to_try_again() -> None:
 
 
 async def test_hanging_up_stops_that_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_run, "ABANDON_S", 0.0)
+    monkeypatch.setattr(run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with served_stage(engine=engine) as replica:
         caller = Caller(replica)
@@ -123,7 +124,7 @@ async def test_hanging_up_stops_that_step_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_the_end_of_the_stream_hangs_up_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_run, "ABANDON_S", 0.0)
+    monkeypatch.setattr(run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with served_stage(engine=engine) as replica:
         caller = Caller(replica)

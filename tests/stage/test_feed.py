@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import InvalidChunkError
-from stagemesh.connectors.tensors import Array, TensorSpec
-from stagemesh.services.stage.feed import fitting
+from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.tensors import Array, TensorSpec
+from stagemesh.connectors.edge import Packet
+from stagemesh.services.stage.step.edge_input import fitting
 
 ACCEPTS = {"spectrum": TensorSpec("float32", ("frames", 3)), "f0": TensorSpec("float32", ("frames",))}
 SPECTRUM = np.zeros((2, 3), np.float32)

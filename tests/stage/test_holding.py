@@ -6,11 +6,11 @@ from contextlib import aclosing
 
 import pytest
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnavailableError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
 from stagemesh.services.engines.base import Paused
-from stagemesh.services.stage.events import Finished
-from stagemesh.services.stage.load import ReplicaState
-from stagemesh.services.stage.reports import StepReport, page_of
+from stagemesh.services.stage.replica.load import ReplicaState
+from stagemesh.services.stage.step.events import Finished
+from stagemesh.services.stage.step.reports import StepReport, page_of
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, order, ready_runtime, stage_config
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import UnsupportedError
-from stagemesh.connectors.tensors import Array, TensorSpec
-from stagemesh.services.serving.plugins import Emitted, OutputKind
-from stagemesh.services.stage.events import Content, Picture, Sound
-from stagemesh.services.stage.outputs import StreamedOutputs
+from stagemesh.common.descriptors import Emitted, OutputKind
+from stagemesh.common.errors import UnsupportedError
+from stagemesh.common.tensors import Array, TensorSpec
+from stagemesh.connectors.edge import Packet
+from stagemesh.services.stage.step.events import AudioOutput, Content, ImageOutput
+from stagemesh.services.stage.step.outputs import StreamedOutputs
 
 
 def test_character_split_over_emissions_stays_whole() -> None:
@@ -20,8 +20,10 @@ def test_long_audio_is_cut_without_loss() -> None:
     samples = np.arange(700_000, dtype=np.float32)
     pieces = _contents("audio", [samples])
     assert len(pieces) == 3
-    assert all(isinstance(piece, Sound) and piece.sample_rate_hz == 24_000 for piece in pieces)
-    assert np.array_equal(np.concatenate([piece.samples for piece in pieces if isinstance(piece, Sound)]), samples)
+    assert all(isinstance(piece, AudioOutput) and piece.sample_rate_hz == 24_000 for piece in pieces)
+    assert np.array_equal(
+        np.concatenate([piece.samples for piece in pieces if isinstance(piece, AudioOutput)]), samples
+    )
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,7 @@ def test_long_audio_is_cut_without_loss() -> None:
     [(b"\x89PNG..", "image/png"), (b"\xff\xd8\xff..", "image/jpeg"), (b"?", "application/octet-stream")],
 )
 def test_picture_says_what_it_is(data: bytes, media_type: str) -> None:
-    assert _contents("image", [_bytes(data)]) == [Picture(data, media_type)]
+    assert _contents("image", [_bytes(data)]) == [ImageOutput(data, media_type)]
 
 
 def test_pieces_do_not_hold_on_to_the_engines_memory() -> None:

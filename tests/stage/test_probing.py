@@ -3,9 +3,9 @@
 import grpc
 import pytest
 
+from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.connectors import registry
-from stagemesh.connectors.errors import NotReadyError, StagemeshError, UnavailableError
-from stagemesh.connectors.status import from_rpc_error
+from stagemesh.rpc.statuses import from_rpc_error
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.replicas import Replica, served_stage, stage_config
 

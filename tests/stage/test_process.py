@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from stagemesh.services.serving.config import StageConfig, dump_stage_config
+from stagemesh.common.stage_config import StageConfig, dump_stage_config
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 from tests.stage.replicas import stage_config, step_request
 

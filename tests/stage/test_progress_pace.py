@@ -1,7 +1,7 @@
 """How often a step says how far it is."""
 
 from stagemesh.services.engines.base import Progress
-from stagemesh.services.stage.progress_pace import INTERVAL_S, ProgressPace
+from stagemesh.services.stage.step.progress_pace import INTERVAL_S, ProgressPace
 
 
 def test_progress_without_an_end_in_sight_is_told_now_and_then() -> None:

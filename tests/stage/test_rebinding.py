@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import grpc
 import pytest
 
-from stagemesh.connectors import inflow, rebindable_inlet, rebindable_outlet
-from stagemesh.connectors.channels import open_channel
-from stagemesh.connectors.errors import StagemeshError
-from stagemesh.connectors.stage_service import add_stage_service
-from stagemesh.connectors.status import from_rpc_error
-from stagemesh.services.serving.config import StageConfig
-from stagemesh.services.serving.server import Server
-from stagemesh.services.stage.servicer import StageServicer
+from stagemesh.common.errors import StagemeshError
+from stagemesh.common.stage_config import StageConfig
+from stagemesh.connectors.flow import inlet, inlet_attempt, outlet
+from stagemesh.connectors.stream.stage_service import add_stage_service
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.server import Server
+from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.services.stage.service.servicer import StageServicer
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 from tests.stage.replicas import Replica, make_runtime, stage_config, step_request
 
@@ -316,9 +316,9 @@ async def test_repeated_rebinding_changes_nothing_and_an_older_one_is_refused() 
 
 
 async def test_ends_that_nobody_binds_fail_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (rebindable_inlet, rebindable_outlet):
+    for module in (inlet, outlet):
         monkeypatch.setattr(module, "REBIND_S", 0.1)
-    monkeypatch.setattr(inflow, "LOST_PRODUCER_S", 0.1)
+    monkeypatch.setattr(inlet_attempt, "LOST_PRODUCER_S", 0.1)
     async with stages() as (thinkers, talkers):
         thinker, middle, last = await thinkers.replica(), await talkers.replica(), await talkers.replica()
         final = hear(last, _relayed(middle))

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Task, Usage
-from stagemesh.services.stage.events import Output, StepEvent
-from stagemesh.services.stage.order import StepOrder
-from stagemesh.services.stage.paused import MAX_TOLD_BYTES
-from stagemesh.services.stage.translate import event_to_wire, order_from_wire
+from stagemesh.services.stage.replica.paused_states import MAX_TOLD_BYTES
+from stagemesh.services.stage.service.conversion import event_to_wire, order_from_wire
+from stagemesh.services.stage.step.events import Output, StepEvent
+from stagemesh.services.stage.step.spec import StepSpec
 from stagemesh.v1 import stage_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, order, ready_runtime, served_stage, stage_config, step_request
@@ -24,7 +24,7 @@ def _outputs(events: list[StepEvent]) -> list[Output]:
     return [event for event in events if isinstance(event, Output)]
 
 
-def _resumed(checkpoint: Checkpoint) -> StepOrder:
+def _resumed(checkpoint: Checkpoint) -> StepSpec:
     plain = order(attempt=2)
     return replace(plain, task=replace(plain.task, resume_from=checkpoint))
 

@@ -7,23 +7,23 @@ from contextlib import aclosing
 
 import pytest
 
-from stagemesh.services.stage import run_book
+from stagemesh.services.stage.step import registry
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, order, ready_runtime, stage_config
 
 
 async def test_ended_runs_are_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_book, "KEPT_S", 0.0)
+    monkeypatch.setattr(registry, "KEPT_S", 0.0)
     assert await _runs_of_two_calls() == 2
 
 
 async def test_only_so_many_ended_runs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_book, "MAX_KEPT", 0)
+    monkeypatch.setattr(registry, "MAX_KEPT", 0)
     assert await _runs_of_two_calls() == 2
 
 
 async def test_only_so_many_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_book, "MAX_KEPT_BYTES", len("hello") - 1)
+    monkeypatch.setattr(registry, "MAX_KEPT_BYTES", len("hello") - 1)
     assert await _runs_of_two_calls() == 2
 
 
@@ -32,8 +32,8 @@ async def test_within_limits_one_run_serves_both() -> None:
 
 
 async def test_endless_requests_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_book, "MAX_ATTEMPTS", 3)
-    monkeypatch.setattr(run_book, "MAX_KEPT", 3)
+    monkeypatch.setattr(registry, "MAX_ATTEMPTS", 3)
+    monkeypatch.setattr(registry, "MAX_KEPT", 3)
     async with ready_runtime(stage_config(steps=1)) as runtime:
         for number in range(10):
             await events_of(runtime, order(f"r{number}"))

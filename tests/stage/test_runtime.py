@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stagemesh.connectors.errors import (
+from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,
     ExistsError,
@@ -18,9 +18,9 @@ from stagemesh.connectors.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from stagemesh.services.stage import step_run
-from stagemesh.services.stage.events import Accepted, Finished, Output
-from stagemesh.services.stage.load import ReplicaState
+from stagemesh.services.stage.replica.load import ReplicaState
+from stagemesh.services.stage.step import run
+from stagemesh.services.stage.step.events import Accepted, Finished, Output
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, order, ready_runtime, stage_config
 
@@ -100,7 +100,7 @@ async def test_newer_attempt_stops_the_older() -> None:
 
 
 async def test_engine_lets_go_when_the_last_caller_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_run, "ABANDON_S", 0.0)
+    monkeypatch.setattr(run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
         async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
@@ -115,7 +115,7 @@ async def test_engine_lets_go_when_the_last_caller_leaves(monkeypatch: pytest.Mo
 
 
 async def test_caller_that_leaves_at_once_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_run, "ABANDON_S", 0.0)
+    monkeypatch.setattr(run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
         async with aclosing(runtime.execute(order(), time_left_s=None)) as events:

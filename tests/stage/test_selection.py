@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stagemesh.connectors.base import Packet, StepPolicy
-from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.common.descriptors import Emitted, Signature
+from stagemesh.common.tensors import TensorSpec
+from stagemesh.connectors.edge import Packet, StepPolicy
 from stagemesh.services.engines.base import TokenSelection
-from stagemesh.services.serving.plugins import Emitted, Signature
-from stagemesh.services.stage.order import OutputBinding
-from stagemesh.services.stage.selection import selection_of, tokens_of, wanted_of
+from stagemesh.services.stage.step.selection import selection_of, tokens_of, wanted_of
+from stagemesh.services.stage.step.spec import OutputBinding
 from tests.stage.replicas import order
 
 ROWS = Emitted(TensorSpec("float32", ("tokens", "hidden")))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from stagemesh.connectors.errors import (
+from stagemesh.common.errors import (
     CancelledRequestError,
     ExistsError,
     InvalidRequestError,
@@ -15,9 +15,9 @@ from stagemesh.connectors.errors import (
     NotReadyError,
     StagemeshError,
 )
-from stagemesh.connectors.host import host_token
-from stagemesh.connectors.status import from_rpc_error
-from stagemesh.services.stage import step_run
+from stagemesh.common.host import host_token
+from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.services.stage.step import run
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import Replica, make_runtime, served, served_stage, stage_config, step_request
@@ -37,7 +37,7 @@ async def test_error_carries_reason_and_place() -> None:
 
 
 async def test_hanging_up_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_run, "ABANDON_S", 0.0)
+    monkeypatch.setattr(run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with served_stage(engine=engine) as replica:
         call = replica.stub.ExecuteStep(step_request())
@@ -49,13 +49,13 @@ async def test_hanging_up_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_caller_that_comes_back_in_time_hears_all(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, left = GatedEngine(), asyncio.Event()
-    abandoned = vars(step_run.StepRun)["_abandoned"]
+    abandoned = vars(run.StepRun)["_abandoned"]
 
-    def note_left(run: step_run.StepRun) -> None:
+    def note_left(run: run.StepRun) -> None:
         abandoned(run)
         left.set()
 
-    monkeypatch.setattr(step_run.StepRun, "_abandoned", note_left)
+    monkeypatch.setattr(run.StepRun, "_abandoned", note_left)
     async with served_stage(engine=engine) as replica:
         leaving = replica.stub.ExecuteStep(step_request())
         await anext(aiter(leaving))

@@ -9,10 +9,10 @@ import pytest
 from pydantic import JsonValue
 
 from benchmarks.simulation import virtual_time
-from stagemesh.connectors.errors import UnavailableError
+from stagemesh.common.errors import UnavailableError
 from stagemesh.services.engines.fake.engine import FakeEngine
-from stagemesh.services.stage.runtime import StageRuntime
-from stagemesh.services.stage.stalling import StallWatch
+from stagemesh.services.stage.replica.hang_detection import StallWatch
+from stagemesh.services.stage.replica.runtime import StageRuntime
 from tests.stage.replicas import events_of, order, ready_runtime, stage_config
 
 _HOUR_S = 3600.0
@@ -222,7 +222,7 @@ async def test_an_engine_that_does_not_let_go_has_died_too(monkeypatch: pytest.M
                 await let_go.wait()
 
     let_go = asyncio.Event()
-    monkeypatch.setattr("stagemesh.services.stage.runtime._LET_GO_S", 0.05)
+    monkeypatch.setattr("stagemesh.services.stage.replica.runtime._LET_GO_S", 0.05)
     config = replace(stage_config(), stall_s=0.4)
     async with ready_runtime(engine=StuckEngine(config), config=config) as runtime, asyncio.timeout(10):
         asking = asyncio.create_task(events_of(runtime, order()))

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 _MODULE = """\
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.tensors import TensorSpec
-from stagemesh.services.serving.plugins import TransformCard
+from stagemesh.connectors.edge import Packet
+from stagemesh.common.tensors import TensorSpec
+from stagemesh.common.descriptors import TransformCard
 
 _ROWS = TensorSpec("float32", ("tokens", "hidden"))
-CARD = TransformCard({"hidden_states": _ROWS}, {"inputs_embeds": _ROWS}, "renamed_states:Renamed")
+DESCRIPTOR = TransformCard({"hidden_states": _ROWS}, {"inputs_embeds": _ROWS}, "renamed_states:Renamed")
 
 
 class Renamed:
@@ -29,5 +29,5 @@ def add_transform(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = folder / "renamed_states-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: renamed_states\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text("[stagemesh.transforms]\nrenamed = renamed_states:CARD\n")
+    (package / "entry_points.txt").write_text("[stagemesh.transforms]\nrenamed = renamed_states:DESCRIPTOR\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", ""))))

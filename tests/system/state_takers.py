@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.common.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
+from stagemesh.common.tensors import TensorSpec
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call
-from stagemesh.services.serving.plugins import Emitted, FunctionCard, OptionSpec, Signature
 
 _ROWS = TensorSpec("float32", ("tokens", "hidden"))
 _NUMBERS = TensorSpec("int64", ("numbers",))
@@ -43,8 +43,8 @@ def _placed(packet: Packet) -> Packet:
     return Packet({"rows": rows, "place": np.array([start, len(rows)], np.int64)})
 
 
-TAKEN = FunctionCard(Signature(accepts={"hidden_states": _ROWS}, emits=_EMITS), factory=f"{__name__}:Taken")
-HELD = FunctionCard(
+TAKEN = FunctionDescriptor(Signature(accepts={"hidden_states": _ROWS}, emits=_EMITS), factory=f"{__name__}:Taken")
+HELD = FunctionDescriptor(
     Signature(
         accepts={"hidden_states": _ROWS},
         emits=_EMITS,

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from stagemesh.client import Client, Result
-from stagemesh.connectors.registry import cards
-from stagemesh.connectors.tensors import Array
+from stagemesh.common.tensors import Array
+from stagemesh.connectors.registry import descriptors
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.fake.contents import frames_of, mixed, sized, source_text
+from stagemesh.services.engines.fake.outputs import frames_of, mixed, sized, source_text
 from tests.deployment import Deployment, deployed, eventually
 
 GRAPH = Path(__file__).parents[2] / "examples/graph/pipeline.yaml"
 STEPS, SIZE_BYTES = 10, 20_000
-OTHER = "auto" if cards()["nixl"].missing() else "nixl"
+OTHER = "auto" if descriptors()["nixl"].missing() else "nixl"
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stagemesh.client import Client, Result, TensorOutput
-from stagemesh.connectors.errors import CancelledRequestError
+from stagemesh.common.errors import CancelledRequestError
 from tests.deployment import Deployment, deployed, eventually
 from tests.engines.emitted_states import PROMPTS, STEPS, TOLERANCE, Floats, Reference, load_reference, reference
 from tests.engines.tiny_model import write_real_model

@@ -12,10 +12,10 @@ import pytest
 
 from stagemesh.client import AsyncClient, Client, Generation, ReplicaState, Result, Text
 from stagemesh.client.results import ResultBuilder
-from stagemesh.connectors.channels import CHANNEL_OPTIONS
-from stagemesh.connectors.errors import UnavailableError
+from stagemesh.common.errors import UnavailableError
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress, dump_orchestrator_config
 from stagemesh.orchestrator.launcher.ports import PortPicker
+from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc
 from tests.deployment import Deployment, deployed, eventually
 from tests.system.pipelines import relays

@@ -13,12 +13,12 @@ import grpc
 import pytest
 
 from stagemesh.client import AsyncClient, ReplicaState
-from stagemesh.connectors.channels import CHANNEL_OPTIONS
-from stagemesh.connectors.errors import UnavailableError
+from stagemesh.common.errors import UnavailableError
+from stagemesh.common.stage_config import StageConfig, dump_stage_config
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, dump_orchestrator_config
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.orchestrator.spec import load_pipeline
-from stagemesh.services.serving.config import StageConfig, dump_stage_config
+from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import admin_pb2
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
 from tests.deployment import Deployment, deployed

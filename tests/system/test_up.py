@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from stagemesh.client import AsyncClient, Result, Text
-from stagemesh.connectors.errors import (
+from stagemesh.common.errors import (
     CancelledRequestError,
     DeadlineError,
     ExistsError,

@@ -1,140 +1,100 @@
-"""The data plane's nouns: what flows over an edge, and what the two ends of a flow offer an engine's runtime.
+"""The seam for connectors: ways in which a consumer reads what lies in a producer's arena.
 
-A flow is one request's traffic over one edge in one attempt, named by its `EdgeKey`. Its producer holds an
-`Outlet`, its consumer an `Inlet`.
+A connector says how to reach the arena (`offer`, at the producer), gets ready to read it (`meet`, at the consumer), and
+reads ranges of it (`Reader`). Order, exactly-once delivery, credit, leases and what a range means belong to the
+flows and are the same for all. The `grpc` connector needs nothing of this: its producer sends the bytes itself.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
-from stagemesh.connectors.errors import StagemeshError
-from stagemesh.connectors.tensors import Tensors
+import numpy as np
+import numpy.typing as npt
 
-MetadataValue: TypeAlias = int | float | bool | str
+from stagemesh.connectors.arena.account import MemoryAccount
+from stagemesh.connectors.edge import ConnectorName
 
-ConnectorName: TypeAlias = str
-"""How bytes cross an edge: the word used in pipeline files, the CLI and metrics. `registry` knows them."""
-
-AUTO, SHM, NIXL, GRPC = "auto", "shm", "nixl", "grpc"
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+"""One dimension of bytes."""
 
 
-class EdgeKey(NamedTuple):
-    """Names a flow."""
+class ArenaRange(NamedTuple):
+    """A tensor's place in its producer's arena."""
 
-    request_id: str
-    edge: str
-    attempt: int
-
-
-_NO_METADATA: Mapping[str, MetadataValue] = MappingProxyType({})
-
-
-class Packet:
-    """Tensors that belong together, with small facts about them; not to be changed. Views may be read-only."""
-
-    # One is made for every chunk: a frozen dataclass takes four times as long.
-    __slots__ = ("metadata", "size_bytes", "tensors")
-
-    def __init__(self, tensors: Tensors, metadata: Mapping[str, MetadataValue] = _NO_METADATA) -> None:
-        self.tensors = tensors
-        self.metadata = metadata
-        size_bytes = 0
-        for tensor in tensors.values():
-            size_bytes += tensor.nbytes
-        self.size_bytes = size_bytes
-        """Bytes of all tensors."""
-
-
-@dataclass(frozen=True)
-class StepPolicy:
-    """Each emission of the engine is a chunk."""
-
-
-@dataclass(frozen=True)
-class WholePolicy:
-    """All emissions, joined along their first axis, are one chunk at the end."""
-
-
-@dataclass(frozen=True)
-class FramesPolicy:
-    """Chunks of `frames` along the first axis; see the proto message of this name."""
-
-    frames: int
-    initial_frames: int = 0
-    left_context_frames: int = 0
-
-    def __post_init__(self) -> None:
-        if self.frames < 1 or self.initial_frames < 0 or self.left_context_frames < 0:
-            raise ValueError(f"chunk policy needs frames >= 1 and the others >= 0, not {self}")
-
-
-ChunkPolicy: TypeAlias = StepPolicy | WholePolicy | FramesPolicy
-
-
-@dataclass(frozen=True)
-class FlowUsage:
-    """What a flow has carried so far."""
-
-    edge: str
-    connector: ConnectorName
-    chunks: int
+    offset: int
     size_bytes: int
+    generation: int
+    """That of the region which holds it; a reader refuses a range whose pages now have another one."""
 
 
 @dataclass(frozen=True)
-class FlowStanding:
-    """One end of a flow at one moment; see the proto message FlowReport."""
+class Producer:
+    """Whose arena is to be read."""
 
-    edge: str
-    connector: ConnectorName
-    connected: bool
-    chunks: int
-    waiting_chunks: int
-    waiting_bytes: int
-    credit_bytes: int
-    wanted_bytes: int
-    ended: bool
+    replica: str
+    incarnation: str
+    arena_fd: int | None
+    """The arena's memory file where the producer handed it over, which it can do on one host only."""
 
 
-class Outlet(Protocol):
-    """The producing end of a flow."""
+class Reader(ABC):
+    """A consumer's access to the arena of one incarnation of a producer. Used on the event loop."""
 
-    async def send(self, packet: Packet) -> None:
-        """Hands a packet over; returns when there is credit and arena for it. Raises what broke the flow."""
-
-    async def finish(self) -> None:
-        """Sends what the chunk policy holds back and End; returns when the consumer has everything."""
-
-    async def abort(self, error: StagemeshError) -> None:
-        """Sends Abort where the flow is still open, and lets go of everything. Never raises."""
-
-    @property
-    def usage(self) -> FlowUsage:
-        """What was sent."""
-        ...
-
-    @property
-    def standing(self) -> FlowStanding:
-        """Where it stands now."""
-        ...
+    @abstractmethod
+    async def close(self) -> None:
+        """Lets go of the producer; views that are still out stay valid. Closing twice is harmless."""
 
 
-class Inlet(Protocol):
-    """The consuming end of a flow."""
+class InPlaceReader(Reader):
+    """Reads by looking: nothing is copied, and the producer's lease is held while a view is."""
 
-    def __aiter__(self) -> AsyncIterator[Packet]:
-        """The packets, each once and in order, up to End. Raises what Abort or a lost producer brought."""
-        ...
+    @abstractmethod
+    def view(self, place: ArenaRange) -> Bytes:
+        """The range, read-only. Raises InvalidChunkError for one outside the arena or no longer its own."""
 
-    async def aclose(self, *, lost: bool = False) -> None:
-        """Refuses the rest and lets go of everything; `lost`: so that the producer may be given another consumer.
 
-        Closing twice is harmless.
+class FetchingReader(Reader):
+    """Reads by copying into memory of its own; the producer's lease goes back once that is done."""
+
+    @abstractmethod
+    async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
+        """Copies of the ranges, in one transfer where that is possible; calls may overlap.
+
+        Waits for room of its own first, charged to the flow's `account`. Raises InvalidChunkError for a range outside
+        the arena or no longer its own, and UnavailableError, within bounded time, when the bytes cannot be had: the
+        edge then falls back.
         """
 
-    @property
-    def standing(self) -> FlowStanding:
-        """Where it stands now."""
-        ...
+    def fetch_at_once(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes] | None:  # noqa: ARG002
+        """What `fetch` would give, where that can be had without waiting; None where it cannot, or has failed.
+
+        For connectors that often can: a task for each chunk costs more than a small chunk's bytes. Raises
+        InvalidChunkError as `fetch` does.
+        """
+        return None
+
+
+class Connector(ABC):
+    """One object a replica, for both of its roles. Used on the event loop."""
+
+    name: ClassVar[ConnectorName]
+
+    @abstractmethod
+    async def offer(self) -> bytes:
+        """At the producer: what a consumer needs to read this replica's arena. Raises NotReadyError with the reason."""
+
+    @abstractmethod
+    async def meet(self, offer: bytes, producer: Producer) -> Reader:
+        """At the consumer: gets ready to read. Raises NotReadyError with the reason why it cannot be done."""
+
+    def expect_reads(self, chunks: int) -> None:  # noqa: B027 - most have nothing to do
+        """At the producer: so many more chunks (or fewer) are sent by this connector and not yet known to be read.
+
+        For connectors that need the producer's processor to be read from.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Lets go of everything but memory that a peer may still reach. Closing twice is harmless."""

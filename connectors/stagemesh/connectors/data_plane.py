@@ -7,31 +7,31 @@ import socket
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 
-from stagemesh.connectors import wire
-from stagemesh.connectors.arena import Arena, ArenaStats
-from stagemesh.connectors.arena_writer import Handle, ShareTicket
-from stagemesh.connectors.base import AUTO, ChunkPolicy, ConnectorName, EdgeKey, Packet
-from stagemesh.connectors.connection import Peer
-from stagemesh.connectors.errors import (
+from stagemesh.common.errors import (
     ExistsError,
     NotFoundError,
     NotReadyError,
     StagemeshError,
     UnavailableError,
 )
-from stagemesh.connectors.fan_out import FanOut
-from stagemesh.connectors.inflow import InFlow
-from stagemesh.connectors.lanes import LocalLane, ServedLane
-from stagemesh.connectors.link import Link
-from stagemesh.connectors.local import LocalListener, watch_peer
-from stagemesh.connectors.negotiation import EdgeProbe
-from stagemesh.connectors.outflow import OutFlow
-from stagemesh.connectors.producer_peer import ProducerPeer
-from stagemesh.connectors.registry import ReplicaConnectors, card_of
-from stagemesh.connectors.retention import Retention
-from stagemesh.connectors.sent import Sent
-from stagemesh.connectors.session import PutSession
-from stagemesh.connectors.tensors import Tensors
+from stagemesh.common.tensors import Tensors
+from stagemesh.connectors.arena.arena import Arena, ArenaStats
+from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
+from stagemesh.connectors.edge import AUTO, ChunkPolicy, ConnectorName, EdgeKey, Packet
+from stagemesh.connectors.flow.fan_out import FanOut
+from stagemesh.connectors.flow.inlet_attempt import InletAttempt
+from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
+from stagemesh.connectors.flow.retention import Retention
+from stagemesh.connectors.flow.sent_chunk import SentChunk
+from stagemesh.connectors.registry import ReplicaConnectors, descriptor_of
+from stagemesh.connectors.stream import wire
+from stagemesh.connectors.stream.connection import Peer
+from stagemesh.connectors.stream.consumer_link import ConsumerLink
+from stagemesh.connectors.stream.consumer_session import ConsumerSession
+from stagemesh.connectors.stream.local_socket import LocalListener, watch_peer
+from stagemesh.connectors.stream.negotiation import EdgeProbe
+from stagemesh.connectors.stream.producer_state import ProducerState
+from stagemesh.rpc.message_streams import LocalStream, ServerStream
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 _log = logging.getLogger(__name__)
@@ -66,11 +66,11 @@ class DataPlane:
         self._connectors = ReplicaConnectors(
             self._arena, landing=self._landing_arena, replica=replica, incarnation=self.incarnation
         )
-        self._links: dict[tuple[str, str], Link] = {}
-        self._inflows: dict[EdgeKey, InFlow] = {}
+        self._links: dict[tuple[str, str], ConsumerLink] = {}
+        self._inflows: dict[EdgeKey, InletAttempt] = {}
         self._completed: OrderedDict[EdgeKey, None] = OrderedDict()
-        self._sessions: set[PutSession] = set()
-        self._peers: dict[tuple[str, str], ProducerPeer] = {}
+        self._sessions: set[ConsumerSession] = set()
+        self._peers: dict[tuple[str, str], ProducerState] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._listener = LocalListener(self._accept_local)
 
@@ -111,12 +111,12 @@ class DataPlane:
 
     def open_outlet(
         self, key: EdgeKey, *, endpoint: str, consumer: str, connector: ConnectorName, policy: ChunkPolicy
-    ) -> OutFlow:
+    ) -> OutletAttempt:
         """Begins a flow to `consumer`; returns at once, sending waits until the consumer has taken it."""
         if connector != AUTO:
-            card_of(connector)
+            descriptor_of(connector)
         link = self._link(consumer, endpoint)
-        flow = OutFlow(key, wanted=connector, policy=policy, arena=self._arena, carrier=link)
+        flow = OutletAttempt(key, wanted=connector, policy=policy, arena=self._arena, carrier=link)
         link.add(flow)
         return flow
 
@@ -124,7 +124,7 @@ class DataPlane:
         """Outlets, to be added, that carry the same packets, written once."""
         return FanOut(arena=self._arena, inline_limit_bytes=self._inline_limit_bytes)
 
-    def open_share(self, size_bytes: int) -> ShareTicket:
+    def open_share(self, size_bytes: int) -> PartitionTicket:
         """Sets a part of the arena aside for a worker process that writes by itself (`ArenaWriter`); see `Arena`."""
         return self._arena.open_share(size_bytes)
 
@@ -132,7 +132,7 @@ class DataPlane:
         """The tensors that a worker wrote, to be sent without a copy; its memory is free when they are gone."""
         return self._arena.adopt(handle).held()
 
-    def close_share(self, ticket: ShareTicket) -> None:
+    def close_share(self, ticket: PartitionTicket) -> None:
         """Takes a share back, for when its worker has ended."""
         self._arena.close_share(ticket)
 
@@ -143,7 +143,7 @@ class DataPlane:
         where the consumer is out of reach or does not answer within PROBE_S.
         """
         if connector != AUTO:
-            card_of(connector)
+            descriptor_of(connector)
         try:
             async with asyncio.timeout(PROBE_S):
                 return await self._link(consumer, endpoint).probe(connector)
@@ -174,11 +174,11 @@ class DataPlane:
 
     # -- consuming
 
-    def open_inlet(self, key: EdgeKey, *, producer: str) -> InFlow:
+    def open_inlet(self, key: EdgeKey, *, producer: str) -> InletAttempt:
         """Expects a flow from `producer`; ExistsError where it is expected already."""
         if key in self._inflows:
             raise ExistsError(f"edge {key.edge} of request {key.request_id} is open already", reason="FLOW_EXISTS")
-        flow = InFlow(
+        flow = InletAttempt(
             key,
             producer=producer,
             window_bytes=self._window_bytes,
@@ -192,8 +192,8 @@ class DataPlane:
 
     async def serve_put(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         """A producer's PutChunk stream of serialized messages, from its Hello to its end."""
-        session = PutSession(self, on_closed=self._sessions.discard)
-        lane = ServedLane(session)
+        session = ConsumerSession(self, on_closed=self._sessions.discard)
+        lane = ServerStream(session)
         session.begin(lane)
         self._sessions.add(session)
         async for data in lane.serve(requests):
@@ -201,18 +201,18 @@ class DataPlane:
 
     # -- for sessions
 
-    def greet(self, hello: stage_pb2.Hello) -> ProducerPeer:
+    def greet(self, hello: stage_pb2.Hello) -> ProducerState:
         """See `Consumer`."""
         self._check_same("pipeline", hello.pipeline, self._pipeline)
         self._check_same("generation", hello.generation, self._generation)
         self._fail_former(hello.replica, hello.incarnation)
         peer = self._peers.get((hello.replica, hello.incarnation))
         if peer is None:
-            peer = ProducerPeer(hello.replica, hello.incarnation, self._connectors)
+            peer = ProducerState(hello.replica, hello.incarnation, self._connectors)
             self._peers[hello.replica, hello.incarnation] = peer
         return peer
 
-    def welcome(self, peer: ProducerPeer) -> stage_pb2.Welcome:
+    def welcome(self, peer: ProducerState) -> stage_pb2.Welcome:
         """See `Consumer`."""
         return stage_pb2.Welcome(
             replica=self._replica,
@@ -228,7 +228,7 @@ class DataPlane:
             self._close_soon(self._make_landing())
         return self._landing_now()
 
-    def find(self, key: EdgeKey) -> InFlow | None:
+    def find(self, key: EdgeKey) -> InletAttempt | None:
         """See `Consumer`."""
         return self._inflows.get(key)
 
@@ -265,20 +265,20 @@ class DataPlane:
 
     # -- inner workings
 
-    def _forget(self, flow: InFlow) -> None:
+    def _forget(self, flow: InletAttempt) -> None:
         del self._inflows[flow.key]
         if flow.complete:
             self._completed[flow.key] = None
             if len(self._completed) > REMEMBERED_FLOWS:
                 self._completed.popitem(last=False)
 
-    def _link(self, consumer: str, endpoint: str) -> Link:
+    def _link(self, consumer: str, endpoint: str) -> ConsumerLink:
         link = self._links.get((consumer, endpoint))
         if link is None:
             link = self._links[consumer, endpoint] = self._dial(consumer, endpoint)
         return link
 
-    def _drop_link(self, link: Link) -> None:
+    def _drop_link(self, link: ConsumerLink) -> None:
         """Nobody is at its other end, and nobody needs it: the consumer's next incarnation gets a new one."""
         for name in [name for name, known in self._links.items() if known is link]:
             del self._links[name]
@@ -289,14 +289,14 @@ class DataPlane:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    def _dial(self, consumer: str, endpoint: str) -> Link:
+    def _dial(self, consumer: str, endpoint: str) -> ConsumerLink:
         hello = stage_pb2.Hello(
             replica=self._replica,
             incarnation=self.incarnation,
             pipeline=self._pipeline,
             generation=self._generation,
         )
-        return Link(
+        return ConsumerLink(
             Peer(consumer, endpoint, hello, self._arena.fd),
             connectors=self._connectors,
             inline_limit_bytes=self._inline_limit_bytes,
@@ -322,11 +322,11 @@ class DataPlane:
 
     async def _accept_local(self, connection: socket.socket, arena_fd: int) -> None:
         """A producer on this host has connected."""
-        session = PutSession(self, arena_fd=arena_fd, on_closed=self._sessions.discard)
+        session = ConsumerSession(self, arena_fd=arena_fd, on_closed=self._sessions.discard)
         self._sessions.add(session)
         loop = asyncio.get_running_loop()
         session.watch = watch_peer(connection, lambda: self._died(session))
-        lane = LocalLane(session, peer="a producer on this host")
+        lane = LocalStream(session, peer="a producer on this host")
         session.begin(lane)
         await loop.connect_accepted_socket(lambda: lane, sock=connection)
 
@@ -343,12 +343,12 @@ class DataPlane:
             if peer.incarnation != incarnation:
                 self._lose(peer)
 
-    def _died(self, session: PutSession) -> None:
+    def _died(self, session: ConsumerSession) -> None:
         """The process of a producer on this host is dead."""
         if session.peer is not None:
             self._lose(session.peer)
 
-    def _lose(self, peer: ProducerPeer) -> None:
+    def _lose(self, peer: ProducerState) -> None:
         """That incarnation of a producer is gone."""
         self._peers.pop((peer.replica, peer.incarnation), None)
         self._close_soon(peer.close())
@@ -361,13 +361,13 @@ async def as_flow(key: EdgeKey, packet: Packet) -> AsyncGenerator[stage_pb2.GetC
     """A packet that no flow carries, as a flow of its own: one chunk and the end."""
     shape, digest = wire.shape_of(packet, last=None), wire.FlowDigest()
     digest.add(shape)
-    chunk = Sent(0, shape=shape, tensors=packet.tensors, metadata=packet.metadata)
-    for sent in (chunk, Sent(1, tail=digest.end())):
+    chunk = SentChunk(0, shape=shape, tensors=packet.tensors, metadata=packet.metadata)
+    for sent in (chunk, SentChunk(1, tail=digest.end())):
         async for response in _replayed(key, sent, 1):
             yield response
 
 
-async def _replayed(key: EdgeKey, sent: Sent, transfer_id: int) -> AsyncIterator[stage_pb2.GetChunkResponse]:
+async def _replayed(key: EdgeKey, sent: SentChunk, transfer_id: int) -> AsyncIterator[stage_pb2.GetChunkResponse]:
     wire_key, tensors, shape, regions = wire.key_to_wire(key), sent.tensors, sent.shape, sent.regions
     chunk = chunk_pb2.Chunk(key=wire_key, seq=sent.seq)
     if shape is None or tensors is None:

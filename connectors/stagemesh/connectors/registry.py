@@ -1,6 +1,6 @@
 """The connectors that this installation knows, best first.
 
-Others come as entry points in the group `stagemesh.connectors`, each naming a `ConnectorCard`.
+Others come as entry points in the group `stagemesh.connectors`, each naming a `ConnectorDescriptor`.
 """
 
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
@@ -11,15 +11,15 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
-from stagemesh.connectors.arena import Arena
-from stagemesh.connectors.base import AUTO, GRPC, NIXL, SHM, ConnectorName
-from stagemesh.connectors.connector import Connector
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
+from stagemesh.connectors.arena.arena import Arena
+from stagemesh.connectors.base import Connector
+from stagemesh.connectors.edge import AUTO, GRPC, NIXL, SHM, ConnectorName
 from stagemesh.v1 import chunk_pb2
 
 
 @dataclass(frozen=True)
-class ConnectorCard:
+class ConnectorDescriptor:
     """A connector, without what it imports."""
 
     name: ConnectorName
@@ -40,8 +40,8 @@ class ConnectorCard:
 
 
 _BUILT_IN = (
-    ConnectorCard(SHM, chunk_pb2.CONNECTOR_SHM, 10, "stagemesh.connectors.shm:ShmConnector"),
-    ConnectorCard(
+    ConnectorDescriptor(SHM, chunk_pb2.CONNECTOR_SHM, 10, "stagemesh.connectors.shm:ShmConnector"),
+    ConnectorDescriptor(
         NIXL,
         chunk_pb2.CONNECTOR_NIXL,
         20,
@@ -49,16 +49,16 @@ _BUILT_IN = (
         module="nixl_cu12",
         remedy="install stagemesh[nixl] on both hosts",
     ),
-    ConnectorCard(GRPC, chunk_pb2.CONNECTOR_GRPC, 100),
+    ConnectorDescriptor(GRPC, chunk_pb2.CONNECTOR_GRPC, 100),
 )
 
 
 _FIRST_ADDED_NUMBER = 1000
-_registered: list[ConnectorCard] = []
+_registered: list[ConnectorDescriptor] = []
 
 
 @cache
-def cards() -> Mapping[ConnectorName, ConnectorCard]:
+def descriptors() -> Mapping[ConnectorName, ConnectorDescriptor]:
     """All connectors by name, best first. Raises NotReadyError where an added one takes what belongs to another."""
     added = [entry.load() for entry in entry_points(group="stagemesh.connectors")]
     _check_added(added)
@@ -67,7 +67,7 @@ def cards() -> Mapping[ConnectorName, ConnectorCard]:
 
 
 @contextmanager
-def registered(card: ConnectorCard) -> Generator[None]:
+def registered(card: ConnectorDescriptor) -> Generator[None]:
     """Has a card known without an entry point, in place of one of its name: to try a connector out, and for tests."""
     _registered.append(card)
     _look_again()
@@ -78,19 +78,19 @@ def registered(card: ConnectorCard) -> Generator[None]:
         _look_again()
 
 
-def card_of(name: ConnectorName) -> ConnectorCard:
+def descriptor_of(name: ConnectorName) -> ConnectorDescriptor:
     """The card of a name; raises InvalidRequestError naming those known."""
-    card = cards().get(name)
+    card = descriptors().get(name)
     if card is None:
         raise InvalidRequestError(
-            f"unknown connector {name!r}; use one of {', '.join((AUTO, *cards()))}", reason="UNKNOWN_CONNECTOR"
+            f"unknown connector {name!r}; use one of {', '.join((AUTO, *descriptors()))}", reason="UNKNOWN_CONNECTOR"
         )
     return card
 
 
 def number_of(name: ConnectorName) -> chunk_pb2.Connector.ValueType:
     """The wire's number of a name."""
-    number = chunk_pb2.CONNECTOR_AUTO if name == AUTO else card_of(name).number
+    number = chunk_pb2.CONNECTOR_AUTO if name == AUTO else descriptor_of(name).number
     # The enum is open: an added connector's number travels like any other.
     return chunk_pb2.Connector.ValueType(number)
 
@@ -100,7 +100,7 @@ def name_of(number: int) -> ConnectorName:
     """The name of a number on the wire, AUTO for none; raises InvalidRequestError for one that is not known here."""
     if number in {chunk_pb2.CONNECTOR_UNSPECIFIED, chunk_pb2.CONNECTOR_AUTO}:
         return AUTO
-    for card in cards().values():
+    for card in descriptors().values():
         if card.number == number:
             return card.name
     raise InvalidRequestError(
@@ -108,7 +108,7 @@ def name_of(number: int) -> ConnectorName:
     )
 
 
-def _check_added(added: Sequence[ConnectorCard]) -> None:
+def _check_added(added: Sequence[ConnectorDescriptor]) -> None:
     known = list(_BUILT_IN)
     for card in added:
         taken = any(card.name == other.name or card.number == other.number for other in known)
@@ -129,7 +129,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _factory(card: ConnectorCard) -> Callable[..., Connector]:
+def _factory(card: ConnectorDescriptor) -> Callable[..., Connector]:
     module, _, attribute = card.factory.partition(":")
     try:
         factory: Callable[..., Connector] = getattr(import_module(module), attribute)
@@ -142,7 +142,7 @@ def _factory(card: ConnectorCard) -> Callable[..., Connector]:
 
 
 def _look_again() -> None:
-    cards.cache_clear()
+    descriptors.cache_clear()
     name_of.cache_clear()
 
 
@@ -159,7 +159,7 @@ class ReplicaConnectors:
     def get(self, name: ConnectorName) -> Connector:
         """The connector of that name; raises NotReadyError (CONNECTOR_UNAVAILABLE) where this replica has none."""
         if name not in self._made:
-            card = card_of(name)
+            card = descriptor_of(name)
             missing = card.missing() or ("" if card.factory else "it reads no arena")
             if missing:
                 raise NotReadyError(f"connector {name} cannot be used: {missing}", reason="CONNECTOR_UNAVAILABLE")

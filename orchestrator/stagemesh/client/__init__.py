@@ -1,6 +1,6 @@
 """The Python client: `AsyncClient` and `Client` over the gRPC stubs, with typed events and results."""
 
-from stagemesh.client.aio import AsyncClient, AsyncGeneration
+from stagemesh.client.async_client import AsyncClient, AsyncGeneration
 from stagemesh.client.descriptions import (
     EdgeInfo,
     LinkInfo,
@@ -31,7 +31,7 @@ from stagemesh.client.media import AudioFile, Content, ImageFile, Part, Sound, V
 from stagemesh.client.requests import Conversation, GenerateArguments
 from stagemesh.client.results import Audio, Result
 from stagemesh.client.retries import RetryPolicy
-from stagemesh.client.sync import Client, Generation
+from stagemesh.client.sync_client import Client, Generation
 from stagemesh.client.wav import WavWriter
 
 __all__ = [

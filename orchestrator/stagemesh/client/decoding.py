@@ -19,8 +19,8 @@ from stagemesh.client.events import (
     Tokens,
     Usage,
 )
-from stagemesh.connectors.errors import InvalidChunkError
-from stagemesh.connectors.tensors import read_inline
+from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.tensors import read_inline
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 
 

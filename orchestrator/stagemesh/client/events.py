@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.connectors.tensors import Array
+from stagemesh.common.tensors import Array
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.connectors.errors import InvalidRequestError
-from stagemesh.connectors.tensors import inline_tensor
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.tensors import inline_tensor
 from stagemesh.v1 import request_pb2
 
 

@@ -6,9 +6,9 @@ from uuid import uuid4
 
 from stagemesh.client.media import Content, message_to_wire
 from stagemesh.client.sampling import SamplingArguments, sampling_to_wire
-from stagemesh.connectors.channels import MAX_MESSAGE_BYTES
-from stagemesh.connectors.errors import InvalidRequestError
-from stagemesh.connectors.tensors import Tensors, inline_tensor
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.tensors import Tensors, inline_tensor
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 Conversation: TypeAlias = Sequence[tuple[str, Content]]

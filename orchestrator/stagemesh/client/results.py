@@ -20,7 +20,7 @@ from stagemesh.client.events import (
     Tokens,
 )
 from stagemesh.client.wav import WavWriter
-from stagemesh.connectors.errors import InternalError, NotFoundError
+from stagemesh.common.errors import InternalError, NotFoundError
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from stagemesh.connectors.errors import DeadlineError, StagemeshError, UnavailableError
+from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
 
 # A server that stops says so; what else it says of a request that has begun is how that ended.
 _STOPPING = "NOT_RUNNING"

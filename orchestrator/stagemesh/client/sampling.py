@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.v1 import request_pb2
 
 _STRUCTURES = ("json_schema", "regex", "choice", "grammar")

@@ -8,7 +8,7 @@ from typing import BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 
 
 class WavWriter:

@@ -5,10 +5,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.process_lifecycle import run_service
 from stagemesh.orchestrator.config import load_orchestrator_config
 from stagemesh.orchestrator.service import serve
-from stagemesh.services.serving.lifecycle import run_service
 
 _EXIT_USAGE = 2
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from stagemesh.connectors.probe_wire import probe_to_wire
 from stagemesh.connectors.registry import number_of
-from stagemesh.connectors.wire import error_to_wire
-from stagemesh.orchestrator.links import EdgeLink
+from stagemesh.connectors.stream.probe_wire import probe_to_wire
+from stagemesh.connectors.stream.wire import error_to_wire
+from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
+from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.replica import Replica
 from stagemesh.orchestrator.spec import Edge, PipelineOutput, Stage
 from stagemesh.v1 import orchestrator_pb2
 

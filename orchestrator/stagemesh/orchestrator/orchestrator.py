@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
-from stagemesh.connectors.errors import (
+from stagemesh.common.errors import (
     CancelledRequestError,
     InternalError,
     NotFoundError,
@@ -17,20 +17,20 @@ from stagemesh.connectors.errors import (
 )
 from stagemesh.orchestrator.admission import Admission
 from stagemesh.orchestrator.admission.sizes import claim_of, made_bytes
-from stagemesh.orchestrator.callers import Callers
-from stagemesh.orchestrator.choice import Choice
-from stagemesh.orchestrator.facts import facts_of
-from stagemesh.orchestrator.fleet import Fleet
-from stagemesh.orchestrator.history import History
-from stagemesh.orchestrator.moving import Mover
-from stagemesh.orchestrator.planner import Plan, Planner
-from stagemesh.orchestrator.record import RequestRecord
-from stagemesh.orchestrator.request_life import RequestLife
-from stagemesh.orchestrator.requests import KnownRequest, RequestTable, fingerprint
+from stagemesh.orchestrator.fleet.fleet import Fleet
+from stagemesh.orchestrator.planning.failover import Failover
+from stagemesh.orchestrator.planning.planner import Plan, Planner
+from stagemesh.orchestrator.planning.replica_choice import Choice
+from stagemesh.orchestrator.planning.request_facts import facts_of
+from stagemesh.orchestrator.request.callers import Callers
+from stagemesh.orchestrator.request.history import History
+from stagemesh.orchestrator.request.lifecycle import RequestLife
+from stagemesh.orchestrator.request.record import RequestRecord
+from stagemesh.orchestrator.request.registry import KnownRequest, RequestTable, fingerprint
+from stagemesh.orchestrator.request.timeline import Timeline
+from stagemesh.orchestrator.request.totals import Totals
+from stagemesh.orchestrator.request.validation import ValidRequest, validate
 from stagemesh.orchestrator.spec import Pipeline
-from stagemesh.orchestrator.timeline import Timeline
-from stagemesh.orchestrator.totals import Totals
-from stagemesh.orchestrator.validation import ValidRequest, validate
 from stagemesh.v1 import orchestrator_pb2
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Orchestrator:
         self.admission = Admission(pipeline.limits, clock=clock)
         self._clock = clock
         self._planner = Planner(pipeline, fleet.book, choice=choice)
-        self._mover = Mover(self._planner)
+        self._mover = Failover(self._planner)
         self._requests = RequestTable()
         self.totals = Totals()
         """Of the requests that have ended."""

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.orchestrator.admin.service import serving_admin
 from stagemesh.orchestrator.config import OrchestratorConfig
-from stagemesh.orchestrator.fleet import Fleet
+from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.membership.base import MemberSource
 from stagemesh.orchestrator.membership.dns import DnsSource
 from stagemesh.orchestrator.membership.registration import RegistrationSource
@@ -17,7 +17,7 @@ from stagemesh.orchestrator.membership.static import StaticSource
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.servicer import SERVICE_NAME, OrchestratorServicer, add_orchestrator_service
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
-from stagemesh.services.serving.server import Server
+from stagemesh.rpc.server import Server
 from stagemesh.v1 import membership_pb2_grpc
 
 LIVENESS = "liveness"

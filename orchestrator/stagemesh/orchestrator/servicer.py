@@ -6,11 +6,11 @@ from typing import Any, TypeAlias, cast
 
 import grpc
 
-from stagemesh.connectors.raw_methods import add_with_raw_methods
 from stagemesh.orchestrator.describe import describe_pipeline
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.validation import check_pipeline
-from stagemesh.services.serving.answering import answering, time_left_s
+from stagemesh.orchestrator.request.validation import check_pipeline
+from stagemesh.rpc.error_boundary import answering, time_left_s
+from stagemesh.rpc.raw_methods import add_with_raw_methods
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 _GenerateContext: TypeAlias = "grpc.aio.ServicerContext[orchestrator_pb2.GenerateRequest, bytes]"

@@ -5,9 +5,9 @@ The library's own wrapper is passed by: it fixes the progress thread to a busy l
 
 from nixl_cu12 import _bindings as nixl
 
-from stagemesh.connectors.errors import UnavailableError
+from stagemesh.common.errors import UnavailableError
 from stagemesh.connectors.nixl.environment import backend_options, unavailable
-from stagemesh.connectors.nixl.plan import Memory, Transfer
+from stagemesh.connectors.nixl.transfer_plan import Memory, Transfer
 
 PROGRESS_US = 50_000
 """The longest that a serving agent's thread sleeps; what a peer sends wakes it at once."""

@@ -9,15 +9,15 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from stagemesh.connectors.arena import Account, Arena
-from stagemesh.connectors.base import NIXL, ConnectorName
-from stagemesh.connectors.connector import ArenaRange, Bytes, Connector, FetchingReader, Producer
-from stagemesh.connectors.errors import StagemeshError, UnavailableError
+from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.connectors.arena.arena import Arena, MemoryAccount
+from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, Producer
+from stagemesh.connectors.edge import NIXL, ConnectorName
 from stagemesh.connectors.nixl.environment import quiet, shared_settings, unavailable
 from stagemesh.connectors.nixl.offer import NixlOffer
-from stagemesh.connectors.nixl.plan import Memory
-from stagemesh.connectors.nixl.pump import Pump
-from stagemesh.connectors.nixl.source import Source
+from stagemesh.connectors.nixl.read_thread import ReadThread
+from stagemesh.connectors.nixl.remote_arena import RemoteArena
+from stagemesh.connectors.nixl.transfer_plan import Memory
 
 if TYPE_CHECKING:
     from stagemesh.connectors.nixl.agent import Agent
@@ -35,8 +35,8 @@ class NixlConnector(Connector):
         # Used once, also where one process closes its connector and makes another.
         self._name = f"{replica}/{incarnation}/{secrets.token_hex(4)}"
         self._serving: asyncio.Future[Agent] | None = None
-        self._pump: Pump | None = None
-        self._sources: dict[str, Source] = {}
+        self._pump: ReadThread | None = None
+        self._sources: dict[str, RemoteArena] = {}
         self._is_closed = False
 
     async def offer(self) -> bytes:
@@ -99,15 +99,15 @@ class NixlConnector(Connector):
     def _serve(self) -> "Agent":
         return _make_agent(self._name, self._arena, serves=True)
 
-    async def _source(self, offer: NixlOffer) -> Source:
+    async def _source(self, offer: NixlOffer) -> RemoteArena:
         """The source of an offer: the one that is read already, or a new one."""
         landing = await self._make_landing()
         self._check_open()
         self._sources = {name: source for name, source in self._sources.items() if not source.is_gone}
         source = self._sources.get(offer.agent)
         if source is None:
-            self._pump = self._pump or Pump(lambda: _make_agent(f"{self._name}/reads", landing, serves=False))
-            source = self._sources[offer.agent] = Source(offer, pump=self._pump, landing=landing)
+            self._pump = self._pump or ReadThread(lambda: _make_agent(f"{self._name}/reads", landing, serves=False))
+            source = self._sources[offer.agent] = RemoteArena(offer, pump=self._pump, landing=landing)
         elif source.offer != offer:
             raise unavailable(f"{offer.agent} offers other memory than before")
         elif source.failure:
@@ -118,16 +118,16 @@ class NixlConnector(Connector):
 class NixlReader(FetchingReader):
     """One reader of a producer's arena."""
 
-    def __init__(self, source: Source) -> None:
-        self._source: Source | None = source
+    def __init__(self, source: RemoteArena) -> None:
+        self._source: RemoteArena | None = source
 
-    async def fetch(self, places: Sequence[ArenaRange], account: Account) -> list[Bytes]:
+    async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
         """See `FetchingReader`."""
         if self._source is None:
             raise UnavailableError("this reader is closed")
         return await self._source.fetch(places, account)
 
-    def fetch_at_once(self, places: Sequence[ArenaRange], account: Account) -> list[Bytes] | None:
+    def fetch_at_once(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes] | None:
         """See `FetchingReader`: on one host a read is a copy."""
         return self._source.fetch_at_once(places, account) if self._source is not None else None
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from stagemesh.connectors.errors import NotReadyError
+from stagemesh.common.errors import NotReadyError
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _SEGMENT_BYTES = "256k"

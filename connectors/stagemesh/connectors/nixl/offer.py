@@ -4,7 +4,7 @@ import hashlib
 import struct
 from dataclasses import dataclass
 
-from stagemesh.connectors.memory_file import TOKEN_BYTES, data_offset_in
+from stagemesh.connectors.arena.memory_file import TOKEN_BYTES, data_offset_in
 
 _MAGIC = b"nixl1\0"
 _DIGEST_BYTES = 16

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from itertools import chain
 
-from stagemesh.connectors.errors import NotFoundError
-from stagemesh.orchestrator.fleet import Fleet
-from stagemesh.orchestrator.links import EdgeLink
-from stagemesh.orchestrator.replica import Replica, ReplicaState
+from stagemesh.common.errors import NotFoundError
+from stagemesh.orchestrator.fleet.edge_connectors import EdgeLink
+from stagemesh.orchestrator.fleet.fleet import Fleet
+from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.orchestrator.spec import Edge, Pipeline
 
 _RANKS = {ReplicaState.READY: 0, ReplicaState.FAILED: 2, ReplicaState.UNREACHABLE: 2}

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from stagemesh.connectors.errors import NotFoundError, NotReadyError, StagemeshError
+from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError
 from stagemesh.orchestrator.admin.directory import Directory
-from stagemesh.orchestrator.admin.waiting import describe_wait
+from stagemesh.orchestrator.admin.wait_reasons import describe_wait
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.timeline import RequestState, StepNotes, Timeline
+from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Timeline
 from stagemesh.v1 import control_pb2
 
 _ASK_S = 2.0

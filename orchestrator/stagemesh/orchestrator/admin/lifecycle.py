@@ -6,9 +6,9 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
-from stagemesh.connectors.errors import DeadlineError, InvalidRequestError, NotReadyError, StagemeshError
+from stagemesh.common.errors import DeadlineError, InvalidRequestError, NotReadyError, StagemeshError
 from stagemesh.orchestrator.admin.directory import Directory
-from stagemesh.orchestrator.replica import Replica, ReplicaState
+from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.v1 import control_pb2
 
 _CALL_S = 5.0

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from stagemesh.connectors.errors import StagemeshError
-from stagemesh.orchestrator.replica import Replica, ReplicaState
+from stagemesh.common.errors import StagemeshError
+from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.v1 import stage_pb2
 
 Load = stage_pb2.WatchLoadResponse

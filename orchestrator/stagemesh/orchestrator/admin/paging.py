@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 
 T = TypeVar("T")
 

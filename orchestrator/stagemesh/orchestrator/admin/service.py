@@ -3,12 +3,12 @@
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+from stagemesh.orchestrator.admin.control_forwarding import ControlForwarder
 from stagemesh.orchestrator.admin.directory import Directory
-from stagemesh.orchestrator.admin.forwarding import ControlForwarder
 from stagemesh.orchestrator.admin.servicer import AdminServicer
+from stagemesh.orchestrator.fleet.stage_client import CONTROL_NAME
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.stages import CONTROL_NAME
-from stagemesh.services.serving.server import Server
+from stagemesh.rpc.server import Server
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc
 
 SERVICE_NAME = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name

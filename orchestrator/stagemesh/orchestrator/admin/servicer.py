@@ -5,19 +5,19 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.orchestrator.admin.directory import Directory
+from stagemesh.orchestrator.admin.edge_probe import probe_edge
 from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle
 from stagemesh.orchestrator.admin.loads import ask_loads
 from stagemesh.orchestrator.admin.paging import Page, page_of
-from stagemesh.orchestrator.admin.probing import probe_edge
 from stagemesh.orchestrator.admin.statuses import Statuses, replica_status
 from stagemesh.orchestrator.describe import describe_edge
+from stagemesh.orchestrator.fleet.replica import ReplicaState
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.replica import ReplicaState
-from stagemesh.orchestrator.timeline import RequestState
-from stagemesh.services.serving.answering import answering, streaming, time_left_s
+from stagemesh.orchestrator.request.timeline import RequestState
+from stagemesh.rpc.error_boundary import answering, streaming, time_left_s
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc
 
 if TYPE_CHECKING:

@@ -4,17 +4,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from heapq import nlargest
 
-from stagemesh.connectors.wire import error_to_wire
+from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import InspectedFlow, InspectedRequest, InspectedStep, Inspector
 from stagemesh.orchestrator.admin.loads import Load
 from stagemesh.orchestrator.admission.snapshot import CallerLoad
 from stagemesh.orchestrator.describe import describe_edge
+from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.replica import Replica, ReplicaState
+from stagemesh.orchestrator.request.timeline import RequestState, Timeline
+from stagemesh.orchestrator.request.totals import EdgeTotals, StageTotals, Totals
 from stagemesh.orchestrator.spec import Edge, Stage
-from stagemesh.orchestrator.timeline import RequestState, Timeline
-from stagemesh.orchestrator.totals import EdgeTotals, StageTotals, Totals
 from stagemesh.v1 import admin_pb2
 
 _NO_LOAD = Load()

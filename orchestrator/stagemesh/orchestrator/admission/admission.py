@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from itertools import islice
 
-from stagemesh.connectors.errors import DeadlineError, OverloadedError, StagemeshError
-from stagemesh.orchestrator.admission.lanes import Caller, Claim, Listener, Load, Ticket, TicketState
-from stagemesh.orchestrator.admission.measures import Measures
-from stagemesh.orchestrator.admission.queue import AdmissionQueue, Standing
+from stagemesh.common.errors import DeadlineError, OverloadedError, StagemeshError
+from stagemesh.orchestrator.admission.caller_queues import AdmissionRequest, Caller, Listener, Load, Ticket, TicketState
+from stagemesh.orchestrator.admission.estimates import RequestEstimates
+from stagemesh.orchestrator.admission.queue import AdmissionQueue, QueuePosition
 from stagemesh.orchestrator.admission.ranking import Ranking
-from stagemesh.orchestrator.admission.returns import Returns
+from stagemesh.orchestrator.admission.retry_schedule import RetrySchedule
 from stagemesh.orchestrator.admission.snapshot import AdmissionSnapshot, CallerLoad
 from stagemesh.orchestrator.spec import Limits
 
@@ -39,12 +39,12 @@ class Admission:
         self._running = Load()
         self._queue = AdmissionQueue(limits)
         self._hopeless = Ranking[Ticket]()
-        self._measures = Measures()
-        self._returns = Returns()
-        self._caller_returns = OrderedDict[str, Returns]()
+        self._measures = RequestEstimates()
+        self._returns = RetrySchedule()
+        self._caller_returns = OrderedDict[str, RetrySchedule]()
         self._numbers = itertools.count()
         self._told_s = -math.inf
-        self._telling: Iterator[Standing] = iter(())
+        self._telling: Iterator[QueuePosition] = iter(())
 
     @property
     def in_flight(self) -> int:
@@ -56,7 +56,7 @@ class Admission:
         """Requests that wait now."""
         return self._queue.load.requests
 
-    def enter(self, claim: Claim, listener: Listener) -> Ticket:
+    def enter(self, claim: AdmissionRequest, listener: Listener) -> Ticket:
         """Takes a claim: the listener has heard that it is admitted, or that it waits.
 
         Raises OverloadedError (ADMISSION_LIMIT, CALLER_LIMIT) where the queue has no room, and DeadlineError
@@ -131,7 +131,7 @@ class Admission:
             in_flight_bytes=self._running.size_bytes,
             queued=self._queue.load.requests,
             queued_bytes=self._queue.load.size_bytes,
-            expected_wait_s=self._expected_wait_s(Claim("", caller="\0")),
+            expected_wait_s=self._expected_wait_s(AdmissionRequest("", caller="\0")),
             returning=len(self._returns),
             callers=tuple(
                 CallerLoad(
@@ -186,7 +186,7 @@ class Admission:
     def _make_room(self, ticket: Ticket, caller: Caller, now_s: float) -> list[Ticket]:
         """Finds the ticket a place in the queue; raises OverloadedError.
 
-        Returns those who were pushed out for it, where that is fair, and who are to hear so.
+        RetrySchedule those who were pushed out for it, where that is fair, and who are to hear so.
         """
         claim = ticket.claim
         bounds, line = self.limits.per_caller, self._caller_returns.get(caller.name)
@@ -207,7 +207,7 @@ class Admission:
             raise self._full_error(claim, now_s)
         return pushed_out
 
-    def _may_wait(self, claim: Claim, *, most: int) -> bool:
+    def _may_wait(self, claim: AdmissionRequest, *, most: int) -> bool:
         return self._queue.load.fits(claim.input_bytes, most=most, most_bytes=self.limits.max_queued_bytes)
 
     def _refuse(self, ticket: Ticket, error: StagemeshError) -> None:
@@ -224,7 +224,7 @@ class Admission:
         listener, ticket.listener, ticket.state = ticket.listener, None, TicketState.GONE
         return listener
 
-    def _keep_promise(self, claim: Claim) -> None:
+    def _keep_promise(self, claim: AdmissionRequest) -> None:
         self._returns.keep(claim.request_id)
         if (line := self._caller_returns.get(claim.caller)) is not None:
             line.keep(claim.request_id)
@@ -233,7 +233,7 @@ class Admission:
     def _interval_s(self, running: Load) -> float:
         return self._measures.mean_s / max(1, running.requests)
 
-    def _expected_wait_s(self, claim: Claim) -> float:
+    def _expected_wait_s(self, claim: AdmissionRequest) -> float:
         if self._running.requests < self.limits.max_in_flight and self._queue.next() is None:
             return 0.0
         return self._queue.position(claim) * self._interval_s(self._running)
@@ -262,7 +262,7 @@ class Admission:
             self._told_s = now_s
             self._telling = self._queue.standings()
 
-    def _full_error(self, claim: Claim, now_s: float) -> OverloadedError:
+    def _full_error(self, claim: AdmissionRequest, now_s: float) -> OverloadedError:
         limits, waiting = self.limits, self._queue.load.requests
         retry_after_s = self._returns.promise(claim.request_id, now_s, interval_s=self._interval_s(self._running))
         return OverloadedError(
@@ -274,8 +274,8 @@ class Admission:
             retry_after_s=retry_after_s,
         )
 
-    def _caller_error(self, claim: Claim, caller: Caller, now_s: float) -> OverloadedError:
-        line = self._caller_returns.setdefault(caller.name, Returns())
+    def _caller_error(self, claim: AdmissionRequest, caller: Caller, now_s: float) -> OverloadedError:
+        line = self._caller_returns.setdefault(caller.name, RetrySchedule())
         self._caller_returns.move_to_end(caller.name)
         if len(self._caller_returns) > _MOST_LINES:
             self._caller_returns.popitem(last=False)
@@ -290,7 +290,7 @@ class Admission:
         )
 
 
-def _held(line: Returns, claim: Claim, now_s: float, *, most: int) -> int:
+def _held(line: RetrySchedule, claim: AdmissionRequest, now_s: float, *, most: int) -> int:
     """How many places of a queue the claim must leave to others, who were promised them."""
     promised = 0 if line.is_due(claim.request_id, now_s) else len(line)
     return min(promised, math.ceil(most * _HELD))

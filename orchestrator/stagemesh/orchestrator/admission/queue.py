@@ -12,12 +12,12 @@ its limit.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from stagemesh.orchestrator.admission.lanes import (
+from stagemesh.orchestrator.admission.caller_queues import (
     HIGHEST_PRIORITY,
     LOWEST_PRIORITY,
+    AdmissionRequest,
     Caller,
-    Claim,
-    Lane,
+    CallerQueue,
     Load,
     Ticket,
     TicketState,
@@ -30,7 +30,7 @@ TURNS_TO_ONE_BY_AGE = 8
 _MOST_REMEMBERED = 4096
 
 
-class Standing(NamedTuple):
+class QueuePosition(NamedTuple):
     """Where a ticket stands: from 1 among all, and among its caller's of the same priority."""
 
     ticket: Ticket
@@ -42,9 +42,9 @@ class _PriorityClass:
     """The lanes of one priority."""
 
     def __init__(self) -> None:
-        self.ready = Ranking[Lane]()
+        self.ready = Ranking[CallerQueue]()
         """Those that have somebody waiting whom their caller's limits allow, by whose turn it is."""
-        self.by_length = Ranking[Lane]()
+        self.by_length = Ranking[CallerQueue]()
         """Those that have somebody waiting, the longest first."""
         self.waiting = 0
         self._turn = 0
@@ -55,7 +55,7 @@ class _PriorityClass:
         """The round in which a caller that comes now is served."""
         return max(self._turn, self._turns.get(caller, 0))
 
-    def serve(self, lane: Lane, *, by_age: bool) -> None:
+    def serve(self, lane: CallerQueue, *, by_age: bool) -> None:
         """A lane has had its turn."""
         if lane.turn > self._turn and not by_age:
             self._turn = lane.turn
@@ -76,7 +76,7 @@ class AdmissionQueue:
         priorities = range(HIGHEST_PRIORITY, LOWEST_PRIORITY - 1, -1)
         self._classes = {priority: _PriorityClass() for priority in priorities}
         """The highest first."""
-        self._by_age = Ranking[Lane]()
+        self._by_age = Ranking[CallerQueue]()
         self._turns = 0
 
     @property
@@ -93,7 +93,7 @@ class AdmissionQueue:
         """A caller by its name; one that has nothing here is not remembered."""
         return self._callers.get(name) or Caller(name)
 
-    def position(self, claim: Claim) -> int:
+    def position(self, claim: AdmissionRequest) -> int:
         """About where it would stand, from 1: as if its caller's neighbours had as many before it as its own has."""
         priority = priority_of(claim)
         lane = self.caller(claim.caller).lanes.get(priority)
@@ -106,7 +106,7 @@ class AdmissionQueue:
         higher = sum(self._classes[other].waiting for other in range(priority + 1, HIGHEST_PRIORITY + 1))
         return higher + min(within.waiting + 1, (before + 1) * lanes)
 
-    def standings(self) -> Iterator[Standing]:
+    def standings(self) -> Iterator[QueuePosition]:
         """Where everybody stands, the first one first, as if nobody came or went. O(n log n)."""
         unit = 1 / self._limits.max_in_flight
         position = 0
@@ -123,7 +123,7 @@ class AdmissionQueue:
             order.sort()
             for *_, in_lane, ticket in order:
                 position += 1
-                yield Standing(ticket, position, in_lane)
+                yield QueuePosition(ticket, position, in_lane)
 
     def next(self) -> Ticket | None:
         """Who is to be admitted next, of those whom their caller's limits allow."""
@@ -169,7 +169,7 @@ class AdmissionQueue:
         self._rank_all(lane.caller)
         self._forget(lane)
 
-    def who_gives_way(self, claim: Claim) -> Ticket | None:
+    def who_gives_way(self, claim: AdmissionRequest) -> Ticket | None:
         """Whom a newcomer pushes out of a full queue: the last of the longest lane, of the lowest priority.
 
         None where the newcomer's priority is lower, or its own lane would be as long.
@@ -188,7 +188,7 @@ class AdmissionQueue:
     def _is_by_age(self) -> bool:
         return self._turns % TURNS_TO_ONE_BY_AGE == TURNS_TO_ONE_BY_AGE - 1
 
-    def _lane(self, ticket: Ticket) -> Lane:
+    def _lane(self, ticket: Ticket) -> CallerQueue:
         caller = self._callers.get(ticket.claim.caller)
         if caller is None:
             caller = self._callers[ticket.claim.caller] = Caller(ticket.claim.caller)
@@ -196,16 +196,16 @@ class AdmissionQueue:
         lane = caller.lanes.get(priority)
         if lane is None:
             turn = self._classes[priority].next_turn(caller.name)
-            lane = caller.lanes[priority] = Lane(caller, priority, turn=turn)
+            lane = caller.lanes[priority] = CallerQueue(caller, priority, turn=turn)
         return lane
 
-    def _take_out(self, ticket: Ticket, lane: Lane) -> None:
+    def _take_out(self, ticket: Ticket, lane: CallerQueue) -> None:
         lane.remove(ticket)
         for load in (self.load, lane.caller.waiting):
             load.take(ticket.claim.input_bytes)
         self._classes[lane.priority].waiting -= 1
 
-    def _forget(self, lane: Lane) -> None:
+    def _forget(self, lane: CallerQueue) -> None:
         if lane.idle:
             del lane.caller.lanes[lane.priority]
             if not lane.caller.lanes:
@@ -215,7 +215,7 @@ class AdmissionQueue:
         for lane in caller.lanes.values():
             self._rank(lane)
 
-    def _rank(self, lane: Lane) -> None:
+    def _rank(self, lane: CallerQueue) -> None:
         within = self._classes[lane.priority]
         if not lane.waiting.requests:
             for ranking in (within.by_length, within.ready, self._by_age):
@@ -232,13 +232,13 @@ class AdmissionQueue:
         else:
             self._by_age.discard(lane)
 
-    def _running_share(self, lane: Lane) -> float:
+    def _running_share(self, lane: CallerQueue) -> float:
         return lane.running.share(most=self._limits.max_in_flight, most_bytes=self._limits.max_in_flight_bytes)
 
-    def _length(self, lane: Lane) -> float:
+    def _length(self, lane: CallerQueue) -> float:
         return lane.waiting.share(most=self._limits.max_queued, most_bytes=self._limits.max_queued_bytes)
 
-    def _waiting_share(self, claim: Claim) -> float:
+    def _waiting_share(self, claim: AdmissionRequest) -> float:
         """That of the claim's lane, once it has joined."""
         lane = self.caller(claim.caller).lanes.get(priority_of(claim))
         there = lane.waiting if lane is not None else Load()

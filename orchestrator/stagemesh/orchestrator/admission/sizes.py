@@ -6,13 +6,13 @@ comes; for the rest as much is reserved as requests of its kind made so far, on 
 engines need for themselves is theirs to limit.
 """
 
-from stagemesh.orchestrator.admission.lanes import Claim
-from stagemesh.orchestrator.record import RequestRecord
+from stagemesh.orchestrator.admission.caller_queues import AdmissionRequest
+from stagemesh.orchestrator.request.record import RequestRecord
+from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.orchestrator.spec import Pipeline
-from stagemesh.orchestrator.validation import ValidRequest
 
 
-def claim_of(request: ValidRequest, *, deadline_s: float) -> Claim:
+def claim_of(request: ValidRequest, *, deadline_s: float) -> AdmissionRequest:
     """What a request asks for.
 
     Of one kind are those that want the same outputs by the same options, for inputs and token limits whose lengths have
@@ -25,7 +25,7 @@ def claim_of(request: ValidRequest, *, deadline_s: float) -> Claim:
         parameters.sampling.max_tokens.bit_length(),
         tuple(sorted(parameters.options.items())),
     )
-    return Claim(
+    return AdmissionRequest(
         request_id=request.request_id,
         caller=request.caller,
         priority=request.priority,

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stagemesh.connectors.errors import InternalError
-from stagemesh.orchestrator.cli.failures import EXIT_INTERRUPTED, AsJson
+from stagemesh.common.errors import InternalError
+from stagemesh.orchestrator.cli.error_output import EXIT_INTERRUPTED, AsJson
 from stagemesh.orchestrator.cli.generate import Audio, NegativePrompt, Picture, show_result, stream
 from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings, read_overrides
 from stagemesh.orchestrator.cli.sampling import MaxTokens, Seed
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from stagemesh.client import GenerateArguments, Result
-    from stagemesh.orchestrator.cli.displays import Display
-    from stagemesh.orchestrator.cli.sinks import Sinks
+    from stagemesh.orchestrator.cli.output_sinks import Sinks
+    from stagemesh.orchestrator.cli.process_display import Display
     from stagemesh.orchestrator.spec import Pipeline
 
 
@@ -34,8 +34,8 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Starts a pipeline, sends it a prompt, shows what comes, and stops."""
-    from stagemesh.orchestrator.cli.displays import make_display
-    from stagemesh.orchestrator.cli.sinks import Sinks
+    from stagemesh.orchestrator.cli.output_sinks import Sinks
+    from stagemesh.orchestrator.cli.process_display import make_display
     from stagemesh.orchestrator.spec import load_pipeline
 
     overrides = read_overrides(settings, replicas)
@@ -84,7 +84,7 @@ class _Show:
 
     async def run(self, pipeline: "Pipeline", *, overrides: "Mapping[str, str]") -> None:
         """Starts the pipeline, asks, stops it."""
-        from stagemesh.orchestrator.cli.running import done_before, stop_on_signals
+        from stagemesh.orchestrator.cli.signals import done_before, stop_on_signals
         from stagemesh.orchestrator.launcher import Launcher
 
         stopping = stop_on_signals()

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stagemesh.orchestrator.cli import sampling
-from stagemesh.orchestrator.cli.failures import AsJson
+from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.options import DEFAULT_SERVER, Server, read_endpoints, read_pairs
 
 if TYPE_CHECKING:
     from stagemesh.client import AsyncClient, Content, GenerateArguments, Result
-    from stagemesh.orchestrator.cli.sinks import Sinks
+    from stagemesh.orchestrator.cli.output_sinks import Sinks
 
 Prompt = Annotated[str, typer.Argument(help="What to work on; - reads it from stdin.")]
 Audio = Annotated[Path | None, typer.Option(help="Write audio to this WAV file as it comes.")]
@@ -67,7 +67,7 @@ def generate(
 ) -> None:
     """Sends a prompt to a running pipeline; text goes to stdout, audio to files, timings to stderr."""
     from stagemesh.client import read_media
-    from stagemesh.orchestrator.cli.sinks import Sinks
+    from stagemesh.orchestrator.cli.output_sinks import Sinks
 
     arguments: GenerateArguments = {
         "outputs": [name.strip() for name in outputs.split(",")] if outputs else [],
@@ -135,8 +135,8 @@ def show_result(result: "Result", sinks: "Sinks", *, as_json: bool) -> None:
     """Says how it went: as JSON to stdout, or as tables to stderr."""
     from rich.console import Console
 
-    from stagemesh.orchestrator.cli.pictures import as_text
     from stagemesh.orchestrator.cli.tables import summary
+    from stagemesh.orchestrator.cli.terminal_image import as_text
 
     if as_json:
         typer.echo(json.dumps(_document(result, sinks), ensure_ascii=False))

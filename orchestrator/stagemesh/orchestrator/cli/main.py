@@ -14,7 +14,7 @@ from stagemesh.orchestrator.cli import (
     up,
     version,
 )
-from stagemesh.orchestrator.cli.failures import FailureGroup
+from stagemesh.orchestrator.cli.error_output import FailureGroup
 
 app = typer.Typer(
     name="stagemesh",

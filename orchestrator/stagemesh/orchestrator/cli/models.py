@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stagemesh.orchestrator.cli.failures import AsJson
+from stagemesh.orchestrator.cli.error_output import AsJson
 
 app = typer.Typer(help="Fetches and lists models.", no_args_is_help=True)
 
@@ -42,8 +42,8 @@ def list_models(as_json: AsJson = False) -> None:
 
 
 def _places() -> list[dict[str, str]]:
+    from stagemesh.common.settings import find_model
     from stagemesh.orchestrator.spec import load_pipeline, shipped_pipelines
-    from stagemesh.services.serving.settings import find_model
 
     return [
         {"model": stage.model_name, "pipeline": name, "path": str(find_model(stage.model_name) or "")}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stagemesh.orchestrator.cli.failures import AsJson
+from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings, read_overrides
 
 app = typer.Typer(help="Checks and explains pipeline files.", no_args_is_help=True)
@@ -72,7 +72,7 @@ def graph(
     """Draws a pipeline."""
     from rich.console import Console
 
-    from stagemesh.orchestrator.cli.drawings import draw_dot, draw_mermaid, draw_picture
+    from stagemesh.orchestrator.cli.pipeline_graph import draw_dot, draw_mermaid, draw_picture
     from stagemesh.orchestrator.spec import load_pipeline
 
     pipeline = load_pipeline(name, overrides=read_overrides(settings), check_models=False)

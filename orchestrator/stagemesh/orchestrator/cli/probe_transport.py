@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stagemesh.orchestrator.cli.failures import AsJson
+from stagemesh.orchestrator.cli.error_output import AsJson
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.table import Table
 
-    from stagemesh.connectors.probing import ConnectorFigures, TransportReport
+    from stagemesh.connectors.transport_probe import ConnectorFigures, TransportReport
 
 _KIB, _MIB, _GB = 1 << 10, 1 << 20, 1e9
 
@@ -48,7 +48,7 @@ def probe_transport(
 
 
 async def _measure(peer: str, *, progress: "Callable[[str], None]") -> "TransportReport":
-    from stagemesh.connectors.probing import measure_peer, second_process
+    from stagemesh.connectors.transport_probe import measure_peer, second_process
 
     if peer:
         return await measure_peer(peer, progress=progress)
@@ -58,9 +58,9 @@ async def _measure(peer: str, *, progress: "Callable[[str], None]") -> "Transpor
 
 
 async def _serve(listen: str, *, as_json: bool) -> None:
-    from stagemesh.connectors.probing import ProbePeer
-    from stagemesh.orchestrator.cli.running import stop_on_signals
-    from stagemesh.services.serving.server import Server
+    from stagemesh.connectors.transport_probe import ProbePeer
+    from stagemesh.orchestrator.cli.signals import stop_on_signals
+    from stagemesh.rpc.server import Server
 
     stopping = stop_on_signals()
     server = Server(listen)
@@ -106,7 +106,7 @@ def _table(report: "TransportReport") -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    from stagemesh.connectors.probing import SIZES
+    from stagemesh.connectors.transport_probe import SIZES
 
     where = "within this host" if report.same_host else f"to {report.peer}"
     table = Table(

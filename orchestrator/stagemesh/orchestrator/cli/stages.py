@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from stagemesh.orchestrator.cli.failures import AsJson
+from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.options import DEFAULT_SERVER, Server, read_endpoints
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stagemesh.orchestrator.cli.failures import AsJson
+from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER, AdminServer
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def top(
     """Shows stages, queues, credit, rates and the slowest requests, as they change, until Ctrl-C."""
     from contextlib import closing
 
-    from stagemesh.orchestrator.cli.admin.connection import connected
+    from stagemesh.orchestrator.cli.admin.client import connected
     from stagemesh.v1 import admin_pb2
 
     request = admin_pb2.WatchPipelineRequest(interval_s=interval, slowest=slowest)
@@ -42,7 +42,7 @@ def top(
 
 
 def _write_json(snapshots: "Iterator[admin_pb2.WatchPipelineResponse]", *, once: bool) -> None:
-    from stagemesh.orchestrator.cli.admin.showing import show_json
+    from stagemesh.orchestrator.cli.admin.output import show_json
 
     for snapshot in snapshots:
         show_json(snapshot)

@@ -4,10 +4,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stagemesh.orchestrator.cli.admin.plain import word_of
-from stagemesh.orchestrator.cli.admin.showing import make_table
-from stagemesh.orchestrator.cli.admin.views import requests_table
-from stagemesh.orchestrator.cli.admin.words import duration, rate, size
+from stagemesh.orchestrator.cli.admin.formatting import duration, rate, size
+from stagemesh.orchestrator.cli.admin.json_output import word_of
+from stagemesh.orchestrator.cli.admin.output import make_table
+from stagemesh.orchestrator.cli.admin.tables import requests_table
 from stagemesh.orchestrator.cli.tables import styled_state
 from stagemesh.v1 import admin_pb2, chunk_pb2, stage_pb2
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stagemesh.orchestrator.cli.failures import AsJson
+from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.options import (
     DEFAULT_PORT,
     DEFAULT_SERVER,
@@ -18,7 +18,7 @@ from stagemesh.orchestrator.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stagemesh.orchestrator.cli.displays import Display
+    from stagemesh.orchestrator.cli.process_display import Display
     from stagemesh.orchestrator.spec import Pipeline
 
 _HOST = "127.0.0.1"
@@ -40,7 +40,7 @@ def up(
     as_json: AsJson = False,
 ) -> None:
     """Runs a pipeline on this machine until Ctrl-C: the orchestrator and every stage, restarted when they die."""
-    from stagemesh.orchestrator.cli.displays import make_display
+    from stagemesh.orchestrator.cli.process_display import make_display
     from stagemesh.orchestrator.spec import load_pipeline
 
     overrides = read_overrides(settings, replicas)
@@ -60,8 +60,8 @@ async def _serve(
     overrides: "Mapping[str, str]",
     display: "Display",
 ) -> None:
-    from stagemesh.orchestrator.cli.displays import RestartCounter
-    from stagemesh.orchestrator.cli.running import done_before, stop_on_signals
+    from stagemesh.orchestrator.cli.process_display import RestartCounter
+    from stagemesh.orchestrator.cli.signals import done_before, stop_on_signals
     from stagemesh.orchestrator.launcher import Launcher
 
     stopping = stop_on_signals()

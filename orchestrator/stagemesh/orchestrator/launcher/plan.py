@@ -5,14 +5,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from stagemesh.common.stage_config import StageConfig, dump_stage_config
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress, dump_orchestrator_config
 from stagemesh.orchestrator.launcher.ports import HOST, PortPicker
 from stagemesh.orchestrator.launcher.probes import HealthProbe, StageProbe
+from stagemesh.orchestrator.launcher.process_states import ORCHESTRATOR
 from stagemesh.orchestrator.launcher.run_folder import RunFolder
-from stagemesh.orchestrator.launcher.states import ORCHESTRATOR
 from stagemesh.orchestrator.launcher.supervisor import ProcessSpec
 from stagemesh.orchestrator.spec import Pipeline, Stage
-from stagemesh.services.serving.config import StageConfig, dump_stage_config
 
 
 def plan_processes(

@@ -4,7 +4,7 @@ import errno
 import random
 import socket
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
 
 HOST = "127.0.0.1"
 # Below the range that kernels hand out for outgoing connections, so that none takes a port while its service restarts.

@@ -6,8 +6,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from stagemesh.connectors.channels import open_channel
-from stagemesh.orchestrator.launcher.states import ProcessState
+from stagemesh.orchestrator.launcher.process_states import ProcessState
+from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import stage_pb2
 from stagemesh.v1.stage_pb2_grpc import StageServiceStub
 

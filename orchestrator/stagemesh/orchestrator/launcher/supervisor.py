@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagemesh.connectors.errors import NotReadyError
-from stagemesh.orchestrator.launcher.backoff import Backoff, RestartPolicy
+from stagemesh.common.backoff import Backoff, RestartPolicy
+from stagemesh.common.errors import NotReadyError
 from stagemesh.orchestrator.launcher.child import Child
 from stagemesh.orchestrator.launcher.probes import Observation, Probe
+from stagemesh.orchestrator.launcher.process_states import ProcessState, ProcessStatus
 from stagemesh.orchestrator.launcher.run_folder import read_tail
-from stagemesh.orchestrator.launcher.states import ProcessState, ProcessStatus
 
 _POLL_S = 0.2
 _READY_POLL_S = 1.0

@@ -14,7 +14,7 @@ class Member:
     """In the pipeline; empty where only the replica itself can say."""
 
 
-class Roster(Protocol):
+class MembershipListener(Protocol):
     """The members as they come and go. Several sources may tell of the same one; it leaves when none does."""
 
     def join(self, member: Member) -> None:
@@ -27,5 +27,5 @@ class Roster(Protocol):
 class MemberSource(Protocol):
     """A way to know the members."""
 
-    async def follow(self, roster: Roster) -> None:
+    async def follow(self, roster: MembershipListener) -> None:
         """Tells the roster of all members, and of every change, until it is cancelled. Called once."""

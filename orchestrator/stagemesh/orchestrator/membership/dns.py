@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import TypeAlias
 
 from stagemesh.orchestrator.config import DnsName
-from stagemesh.orchestrator.membership.base import Member, Roster
+from stagemesh.orchestrator.membership.base import Member, MembershipListener
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class DnsSource:
         self._members: dict[str, Member] = {}
         self._failed = False
 
-    async def follow(self, roster: Roster) -> None:
+    async def follow(self, roster: MembershipListener) -> None:
         """See MemberSource."""
         while True:
             try:
@@ -49,7 +49,7 @@ class DnsSource:
                 self._take(addresses, roster)
             await asyncio.sleep(self._name.poll_s)
 
-    def _take(self, addresses: Collection[str], roster: Roster) -> None:
+    def _take(self, addresses: Collection[str], roster: MembershipListener) -> None:
         found = {_endpoint(address, self._name.port) for address in addresses}
         for endpoint in self._members.keys() - found:
             roster.leave(self._members.pop(endpoint), f"{self._name.host} no longer has its address")

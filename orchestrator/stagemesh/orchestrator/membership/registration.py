@@ -8,9 +8,9 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from stagemesh.connectors.errors import ExistsError, InvalidRequestError, NotReadyError, StaleAttemptError
-from stagemesh.orchestrator.membership.base import Member, Roster
-from stagemesh.orchestrator.replica import find_refusal
+from stagemesh.common.errors import ExistsError, InvalidRequestError, NotReadyError, StaleAttemptError
+from stagemesh.orchestrator.fleet.replica import find_refusal
+from stagemesh.orchestrator.membership.base import Member, MembershipListener
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import membership_pb2
 
@@ -36,11 +36,11 @@ class RegistrationSource:
         self.lease_s = lease_s
         self._pipeline, self._generations = pipeline, generations
         self._leases: dict[str, Lease] = {}
-        self._roster: Roster | None = None
+        self._roster: MembershipListener | None = None
         self.closed = asyncio.Event()
         """Set when there is no more registering."""
 
-    async def follow(self, roster: Roster) -> None:
+    async def follow(self, roster: MembershipListener) -> None:
         """See MemberSource."""
         self._roster = roster
         try:

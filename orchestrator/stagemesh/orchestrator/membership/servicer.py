@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, TypeAlias
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.orchestrator.membership.registration import RegistrationSource
-from stagemesh.services.serving.answering import answering, streaming
+from stagemesh.rpc.error_boundary import answering, streaming
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from stagemesh.orchestrator.config import ReplicaAddress
-from stagemesh.orchestrator.membership.base import Member, Roster
+from stagemesh.orchestrator.membership.base import Member, MembershipListener
 
 
 class StaticSource:
@@ -16,7 +16,7 @@ class StaticSource:
             for address in addresses
         ]
 
-    async def follow(self, roster: Roster) -> None:
+    async def follow(self, roster: MembershipListener) -> None:
         """See MemberSource."""
         for member in self._members:
             roster.join(member)

@@ -1,5 +1,6 @@
 """Pipeline files: from YAML to a validated graph, with every mistake named by file and line."""
 
+from stagemesh.orchestrator.spec.checks.stages import Catalog
 from stagemesh.orchestrator.spec.explain import explain
 from stagemesh.orchestrator.spec.load import load_pipeline
 from stagemesh.orchestrator.spec.model import (
@@ -13,8 +14,7 @@ from stagemesh.orchestrator.spec.model import (
     Stage,
 )
 from stagemesh.orchestrator.spec.routes import Route
-from stagemesh.orchestrator.spec.sources import shipped_pipelines
-from stagemesh.orchestrator.spec.stages import Catalog
+from stagemesh.orchestrator.spec.source.files import shipped_pipelines
 
 __all__ = [
     "WIRE_VERSION",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
-from stagemesh.services.serving.plugins import OptionSpec
+from stagemesh.common.descriptors import OptionSpec
 
 InputKind: TypeAlias = Literal["text", "tokens", "image", "audio", "video", "tensors"]
 """What a request may bring."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import cast
 
 from stagemesh.orchestrator.spec.model import ExplainedValue, Pipeline
-from stagemesh.orchestrator.spec.origins import KeyPath, Origins, dotted
 from stagemesh.orchestrator.spec.schema import PipelineShape
+from stagemesh.orchestrator.spec.source.origins import KeyPath, Origins, dotted
 
 
 def explain(pipeline: Pipeline) -> tuple[ExplainedValue, ...]:

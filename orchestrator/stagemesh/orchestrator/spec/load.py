@@ -5,22 +5,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
-from stagemesh.connectors.errors import InvalidPipelineError
-from stagemesh.orchestrator.spec.document import read_document
-from stagemesh.orchestrator.spec.edges import EdgeResolver
+from stagemesh.common import settings
+from stagemesh.common.errors import InvalidPipelineError
+from stagemesh.orchestrator.spec.checks.edges import EdgeResolver
+from stagemesh.orchestrator.spec.checks.flows import FlowChecker
+from stagemesh.orchestrator.spec.checks.limits import resolve_limits
+from stagemesh.orchestrator.spec.checks.outputs import OutputResolver
+from stagemesh.orchestrator.spec.checks.shape import check_shape
+from stagemesh.orchestrator.spec.checks.stages import Catalog, StageResolver
+from stagemesh.orchestrator.spec.checks.whens import WhenResolver, pipeline_options
 from stagemesh.orchestrator.spec.explain import explain_shape
-from stagemesh.orchestrator.spec.flows import FlowChecker
 from stagemesh.orchestrator.spec.graph import topological_order
-from stagemesh.orchestrator.spec.limits import resolve_limits
 from stagemesh.orchestrator.spec.model import WIRE_VERSION, Pipeline, Stage
-from stagemesh.orchestrator.spec.origins import Origins
-from stagemesh.orchestrator.spec.outputs import OutputResolver
-from stagemesh.orchestrator.spec.overrides import apply_overrides
-from stagemesh.orchestrator.spec.shape_problems import check_shape
-from stagemesh.orchestrator.spec.sources import Source, find_source
-from stagemesh.orchestrator.spec.stages import Catalog, StageResolver
-from stagemesh.orchestrator.spec.whens import WhenResolver, pipeline_options
-from stagemesh.services.serving import settings
+from stagemesh.orchestrator.spec.source.document import read_document
+from stagemesh.orchestrator.spec.source.files import Source, find_source
+from stagemesh.orchestrator.spec.source.origins import Origins
+from stagemesh.orchestrator.spec.source.overrides import apply_overrides
 
 
 def load_pipeline(

@@ -8,12 +8,12 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from stagemesh.connectors.base import ChunkPolicy, ConnectorName
+from stagemesh.common.descriptors import OptionSpec, OutputKind, Signature
+from stagemesh.common.stage_config import STALL_S, DataPlaneConfig
+from stagemesh.connectors.edge import ChunkPolicy, ConnectorName
 from stagemesh.orchestrator.spec.conditions import Condition, Facts
 from stagemesh.orchestrator.spec.graph import Arc
 from stagemesh.orchestrator.spec.routes import Route, find_route
-from stagemesh.services.serving.config import STALL_S, DataPlaneConfig
-from stagemesh.services.serving.plugins import OptionSpec, OutputKind, Signature
 
 WIRE_VERSION = 1
 

@@ -17,10 +17,10 @@ from pydantic import (
     model_validator,
 )
 
-from stagemesh.connectors.base import AUTO, ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.common.descriptors import OptionSpec
+from stagemesh.common.stage_config import STALL_S, DataPlaneConfig
+from stagemesh.connectors.edge import AUTO, ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec.conditions import Comparison, InputKind
-from stagemesh.services.serving.config import STALL_S, DataPlaneConfig
-from stagemesh.services.serving.plugins import OptionSpec
 
 Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$", max_length=63)]
 OptionName: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=63)]

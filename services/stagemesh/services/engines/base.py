@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from stagemesh.connectors.arena_writer import Handle, ShareTicket
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.tensors import Tensors
+from stagemesh.common.tensors import Tensors
+from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.media import Medium, Part
 
 
@@ -90,7 +90,7 @@ class Checkpoint:
 
 
 @dataclass
-class PauseWish:
+class PauseRequest:
     """Whether a task is to pause after its present step, whatever its `max_steps`."""
 
     asked: bool = False
@@ -129,7 +129,7 @@ class Task:
     """When it must be done, by the event loop's clock."""
     max_steps: int | None = None
     """Pause after so many steps; for engines that are `Pausable`."""
-    pause_wish: PauseWish = field(default_factory=PauseWish, compare=False)
+    pause_wish: PauseRequest = field(default_factory=PauseRequest, compare=False)
     """Set while it runs, to have it go on elsewhere; for engines that are `Pausable`, too."""
     resume_from: Checkpoint | None = None
 
@@ -226,14 +226,14 @@ class WritesByWorkers(ABC):
     """An ability of an engine: its worker processes write into the replica's arena by themselves."""
 
     @abstractmethod
-    def use_shares(self, shares: "Shares") -> None:
+    def use_shares(self, shares: "PartitionsArena") -> None:
         """Called once, before `start`."""
 
 
-class Shares(Protocol):
+class PartitionsArena(Protocol):
     """Parts of the replica's arena, to be set aside for worker processes."""
 
-    def open_share(self, size_bytes: int) -> ShareTicket:
+    def open_share(self, size_bytes: int) -> PartitionTicket:
         """Sets a share aside for one worker. Raises NotReadyError where it does not fit."""
         ...
 
@@ -241,7 +241,7 @@ class Shares(Protocol):
         """What a worker wrote, as views that hold it. Raises InvalidChunkError for what it did not."""
         ...
 
-    def close_share(self, ticket: ShareTicket) -> None:
+    def close_share(self, ticket: PartitionTicket) -> None:
         """Takes a share back, for when its worker has ended."""
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from stagemesh.connectors.tensors import Array
+from stagemesh.common.tensors import Array
 
 MediaKind: TypeAlias = Literal["image", "audio", "video"]
 

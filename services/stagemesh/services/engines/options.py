@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
-from stagemesh.connectors.errors import InvalidRequestError
-from stagemesh.services.serving.plugins import OptionSpec
+from stagemesh.common.descriptors import OptionSpec
+from stagemesh.common.errors import InvalidRequestError
 
 Options = TypeVar("Options")
 

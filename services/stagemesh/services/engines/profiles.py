@@ -6,8 +6,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Protocol
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError
-from stagemesh.services.engines.finishing import to_the_end
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
+from stagemesh.services.engines.cleanup import to_the_end
 
 
 class Recorder(Protocol):

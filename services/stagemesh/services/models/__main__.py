@@ -8,12 +8,12 @@ from types import FrameType
 
 from rich.console import Console
 
-from stagemesh.connectors.errors import StagemeshError
+from stagemesh.common.errors import StagemeshError
+from stagemesh.common.settings import models_dir
 from stagemesh.services.models.catalog import PIPELINES, recipes_of
 from stagemesh.services.models.fetching import fetch
 from stagemesh.services.models.progress import ProgressBars
 from stagemesh.services.models.store import ModelStore
-from stagemesh.services.serving.settings import models_dir
 
 _INTERRUPTED = 130
 

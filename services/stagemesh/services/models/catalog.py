@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from stagemesh.connectors.errors import NotFoundError
+from stagemesh.common.errors import NotFoundError
 
 Prepare: TypeAlias = Callable[[Path, Path, Callable[[str], None]], None]
 """(the wheel's files, the folder to fill, where to report each phase) -> None."""

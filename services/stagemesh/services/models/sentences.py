@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from hibari import Hibari
 
-from stagemesh.connectors.base import Packet
+from stagemesh.connectors.edge import Packet
 
 _OTHER_SPACE = re.compile(r"[^\S\n]")
 _CLOSING = re.compile(r"([\"\u201d\u2019)\]]*)\s*")

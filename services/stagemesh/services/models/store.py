@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stagemesh.connectors.errors import NotReadyError
+from stagemesh.common.errors import NotReadyError
 from stagemesh.services.models.catalog import Recipe
 
 _MANIFEST = "stagemesh.json"

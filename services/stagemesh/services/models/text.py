@@ -1,8 +1,8 @@
 """Transforms of text."""
 
-from stagemesh.connectors.tensors import TensorSpec
-from stagemesh.services.serving.plugins import TransformCard
+from stagemesh.common.descriptors import TransformDescriptor
+from stagemesh.common.tensors import TensorSpec
 
 _TEXT = {"text": TensorSpec("uint8", ("bytes",))}
 
-SENTENCES = TransformCard(takes=_TEXT, gives=_TEXT, factory="stagemesh.services.models.sentences:Sentences")
+SENTENCES = TransformDescriptor(takes=_TEXT, gives=_TEXT, factory="stagemesh.services.models.sentences:Sentences")

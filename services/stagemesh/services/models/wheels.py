@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from stagemesh.connectors.errors import InternalError, NotReadyError, UnavailableError
+from stagemesh.common.errors import InternalError, NotReadyError, UnavailableError
 from stagemesh.services.models.catalog import Wheel
 
 _POLL_S = 0.1

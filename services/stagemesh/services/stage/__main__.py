@@ -5,9 +5,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from stagemesh.connectors.errors import InvalidRequestError
-from stagemesh.services.serving.config import load_stage_config
-from stagemesh.services.serving.lifecycle import run_service
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.process_lifecycle import run_service
+from stagemesh.common.stage_config import load_stage_config
 from stagemesh.services.stage.process import serve
 
 _EXIT_USAGE = 2

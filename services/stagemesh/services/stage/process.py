@@ -6,20 +6,20 @@ import gc
 import logging
 from collections.abc import Coroutine
 
+from stagemesh.common.descriptors import import_factory, load_engine_descriptor
+from stagemesh.common.logs import bind_log_context
+from stagemesh.common.process_lifecycle import bind_forks_to_this_process, end_within, ended_when_stuck
+from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.stage_service import add_stage_service
+from stagemesh.connectors.stream.stage_service import add_stage_service
+from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
-from stagemesh.services.serving.config import StageConfig
-from stagemesh.services.serving.lifecycle import bind_forks_to_this_process, end_within, ended_when_stuck
-from stagemesh.services.serving.logs import bind_log_context
-from stagemesh.services.serving.plugins import import_factory, load_engine_card
-from stagemesh.services.serving.server import Server
-from stagemesh.services.stage.control_servicer import SERVICE_NAME as CONTROL_NAME
-from stagemesh.services.stage.control_servicer import StageControlServicer
-from stagemesh.services.stage.load import ReplicaState
-from stagemesh.services.stage.registering import registered
-from stagemesh.services.stage.runtime import StageRuntime
-from stagemesh.services.stage.servicer import SERVICE_NAME, StageServicer
+from stagemesh.services.stage.replica.load import ReplicaState
+from stagemesh.services.stage.replica.runtime import StageRuntime
+from stagemesh.services.stage.service.control_servicer import SERVICE_NAME as CONTROL_NAME
+from stagemesh.services.stage.service.control_servicer import StageControlServicer
+from stagemesh.services.stage.service.registration import registered
+from stagemesh.services.stage.service.servicer import SERVICE_NAME, StageServicer
 from stagemesh.v1 import control_pb2_grpc
 
 LIVENESS = "liveness"
@@ -94,7 +94,7 @@ async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None
 
 
 def _make_runtime(config: StageConfig) -> StageRuntime:
-    card = load_engine_card(config.engine)
+    card = load_engine_descriptor(config.engine)
     limits = config.data_plane
     data_plane = DataPlane(
         replica=config.replica,

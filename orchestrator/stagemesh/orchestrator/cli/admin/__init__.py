@@ -2,14 +2,14 @@
 
 import typer
 
-from stagemesh.orchestrator.cli.admin import controls, lifecycle, listing, lora, profile, request
+from stagemesh.orchestrator.cli.admin import controls, lifecycle, lists, lora, profile, request
 
 app = typer.Typer(help="Shows and changes what runs: for operators.", no_args_is_help=True)
-app.command("pipelines")(listing.pipelines)
-app.command("stages")(listing.stages)
-app.command("replicas")(listing.replicas)
-app.command("edges")(listing.edges)
-app.command("requests")(listing.requests)
+app.command("pipelines")(lists.pipelines)
+app.command("stages")(lists.stages)
+app.command("replicas")(lists.replicas)
+app.command("edges")(lists.edges)
+app.command("requests")(lists.requests)
 app.command("request")(request.request)
 app.command("drain")(lifecycle.drain)
 app.command("resume")(lifecycle.resume)

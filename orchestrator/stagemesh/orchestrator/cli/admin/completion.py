@@ -8,7 +8,7 @@ import typer
 from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER
 
 if TYPE_CHECKING:
-    from stagemesh.orchestrator.cli.admin.connection import AdminConnection
+    from stagemesh.orchestrator.cli.admin.client import AdminConnection
 
 _PATIENCE_S = 0.5
 
@@ -39,8 +39,8 @@ def complete_request(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def _matching(ctx: typer.Context, incomplete: str, names: "Callable[[AdminConnection], Iterable[str]]") -> list[str]:
-    from stagemesh.connectors.errors import StagemeshError
-    from stagemesh.orchestrator.cli.admin.connection import connected
+    from stagemesh.common.errors import StagemeshError
+    from stagemesh.orchestrator.cli.admin.client import connected
 
     try:
         with connected(ctx.params.get("server") or DEFAULT_ADMIN_SERVER) as admin:

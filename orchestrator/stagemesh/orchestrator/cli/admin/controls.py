@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stagemesh.orchestrator.cli.admin.options import DEFAULT_SERVER, Server, Target, Timeout
-from stagemesh.orchestrator.cli.failures import AsJson
+from stagemesh.orchestrator.cli.error_output import AsJson
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,7 +95,7 @@ def _asleep(words: "Sequence[str]") -> str:
 
 
 def _statistics(answer: "control_pb2.GetCacheStatisticsResponse") -> str:
-    from stagemesh.orchestrator.cli.admin.words import size
+    from stagemesh.orchestrator.cli.admin.formatting import size
 
     if answer.blocks:
         found = answer.cached_tokens / answer.prompt_tokens if answer.prompt_tokens else 0.0

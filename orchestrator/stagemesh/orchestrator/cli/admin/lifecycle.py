@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stagemesh.orchestrator.cli.admin.options import DEFAULT_SERVER, Server, Target, Timeout
-from stagemesh.orchestrator.cli.failures import AsJson
+from stagemesh.orchestrator.cli.error_output import AsJson
 
 if TYPE_CHECKING:
     from stagemesh.v1 import admin_pb2
@@ -26,9 +26,9 @@ def drain(
     as_json: AsJson = False,
 ) -> None:
     """Plans nothing new on a replica or a stage; what runs there finishes, or goes on elsewhere."""
-    from stagemesh.orchestrator.cli.admin.connection import connected
-    from stagemesh.orchestrator.cli.admin.showing import show_page
-    from stagemesh.orchestrator.cli.admin.views import replicas_states
+    from stagemesh.orchestrator.cli.admin.client import connected
+    from stagemesh.orchestrator.cli.admin.output import show_page
+    from stagemesh.orchestrator.cli.admin.tables import replicas_states
     from stagemesh.v1 import admin_pb2
 
     with connected(server) as admin:
@@ -40,9 +40,9 @@ def drain(
 
 def resume(target: Target, server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> None:
     """Ends a drain: new requests are planned there again."""
-    from stagemesh.orchestrator.cli.admin.connection import connected
-    from stagemesh.orchestrator.cli.admin.showing import show_page
-    from stagemesh.orchestrator.cli.admin.views import replicas_states
+    from stagemesh.orchestrator.cli.admin.client import connected
+    from stagemesh.orchestrator.cli.admin.output import show_page
+    from stagemesh.orchestrator.cli.admin.tables import replicas_states
     from stagemesh.v1 import admin_pb2
 
     with connected(server) as admin:
@@ -68,8 +68,8 @@ def restart(
     """Restarts a replica, or a stage's one after the other: drained, ended, started again by its supervisor, ready."""
     from contextlib import closing
 
-    from stagemesh.orchestrator.cli.admin.connection import connected
-    from stagemesh.orchestrator.cli.admin.showing import show_json
+    from stagemesh.orchestrator.cli.admin.client import connected
+    from stagemesh.orchestrator.cli.admin.output import show_json
     from stagemesh.v1 import admin_pb2
 
     request = admin_pb2.RestartReplicasRequest(target=target, force=force, drain_s=drain_s)
@@ -84,7 +84,7 @@ def restart(
 
 
 def _show(event: "admin_pb2.RestartReplicasResponse") -> None:
-    from stagemesh.orchestrator.cli.admin.plain import word_of
+    from stagemesh.orchestrator.cli.admin.json_output import word_of
     from stagemesh.v1 import admin_pb2
 
     word = word_of(admin_pb2.DESCRIPTOR.enum_types_by_name["RestartPhase"], event.phase)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from stagemesh.orchestrator.cli.admin.options import DEFAULT_SERVER, PageSize, PageToken, Server, Target, Timeout
-from stagemesh.orchestrator.cli.failures import AsJson
+from stagemesh.orchestrator.cli.error_output import AsJson
 
 app = typer.Typer(help="LoRA adapters of stages that take them.", no_args_is_help=True)
 

@@ -7,9 +7,9 @@ from typing import TypeVar
 import typer
 from google.protobuf.message import Message
 
-from stagemesh.connectors.errors import NotFoundError
-from stagemesh.orchestrator.cli.admin.connection import AdminConnection, connected
-from stagemesh.orchestrator.cli.admin.plain import to_plain
+from stagemesh.common.errors import NotFoundError
+from stagemesh.orchestrator.cli.admin.client import AdminConnection, connected
+from stagemesh.orchestrator.cli.admin.json_output import to_plain
 from stagemesh.v1 import admin_pb2
 
 _PAGE = 1000

@@ -3,14 +3,14 @@
 import typer
 
 from stagemesh.orchestrator.cli.admin.options import DEFAULT_SERVER, Consumer, Edge, Producer, RequestId, Server
-from stagemesh.orchestrator.cli.failures import AsJson
+from stagemesh.orchestrator.cli.error_output import AsJson
 
 
 def request(request_id: RequestId, server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> None:
     """Shows one request: what each stage said when, what it waits for, and its chunks in flight."""
-    from stagemesh.orchestrator.cli.admin.connection import connected
+    from stagemesh.orchestrator.cli.admin.client import connected
+    from stagemesh.orchestrator.cli.admin.output import show_page
     from stagemesh.orchestrator.cli.admin.request_view import request_view
-    from stagemesh.orchestrator.cli.admin.showing import show_page
     from stagemesh.v1 import admin_pb2
 
     with connected(server) as admin:
@@ -20,8 +20,8 @@ def request(request_id: RequestId, server: Server = DEFAULT_SERVER, as_json: AsJ
 
 def cancel(request_id: RequestId, server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> None:
     """Stops a request on every stage; returns once all have let go."""
-    from stagemesh.orchestrator.cli.admin.connection import connected
-    from stagemesh.orchestrator.cli.admin.showing import show_json
+    from stagemesh.orchestrator.cli.admin.client import connected
+    from stagemesh.orchestrator.cli.admin.output import show_json
     from stagemesh.v1 import admin_pb2
 
     with connected(server) as admin:
@@ -43,8 +43,8 @@ def probe(
 ) -> None:
     """Asks producers anew by which connector they would feed their consumers."""
     from stagemesh.client.descriptions import decode_edge
-    from stagemesh.orchestrator.cli.admin.connection import connected
-    from stagemesh.orchestrator.cli.admin.showing import show_page
+    from stagemesh.orchestrator.cli.admin.client import connected
+    from stagemesh.orchestrator.cli.admin.output import show_page
     from stagemesh.orchestrator.cli.tables import links_table
     from stagemesh.v1 import admin_pb2
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.common.descriptors import Emitted, EngineDescriptor, OptionSpec, Signature
+from stagemesh.common.tensors import TensorSpec
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage_options
-from stagemesh.services.serving.plugins import Emitted, EngineCard, OptionSpec, Signature
 
 CONDITIONING, LATENTS, IMAGE, FRAMES, STATE = "conditioning", "latents", "image", "frames", "state"
 
@@ -62,7 +62,7 @@ def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signa
     return signature_of(stage_options(options))
 
 
-CARD = EngineCard(
+DESCRIPTOR = EngineDescriptor(
     factory="stagemesh.services.engines.diffusion.engine:DiffusionEngine",
     signature=_signature,
     needs_model=True,

@@ -5,13 +5,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.abilities import ProfileControl, SleepControl
+from stagemesh.services.engines.cleanup import to_the_end
+from stagemesh.services.engines.diffusion.adapters.manager import AdapterManager
 from stagemesh.services.engines.diffusion.executor import Executor
-from stagemesh.services.engines.diffusion.lending import Lending
-from stagemesh.services.engines.finishing import to_the_end
 from stagemesh.services.engines.profiles import Profiles, private_folder
-from stagemesh.services.engines.sleeping import Sleepers
+from stagemesh.services.engines.sleep import Sleepers
 
 LEVELS = (1, 2)
 WEIGHTS, BUFFERS = "weights", "buffers"
@@ -20,7 +20,7 @@ WEIGHTS, BUFFERS = "weights", "buffers"
 class Sleeper:
     """Puts the worker to sleep, and wakes it."""
 
-    def __init__(self, executor: Executor, lending: Lending, *, stage: str) -> None:
+    def __init__(self, executor: Executor, lending: AdapterManager, *, stage: str) -> None:
         self._executor, self._lending = executor, lending
         self._lock = asyncio.Lock()
         self._sleepers = Sleepers(stage=stage)
@@ -84,7 +84,7 @@ class WorkerRecorder:
 class Controls:
     """Of one engine."""
 
-    def __init__(self, executor: Executor, lending: Lending, *, stage: str, profile_dir: str | None) -> None:
+    def __init__(self, executor: Executor, lending: AdapterManager, *, stage: str, profile_dir: str | None) -> None:
         private = Path(private_folder(profile_dir)) if profile_dir else Path()
         self.sleeper = Sleeper(executor, lending, stage=stage)
         self.profiles = Profiles(WorkerRecorder(executor, private), stage=stage, base=profile_dir, private=private)

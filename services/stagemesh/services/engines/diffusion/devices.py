@@ -2,7 +2,7 @@
 
 import torch
 
-from stagemesh.connectors.errors import NotReadyError
+from stagemesh.common.errors import NotReadyError
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
 

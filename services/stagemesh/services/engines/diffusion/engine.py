@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import InvalidChunkError, InvalidRequestError, NotReadyError
-from stagemesh.connectors.tensors import Array
+from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
+from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.tensors import Array
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import (
     Checkpoint,
     Emission,
@@ -26,16 +27,15 @@ from stagemesh.services.engines.base import (
     Usage,
 )
 from stagemesh.services.engines.diffusion import CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
-from stagemesh.services.engines.diffusion.admission import Admission
+from stagemesh.services.engines.diffusion.adapters.manager import AdapterManager, LendsAdapters
+from stagemesh.services.engines.diffusion.caches.prompt_cache_control import CachesPrompts, PromptCacheControl
 from stagemesh.services.engines.diffusion.controls import Controllable, Controls
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
-from stagemesh.services.engines.diffusion.lending import Lender, Lending
 from stagemesh.services.engines.diffusion.options import stage_options
-from stagemesh.services.engines.diffusion.remembering import Rememberer, Remembering
-from stagemesh.services.engines.diffusion.step_scheduler import StepScheduler
-from stagemesh.services.engines.diffusion.stepping import Course, Stepper
+from stagemesh.services.engines.diffusion.scheduling.admission import Admission
+from stagemesh.services.engines.diffusion.scheduling.step_scheduler import StepScheduler
+from stagemesh.services.engines.diffusion.scheduling.stepper import RequestProgress, Stepper
 from stagemesh.services.engines.options import request_options
-from stagemesh.services.serving.config import StageConfig
 
 if TYPE_CHECKING:
     from stagemesh.services.engines.diffusion.state import DiffusionInputs
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
+class DiffusionEngine(LendsAdapters, CachesPrompts, Controllable, Resumable, Pausable):
     """See `stagemesh.services.engines.base.Engine`.
 
     Models are loaded and used by an executor's worker, one call after the other. Each request waits here for its turn,
@@ -62,9 +62,9 @@ class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
         self._executor: Executor = make_executor(Path(config.model), options)
         self._scheduler = StepScheduler(max_wait_steps=options.max_wait_steps, max_batch=options.max_batch)
         self._admission = Admission(max_running=options.max_running, memory_bytes=0)
-        self._lending = Lending(self._executor, options, stage=config.stage)
+        self._lending = AdapterManager(self._executor, options, stage=config.stage)
         self._controls = Controls(self._executor, self._lending, stage=config.stage, profile_dir=options.profile_dir)
-        self._remembering = Remembering(self._executor, limit_bytes=options.prompt_cache_bytes)
+        self._remembering = PromptCacheControl(self._executor, limit_bytes=options.prompt_cache_bytes)
         self._facts: ModelFacts | None = None
         self._stepper = Stepper(self._executor, self._scheduler)
         self._serving: asyncio.Task[None] | None = None
@@ -80,13 +80,13 @@ class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
         self._serving = asyncio.create_task(self._stepper.serve(), name="diffusion steps")
 
     @property
-    def lending(self) -> Lending:
-        """See `Lender`."""
+    def lending(self) -> AdapterManager:
+        """See `LendsAdapters`."""
         return self._lending
 
     @property
-    def remembering(self) -> Remembering:
-        """See `Rememberer`."""
+    def remembering(self) -> PromptCacheControl:
+        """See `CachesPrompts`."""
         return self._remembering
 
     @property
@@ -167,7 +167,7 @@ class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
 
     async def _steps(self, name: str, task: Task, begun: "Begun") -> AsyncGenerator[EngineEvent, None]:
         """From the first step to the picture, or until it is paused."""
-        course = Course(name, begun, priority=task.priority, deadline_s=task.deadline_s)
+        course = RequestProgress(name, begun, priority=task.priority, deadline_s=task.deadline_s)
         last = begun.total_steps
         if task.max_steps is not None:
             last = min(last, begun.step_index + task.max_steps)
@@ -243,7 +243,7 @@ class DiffusionEngine(Lender, Rememberer, Controllable, Resumable, Pausable):
         return Emission(Packet({tensor: await self._stepper.call(method, name)}))
 
     async def _tensors(self, frames: Array, task: Task) -> dict[str, Array]:
-        from stagemesh.services.engines.diffusion.pictures import encoded
+        from stagemesh.services.engines.diffusion.image_files import encoded
 
         tensors: dict[str, Array] = {}
         if task.wanted is None or IMAGE in task.wanted:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from stagemesh.connectors.errors import NotReadyError, UnavailableError
+from stagemesh.common.errors import NotReadyError, UnavailableError
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
 
@@ -32,7 +32,7 @@ def make_executor(folder: Path, options: DiffusionOptions) -> Executor:
     """One for as many workers as the options ask for."""
     if options.parallel.ranks == 1:
         return ThreadExecutor(folder, options)
-    from stagemesh.services.engines.diffusion.process_executor import ProcessExecutor
+    from stagemesh.services.engines.diffusion.parallel.process_executor import ProcessExecutor
 
     return ProcessExecutor(folder, options)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from stagemesh.connectors.errors import InternalError, InvalidRequestError, OverloadedError, StagemeshError
+from stagemesh.common.errors import InternalError, InvalidRequestError, OverloadedError, StagemeshError
 
 
 def named(exc: Exception) -> StagemeshError:

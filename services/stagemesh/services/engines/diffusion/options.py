@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from stagemesh.services.engines.diffusion.load_options import LoadOptions
-from stagemesh.services.engines.diffusion.parallel_options import ParallelOptions
-from stagemesh.services.engines.diffusion.step_cache_options import StepCacheOptions
+from stagemesh.services.engines.diffusion.caches.options import StepCacheOptions
+from stagemesh.services.engines.diffusion.model.load_options import LoadOptions
+from stagemesh.services.engines.diffusion.parallel.options import ParallelOptions
 from stagemesh.services.engines.options import parse_options
 
 Part = Literal["all", "encode", "denoise", "decode"]

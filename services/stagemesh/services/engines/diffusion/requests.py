@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.services.engines.base import ChatMessage, Prompt, Task, media_of
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs

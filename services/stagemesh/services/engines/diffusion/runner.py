@@ -5,19 +5,19 @@ from pathlib import Path
 
 import torch
 
-from stagemesh.connectors.errors import NotReadyError, StagemeshError
-from stagemesh.connectors.tensors import Array
-from stagemesh.services.engines.diffusion.adapters import ModelAdapters
-from stagemesh.services.engines.diffusion.carrying import Carrier
+from stagemesh.common.descriptors import import_factory
+from stagemesh.common.errors import NotReadyError, StagemeshError
+from stagemesh.common.tensors import Array
+from stagemesh.services.engines.diffusion.adapters.model_adapters import ModelAdapters
+from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
+from stagemesh.services.engines.diffusion.caches.step_caches import caches_of
 from stagemesh.services.engines.diffusion.failures import named
-from stagemesh.services.engines.diffusion.load_options import LoadOptions
-from stagemesh.services.engines.diffusion.loading import Loader
-from stagemesh.services.engines.diffusion.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.model.load_options import LoadOptions
+from stagemesh.services.engines.diffusion.model.loading import Loader
+from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from stagemesh.services.engines.diffusion.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
-from stagemesh.services.engines.diffusion.step_caches import caches_of
-from stagemesh.services.serving.plugins import import_factory
+from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
 
 
 class DiffusionRunner:
@@ -43,7 +43,7 @@ class DiffusionRunner:
             prompt_cache=self.prompt_cache,
             loader=self._loader,
         )
-        self.carrier = Carrier(self.pipeline, folder)
+        self.carrier = RequestTransfer(self.pipeline, folder)
         forwarding = self.pipeline.forwarding
         self._adapters = ModelAdapters(forwarding.model, options.max_lora_rank) if options.enable_lora else None
         if options.step_cache is not None and forwarding.model is not None:

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stagemesh.connectors.errors import NotReadyError, StagemeshError
-from stagemesh.connectors.tensors import Array
+from stagemesh.common.errors import NotReadyError, StagemeshError
+from stagemesh.common.tensors import Array
+from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache, PromptCacheFigures
 from stagemesh.services.engines.diffusion.devices import device_of
 from stagemesh.services.engines.diffusion.memory import give_back, settle
+from stagemesh.services.engines.diffusion.model.memory_estimates import ModelSizes, free_bytes, image_tokens, sizes_of
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from stagemesh.services.engines.diffusion.prompt_cache import PromptCache, PromptCacheFigures
-from stagemesh.services.engines.diffusion.recording import Recording
+from stagemesh.services.engines.diffusion.profiler import ProfilerRecording
 from stagemesh.services.engines.diffusion.runner import DiffusionRunner
-from stagemesh.services.engines.diffusion.sizes import ModelSizes, free_bytes, image_tokens, sizes_of
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 
 if TYPE_CHECKING:
-    from stagemesh.services.engines.diffusion.ranks import Ranks
+    from stagemesh.services.engines.diffusion.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class DiffusionWorker:
         self._resting: DiffusionRunner | None = None
         """While it sleeps with its weights in the host's memory."""
         self._prompt_cache = PromptCache(options.prompt_cache_bytes)
-        self._recording: Recording | None = None
+        self._recording: ProfilerRecording | None = None
         self._states: dict[str, DiffusionRequestState] = {}
 
     def load(self) -> ModelFacts:
@@ -189,7 +189,7 @@ class DiffusionWorker:
     def start_profile(self, path: str, *, max_steps: int | None) -> None:
         """Records what is computed, in a file whose path begins so, until `max_steps` are done or it is stopped."""
         rank = self._ranks.rank if self._ranks is not None else 0
-        self._recording = Recording(Path(f"{path}-rank{rank}.json.gz"), max_steps=max_steps)
+        self._recording = ProfilerRecording(Path(f"{path}-rank{rank}.json.gz"), max_steps=max_steps)
 
     def stop_profile(self) -> None:
         """Writes it; nothing where none goes on."""

@@ -17,10 +17,10 @@ from dataclasses import fields
 
 from pydantic import JsonValue
 
-from stagemesh.connectors.errors import NotFoundError
-from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.common.descriptors import Emitted, EngineDescriptor, Signature
+from stagemesh.common.errors import NotFoundError
+from stagemesh.common.tensors import TensorSpec
 from stagemesh.services.engines.fake.options import FakeOptions, fake_options
-from stagemesh.services.serving.plugins import Emitted, EngineCard, Signature
 
 FRAME_WIDTH = 8
 SAMPLE_RATE_HZ = 24_000
@@ -58,7 +58,7 @@ def _signature(function: str | None, options: Mapping[str, JsonValue]) -> Signat
     return found
 
 
-CARD = EngineCard(
+DESCRIPTOR = EngineDescriptor(
     factory="stagemesh.services.engines.fake.engine:FakeEngine",
     signature=_signature,
     needs_model=False,

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
+from stagemesh.common.stage_config import StageConfig
 from stagemesh.services.engines.base import EngineEvent, EngineLoad, Pausable, Resumable, Task
 from stagemesh.services.engines.fake.options import fake_options
-from stagemesh.services.engines.fake.run import FakeRun, hold_memory
-from stagemesh.services.serving.config import StageConfig
+from stagemesh.services.engines.fake.task_run import FakeRun, hold_memory
 
 
 class FakeEngine(Resumable, Pausable):

@@ -5,16 +5,16 @@ import os
 import signal
 from collections.abc import Sequence
 
-from stagemesh.connectors.errors import InternalError
+from stagemesh.common.errors import InternalError
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.fake.amounts import Dice
+from stagemesh.services.engines.fake.distributions import SeededRandom
 from stagemesh.services.engines.fake.options import Fault, FaultKind
 
 
 class TaskFaults:
     """The faults that strike one attempt of a request, by the steps that are done before."""
 
-    def __init__(self, faults: Sequence[Fault], task: Task, dice: Dice) -> None:
+    def __init__(self, faults: Sequence[Fault], task: Task, dice: SeededRandom) -> None:
         self._dice = dice
         self._struck = {
             number: (fault, dice.count(fault.after_steps, "after", number, task.attempt))

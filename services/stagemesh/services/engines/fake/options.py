@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, JsonValue
 
-from stagemesh.services.engines.fake.amounts import Amount, AmountOption, CountOption
+from stagemesh.services.engines.fake.distributions import Amount, AmountOption, CountOption
 from stagemesh.services.engines.options import parse_options
 
 Count: TypeAlias = Annotated[int, Field(ge=0)]

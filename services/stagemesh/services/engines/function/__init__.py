@@ -4,15 +4,15 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from stagemesh.services.serving.plugins import EngineCard, Signature, load_function_card
+from stagemesh.common.descriptors import EngineDescriptor, Signature, load_function_descriptor
 
 
 def _signature(function: str | None, _options: Mapping[str, JsonValue]) -> Signature:
     assert function is not None, "the pipeline file requires `function` of this engine"
-    return load_function_card(function).signature
+    return load_function_descriptor(function).signature
 
 
-CARD = EngineCard(
+DESCRIPTOR = EngineDescriptor(
     factory="stagemesh.services.engines.function.engine:FunctionEngine",
     signature=_signature,
     needs_model=False,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from stagemesh.connectors.base import Packet
+from stagemesh.connectors.edge import Packet
 
 State = TypeVar("State")
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import InternalError, StagemeshError, UnavailableError
+from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call, Function
 
 _logger = logging.getLogger(__name__)

@@ -10,14 +10,14 @@ from typing import TypeVar, cast
 
 from pydantic import JsonValue
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnsupportedError
+from stagemesh.common.descriptors import FunctionDescriptor, import_factory, load_function_descriptor
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnsupportedError
+from stagemesh.common.stage_config import StageConfig
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.engines.function.base import Call, Function, OpensWithout
 from stagemesh.services.engines.function.batching import Batcher
-from stagemesh.services.engines.joining import packets_of
+from stagemesh.services.engines.input_join import packets_of
 from stagemesh.services.engines.options import request_options
-from stagemesh.services.serving.config import StageConfig
-from stagemesh.services.serving.plugins import FunctionCard, import_factory, load_function_card
 
 _DEFAULT_MAX_BATCH = 32
 
@@ -27,12 +27,12 @@ Result = TypeVar("Result")
 class FunctionEngine:
     """See `stagemesh.services.engines.base.Engine`. The option `max_batch` is the engine's; the rest the function's."""
 
-    def __init__(self, config: StageConfig, *, card: FunctionCard | None = None) -> None:
+    def __init__(self, config: StageConfig, *, card: FunctionDescriptor | None = None) -> None:
         if config.function is None:
             raise InvalidRequestError(f"stage {config.stage}: the function engine needs `function`")
         self._stage = config.stage
         self._name = config.function
-        self._card = card or load_function_card(config.function)
+        self._card = card or load_function_descriptor(config.function)
         self._model = Path(config.model) if config.model is not None else None
         self._max_batch, self._options = _split_options(config)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=config.function)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
-from stagemesh.connectors.tensors import TensorSpec
+from stagemesh.common.descriptors import Emitted, EngineDescriptor, Signature
+from stagemesh.common.tensors import TensorSpec
 from stagemesh.services.engines.vllm.options import INPUTS_EMBEDS, own_options
-from stagemesh.services.serving.plugins import Emitted, EngineCard, Signature
 
 _SAMPLED = {
     "text": Emitted(TensorSpec("uint8", ("bytes",)), kind="text"),
@@ -25,6 +25,6 @@ def _signature(_function: str | None, options: Mapping[str, JsonValue]) -> Signa
     return Signature(accepts, emits, adapters=bool(options.get("enable_lora")), media=not accepts)
 
 
-CARD = EngineCard(
+DESCRIPTOR = EngineDescriptor(
     factory="stagemesh.services.engines.vllm.engine:VllmEngine", signature=_signature, needs_model=True, joins=False
 )

@@ -8,12 +8,12 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.options import unknown_option
-from stagemesh.services.engines.vllm import limiting
-from stagemesh.services.engines.vllm.layers import check_layers, check_room
+from stagemesh.services.engines.vllm.hidden_states.layer_checks import check_layers, check_room
+from stagemesh.services.engines.vllm.hidden_states.row_messages import CONFIG_KEY
 from stagemesh.services.engines.vllm.options import HiddenStatesOptions
-from stagemesh.services.engines.vllm.rows import CONFIG_KEY
+from stagemesh.services.engines.vllm.run_ahead import scheduler
 
 # "uni" alone is turned into "mp" on CPU, which costs a third process.
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -69,7 +69,7 @@ def take_embeddings(arguments: AsyncEngineArgs, *, stage: str) -> None:
 
 def limit_requests(config: VllmConfig) -> None:
     """Has requests computed as far as `limits` says."""
-    kind = limiting.LimitingAsyncScheduler if config.scheduler_config.async_scheduling else limiting.LimitingScheduler
+    kind = scheduler.LimitingAsyncScheduler if config.scheduler_config.async_scheduling else scheduler.LimitingScheduler
     config.scheduler_config.scheduler_cls = kind
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnsupportedError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stagemesh.services.engines.abilities import (
     Adapter,
     AdapterControl,
@@ -15,10 +15,10 @@ from stagemesh.services.engines.abilities import (
     ProfileControl,
     SleepControl,
 )
-from stagemesh.services.engines.finishing import to_the_end
+from stagemesh.services.engines.cleanup import to_the_end
 from stagemesh.services.engines.profiles import Profiles, private_folder
-from stagemesh.services.engines.sleeping import Sleepers
-from stagemesh.services.engines.vllm.adapters import Adapters
+from stagemesh.services.engines.sleep import Sleepers
+from stagemesh.services.engines.vllm.adapters.control import Adapters
 from stagemesh.services.engines.vllm.core_calls import core_call, worker_call
 from stagemesh.services.engines.vllm.profiles import CoreRecorder
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LEVELS = (1, 2)
 _WEIGHTS = "weights"
 _TAGS: tuple[str, ...] = (_WEIGHTS, "kv_cache")
-_TARGETS = "stagemesh.services.engines.vllm.adapter_targets.AdapterTargets"
+_TARGETS = "stagemesh.services.engines.vllm.adapters.targets.AdapterTargets"
 
 
 def prepare_control(arguments: "AsyncEngineArgs", *, profile_dir: str | None) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from stagemesh.connectors.errors import InternalError, UnavailableError
+from stagemesh.common.errors import InternalError, UnavailableError
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

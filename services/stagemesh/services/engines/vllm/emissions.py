@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import InvalidRequestError, UnavailableError
-from stagemesh.connectors.tensors import Array
+from stagemesh.common.errors import InvalidRequestError, UnavailableError
+from stagemesh.common.tensors import Array
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Emission, Task, TokenLogprobs
 from stagemesh.services.engines.vllm.sampling import TOKEN_IDS, is_wanted
 

@@ -8,30 +8,30 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from typing import TYPE_CHECKING, Any
 
-from stagemesh.connectors.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
+from stagemesh.common.stage_config import StageConfig
 from stagemesh.services.engines.base import (
     EngineEvent,
     EngineLoad,
+    PartitionsArena,
     Resumable,
-    Shares,
     Task,
     WritesByWorkers,
     media_of,
 )
 from stagemesh.services.engines.vllm.control import Control, Controllable, prepare_control
-from stagemesh.services.engines.vllm.embedding_memory import PLACEHOLDER
+from stagemesh.services.engines.vllm.embeddings.memory import PLACEHOLDER
 from stagemesh.services.engines.vllm.load_meter import LoadMeter
 from stagemesh.services.engines.vllm.options import HiddenStatesOptions, engine_options, own_options
-from stagemesh.services.serving.config import StageConfig
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from stagemesh.services.engines.vllm.embeddings import Embeddings
+    from stagemesh.services.engines.vllm.embeddings.input import Embeddings
     from stagemesh.services.engines.vllm.generation import Generation
-    from stagemesh.services.engines.vllm.hidden_states import HiddenStates
-    from stagemesh.services.engines.vllm.limits import Limits
-    from stagemesh.services.engines.vllm.media_prompts import MediaPrompts
+    from stagemesh.services.engines.vllm.hidden_states.collector import HiddenStates
+    from stagemesh.services.engines.vllm.media.prompts import MediaPrompts
+    from stagemesh.services.engines.vllm.run_ahead.limits import Limits
     from stagemesh.services.engines.vllm.sampling import CheckedParams
 
 _HEALTH_POLL_S = 0.2
@@ -55,7 +55,7 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         self._owner = ThreadPoolExecutor(1, thread_name_prefix="vllm-owner")
         self._llm: AsyncLLM | None = None
         self._control: Control | None = None
-        self._shares: Shares | None = None
+        self._shares: PartitionsArena | None = None
         self._states: HiddenStates | None = None
         self._embeddings: Embeddings | None = None
         self._limits: Limits | None = None
@@ -71,7 +71,7 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
             raise UnavailableError(f"the engine of stage {self._config.stage} is closed")
         return self._control
 
-    def use_shares(self, shares: Shares) -> None:
+    def use_shares(self, shares: PartitionsArena) -> None:
         """See `WritesByWorkers`."""
         self._shares = shares
 
@@ -146,7 +146,7 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
                 limit_requests,
                 take_embeddings,
             )
-            from stagemesh.services.engines.vllm.resuming import ResumingOutputProcessor
+            from stagemesh.services.engines.vllm.resume.checkpoint import ResumingOutputProcessor
         except ImportError as exc:
             raise NotReadyError(
                 f"stage {self._config.stage}: the vllm engine needs the module {exc.name}; install Stagemesh with its "
@@ -182,16 +182,16 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         llm = self._running()
         if not llm.model_config.supports_multimodal_inputs:
             return
-        from stagemesh.services.engines.vllm.media_prompts import MediaPrompts
+        from stagemesh.services.engines.vllm.media.prompts import MediaPrompts
 
         self._media = MediaPrompts(
             llm, stage=self._config.stage, owner=self._owner, media_bytes=self._options.media_bytes
         )
 
     async def _attach_workers(self) -> None:
-        from stagemesh.services.engines.vllm.embeddings import Embeddings
-        from stagemesh.services.engines.vllm.hidden_states import HiddenStates
-        from stagemesh.services.engines.vllm.limits import Limits
+        from stagemesh.services.engines.vllm.embeddings.input import Embeddings
+        from stagemesh.services.engines.vllm.hidden_states.collector import HiddenStates
+        from stagemesh.services.engines.vllm.run_ahead.limits import Limits
 
         llm = self._running()
         if self._limits_requests:
@@ -222,7 +222,7 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
     async def _prepared(self, task: Task, held: AsyncExitStack) -> "Generation":
         """What is to be generated; what is held for it goes with `held`."""
         from stagemesh.services.engines.vllm.generation import Generation
-        from stagemesh.services.engines.vllm.resuming import continued, resumed_tokens
+        from stagemesh.services.engines.vllm.resume.checkpoint import continued, resumed_tokens
 
         llm, embedded, media, there = self._running(), None, None, None
         if task.inlets:

@@ -10,10 +10,10 @@ from vllm import TokensPrompt
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from stagemesh.connectors.errors import InvalidRequestError, UnavailableError
+from stagemesh.common.errors import InvalidRequestError, UnavailableError
 from stagemesh.services.engines.base import Emission, EngineEvent, Progress, Task, Usage
 from stagemesh.services.engines.vllm.emissions import check_end, emission
-from stagemesh.services.engines.vllm.resuming import checkpoint, crossed
+from stagemesh.services.engines.vllm.resume.checkpoint import checkpoint, crossed
 
 if TYPE_CHECKING:
     from vllm.inputs import EngineInput
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from stagemesh.services.engines.vllm.control import Control
-    from stagemesh.services.engines.vllm.embeddings import EmbeddedInput
-    from stagemesh.services.engines.vllm.hidden_states import RequestStates
-    from stagemesh.services.engines.vllm.limits import RequestLimit
+    from stagemesh.services.engines.vllm.embeddings.input import EmbeddedInput
+    from stagemesh.services.engines.vllm.hidden_states.collector import RequestStates
     from stagemesh.services.engines.vllm.load_meter import LoadMeter
-    from stagemesh.services.engines.vllm.media_prompts import MediaPrompt
+    from stagemesh.services.engines.vllm.media.prompts import MediaPrompt
+    from stagemesh.services.engines.vllm.run_ahead.limits import RequestLimit
     from stagemesh.services.engines.vllm.sampling import CheckedParams
 
 PROGRESS_TOKENS = 64

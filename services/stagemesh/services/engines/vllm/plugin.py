@@ -5,10 +5,10 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from stagemesh.services.engines.vllm import limiting
-from stagemesh.services.serving.lifecycle import die_with_parent
+from stagemesh.common.process_lifecycle import die_with_parent
+from stagemesh.services.engines.vllm.run_ahead import scheduler
 
-_PUNICA = "stagemesh.services.engines.vllm.adapter_rows.AppliesOnlyChosen"
+_PUNICA = "stagemesh.services.engines.vllm.adapters.cpu_rows.AppliesOnlyChosen"
 
 
 def register() -> None:
@@ -23,7 +23,7 @@ def register() -> None:
         platform.simple_compile_backend = "eager"
         # Named, not imported: few stages have adapters.
         platform.get_punica_wrapper = classmethod(lambda _: _PUNICA)
-    limiting.offer()
+    scheduler.offer()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import BaseRenderer, ChatParams
 
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.base import ChatMessage, Prompt, media_of
 from stagemesh.services.engines.media import MediaKind, Part
 

@@ -9,7 +9,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
 
-from stagemesh.connectors.errors import InvalidRequestError, UnsupportedError
+from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.services.engines.base import SamplingOptions, Structure, Task
 
 DEFAULT_MAX_TOKENS = 256

@@ -8,12 +8,12 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 
-from stagemesh.services.engines.vllm.embedding_memory import EmbeddingMemory, decode_ticket
-from stagemesh.services.engines.vllm.embedding_runner import EmbeddedV1, EmbeddedV2
-from stagemesh.services.engines.vllm.resuming_runner import ResumesV1, ResumesV2
-from stagemesh.services.engines.vllm.row_writer import RowWriter
-from stagemesh.services.engines.vllm.rows import decode_attachment
-from stagemesh.services.engines.vllm.runner import RunnerV1, RunnerV2
+from stagemesh.services.engines.vllm.embeddings.memory import EmbeddingMemory, decode_ticket
+from stagemesh.services.engines.vllm.embeddings.runner import EmbeddedV1, EmbeddedV2
+from stagemesh.services.engines.vllm.hidden_states.row_messages import decode_attachment
+from stagemesh.services.engines.vllm.hidden_states.row_writer import RowWriter
+from stagemesh.services.engines.vllm.hidden_states.runner import RunnerV1, RunnerV2
+from stagemesh.services.engines.vllm.resume.runner import ResumesV1, ResumesV2
 from stagemesh.services.engines.vllm.seeding import DrawsOnlyWhatCounts
 
 if TYPE_CHECKING:

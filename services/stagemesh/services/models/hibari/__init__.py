@@ -4,8 +4,8 @@ Frames are 12.5 ms. `spectrum` holds the network's five parts for each of 601 fr
 log magnitude and phase, the noise branch's log magnitude, and the residual's log magnitude and phase.
 """
 
-from stagemesh.connectors.tensors import TensorSpec
-from stagemesh.services.serving.plugins import Emitted, FunctionCard, OptionSpec, Signature
+from stagemesh.common.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature
+from stagemesh.common.tensors import TensorSpec
 
 SAMPLE_RATE_HZ = 24_000
 PARTS = 5
@@ -17,7 +17,7 @@ _FRAMES = {
     "boundary": TensorSpec("uint8", ("frames",)),
 }
 
-ACOUSTIC = FunctionCard(
+ACOUSTIC = FunctionDescriptor(
     signature=Signature(
         accepts={"text": TensorSpec("uint8", ("bytes",))},
         emits={name: Emitted(spec) for name, spec in _FRAMES.items()},
@@ -26,7 +26,7 @@ ACOUSTIC = FunctionCard(
     factory="stagemesh.services.models.hibari.acoustic:AcousticModel",
 )
 
-VOCODER = FunctionCard(
+VOCODER = FunctionDescriptor(
     signature=Signature(
         accepts=_FRAMES,
         emits={"audio": Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)},

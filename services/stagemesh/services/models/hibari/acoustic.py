@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from hibari import Hibari
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call
 
 MODEL_FILE = "hibari.onnx"

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from hibari import dsp
 
-from stagemesh.connectors.base import Packet
-from stagemesh.connectors.errors import InvalidRequestError
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.function.base import Call
 from stagemesh.services.models.hibari import BINS
 from stagemesh.services.models.hibari.pulses import PulseTrain

@@ -1,0 +1,194 @@
+"""Every error that Stagemesh raises on purpose, by what a caller can do about it.
+
+StagemeshError
+├── InvalidRequestError      INVALID_ARGUMENT     change the request
+│   ├── InvalidChunkError                         fix the peer: what it sent does not hold together
+│   └── InvalidPipelineError                      fix the pipeline file (has file and line)
+├── NotFoundError            NOT_FOUND            name something that exists
+├── ExistsError              ALREADY_EXISTS       use another id
+├── NotReadyError            FAILED_PRECONDITION  wait, or fix the deployment
+│   └── StaleAttemptError                         stop: a newer attempt has taken over
+├── UnsupportedError         UNIMPLEMENTED        do without, or choose another engine
+├── OverloadedError          RESOURCE_EXHAUSTED   come back after `retry_after_s`, or ask for less
+├── DeadlineError            DEADLINE_EXCEEDED    allow more time
+├── CancelledRequestError    CANCELLED            nothing: somebody asked for it
+├── UnavailableError         UNAVAILABLE          try again: a peer is gone
+└── InternalError            INTERNAL             report it
+
+A gRPC status carries each as code, message and one google.rpc.ErrorInfo (see `stagemesh.rpc.statuses`).
+"""
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import ClassVar
+
+
+class Code(IntEnum):
+    """The google.rpc.Code values in use."""
+
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    DATA_LOSS = 15
+    UNAUTHENTICATED = 16
+
+
+class StagemeshError(Exception):
+    """An error with a cause that a program can act on.
+
+    `reason` is stable UPPER_SNAKE; `metadata` says where (stage, replica, edge, seq, request_id).
+    """
+
+    code: ClassVar[Code] = Code.UNKNOWN
+    default_reason: ClassVar[str] = "UNKNOWN"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or self.default_reason
+        self.metadata = dict(metadata or {})
+        self.retry_after_s = retry_after_s
+
+    def located(self, **where: str) -> "StagemeshError":
+        """Adds to the metadata what is not yet said there; returns itself."""
+        self.metadata = {**where, **self.metadata}
+        return self
+
+
+class InvalidRequestError(StagemeshError):
+    """The request is wrong and will stay so."""
+
+    code = Code.INVALID_ARGUMENT
+    default_reason = "INVALID_REQUEST"
+
+
+class InvalidChunkError(InvalidRequestError):
+    """A chunk or tensor does not hold together."""
+
+    default_reason = "INVALID_CHUNK"
+
+
+class InvalidPipelineError(InvalidRequestError):
+    """A pipeline file is wrong; the message begins with `file:line:`."""
+
+    default_reason = "INVALID_PIPELINE"
+
+
+class NotFoundError(StagemeshError):
+    """What was named does not exist."""
+
+    code = Code.NOT_FOUND
+    default_reason = "NOT_FOUND"
+
+
+class ExistsError(StagemeshError):
+    """The id is taken by something else."""
+
+    code = Code.ALREADY_EXISTS
+    default_reason = "ALREADY_EXISTS"
+
+
+class NotReadyError(StagemeshError):
+    """The system is not in the state that the call needs."""
+
+    code = Code.FAILED_PRECONDITION
+    default_reason = "NOT_READY"
+
+
+class StaleAttemptError(NotReadyError):
+    """A newer attempt has taken over."""
+
+    default_reason = "STALE_ATTEMPT"
+
+
+class UnsupportedError(StagemeshError):
+    """This engine or build cannot do that."""
+
+    code = Code.UNIMPLEMENTED
+    default_reason = "UNSUPPORTED"
+
+
+class OverloadedError(StagemeshError):
+    """A limit is reached; `retry_after_s` is set where waiting helps."""
+
+    code = Code.RESOURCE_EXHAUSTED
+    default_reason = "OVERLOADED"
+
+
+class DeadlineError(StagemeshError):
+    """The time allowed is over."""
+
+    code = Code.DEADLINE_EXCEEDED
+    default_reason = "DEADLINE_EXCEEDED"
+
+
+class CancelledRequestError(StagemeshError):
+    """Somebody stopped the request."""
+
+    code = Code.CANCELLED
+    default_reason = "CANCELLED"
+
+
+class UnavailableError(StagemeshError):
+    """A peer is gone or out of reach."""
+
+    code = Code.UNAVAILABLE
+    default_reason = "UNAVAILABLE"
+
+
+class InternalError(StagemeshError):
+    """A fault of Stagemesh or of an engine."""
+
+    code = Code.INTERNAL
+    default_reason = "INTERNAL"
+
+
+_BY_CODE: dict[int, type[StagemeshError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidRequestError,
+        NotFoundError,
+        ExistsError,
+        NotReadyError,
+        UnsupportedError,
+        OverloadedError,
+        DeadlineError,
+        CancelledRequestError,
+        UnavailableError,
+        InternalError,
+    )
+}
+_BY_REASON: dict[str, type[StagemeshError]] = {
+    kind.default_reason: kind for kind in (InvalidChunkError, InvalidPipelineError, StaleAttemptError)
+}
+
+
+def make_error(
+    code: int,
+    message: str,
+    *,
+    reason: str = "",
+    metadata: Mapping[str, str] | None = None,
+    retry_after_s: float | None = None,
+) -> StagemeshError:
+    """Builds the error that a peer reported as code and reason."""
+    kind = _BY_REASON.get(reason) or _BY_CODE.get(code, InternalError)
+    return kind(message, reason=reason or None, metadata=metadata, retry_after_s=retry_after_s)

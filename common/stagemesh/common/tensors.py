@@ -1,0 +1,134 @@
+"""Tensor types: what a stage emits and accepts, and the translation of dtypes and inline tensors to the wire.
+
+Tensors are numpy arrays throughout; bfloat16 travels as uint16 bits (`DTYPES["bfloat16"]`).
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from stagemesh.common.errors import InvalidChunkError
+from stagemesh.v1 import tensor_pb2
+
+Array: TypeAlias = npt.NDArray[np.generic]
+Tensors: TypeAlias = Mapping[str, Array]
+
+DTYPES: Mapping[str, np.dtype[np.generic]] = {
+    "bool": np.dtype(np.bool_),
+    "uint8": np.dtype(np.uint8),
+    "int8": np.dtype(np.int8),
+    "int16": np.dtype("<i2"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+}
+MAX_DIMENSIONS = 16
+
+_WIRE_NAMES: Mapping[int, str] = {
+    number: name.removeprefix("DATA_TYPE_").lower()
+    for name, number in tensor_pb2.DataType.items()
+    if name != "DATA_TYPE_UNSPECIFIED"
+}
+_NAME_BY_DTYPE: Mapping[np.dtype[np.generic], str] = {dtype: name for name, dtype in DTYPES.items()}
+_SPEC = re.compile(r"(?P<dtype>[a-z0-9]+)\[(?P<shape>[^\]]*)\]")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A dtype and a shape whose dimensions are lengths or symbols: `float32[frames, 601]`."""
+
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "TensorSpec":
+        """Reads `dtype[dim, dim, …]`; raises ValueError for anything else."""
+        match = _SPEC.fullmatch(text.strip())
+        if match is None or match["dtype"] not in DTYPES:
+            raise ValueError(
+                f"{text!r} is no tensor type; write one like float32[frames, 601]; dtypes: {', '.join(DTYPES)}"
+            )
+        dims = [dim.strip() for dim in match["shape"].split(",") if dim.strip()]
+        return cls(match["dtype"], tuple(int(dim) if dim.isdigit() else dim for dim in dims))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+    def accepts(self, other: "TensorSpec") -> bool:
+        """Whether every tensor of type `other` may be given where this type is expected."""
+        return (
+            self.dtype == other.dtype
+            and len(self.shape) == len(other.shape)
+            and all(
+                isinstance(mine, str) or mine == theirs for mine, theirs in zip(self.shape, other.shape, strict=True)
+            )
+        )
+
+    def check(self, name: str, tensor: Array) -> None:
+        """Raises InvalidChunkError unless `tensor` is of this type."""
+        fits = tensor.dtype == DTYPES[self.dtype] and tensor.ndim == len(self.shape)
+        if not fits or any(
+            isinstance(want, int) and want != have for want, have in zip(self.shape, tensor.shape, strict=True)
+        ):
+            raise InvalidChunkError(f"tensor {name!r} is {tensor.dtype}{list(tensor.shape)}; expected {self}")
+
+
+def dtype_name(tensor: Array) -> str:
+    """The wire's name of a tensor's dtype; raises InvalidChunkError where it has none."""
+    name = _NAME_BY_DTYPE.get(tensor.dtype)
+    if name is None:
+        raise InvalidChunkError(f"dtype {tensor.dtype} cannot be sent; use one of {', '.join(DTYPES)}")
+    return name
+
+
+def dtype_to_wire(name: str) -> tensor_pb2.DataType.ValueType:
+    """The enum value of a dtype's name."""
+    return tensor_pb2.DataType.Value(f"DATA_TYPE_{name.upper()}")
+
+
+def checked_layout(message: tensor_pb2.Tensor, *, size_bytes: int) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
+    """The dtype and shape that `message` claims; raises InvalidChunkError unless they make exactly `size_bytes`."""
+    name = _WIRE_NAMES.get(message.dtype)
+    if name is None:
+        raise InvalidChunkError(f"tensor {message.name!r} has the unknown dtype {message.dtype}")
+    shape, dtype = tuple(message.shape), DTYPES[name]
+    if len(shape) > MAX_DIMENSIONS or (shape and min(shape) < 0):
+        raise InvalidChunkError(f"tensor {message.name!r} has the impossible shape {list(shape)[:MAX_DIMENSIONS]}")
+    expected = math.prod(shape) * dtype.itemsize
+    if expected != size_bytes:
+        raise InvalidChunkError(
+            f"tensor {message.name!r} of {name}{list(shape)} needs {expected} bytes but came with {size_bytes}"
+        )
+    return dtype, shape
+
+
+def describe_tensor(name: str, tensor: Array) -> tensor_pb2.Tensor:
+    """The wire's form of a tensor without its location."""
+    return tensor_pb2.Tensor(name=name, dtype=dtype_to_wire(dtype_name(tensor)), shape=tensor.shape)
+
+
+def inline_tensor(name: str, tensor: Array) -> tensor_pb2.Tensor:
+    """The wire's form of a tensor with its bytes inline."""
+    message = describe_tensor(name, tensor)
+    message.inline = tensor.tobytes()
+    return message
+
+
+def read_inline(message: tensor_pb2.Tensor) -> Array:
+    """A tensor whose bytes are inline, as a read-only view of them; raises InvalidChunkError."""
+    payload = message.inline
+    dtype, shape = checked_layout(message, size_bytes=len(payload))
+    return np.frombuffer(payload, dtype=dtype).reshape(shape)
+
+
+def spec_to_wire(name: str, spec: TensorSpec) -> tensor_pb2.TensorSpec:
+    """The wire's form of a named type."""
+    return tensor_pb2.TensorSpec(name=name, dtype=dtype_to_wire(spec.dtype), shape=[str(dim) for dim in spec.shape])

@@ -1,0 +1,86 @@
+"""The gRPC server that every service is: health, reflection, limits, and a clear error where it cannot listen."""
+
+import errno
+import logging
+import socket
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from stagemesh.common.errors import NotReadyError
+from stagemesh.rpc.channels import SERVER_OPTIONS
+from stagemesh.rpc.health import SERVICE_NAME, Health
+
+_log = logging.getLogger(__name__)
+
+
+class Server:
+    """A grpc.aio server on one port, with grpc.health.v1 and reflection.
+
+    Made within a running event loop; servicers are registered on `grpc` before `start`.
+    """
+
+    def __init__(self, listen: str) -> None:
+        self._listen = listen
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health = Health()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._services = [SERVICE_NAME, reflection.SERVICE_NAME]
+
+    @property
+    def grpc(self) -> grpc.aio.Server:
+        """Where servicers are registered."""
+        return self._server
+
+    def set_health(self, service: str, *, serving: bool) -> None:
+        """Sets a facet of the server's health; "" is the whole."""
+        self._health.set(service, serving=serving)
+
+    def reflect(self, service: str) -> None:
+        """Lists a service, by its full name, to those who ask what is served here. Before `start`."""
+        self._services.append(service)
+
+    async def start(self) -> int:
+        """Serves, and returns the bound port; raises NotReadyError (PORT_IN_USE, CANNOT_LISTEN)."""
+        host, wanted_port = _parsed(self._listen)
+        reflection.enable_server_reflection(self._services, self._server)
+        try:
+            port = self._server.add_insecure_port(self._listen)
+        except RuntimeError as exc:
+            raise _cannot_listen(host, wanted_port) from exc
+        await self._server.start()
+        _log.info("listening on %s:%d", host, port)
+        return port
+
+    async def stop(self, *, grace_s: float) -> None:
+        """Turns NOT_SERVING, refuses new calls, gives those that run `grace_s` to end. Stopping twice is harmless."""
+        self._health.end()
+        await self._server.stop(grace_s)
+
+
+def _parsed(listen: str) -> tuple[str, int]:
+    """Host and port; gRPC itself would serve some other port where the number is missing or too large."""
+    host, colon, port = listen.rpartition(":")
+    if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
+        raise NotReadyError(
+            f"cannot listen on {listen!r}: write host:port, for example 127.0.0.1:50051",
+            reason="CANNOT_LISTEN",
+            metadata={"listen": listen},
+        )
+    return host.strip("[]"), int(port)
+
+
+def _cannot_listen(host: str, port: int) -> NotReadyError:
+    """Why gRPC could not bind; it says only that it could not, a socket of our own says why."""
+    cause, reason = "it was in use a moment ago; try again", "PORT_IN_USE"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as exc:
+        cause, reason = exc.strerror or str(exc), "CANNOT_LISTEN"
+        if exc.errno == errno.EADDRINUSE:
+            cause, reason = "it is in use; end the program that holds it, or serve on another port", "PORT_IN_USE"
+    return NotReadyError(
+        f"cannot listen on port {port} of {host}: {cause}", reason=reason, metadata={"listen": f"{host}:{port}"}
+    )

@@ -1,0 +1,1 @@
+"""The arena: the shared memory of one replica, its allocator, and the writers that fill it."""

@@ -1,0 +1,233 @@
+"""Worker processes of an engine write tensors into their replica's arena by themselves, without asking for each.
+
+The replica sets a slab of pages aside for each worker. A page of it is free while its entry in the arena's generation
+table is 0; only the worker sets entries, only the replica clears them, so that neither needs a lock.
+"""
+
+import math
+import mmap
+import os
+import select
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from stagemesh.common.errors import DeadlineError, InvalidChunkError, NotReadyError, UnavailableError
+from stagemesh.common.tensors import DTYPES, Array, Tensors, dtype_name
+from stagemesh.connectors.arena.memory_file import (
+    ALIGNMENT_BYTES,
+    GENERATION_BYTES,
+    MEMFD_NAME,
+    TOKEN_BYTES,
+    layout_of,
+    mark_pages,
+    page_bytes_for,
+    pages_are_of,
+)
+from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
+
+WRITER_SHIFT = 48
+"""A generation's top 16 bits are its writer's number, 0 for the replica itself; the rest is that writer's count."""
+
+_SHORTEST_PAUSE_S = 20e-6
+_LONGEST_PAUSE_S = 2e-3
+
+
+@dataclass(frozen=True)
+class PartitionTicket:
+    """What one worker process needs to write into a slab; picklable. Offsets count from the memory file's start."""
+
+    process_id: int
+    file_descriptor: int
+    token: bytes
+    writer: int
+    offset: int
+    size_bytes: int
+
+
+class PlacedTensor(NamedTuple):
+    """A tensor of a handle; the offset counts from the handle's."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What a worker wrote at once, in whole pages; picklable. The replica adopts it."""
+
+    generation: int
+    offset: int
+    size_bytes: int
+    tensors: tuple[PlacedTensor, ...]
+
+
+class Reserved(NamedTuple):
+    """Room in the arena: what the replica is told of it, and the tensors to be filled in before that."""
+
+    handle: Handle
+    tensors: Mapping[str, Array]
+
+
+class ArenaWriter:
+    """A worker's end of a share. Used by one thread; one writer for a ticket, ever."""
+
+    def __init__(self, ticket: PartitionTicket) -> None:
+        self._ticket = ticket
+        self._memory = memoryview(_map(ticket))
+        self._generations: npt.NDArray[np.uint64] = np.frombuffer(
+            self._memory,
+            np.uint64,
+            count=ticket.size_bytes // PAGE_BYTES,
+            offset=PAGE_BYTES + ticket.offset // PAGE_BYTES * GENERATION_BYTES,
+        )
+        self._replica = os.pidfd_open(ticket.process_id)
+        self._next_page = 0
+        self._count = 0
+
+    def write(self, tensors: Tensors, timeout_s: float) -> Handle:
+        """Copies tensors in, waiting while the slab is full.
+
+        Raises InvalidChunkError when they can never fit, DeadlineError when there is no room in time, and
+        UnavailableError when the replica is gone.
+        """
+        reserved = self._reserve(tensors, timeout_s)
+        for name, tensor in tensors.items():
+            reserved.tensors[name][...] = tensor
+        return reserved.handle
+
+    def try_reserve(self, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> "Reserved | None":
+        """Room for tensors of one type (in the contract's words), for the caller to fill in; None while there is none.
+
+        Raises InvalidChunkError when they can never fit.
+        """
+        try:
+            return self._reserve(_empty(shapes, dtype), 0.0)
+        except DeadlineError:
+            return None
+
+    def reserve(self, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> "Reserved":
+        """As `try_reserve`, but waits as long as it takes. Raises UnavailableError when the replica is gone."""
+        return self._reserve(_empty(shapes, dtype), math.inf)
+
+    @property
+    def room(self) -> memoryview:
+        """The slab's bytes, for whoever has to pin them."""
+        return self._memory[self._ticket.offset : self._ticket.offset + self._ticket.size_bytes]
+
+    def close(self) -> None:
+        """Lets go of the replica; what was written stays. Closing twice is harmless."""
+        if self._replica >= 0:
+            os.close(self._replica)
+            self._replica = -1
+
+    def _reserve(self, tensors: Tensors, timeout_s: float) -> "Reserved":
+        dtypes = [dtype_name(tensor) for tensor in tensors.values()]
+        layout = layout_of(tensors)
+        size_bytes = page_bytes_for(layout.size_bytes)
+        page = self._wait_for_room(size_bytes // PAGE_BYTES, timeout_s)
+        offset = self._ticket.offset + page * PAGE_BYTES
+        self._count += 1
+        generation = (self._ticket.writer << WRITER_SHIFT) + self._count
+        mark_pages(self._memory, offset=offset, size_bytes=size_bytes, generation=generation)
+        self._next_page = page + size_bytes // PAGE_BYTES
+        placed = tuple(
+            PlacedTensor(name, dtype, tensor.shape, at)
+            for (name, tensor), dtype, at in zip(tensors.items(), dtypes, layout.offsets, strict=True)
+        )
+        handle = Handle(generation, offset, size_bytes, placed)
+        return Reserved(handle, {one.name: _view(one, handle, self._memory) for one in placed})
+
+    def _wait_for_room(self, pages: int, timeout_s: float) -> int:
+        if pages > len(self._generations):
+            raise InvalidChunkError(
+                f"{pages * PAGE_BYTES} bytes exceed the worker's slab of {self._ticket.size_bytes}; raise its size",
+                reason="CHUNK_TOO_LARGE",
+            )
+        deadline_s = time.monotonic() + timeout_s
+        pause_s = _SHORTEST_PAUSE_S
+        while (page := self._find_room(pages)) is None:
+            if time.monotonic() >= deadline_s:
+                raise DeadlineError(
+                    f"the worker's slab of {self._ticket.size_bytes} bytes had no room for {timeout_s} s: what was "
+                    "written is not being read; allow more time or raise its size"
+                )
+            if self._replica_is_gone():
+                raise UnavailableError("the replica that this worker belongs to is gone")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return page
+
+    def _find_room(self, pages: int) -> int | None:
+        """The first page of a free run, round from where the last one ended."""
+        start = self._next_page
+        if start + pages <= len(self._generations) and not self._generations[start : start + pages].any():
+            return start
+        # Of a copy: numpy minds that the replica clears entries meanwhile.
+        taken = np.flatnonzero(self._generations.copy())
+        starts = np.concatenate(([0], taken + 1))
+        ends = np.concatenate((taken, [len(self._generations)]))
+        fitting = starts[ends - starts >= pages]
+        if not fitting.size:
+            return None
+        return int(fitting[np.searchsorted(fitting, start) % fitting.size])
+
+    def _replica_is_gone(self) -> bool:
+        poll = select.poll()
+        poll.register(self._replica, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+def read_handle(handle: Handle, memory: memoryview, *, slab_offset: int, slab_bytes: int) -> dict[str, Array]:
+    """The tensors of a handle, at the replica; raises InvalidChunkError for one that its slab does not bear out."""
+    inside = slab_offset <= handle.offset < handle.offset + handle.size_bytes <= slab_offset + slab_bytes
+    if not inside or handle.offset % PAGE_BYTES or handle.size_bytes % PAGE_BYTES:
+        raise InvalidChunkError("a worker's handle lies outside its slab")
+    if not pages_are_of(memory, offset=handle.offset, size_bytes=handle.size_bytes, generation=handle.generation):
+        raise InvalidChunkError("a worker's handle names pages that are not its own", reason="STALE_REGION")
+    return {tensor.name: _view(tensor, handle, memory) for tensor in handle.tensors}
+
+
+def _empty(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, Array]:
+    """Tensors of these shapes that take no memory."""
+    return {name: np.broadcast_to(np.zeros((), DTYPES[dtype]), shape) for name, shape in shapes.items()}
+
+
+def _view(tensor: PlacedTensor, handle: Handle, memory: memoryview) -> Array:
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None or tensor.offset < 0 or any(dim < 0 for dim in tensor.shape):
+        raise InvalidChunkError(f"tensor {tensor.name!r} of a worker's handle is none")
+    if tensor.offset % ALIGNMENT_BYTES or tensor.offset + math.prod(tensor.shape) * dtype.itemsize > handle.size_bytes:
+        raise InvalidChunkError(f"tensor {tensor.name!r} lies outside its worker's handle")
+    return np.ndarray(tensor.shape, dtype, memory, handle.offset + tensor.offset)
+
+
+def _map(ticket: PartitionTicket) -> mmap.mmap:
+    path = Path(f"/proc/{ticket.process_id}/fd/{ticket.file_descriptor}")
+    try:
+        if not str(path.readlink()).startswith(f"/memfd:{MEMFD_NAME}"):
+            raise _not_shared("its replica has closed it")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            mapping = mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+    except OSError as exc:
+        raise _not_shared(exc.strerror or str(exc)) from exc
+    if mapping[:TOKEN_BYTES] != ticket.token:
+        raise _not_shared("it is another one")
+    return mapping
+
+
+def _not_shared(cause: str) -> NotReadyError:
+    return NotReadyError(
+        f"the replica's arena cannot be opened ({cause}); "
+        "run its workers on its host, in its pid namespace, as its user"
+    )

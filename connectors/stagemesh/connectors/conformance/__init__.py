@@ -1,0 +1,51 @@
+"""The conformance kit: every promise of the data plane, tested for whatever connector a class names.
+
+    from stagemesh.connectors.conformance import ConnectorSuite
+
+    class TestMine(ConnectorSuite):
+        connector = "mine"
+
+It needs pytest and pytest-asyncio, and runs real data planes with real gRPC on loopback in the test's event loop.
+"""
+
+import pytest
+
+pytest.register_assert_rewrite(
+    *(f"{__name__}.{module}" for module in ("hosts", "ends", "suite", "data_suite", "fault_suite", "reader_suite"))
+)
+
+from stagemesh.connectors.conformance.data_suite import DataSuite  # noqa: E402 - its asserts are rewritten from here on
+from stagemesh.connectors.conformance.fault_suite import FaultSuite  # noqa: E402
+from stagemesh.connectors.conformance.proxies import Proxy, proxied  # noqa: E402
+from stagemesh.connectors.conformance.reader_suite import ReaderSuite  # noqa: E402
+from stagemesh.connectors.conformance.replicas import (  # noqa: E402
+    Host,
+    assert_same,
+    open_flow,
+    packet,
+    receive_all,
+    send_all,
+    two_hosts,
+)
+
+__all__ = [
+    "ConnectorSuite",
+    "FlowSuite",
+    "Host",
+    "Proxy",
+    "assert_same",
+    "open_flow",
+    "packet",
+    "proxied",
+    "receive_all",
+    "send_all",
+    "two_hosts",
+]
+
+
+class FlowSuite(DataSuite, FaultSuite):
+    """What a flow promises by any connector; all that there is to test of `grpc`, which reads no arena."""
+
+
+class ConnectorSuite(FlowSuite, ReaderSuite):
+    """All that a connector which reads arenas promises."""

@@ -1,0 +1,348 @@
+"""What the seam asks of a connector: who may read what, when it is refused, and how long what was read stays."""
+
+import asyncio
+import gc
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+
+from stagemesh.common.errors import InvalidChunkError, NotReadyError, StagemeshError, UnavailableError
+from stagemesh.connectors.arena.account import MemoryAccount
+from stagemesh.connectors.arena.memory_file import data_offset
+from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
+from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, InPlaceReader, Reader
+from stagemesh.connectors.conformance.endpoints import ARENA_BYTES, End, Met, content, ends, met
+from stagemesh.connectors.conformance.replicas import assert_same, open_flow, packet, receive_all, send_all, until
+from stagemesh.connectors.conformance.suite import BOUND_S, Suite
+from stagemesh.connectors.edge import AUTO
+from stagemesh.connectors.registry import descriptor_of, registered
+
+MIB = 1 << 20
+_HUGE = (1 << 64) - 1
+_SIZE_BYTES = 20_000
+
+Fetch: TypeAlias = Callable[
+    [FetchingReader, Sequence[ArenaRange], MemoryAccount], Coroutine[object, object, list[Bytes]]
+]
+
+
+class ReaderSuite(Suite):
+    """For connectors that read arenas, which is all but `grpc`."""
+
+    # -- what is read
+
+    async def test_ranges_are_read_as_they_were_written(self) -> None:
+        async with met(self.connector) as pair:
+            _, place = await pair.producer.write(content(MIB, 1))
+            parts = [(0, MIB), (0, 1), (MIB - 1, 1), (4095, 2), (64, 4096), (7, 300_001), (500_000, 0), (7, 300_001)]
+            places = [place._replace(offset=place.offset + start, size_bytes=size) for start, size in parts]
+            found = await pair.read(*places)
+            for (start, size), view in zip(parts, found, strict=True):
+                np.testing.assert_array_equal(view, content(MIB, 1)[start : start + size])
+
+    async def test_many_regions_are_read_at_once(self) -> None:
+        async with met(self.connector) as pair:
+            written = [await pair.producer.write(content(1 + n * 997 % 30_000, n)) for n in range(200)]
+            found = await pair.read(*(place for _, place in written))
+            for n, view in enumerate(found):
+                np.testing.assert_array_equal(view, content(1 + n * 997 % 30_000, n))
+
+    async def test_reads_overlap(self) -> None:
+        async with met(self.connector) as pair:
+            written = [await pair.producer.write(content(150_000, n)) for n in range(20)]
+            found = await asyncio.gather(*(pair.read(place) for _, place in written))
+            for n, [view] in enumerate(found):
+                np.testing.assert_array_equal(view, content(150_000, n))
+
+    async def test_nothing_to_read_is_no_error(self) -> None:
+        async with met(self.connector) as pair:
+            _, place = await pair.producer.write(content(_SIZE_BYTES, 1))
+            [view] = await pair.read(place._replace(size_bytes=0))
+            assert view.nbytes == 0
+            assert await pair.read() == []
+
+    # -- what is refused
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"offset": 0},
+            {"offset": PAGE_BYTES},
+            {"offset": -1},
+            {"offset": 1 << 40},
+            {"offset": _HUGE},
+            {"size_bytes": _HUGE},
+            {"size_bytes": 2 * ARENA_BYTES},
+            {"size_bytes": -1},
+            {"size_bytes": _SIZE_BYTES + PAGE_BYTES},
+            {"offset": _HUGE, "size_bytes": _HUGE},
+            {"offset": data_offset(ARENA_BYTES) + ARENA_BYTES, "size_bytes": 1},
+            {"offset": data_offset(ARENA_BYTES) + ARENA_BYTES - PAGE_BYTES, "size_bytes": 1},
+            {"generation": 0},
+            {"generation": 0, "offset": data_offset(ARENA_BYTES) + ARENA_BYTES - PAGE_BYTES, "size_bytes": 1},
+            {"generation": 7},
+            {"generation": _HUGE},
+        ],
+        ids=str,
+    )
+    async def test_range_that_is_not_the_regions_is_refused(self, changes: dict[str, int]) -> None:
+        async with met(self.connector) as pair:
+            _, place = await pair.producer.write(content(_SIZE_BYTES, 1))
+            with pytest.raises(InvalidChunkError):
+                await pair.read(place._replace(**changes))
+            with pytest.raises(InvalidChunkError):
+                await pair.read(place, place._replace(**changes))
+            await _assert_reads(pair, place, seed=1)
+
+    async def test_freed_region_is_never_read_as_new_data(self) -> None:
+        async with met(self.connector) as pair:
+            written, old = await pair.producer.write(content(_SIZE_BYTES, 1))
+            written.region.release()
+            await _assert_stale(pair, old)
+            again, new = await pair.producer.write(content(_SIZE_BYTES, 2))
+            assert again.region.offset == old.offset, "the arena gives the same pages out again"
+            await _assert_stale(pair, old)
+            await _assert_stale(pair, new, old)
+            await _assert_reads(pair, new, seed=2)
+
+    async def test_region_that_is_written_over_while_it_is_read_is_not_delivered(self) -> None:
+        async with met(self.connector) as pair:
+            if isinstance(pair.reader, InPlaceReader):
+                pytest.skip("what is read in place is held by its lease")
+            old, new = content(2 * MIB, 1), content(2 * MIB, 2)
+            for turns in range(40):
+                written, place = await pair.producer.write(old)
+                reading = asyncio.create_task(pair.read(place))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                written.region.release()
+                over, _ = await pair.producer.write(new)
+                try:
+                    [view] = await reading
+                    np.testing.assert_array_equal(view, old)
+                    del view
+                except InvalidChunkError as exc:
+                    assert exc.reason == "STALE_REGION"  # noqa: PT017 - either is right
+                over.region.release()
+                del reading
+
+    async def test_offer_that_is_garbage_is_refused(self) -> None:
+        async with ends(self.connector) as (producer, consumer):
+            offer = await producer.connector.offer()
+            for garbage in (b"", b"\xff\xff\xff", bytes(len(offer)), offer[: len(offer) // 2], offer[:-1], b"x" * 5000):
+                with pytest.raises(NotReadyError) as refused:
+                    await consumer.connector.meet(garbage, producer.as_producer())
+                assert refused.value.reason == "CONNECTOR_UNAVAILABLE"
+                assert producer.replica in refused.value.message
+            reader = await consumer.meet(producer)
+            await reader.close()
+
+    async def test_producer_that_hands_no_arena_over_is_read_otherwise_or_refused(self) -> None:
+        async with ends(self.connector) as (producer, consumer):
+            _, place = await producer.write(content(_SIZE_BYTES, 1))
+            offer = await producer.connector.offer()
+            try:
+                reader = await consumer.connector.meet(offer, producer.as_producer(with_arena=False))
+            except NotReadyError as exc:
+                assert exc.reason == "CONNECTOR_UNAVAILABLE"  # noqa: PT017 - either is right
+                return
+            await _assert_reads(Met(producer, consumer, reader), place, seed=1)
+            await reader.close()
+
+    async def test_former_incarnation_is_another_producer(self) -> None:
+        async with met(self.connector) as pair:
+            _, place = await pair.producer.write(content(_SIZE_BYTES, 1))
+            successor = End(self.connector, replica=pair.producer.replica, incarnation="2")
+            _, other = await successor.write(content(_SIZE_BYTES, 2))
+            reader = await pair.consumer.meet(successor)
+            await _assert_reads(replace(pair, reader=reader), other, seed=2)
+            await _assert_reads(pair, place, seed=1)
+            await reader.close()
+            await successor.close()
+            await _assert_reads(pair, place, seed=1)
+
+    # -- how long it stays
+
+    async def test_what_was_read_outlives_reader_connector_and_arena(self) -> None:
+        async with met(self.connector) as pair:
+            _, place = await pair.producer.write(content(_SIZE_BYTES, 1))
+            views = await pair.read(place)
+            view = views.pop()[100:]
+            await pair.reader.close()
+            await pair.consumer.close()
+            await pair.producer.close()
+            gc.collect()
+            np.testing.assert_array_equal(view, content(_SIZE_BYTES, 1)[100:])
+
+    async def test_what_was_fetched_is_given_back_with_its_last_view(self) -> None:
+        async with met(self.connector) as pair:
+            _, place = await pair.producer.write(content(_SIZE_BYTES, 1))
+            views = await pair.read(place, place)
+            part = views[1][5:]
+            views.clear()
+            gc.collect()
+            np.testing.assert_array_equal(part, content(_SIZE_BYTES, 1)[5:])
+            del part
+            await pair.consumer.settled()
+
+    async def test_region_is_held_by_views_in_place_and_not_by_what_was_fetched(self) -> None:
+        async with met(self.connector) as pair:
+            in_place = isinstance(pair.reader, InPlaceReader)
+        async with self.hosts() as (a, b):
+            outlet, inlet = open_flow(a, b, connector=self.connector)
+            sender = asyncio.create_task(send_all(outlet, [packet(0, 50_000)]))
+            async with asyncio.timeout(BOUND_S):
+                view = (await anext(aiter(inlet))).tensors["x"][1000:]
+                assert await receive_all(inlet) == []
+                await sender
+            if in_place:
+                assert a.plane.arena_used_bytes > 0
+            else:
+                await until(lambda: not a.plane.arena_used_bytes, timeout_s=BOUND_S)
+            assert view.tobytes() == packet(0, 50_000).tensors["x"][1000:].tobytes()
+            del view
+            await a.settled()
+            await b.settled()
+
+    async def test_closing_twice_is_harmless_and_ends_reading(self) -> None:
+        async with met(self.connector) as pair:
+            _, place = await pair.producer.write(content(_SIZE_BYTES, 1))
+            for _ in range(2):
+                await pair.reader.close()
+            with pytest.raises(StagemeshError):
+                await pair.read(place)
+            for _ in range(2):
+                await pair.consumer.connector.close()
+                await pair.producer.connector.close()
+
+    async def test_reader_closes_while_reads_are_under_way(self) -> None:
+        for turns in (0, 1, 3, 10):
+            async with met(self.connector) as pair:
+                _, place = await pair.producer.write(content(2 * MIB, 1))
+                reads = [asyncio.create_task(pair.read(place)) for _ in range(2)]
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await pair.reader.close()
+                async with asyncio.timeout(BOUND_S):
+                    found = await asyncio.gather(*reads, return_exceptions=True)
+                for views in found:
+                    if isinstance(views, BaseException):
+                        assert isinstance(views, UnavailableError | InvalidChunkError)
+                    else:
+                        np.testing.assert_array_equal(views[0], content(2 * MIB, 1))
+
+    async def test_read_that_is_given_up_gives_its_memory_back(self) -> None:
+        for turns in (0, 1, 3, 10):
+            async with met(self.connector) as pair:
+                _, place = await pair.producer.write(content(2 * MIB, 1))
+                reading = asyncio.create_task(pair.read(place))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+                del reading
+                await pair.consumer.settled()
+                await _assert_reads(pair, place, seed=1)
+
+    async def test_producer_can_be_met_again_and_by_several_readers(self) -> None:
+        async with ends(self.connector) as (producer, consumer):
+            _, place = await producer.write(content(_SIZE_BYTES, 1))
+            first, second = await asyncio.gather(consumer.meet(producer), consumer.meet(producer))
+            await first.close()
+            await _assert_reads(Met(producer, consumer, second), place, seed=1)
+            await second.close()
+            third = await consumer.meet(producer)
+            await _assert_reads(Met(producer, consumer, third), place, seed=1)
+            await third.close()
+
+    # -- where it cannot be used
+
+    async def test_connector_that_is_not_installed_is_refused_with_the_remedy(self) -> None:
+        lacking = replace(descriptor_of(self.connector), module="stagemesh_not_installed", remedy="install the thing")
+        with registered(lacking):
+            async with self.hosts() as (a, b):
+                outlet, inlet = open_flow(a, b, connector=self.connector)
+                with pytest.raises(NotReadyError, match="install the thing") as refused:
+                    await _bounded(send_all(outlet, [packet(0)]))
+                assert refused.value.reason == "CONNECTOR_UNAVAILABLE"
+                await inlet.aclose()
+
+    async def test_producer_that_cannot_be_met_is_named_with_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(await _class_of(self), "meet", _refuse)
+        async with self.hosts() as (a, b):
+            outlet, inlet = open_flow(a, b, connector=self.connector)
+            with pytest.raises(NotReadyError, match="the moon is full") as refused:
+                await _bounded(send_all(outlet, [packet(0)]))
+            assert refused.value.reason == "CONNECTOR_UNAVAILABLE"
+            assert "auto" in refused.value.message
+            await inlet.aclose()
+
+    async def test_auto_goes_by_another_connector_where_this_one_cannot_be_used(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(await _class_of(self), "meet", _refuse)
+        sent = [packet(seq, 50_000) for seq in range(5)]
+        async with self.hosts() as (a, b):
+            outlet, inlet = open_flow(a, b, connector=AUTO)
+            async with asyncio.timeout(BOUND_S):
+                _, received = await asyncio.gather(send_all(outlet, sent), receive_all(inlet))
+            assert_same(received, sent)
+            assert outlet.usage.connector != self.connector
+
+    async def test_reads_that_fail_make_a_flow_go_on_by_another_connector(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async with met(self.connector) as pair:
+            if not isinstance(pair.reader, FetchingReader):
+                pytest.skip("what is read in place cannot fail")
+            kind = type(pair.reader)
+        fetch: Fetch = kind.fetch
+        reads = iter(range(3))
+
+        async def fails_later(
+            reader: FetchingReader, places: Sequence[ArenaRange], account: MemoryAccount
+        ) -> list[Bytes]:
+            if next(reads, None) is None:
+                raise UnavailableError("the wire was cut")
+            return await fetch(reader, places, account)
+
+        monkeypatch.setattr(kind, "fetch", fails_later)
+        monkeypatch.setattr(kind, "fetch_at_once", FetchingReader.fetch_at_once)
+        sent = [packet(seq, 50_000) for seq in range(10)]
+        with registered(replace(descriptor_of(self.connector), rank=0)):
+            async with self.hosts() as (a, b):
+                outlet, inlet = open_flow(a, b, connector=AUTO)
+                async with asyncio.timeout(BOUND_S):
+                    _, received = await asyncio.gather(send_all(outlet, sent), receive_all(inlet))
+                assert_same(received, sent)
+                assert outlet.usage.connector != self.connector
+                await a.settled()
+                await b.settled()
+
+
+async def _assert_reads(pair: Met, place: ArenaRange, *, seed: int) -> None:
+    [view] = await pair.read(place)
+    np.testing.assert_array_equal(view, content(place.size_bytes, seed))
+
+
+async def _assert_stale(pair: Met, *places: ArenaRange) -> None:
+    with pytest.raises(InvalidChunkError) as refused:
+        await pair.read(*places)
+    assert refused.value.reason == "STALE_REGION"
+
+
+async def _bounded(sending: Coroutine[object, object, None]) -> None:
+    async with asyncio.timeout(BOUND_S):
+        await sending
+
+
+async def _refuse(*_: object) -> Reader:
+    raise NotReadyError("the moon is full", reason="CONNECTOR_UNAVAILABLE")
+
+
+async def _class_of(suite: Suite) -> type[Connector]:
+    async with ends(suite.connector) as (producer, _):
+        return type(producer.connector)

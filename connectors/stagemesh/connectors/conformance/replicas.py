@@ -1,0 +1,165 @@
+"""Data planes as replicas have them, with real gRPC between them on loopback, and what tests send over them."""
+
+import asyncio
+import gc
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+import grpc
+import numpy as np
+
+from stagemesh.common.errors import StagemeshError
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.edge import (
+    AUTO,
+    ChunkPolicy,
+    ConnectorName,
+    EdgeKey,
+    Inlet,
+    Outlet,
+    Packet,
+    StepPolicy,
+)
+from stagemesh.connectors.flow.fan_out import FanOut
+from stagemesh.connectors.stream.stage_service import add_stage_service
+from stagemesh.rpc.channels import SERVER_OPTIONS
+from stagemesh.rpc.statuses import to_grpc_code, to_trailing_metadata
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+
+SETTLING_S = 5.0
+"""How long what is no longer used may take to be given back."""
+
+
+class Host(stage_pb2_grpc.StageServiceServicer):
+    """A data plane behind PutChunk and GetChunk, as a stage serves it."""
+
+    def __init__(self, replica: str, **limits: int) -> None:
+        self.plane = DataPlane(replica=replica, pipeline="p", generation="g", **{"arena_bytes": 16 << 20, **limits})
+        self.replica = replica
+        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        add_stage_service(self, self.server)
+        self.endpoint = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+
+    @classmethod
+    async def started(cls, replica: str, **limits: int) -> Self:
+        """A host that serves. The caller closes it."""
+        host = cls(replica, **limits)
+        await host.server.start()
+        return host
+
+    async def PutChunk(  # type: ignore[override] # noqa: N802 - the contract names RPCs
+        self, request_iterator: AsyncIterator[bytes], context: Any
+    ) -> AsyncIterator[bytes]:
+        """See `StageService`."""
+        try:
+            async for response in self.plane.serve_put(request_iterator):
+                yield response
+        except StagemeshError as exc:
+            await context.abort(to_grpc_code(exc), exc.message, to_trailing_metadata(exc))
+
+    async def GetChunk(  # noqa: N802 - the contract names RPCs
+        self, request: stage_pb2.GetChunkRequest, context: Any
+    ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
+        """See `StageService`."""
+        key = EdgeKey(request.key.request_id, request.key.edge, request.key.attempt)
+        try:
+            async for response in self.plane.replay(key, first_seq=request.first_seq):
+                yield response
+        except StagemeshError as exc:
+            await context.abort(to_grpc_code(exc), exc.message, to_trailing_metadata(exc))
+
+    async def close(self) -> None:
+        """Ends the data plane and the server. Closing twice is harmless."""
+        try:
+            await self.plane.close()
+        finally:
+            await self.server.stop(None)
+
+    async def settled(self) -> None:
+        """Returns when nothing is left in its memory; TimeoutError where something is."""
+        await emptied(lambda: self.used_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """What is held of the arena, and of the memory that chunks are fetched into."""
+        landing = self.plane.landing_stats
+        return self.plane.arena_used_bytes + (landing.used_bytes if landing is not None else 0)
+
+
+@asynccontextmanager
+async def two_hosts(**limits: int) -> AsyncGenerator[tuple[Host, Host]]:
+    """A producer "a-0" and a consumer "b-0"."""
+    producer, consumer = await Host.started("a-0", **limits), await Host.started("b-0", **limits)
+    try:
+        yield producer, consumer
+    finally:
+        await producer.close()
+        await consumer.close()
+
+
+def open_flow(
+    producer: Host,
+    consumer: Host,
+    *,
+    request: str = "r",
+    connector: ConnectorName = AUTO,
+    policy: ChunkPolicy | None = None,
+    endpoint: str = "",
+) -> tuple[Outlet, Inlet]:
+    """Both ends of a flow; `endpoint` where the producer is to reach the consumer by another way than its own."""
+    key = EdgeKey(request, "a->b", 1)
+    inlet = consumer.plane.open_inlet(key, producer=producer.replica)
+    outlet = producer.plane.open_outlet(
+        key,
+        endpoint=endpoint or consumer.endpoint,
+        consumer=consumer.replica,
+        connector=connector,
+        policy=policy or StepPolicy(),
+    )
+    return outlet, inlet
+
+
+def packet(seq: int, size: int = 1000) -> Packet:
+    """A packet of `size` floats whose content tells its number and is different everywhere."""
+    rng = np.random.default_rng(seq)
+    return Packet({"x": rng.standard_normal(size).astype(np.float32), "n": np.array([seq], np.int64)}, {"seq": seq})
+
+
+async def emptied(used_bytes: Callable[[], int]) -> None:
+    """Returns when nothing is used any more; TimeoutError where something is."""
+    # What only the collector frees is nobody's leak; it stops the event loop, so it has one turn.
+    gc.collect()
+    await until(lambda: not used_bytes(), timeout_s=SETTLING_S)
+
+
+async def until(holds: Callable[[], bool], *, timeout_s: float) -> None:
+    """Returns when something holds; TimeoutError where it does not in time."""
+    async with asyncio.timeout(timeout_s):
+        while not holds():  # noqa: ASYNC110 - there is no event for all that a test may ask
+            await asyncio.sleep(0.001)
+
+
+async def send_all(outlet: Outlet | FanOut, packets: Iterable[Packet]) -> None:
+    """Sends them, and returns when the consumer has everything."""
+    for one in packets:
+        await outlet.send(one)
+    await outlet.finish()
+
+
+async def receive_all(inlet: Inlet) -> list[Packet]:
+    """Copies of all packets up to the end: who keeps the views keeps memory."""
+    received = [Packet({n: t.copy() for n, t in got.tensors.items()}, got.metadata) async for got in inlet]
+    await inlet.aclose()
+    return received
+
+
+def assert_same(received: Sequence[Packet], sent: Sequence[Packet]) -> None:
+    """The packets are the same: number, order, metadata, names, dtypes, shapes and every byte."""
+    assert [dict(got.metadata) for got in received] == [dict(one.metadata) for one in sent]
+    for got, one in zip(received, sent, strict=True):
+        assert list(got.tensors) == list(one.tensors)
+        for name, tensor in one.tensors.items():
+            other = got.tensors[name]
+            assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), f"tensor {name}"
+            assert other.tobytes() == tensor.tobytes(), f"tensor {name} has other bytes"

@@ -1,0 +1,88 @@
+"""How a flow of packets is cut into chunks, by the edge's policy."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.tensors import Array
+from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, MetadataValue, Packet, StepPolicy
+
+
+class Chunker:
+    """Applies one flow's policy: give it packets, it gives chunks back, the rest at the end."""
+
+    def __init__(self, policy: ChunkPolicy) -> None:
+        self._policy = policy
+        self._held: list[Packet] = []
+        self._held_frames = 0
+        self._context: dict[str, Array] = {}
+        self._first = True
+
+    def push(self, packet: Packet) -> list[Packet]:
+        """The chunks that are complete with this packet."""
+        if isinstance(self._policy, StepPolicy):
+            return [packet]
+        frames = _frames(packet)
+        self._held.append(packet)
+        self._held_frames += frames
+        if not isinstance(self._policy, FramesPolicy):
+            return []
+        return self._cut(self._policy)
+
+    def finish(self) -> list[Packet]:
+        """What was held back."""
+        if not self._held_frames:
+            return []
+        joined = _join(self._held)
+        self._held, self._held_frames = [], 0
+        return [self._with_context(self._policy, joined) if isinstance(self._policy, FramesPolicy) else joined]
+
+    def _cut(self, policy: FramesPolicy) -> list[Packet]:
+        chunks: list[Packet] = []
+        wanted = policy.initial_frames if self._first and policy.initial_frames else policy.frames
+        if self._held_frames < wanted:
+            return chunks
+        joined, start, total = _join(self._held), 0, self._held_frames
+        while total - start >= wanted:
+            chunks.append(self._with_context(policy, _slice(joined, start, start + wanted)))
+            start += wanted
+            wanted = policy.frames
+        self._first = False
+        self._held, self._held_frames = [_slice(joined, start, total)] if total > start else [], total - start
+        return chunks
+
+    def _with_context(self, policy: FramesPolicy, chunk: Packet) -> Packet:
+        if not policy.left_context_frames:
+            return chunk
+        context = len(next(iter(self._context.values()))) if self._context else 0
+        tensors = {
+            name: np.concatenate([self._context[name], tensor]) if context else tensor
+            for name, tensor in chunk.tensors.items()
+        }
+        self._context = {name: tensor[-policy.left_context_frames :] for name, tensor in tensors.items()}
+        metadata: Mapping[str, MetadataValue] = {**chunk.metadata, "context_frames": context}
+        return Packet(tensors, metadata)
+
+
+def _frames(packet: Packet) -> int:
+    lengths = {tensor.shape[0] if tensor.ndim else -1 for tensor in packet.tensors.values()}
+    if len(lengths) != 1 or -1 in lengths:
+        shapes = {name: list(tensor.shape) for name, tensor in packet.tensors.items()}
+        raise InvalidChunkError(f"tensors that are cut along their first axis must agree in its length, not {shapes}")
+    return lengths.pop()
+
+
+def _join(packets: list[Packet]) -> Packet:
+    if len(packets) == 1:
+        return packets[0]
+    names = packets[0].tensors.keys()
+    if any(packet.tensors.keys() != names for packet in packets):
+        raise InvalidChunkError("packets that are joined into one chunk must hold the same tensors")
+    tensors = {name: np.concatenate([packet.tensors[name] for packet in packets]) for name in names}
+    metadata = {key: value for packet in packets for key, value in packet.metadata.items()}
+    return Packet(tensors, metadata)
+
+
+def _slice(packet: Packet, start: int, end: int) -> Packet:
+    return Packet({name: tensor[start:end] for name, tensor in packet.tensors.items()}, packet.metadata)

@@ -1,0 +1,1 @@
+"""Streams between two replicas: connections, sessions, connector negotiation, and chunk messages."""

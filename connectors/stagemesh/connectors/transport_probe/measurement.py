@@ -1,0 +1,267 @@
+"""Measures every connector to a peer: one flow after the other, each as an engine would send it."""
+
+import asyncio
+import secrets
+import statistics
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import NamedTuple, TypeAlias
+
+import grpc
+import numpy as np
+
+from stagemesh.common.errors import (
+    InternalError,
+    InvalidRequestError,
+    NotReadyError,
+    StagemeshError,
+    UnavailableError,
+)
+from stagemesh.common.tensors import Array, read_inline
+from stagemesh.connectors.edge import AUTO, GRPC, NIXL, SHM, ConnectorName, EdgeKey, Outlet, Packet, StepPolicy
+from stagemesh.connectors.registry import descriptors
+from stagemesh.connectors.transport_probe.peer import ARRIVED, EACH, ENGINE, SUMMARY, WIRE_VERSION, make_plane
+from stagemesh.connectors.transport_probe.report import MIB, SIZES, ConnectorFigures, TransportReport
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
+
+Progress: TypeAlias = Callable[[str], None]
+_Call: TypeAlias = "grpc.aio.UnaryStreamCall[stage_pb2.ExecuteStepRequest, stage_pb2.ExecuteStepResponse]"
+
+EDGE = "probe"
+_DESCRIBE_S = 5.0
+_STEP_S = 30.0
+_WARM_UP = 3
+_COUNTS: dict[int, int] = dict(zip(SIZES, (40, 20, 6), strict=True))
+_PINGS = 30
+_SUSTAINED_S = 0.7
+_SUSTAINED_BYTES = MIB
+_GB = 1e9
+
+
+async def measure_peer(endpoint: str, *, progress: Progress) -> TransportReport:
+    """Measures the peer that serves at "host:port"; `progress` is told what is being done.
+
+    Raises UnavailableError where nothing answers there, and NotReadyError where what answers is no peer, or one of
+    another version.
+    """
+    _check_address(endpoint)
+    async with open_channel(endpoint) as channel:
+        stub = stage_pb2_grpc.StageServiceStub(channel)
+        progress(f"asking {endpoint} what it is")
+        peer = await _describe(stub, endpoint)
+        prober = _Prober(stub, endpoint=endpoint, peer=peer.replica, progress=progress)
+        try:
+            return await prober.measure()
+        finally:
+            await prober.close()
+
+
+class _Summary(NamedTuple):
+    arrived_ns: int
+    used_ns: int
+
+
+class _Step:
+    """The peer's step that takes a flow, and what it says of it."""
+
+    def __init__(self, outlet: Outlet, call: _Call) -> None:
+        self.outlet = outlet
+        self._call = call
+
+    async def arrived_ns(self) -> int:
+        """When the next packet came, by the peer's clock."""
+        return int((await self._output(ARRIVED))[0])
+
+    async def finish(self) -> _Summary:
+        """Ends the flow."""
+        await self.outlet.finish()
+        arrived_ns, used_ns = await self._output(SUMMARY)
+        return _Summary(int(arrived_ns), int(used_ns))
+
+    async def _output(self, name: str) -> Array:
+        response = await self._call.read()
+        if not isinstance(response, stage_pb2.ExecuteStepResponse) or response.output.name != name:
+            raise InternalError(f"the peer said something else where its {name} was due")
+        return read_inline(response.output.tensor)
+
+
+class _Prober:
+    """One run against one peer."""
+
+    def __init__(
+        self, stub: "stage_pb2_grpc.StageServiceAsyncStub", *, endpoint: str, peer: str, progress: Progress
+    ) -> None:
+        self._replica = f"prober-{secrets.token_hex(4)}"
+        self._plane = make_plane(self._replica)
+        self._stub = stub
+        self._endpoint, self._peer = endpoint, peer
+        self._progress = progress
+        self._same_host = False
+        self._ahead_ns = 0
+        """By how much the peer's clock is ahead of ours."""
+
+    async def measure(self) -> TransportReport:
+        """Every connector, after what `auto` would choose."""
+        found = await self._plane.probe(consumer=self._peer, endpoint=self._endpoint, connector=AUTO)
+        self._same_host = await self._refusal(SHM) == ""
+        clock_error_s = 0.0 if self._same_host else await self._compare_clocks()
+        figures = [await self._figures(name) for name in descriptors()]
+        return TransportReport(
+            peer=self._endpoint,
+            same_host=self._same_host,
+            choice=found.connector,
+            passed_over={name: error.message for name, error in found.refusals.items()},
+            clock_error_s=clock_error_s,
+            connectors=tuple(figures),
+        )
+
+    async def close(self) -> None:
+        """Lets go of everything. Closing twice is harmless."""
+        await self._plane.close()
+
+    async def _refusal(self, name: ConnectorName) -> str:
+        """Why a connector cannot be used; empty where it can."""
+        try:
+            await self._plane.probe(consumer=self._peer, endpoint=self._endpoint, connector=name)
+        except StagemeshError as exc:
+            return exc.__cause__.message if isinstance(exc.__cause__, StagemeshError) else exc.message
+        return ""
+
+    async def _figures(self, name: ConnectorName) -> ConnectorFigures:
+        self._progress(f"measuring {name}")
+        refusal = await self._refusal(name)
+        if refusal:
+            return ConnectorFigures(name, refusal=refusal)
+        try:
+            one_way_s = {size: statistics.median(await self._one_way_s(name, size)) for size in SIZES}
+            bytes_per_s, cpu_s_per_gb = await self._sustained(name)
+        except StagemeshError as exc:
+            return ConnectorFigures(name, refusal=f"it failed while it was measured: {exc.message}")
+        return ConnectorFigures(
+            name,
+            how=self._how(name),
+            one_way_s=one_way_s,
+            bytes_per_s=bytes_per_s,
+            cpu_s_per_gb=cpu_s_per_gb,
+        )
+
+    def _how(self, name: ConnectorName) -> str:
+        if name == NIXL:
+            from stagemesh.connectors.nixl import describe
+
+            return f"UCX within the host; between hosts {describe()}" if self._same_host else f"UCX, {describe()}"
+        return {SHM: "read in place", GRPC: "bytes in the gRPC stream"}.get(name, "")
+
+    async def _one_way_s(self, name: ConnectorName, size_bytes: int) -> Sequence[float]:
+        """How long single tensors take, one after the other."""
+        packet = Packet({"x": np.ones(size_bytes, np.uint8)})
+        times_s: list[float] = []
+        async with self._step(name, each=True) as step:
+            for _ in range(_WARM_UP + _COUNTS[size_bytes]):
+                sent_ns = time.monotonic_ns()
+                await step.outlet.send(packet)
+                times_s.append((await step.arrived_ns() - self._ahead_ns - sent_ns) / 1e9)
+            await step.finish()
+        return times_s[_WARM_UP:]
+
+    async def _sustained(self, name: ConnectorName) -> tuple[float, float]:
+        """Bytes a second, and both processes' seconds of processor time for a gigabyte."""
+        packet = Packet({"x": np.ones(_SUSTAINED_BYTES, np.uint8)})
+        async with self._step(name, each=False) as step:
+            used_ns, began_ns, count = time.process_time_ns(), time.monotonic_ns(), 0
+            while time.monotonic_ns() - began_ns < _SUSTAINED_S * 1e9:
+                await step.outlet.send(packet)
+                count += 1
+            summary = await step.finish()
+        used_s = (time.process_time_ns() - used_ns + summary.used_ns) / 1e9
+        took_s = (summary.arrived_ns - self._ahead_ns - began_ns) / 1e9
+        return count * _SUSTAINED_BYTES / took_s, used_s / (count * _SUSTAINED_BYTES / _GB)
+
+    async def _compare_clocks(self) -> float:
+        """Finds out how far the peer's clock is ahead; returns by how many seconds that may be wrong.
+
+        Of a message there and word of it back, the peer's time stands somewhere between ours: nearest the middle where
+        both were quick.
+        """
+        self._progress("comparing clocks")
+        packet, trips = Packet({"x": np.ones(1, np.uint8)}), list[tuple[int, int]]()
+        async with self._step(GRPC, each=True) as step:
+            for _ in range(_PINGS):
+                sent_ns = time.monotonic_ns()
+                await step.outlet.send(packet)
+                arrived_ns = await step.arrived_ns()
+                heard_ns = time.monotonic_ns()
+                trips.append((heard_ns - sent_ns, arrived_ns - (sent_ns + heard_ns) // 2))
+            await step.finish()
+        trip_ns, self._ahead_ns = min(trips)
+        return trip_ns / 2e9
+
+    @asynccontextmanager
+    async def _step(self, name: ConnectorName, *, each: bool) -> AsyncGenerator[_Step]:
+        """A flow by this connector, expected by the peer."""
+        key = EdgeKey(f"probe-{secrets.token_hex(8)}", EDGE, 1)
+        call = self._stub.ExecuteStep(
+            stage_pb2.ExecuteStepRequest(
+                request_id=key.request_id,
+                step_id=key.request_id,
+                attempt=key.attempt,
+                inputs=[stage_pb2.InputBinding(edge=key.edge, producer=self._replica)],
+                parameters=request_pb2.Parameters(options={EACH: float(each)}),
+            ),
+            timeout=_STEP_S,
+        )
+        try:
+            await call.read()
+            outlet = self._plane.open_outlet(
+                key, endpoint=self._endpoint, consumer=self._peer, connector=name, policy=StepPolicy()
+            )
+            async with asyncio.timeout(_STEP_S):
+                yield _Step(outlet, call)
+        except grpc.aio.AioRpcError as exc:
+            raise from_rpc_error(exc, peer=self._endpoint) from exc
+        except TimeoutError:
+            raise UnavailableError(f"nothing more came through within {_STEP_S:g} s") from None
+        finally:
+            call.cancel()
+
+
+def _check_address(endpoint: str) -> None:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InvalidRequestError(f"{endpoint!r} is no address; write one like 10.0.0.2:7790", reason="NO_ADDRESS")
+
+
+async def _describe(stub: "stage_pb2_grpc.StageServiceAsyncStub", endpoint: str) -> stage_pb2.DescribeResponse:
+    """What the peer says of itself; raises what it is not measured for."""
+    try:
+        peer = await stub.Describe(stage_pb2.DescribeRequest(), timeout=_DESCRIBE_S)
+    except grpc.aio.AioRpcError as exc:
+        if exc.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise _no_peer(endpoint, "another gRPC service") from exc
+        raise UnavailableError(
+            f"nothing answers at {endpoint} ({exc.details() or exc.code().name}); run `stagemesh probe-transport "
+            f"--serve {endpoint}` there, and see that no firewall is between",
+            reason="PEER_UNREACHABLE",
+        ) from exc
+    if peer.engine != ENGINE:
+        raise _no_peer(endpoint, f"replica {peer.replica} of pipeline {peer.pipeline}")
+    ours = version("stagemesh")
+    if (peer.generation, peer.wire_version) != (ours, WIRE_VERSION):
+        raise NotReadyError(
+            f"{endpoint} runs Stagemesh {peer.generation} (wire version {peer.wire_version}), this host {ours} (wire "
+            f"version {WIRE_VERSION}); install the same on both",
+            reason="WRONG_VERSION",
+        )
+    return peer
+
+
+def _no_peer(endpoint: str, what: str) -> NotReadyError:
+    return NotReadyError(
+        f"{endpoint} is {what}, which is not measured; run `stagemesh probe-transport --serve HOST:PORT` there with a "
+        "free port, and give that address here",
+        reason="NO_PEER",
+    )

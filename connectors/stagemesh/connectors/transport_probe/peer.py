@@ -1,0 +1,145 @@
+"""The end that is measured against: takes flows, looks at what comes, and says when it came."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+import numpy as np
+
+from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError
+from stagemesh.common.tensors import inline_tensor
+from stagemesh.connectors.data_plane import DataPlane
+from stagemesh.connectors.edge import EdgeKey, Packet
+from stagemesh.connectors.registry import descriptors, number_of
+from stagemesh.connectors.stream.stage_service import add_stage_service
+from stagemesh.connectors.transport_probe.report import MIB
+from stagemesh.rpc.statuses import to_grpc_code, to_trailing_metadata
+from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
+
+if TYPE_CHECKING:
+    import grpc
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+PIPELINE = "probe-transport"
+ENGINE = "probe"
+WIRE_VERSION = 1
+EACH = "each"
+"""The option by which a step says at once when each packet came, and not at its end alone."""
+ARRIVED, SUMMARY = "arrived_ns", "summary"
+"""Outputs: when a packet came; when the last one did, and the processor time used. In nanoseconds."""
+ARENA_BYTES, WINDOW_BYTES = 64 * MIB, 32 * MIB
+
+
+def make_plane(replica: str) -> DataPlane:
+    """A data plane for measuring; raises NotReadyError (NO_MEMORY)."""
+    try:
+        return DataPlane(
+            replica=replica,
+            pipeline=PIPELINE,
+            generation=version("stagemesh"),
+            arena_bytes=ARENA_BYTES,
+            window_bytes=WINDOW_BYTES,
+        )
+    except NotReadyError as exc:
+        raise NotReadyError(
+            f"measuring takes {ARENA_BYTES // MIB} MiB of shared memory in each process, for which there is no room; "
+            f"give the host or container more memory ({exc.message})",
+            reason=exc.reason,
+        ) from exc
+
+
+class ProbePeer(stage_pb2_grpc.StageServiceServicer):
+    """A stage whose steps take a flow and say when its packets came. Made within a running event loop."""
+
+    def __init__(self) -> None:
+        self._replica = f"peer-{os.getpid()}"
+        self._plane = make_plane(self._replica)
+
+    @classmethod
+    @asynccontextmanager
+    async def added_to(cls, server: "grpc.aio.Server") -> AsyncGenerator[Self]:
+        """One that `server` serves, closed at the end of the body."""
+        peer = cls()
+        try:
+            add_stage_service(peer, server)
+            yield peer
+        finally:
+            await peer._plane.close()
+
+    async def Describe(  # noqa: N802 - the contract names RPCs
+        self, request: stage_pb2.DescribeRequest, context: _Context
+    ) -> stage_pb2.DescribeResponse:
+        """See the proto."""
+        del request, context
+        return stage_pb2.DescribeResponse(
+            pipeline=PIPELINE,
+            generation=version("stagemesh"),
+            stage="peer",
+            replica=self._replica,
+            incarnation=self._plane.incarnation,
+            engine=ENGINE,
+            state=stage_pb2.REPLICA_STATE_READY,
+            connectors=[number_of(card.name) for card in descriptors().values() if not card.missing()],
+            wire_version=WIRE_VERSION,
+        )
+
+    # These two write instead of yielding: so they end with their call, not when the garbage collector comes by.
+
+    async def PutChunk(  # type: ignore[override] # noqa: N802
+        self, request_iterator: AsyncIterator[bytes], context: _Context
+    ) -> None:
+        """See the proto."""
+        try:
+            async with aclosing(self._plane.serve_put(request_iterator)) as replies:
+                async for reply in replies:
+                    await context.write(reply)
+        except StagemeshError as exc:
+            await context.abort(to_grpc_code(exc), exc.message, to_trailing_metadata(exc))
+
+    async def ExecuteStep(  # type: ignore[override] # noqa: N802
+        self, request: stage_pb2.ExecuteStepRequest, context: _Context
+    ) -> None:
+        """See the proto: takes the flow of the first input to its end."""
+        try:
+            async with aclosing(self._receive(request)) as responses:
+                async for response in responses:
+                    await context.write(response)
+        except StagemeshError as exc:
+            await context.abort(to_grpc_code(exc), exc.message, to_trailing_metadata(exc))
+
+    async def _receive(self, request: stage_pb2.ExecuteStepRequest) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
+        if len(request.inputs) != 1:
+            raise InvalidRequestError(f"a probe takes one flow, not {len(request.inputs)}")
+        binding, each = request.inputs[0], bool(request.parameters.options[EACH])
+        inlet = self._plane.open_inlet(
+            EdgeKey(request.request_id, binding.edge, request.attempt), producer=binding.producer
+        )
+        used_ns, arrived_ns = time.process_time_ns(), 0
+        try:
+            yield stage_pb2.ExecuteStepResponse(accepted=stage_pb2.StepAccepted())
+            async for packet in inlet:
+                look_at(packet)
+                arrived_ns = time.monotonic_ns()
+                if each:
+                    yield _numbers(ARRIVED, arrived_ns)
+            yield _numbers(SUMMARY, arrived_ns, time.process_time_ns() - used_ns)
+            yield stage_pb2.ExecuteStepResponse(finished=stage_pb2.StepFinished())
+        finally:
+            await inlet.aclose()
+            # The flow's last word is on its way; the next one is not to be measured with it.
+            await asyncio.sleep(0)
+
+
+def look_at(packet: Packet) -> int:
+    """Reads both ends of each tensor, as whoever has it in hand could."""
+    return sum(int(tensor.reshape(-1)[place]) for tensor in packet.tensors.values() for place in (0, -1))
+
+
+def _numbers(name: str, *values: int) -> stage_pb2.ExecuteStepResponse:
+    tensor = inline_tensor(name, np.array(values, np.int64))
+    return stage_pb2.ExecuteStepResponse(output=request_pb2.Output(name=name, tensor=tensor))

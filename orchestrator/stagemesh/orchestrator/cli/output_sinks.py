@@ -1,0 +1,127 @@
+"""Where `generate` puts what it receives, while it is received."""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from stagemesh.client import AudioChunk, Event, Finished, Image, Queued, TensorOutput, Text, WavWriter
+from stagemesh.common.errors import InvalidRequestError
+
+_SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
+
+
+class Sinks:
+    """Text goes to stdout, and what a waiting request hears to stderr (unless `quiet`); audio, images and tensors to
+    files named after their outputs in `folder`.
+
+    `audio` is the file for the first audio output, `image` for the first picture. `files` are those written, by output.
+    """
+
+    def __init__(self, *, folder: Path | None, audio: Path | None, image: Path | None = None, quiet: bool) -> None:
+        self._folder = folder
+        self._image = image
+        self._audio = audio
+        self._quiet = quiet
+        self._image_output: str | None = None
+        self._writers: dict[str, WavWriter] = {}
+        self._tensors: dict[str, int] = {}
+        self._resources = ExitStack()
+        self._mid_line = False
+        self.files: dict[str, list[Path]] = {}
+
+    def take(self, event: Event) -> None:
+        """Puts the event where it belongs."""
+        match event:
+            case Queued():
+                self._write_queued(event)
+            case Text():
+                self._write_text(event)
+            case AudioChunk():
+                self._write_audio(event)
+            case Image():
+                self._write_image(event)
+            case TensorOutput():
+                self._write_tensor(event)
+            case Finished():
+                self._end_line()
+            case _:
+                pass
+
+    def close(self) -> None:
+        """Completes the files and the last line of text."""
+        self._resources.close()
+        self._end_line()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _end_line(self) -> None:
+        if self._mid_line:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            self._mid_line = False
+
+    def _write_queued(self, event: Queued) -> None:
+        if not self._quiet:
+            sys.stderr.write(f"queued: place {event.position}, about {event.expected_wait_s:.0f} s\n")
+            sys.stderr.flush()
+
+    def _write_text(self, event: Text) -> None:
+        if not self._quiet and event.delta:
+            sys.stdout.write(event.delta)
+            sys.stdout.flush()
+            self._mid_line = not event.delta.endswith("\n")
+
+    def _write_audio(self, event: AudioChunk) -> None:
+        writer = self._writers.get(event.output)
+        if writer is None:
+            path = self._audio_path(event.output)
+            if path is None:
+                return
+            writer = self._writers[event.output] = self._resources.enter_context(WavWriter(path))
+            self.files[event.output] = [path]
+        writer.write(event.samples, sample_rate_hz=event.sample_rate_hz)
+
+    def _audio_path(self, output: str) -> Path | None:
+        if self._audio is not None and not self._writers:
+            return self._audio
+        return self._folder / f"{output}.wav" if self._folder is not None else None
+
+    def _write_image(self, event: Image) -> None:
+        path = self._image_path(event)
+        if path is not None:
+            self._write_file(path, event.data)
+            self.files[event.output] = [path]
+
+    def _image_path(self, event: Image) -> Path | None:
+        """A picture replaces the one before it."""
+        if self._image is not None and self._image_output in (None, event.output):
+            self._image_output = event.output
+            return self._image
+        return self._folder / f"{event.output}{_SUFFIXES.get(event.media_type, '.bin')}" if self._folder else None
+
+    def _write_tensor(self, event: TensorOutput) -> None:
+        if self._folder is None:
+            return
+        number = self._tensors.get(event.output, 0)
+        self._tensors[event.output] = number + 1
+        path = self._folder / f"{event.output}-{number}.npy"
+        self._write_file(path, b"")
+        np.save(path, event.tensor, allow_pickle=False)
+        self.files.setdefault(event.output, []).append(path)
+
+    def _write_file(self, path: Path, content: bytes) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        except OSError as exc:
+            raise InvalidRequestError(f"cannot write {path}: {exc.strerror}; choose another --output") from exc

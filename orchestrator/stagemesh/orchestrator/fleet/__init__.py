@@ -1,0 +1,1 @@
+"""The fleet: which replicas exist, whether they are ready, and connections to them."""

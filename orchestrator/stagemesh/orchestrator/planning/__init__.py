@@ -1,0 +1,1 @@
+"""Planning: which replica runs each stage of a request."""

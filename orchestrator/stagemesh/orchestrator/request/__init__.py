@@ -1,0 +1,1 @@
+"""Requests: from validation through running and recovery to the end."""

@@ -1,0 +1,1 @@
+"""Checks that a pipeline file must pass."""

@@ -1,0 +1,1 @@
+"""Pipeline files as text: YAML with line numbers, variables, and overrides."""

@@ -1,0 +1,123 @@
+"""A LoRA adapter's folder, read as PEFT writes it: what it says and the shapes in it, before any weight is loaded."""
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import PositiveInt, TypeAdapter, ValidationError
+
+from stagemesh.common.errors import InvalidRequestError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_MAX_JSON_BYTES = 64 << 20
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True)
+class _Config:
+    """The part of PEFT's LoraConfig that is read here."""
+
+    r: PositiveInt
+    peft_type: Literal["LORA"] = "LORA"
+    rank_pattern: dict[str, PositiveInt] | None = None
+
+
+_CONFIG = TypeAdapter(_Config)
+
+
+class Sizes(NamedTuple):
+    """The lengths of what a layer takes and gives."""
+
+    inputs: int
+    outputs: int
+
+
+class Head(NamedTuple):
+    """Of a safetensors file."""
+
+    shapes: Mapping[str, list[int]]
+    """By the tensors' names."""
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """What a folder holds."""
+
+    folder: Path
+    rank: int
+    """The largest in it."""
+    layers: Mapping[str, Sizes]
+    """The linear layers that it changes, by PEFT's name without the part after ".lora_"."""
+
+    def check(self, model: Mapping[str, Sizes | None]) -> None:
+        """Raises InvalidRequestError where a layer is not in `model` (name to sizes, None: unknown), or differs."""
+        for name, sizes in self.layers.items():
+            if name not in model:
+                raise invalid(self.folder, f"it changes {name}, which the model does not have; it belongs to another")
+            expected = model[name]
+            if expected is not None and sizes != expected:
+                raise invalid(
+                    self.folder,
+                    f"{name} has {sizes.inputs} inputs and {sizes.outputs} outputs there and {expected.inputs} and "
+                    f"{expected.outputs} in the model; it belongs to another",
+                )
+
+
+def read_adapter(path: str) -> AdapterFiles:
+    """Reads a folder's config and the head of its weights; raises InvalidRequestError saying what is wrong with it."""
+    folder = Path(path)
+    if not folder.is_absolute() or not folder.is_dir():
+        raise invalid(folder, "it must be an absolute path of a folder on this machine")
+    config = _read_config(folder)
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    return AdapterFiles(folder, rank, layers_of(folder, read_head(folder / WEIGHTS).shapes))
+
+
+def _read_config(folder: Path) -> _Config:
+    try:
+        with (folder / CONFIG).open("rb") as file:
+            return _CONFIG.validate_json(file.read(_MAX_JSON_BYTES))
+    except OSError as exc:
+        raise invalid(folder, f"it has no readable {CONFIG} ({exc.strerror})") from exc
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise invalid(folder, f"its {CONFIG} describes no LoRA: {field} {first['msg']}") from exc
+
+
+def read_head(path: Path) -> Head:
+    """What a file of weights says of itself: it begins with the length of a JSON object, and that object."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            head = json.loads(file.read(min(length, _MAX_JSON_BYTES)))
+        shapes = {name: list(tensor["shape"]) for name, tensor in head.items() if name != "__metadata__"}
+        return Head(shapes, dict(head.get("__metadata__", {})))
+    except OSError as exc:
+        raise invalid(path.parent, f"it has no readable {path.name} ({exc.strerror})") from exc
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as exc:
+        raise invalid(path.parent, f"its {path.name} is no safetensors file") from exc
+
+
+def layers_of(folder: Path, shapes: Mapping[str, list[int]]) -> dict[str, Sizes]:
+    """The layers that low-rank matrices of these names and shapes change."""
+    names = {name.removesuffix(end) for name in shapes for end in (_DOWN, _UP) if name.endswith(end)}
+    layers: dict[str, Sizes] = {}
+    for name in sorted(names):
+        down, up = shapes.get(name + _DOWN, []), shapes.get(name + _UP, [])
+        if len(down) != 2 or len(up) != 2 or down[0] != up[1]:
+            raise invalid(folder, f"the two matrices of {name} do not fit: {down} and {up}")
+        layers[name] = Sizes(down[1], up[0])
+    if not layers:
+        raise invalid(folder, "it holds no LoRA matrices")
+    return layers
+
+
+def invalid(folder: Path, problem: str) -> InvalidRequestError:
+    """The error for what is no adapter."""
+    return InvalidRequestError(f"{folder} is no adapter for this stage: {problem}", reason="INVALID_ADAPTER")

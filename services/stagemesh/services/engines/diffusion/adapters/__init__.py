@@ -1,0 +1,1 @@
+"""LoRA adapters on a diffusion transformer."""

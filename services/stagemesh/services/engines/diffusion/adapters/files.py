@@ -1,0 +1,95 @@
+"""A LoRA adapter's folder for a diffusion model, as PEFT writes it, or as diffusers does."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import load
+
+from stagemesh.services.engines.adapters.files import (
+    CONFIG,
+    WEIGHTS,
+    AdapterFiles,
+    invalid,
+    layers_of,
+    read_adapter,
+    read_head,
+)
+
+DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
+_METADATA = "lora_adapter_metadata"
+"""Where diffusers keeps the configuration, in the head of its file."""
+_PEFT_PREFIX, _DIFFUSERS_PREFIX = "base_model.model.", "transformer."
+_MATRICES = (".lora_A.weight", ".lora_B.weight")
+
+
+@dataclass(frozen=True)
+class LoraFiles:
+    """What a folder holds, by the names of the transformer's layers."""
+
+    files: AdapterFiles
+    config: Mapping[str, Any] | None
+    """For PEFT's LoraConfig; None where nothing but the matrices is known, and alpha is the rank."""
+    weights: Path
+    prefix: str
+
+    def matrices(self) -> dict[str, torch.Tensor]:
+        """Reads the weights."""
+        return {name.removeprefix(self.prefix): tensor for name, tensor in load(self.weights.read_bytes()).items()}
+
+
+def read_lora(path: str) -> LoraFiles:
+    """Reads what a folder says of its weights; raises InvalidRequestError saying what is wrong with it."""
+    folder = Path(path)
+    if folder.is_absolute() and (folder / DIFFUSERS_WEIGHTS).exists() and not (folder / CONFIG).exists():
+        return _read_diffusers(folder)
+    files = read_adapter(path)
+    _check_names(folder, read_head(folder / WEIGHTS).shapes, _PEFT_PREFIX)
+    config = json.loads((folder / CONFIG).read_bytes())
+    return LoraFiles(_renamed(files, _PEFT_PREFIX), _known(config, files), folder / WEIGHTS, _PEFT_PREFIX)
+
+
+def _read_diffusers(folder: Path) -> LoraFiles:
+    head = read_head(folder / DIFFUSERS_WEIGHTS)
+    _check_names(folder, head.shapes, _DIFFUSERS_PREFIX)
+    layers = layers_of(folder, head.shapes)
+    rank = max(shape[0] for name, shape in head.shapes.items() if name.endswith(_MATRICES[0]))
+    files = AdapterFiles(folder, rank, layers)
+    config = None
+    if _METADATA in head.metadata:
+        stated: dict[str, Any] = json.loads(head.metadata[_METADATA])
+        config = _known({name.removeprefix(_DIFFUSERS_PREFIX): value for name, value in stated.items()}, files)
+    return LoraFiles(_renamed(files, _DIFFUSERS_PREFIX), config, folder / DIFFUSERS_WEIGHTS, _DIFFUSERS_PREFIX)
+
+
+def _check_names(folder: Path, names: Mapping[str, object], prefix: str) -> None:
+    for name in names:
+        if not name.startswith(prefix):
+            raise invalid(folder, f"it changes {name}; this stage takes adapters of the transformer alone ({prefix}…)")
+        if not name.endswith(_MATRICES):
+            raise invalid(
+                folder,
+                f"it holds {name}, which is neither lora_A nor lora_B; have diffusers' save_lora_weights write it",
+            )
+
+
+def _renamed(files: AdapterFiles, prefix: str) -> AdapterFiles:
+    layers = {name.removeprefix(prefix): sizes for name, sizes in files.layers.items()}
+    return AdapterFiles(files.folder, files.rank, layers)
+
+
+def _known(config: Mapping[str, Any], files: AdapterFiles) -> dict[str, Any]:
+    """What PEFT's config has of it, with exactly those layers as targets of which there are matrices."""
+    names = {field.name for field in fields(LoraConfig)}
+    known = {name: value for name, value in config.items() if name in names}
+    prefixes = (_PEFT_PREFIX, _DIFFUSERS_PREFIX)
+    targets = [name.removeprefix(prefix) for name in files.layers for prefix in prefixes if name.startswith(prefix)]
+    try:
+        LoraConfig(**known)
+    except (TypeError, ValueError) as exc:
+        raise invalid(files.folder, f"PEFT refuses its configuration: {exc}") from exc
+    return {**known, "target_modules": targets, "task_type": None}

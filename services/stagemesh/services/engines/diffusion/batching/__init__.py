@@ -1,0 +1,1 @@
+"""Batching: transformer calls of several requests joined into shared forward passes."""

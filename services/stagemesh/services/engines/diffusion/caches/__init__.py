@@ -1,0 +1,1 @@
+"""Caches: step caches and the prompt cache."""

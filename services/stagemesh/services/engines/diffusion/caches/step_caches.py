@@ -1,0 +1,154 @@
+"""diffusers' step caches, with what they keep kept for each request.
+
+A cache keeps something of a request's last steps in the hooks of a model's blocks, under the name of a context. Here
+contexts are called `<request>/<call of the step>`, so that requests may take turns, and each request's are freed when
+it ends, or packed when it goes on elsewhere.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, TypeAlias, cast
+
+import diffusers as _diffusers
+import torch
+
+from stagemesh.common.errors import NotReadyError
+from stagemesh.services.engines.diffusion.caches.cache_dit import CacheDitCaches
+from stagemesh.services.engines.diffusion.caches.options import (
+    CacheDitOptions,
+    DiffusersCacheOptions,
+    FirstBlockOptions,
+    MagOptions,
+    TaylorSeerOptions,
+)
+from stagemesh.services.engines.diffusion.transfer.serialization import Tree
+
+diffusers: Any = _diffusers
+
+_ATTENTION = r".*blocks\.\d+\.attn\d?"
+"""What TaylorSeer extrapolates. diffusers' own pattern misses Wan's, which are called attn1 and attn2."""
+
+
+class StepCaches:
+    """A cache on one transformer."""
+
+    def __init__(self, model: Any, options: DiffusersCacheOptions) -> None:
+        """Turns it on; raises NotReadyError for a model that cannot have it."""
+        self.options = options
+        self._model = model
+        self._configs = cache(partial(_config, model, options))
+        try:
+            model.enable_cache(self._configs(1))
+        except (AttributeError, ValueError) as exc:
+            raise NotReadyError(
+                f"{type(model).__name__} cannot have the step cache {options.kind}: {exc}; leave the option step_cache "
+                "out, or choose another kind",
+                reason="UNSUPPORTED_CACHE",
+            ) from exc
+        self._hooks = _hooks(model)
+        self._managers = _managers(self._hooks)
+        if not self._managers:
+            raise NotReadyError(
+                f"{type(model).__name__} has no part that the step cache {options.kind} knows; choose another kind",
+                reason="UNSUPPORTED_CACHE",
+            )
+
+    @contextmanager
+    def context(self, name: str, *, total_steps: int) -> Generator[None]:
+        """For one forward: `name` is `<request>/<call of the step>`."""
+        if isinstance(self.options, MagOptions):
+            # Which steps may be left out depends on how many there are, and requests differ in that.
+            for hook in self._hooks:
+                hook.config = self._configs(total_steps)
+        with self._model.cache_context(name):
+            yield
+
+    def forget(self, request_id: str) -> None:
+        """Frees what is kept of a request."""
+        for manager in self._managers:
+            for name in _names(manager, request_id):
+                del manager._state_cache[name]  # noqa: SLF001
+
+    def kept(self, request_id: str) -> list[dict[str, Tree]]:
+        """What is kept of a request, for `restore`: for each part of the model, by the call of the step."""
+        return [
+            {name.removeprefix(f"{request_id}/"): _tree(manager._state_cache[name]) for name in names}  # noqa: SLF001
+            for manager in self._managers
+            for names in [_names(manager, request_id)]
+        ]
+
+    def restore(self, request_id: str, kept: list[dict[str, Tree]], device: torch.device) -> None:
+        """Keeps of a request what `kept` gave where it was before."""
+        for manager, states in zip(self._managers, kept, strict=True):
+            for name, values in states.items():
+                state = manager._state_cls(*manager._init_args, **manager._init_kwargs)  # noqa: SLF001
+                vars(state).update(values)
+                if hasattr(state, "device"):
+                    state.device = device
+                manager._state_cache[f"{request_id}/{name}"] = state  # noqa: SLF001
+
+    @property
+    def contexts(self) -> int:
+        """How many are kept, of all requests together."""
+        return sum(len(manager._state_cache) for manager in self._managers)  # noqa: SLF001
+
+
+Caches: TypeAlias = StepCaches | CacheDitCaches
+
+
+def caches_of(model: Any, options: DiffusersCacheOptions | CacheDitOptions) -> Caches:
+    """Turns a cache on; raises NotReadyError for a model that cannot have it."""
+    return CacheDitCaches(model, options) if isinstance(options, CacheDitOptions) else StepCaches(model, options)
+
+
+def _config(model: Any, options: DiffusersCacheOptions, steps: int) -> Any:
+    match options:
+        case FirstBlockOptions():
+            return diffusers.FirstBlockCacheConfig(threshold=options.threshold)
+        case MagOptions():
+            return diffusers.MagCacheConfig(
+                threshold=options.threshold,
+                max_skip_steps=options.max_skip_steps,
+                retention_ratio=options.retention_ratio,
+                num_inference_steps=steps,
+                mag_ratios=list(options.mag_ratios) or _known_ratios(model),
+            )
+        case TaylorSeerOptions():
+            return diffusers.TaylorSeerCacheConfig(
+                cache_interval=options.cache_interval,
+                disable_cache_before_step=options.disable_cache_before_step,
+                disable_cache_after_step=options.disable_cache_after_step,
+                max_order=options.max_order,
+                taylor_factors_dtype=model.dtype,
+                cache_identifiers=[_ATTENTION],
+            )
+
+
+def _known_ratios(model: Any) -> Any:
+    from diffusers.hooks.mag_cache import FLUX_MAG_RATIOS
+
+    if type(model).__name__ != "FluxTransformer2DModel":
+        raise ValueError("diffusers knows no mag_ratios of it; measure them with its MagCacheConfig(calibrate=True)")
+    return FLUX_MAG_RATIOS
+
+
+def _hooks(model: Any) -> list[Any]:
+    registries = [module._diffusers_hook for module in model.modules() if hasattr(module, "_diffusers_hook")]  # noqa: SLF001
+    return [hook for registry in registries for hook in registry.hooks.values() if hasattr(hook, "state_manager")]
+
+
+def _managers(hooks: list[Any]) -> list[Any]:
+    """Each once, in the order of the model's parts, which is the same in every process."""
+    return list({id(hook.state_manager): hook.state_manager for hook in hooks}.values())
+
+
+def _names(manager: Any, request_id: str) -> list[str]:
+    return [name for name in manager._state_cache if name.rpartition("/")[0] == request_id]  # noqa: SLF001
+
+
+def _tree(state: Any) -> Mapping[str, Tree]:
+    """Numbers and tensors. The device is another one elsewhere; what the head block had is for one forward alone."""
+    values = cast("dict[str, Tree]", vars(state))
+    left_out = ("device", "head_block_input", "head_block_output")
+    return {name: value for name, value in values.items() if name not in left_out}

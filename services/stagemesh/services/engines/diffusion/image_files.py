@@ -1,0 +1,25 @@
+"""Numbers as files that people can look at."""
+
+import io
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from stagemesh.common.tensors import Array
+
+FRAMES_PER_SECOND = 16
+
+
+def encoded(frames: npt.NDArray[Any]) -> Array:
+    """float32[frames, 3, height, width] in [0, 1] as uint8[bytes]: a PNG, or an animated WebP where there are more."""
+    pixels = (frames.transpose(0, 2, 3, 1) * 255).round().clip(0, 255).astype(np.uint8)
+    first, *others = [Image.fromarray(each) for each in pixels]
+    file = io.BytesIO()
+    if others:
+        duration_ms = round(1000 / FRAMES_PER_SECOND)
+        first.save(file, "WEBP", save_all=True, append_images=others, duration=duration_ms, loop=0, lossless=True)
+    else:
+        first.save(file, "PNG")
+    return np.frombuffer(file.getvalue(), np.uint8)

@@ -1,0 +1,1 @@
+"""Models: loading, families, and the phases of a pipeline."""

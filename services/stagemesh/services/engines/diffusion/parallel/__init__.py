@@ -1,0 +1,1 @@
+"""Parallel execution: several worker processes that compute one step together."""

@@ -1,0 +1,1 @@
+"""Step scheduling: which request runs its next step, and with which others."""

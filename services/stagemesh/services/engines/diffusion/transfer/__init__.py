@@ -1,0 +1,1 @@
+"""Request transfer: a request's state serialized for another stage or replica."""

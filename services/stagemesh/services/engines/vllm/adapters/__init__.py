@@ -1,0 +1,1 @@
+"""LoRA adapters of a running vLLM engine."""

@@ -1,0 +1,135 @@
+"""LoRA adapters of a running vLLM."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.services.engines.abilities import Adapter
+from stagemesh.services.engines.adapters.files import AdapterFiles, Sizes, read_adapter
+from stagemesh.services.engines.adapters.registry import (
+    AdapterRegistry,
+    Entry,
+    check_name,
+    check_rank,
+    disabled,
+    unknown_where_disabled,
+)
+from stagemesh.services.engines.cleanup import to_the_end
+from stagemesh.services.engines.vllm.core_calls import CoreRefusalError, core_call, worker_call
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_log = logging.getLogger(__name__)
+
+
+class Adapters:
+    """Loads, drops and lends them. `lock` keeps them apart from what else changes the engine, sleep above all."""
+
+    def __init__(self, llm: "AsyncLLM", *, stage: str, lock: asyncio.Lock, check_awake: Callable[[], None]) -> None:
+        self._llm, self._stage = llm, stage
+        self._lock, self._check_awake = lock, check_awake
+        self._pinning = asyncio.Lock()
+        config = llm.vllm_config.lora_config
+        self._max_rank = config.max_lora_rank if config else 0
+        self._book = (
+            AdapterRegistry(stage, config.max_loras, config.max_cpu_loras or config.max_loras) if config else None
+        )
+
+    def listed(self) -> Sequence[Adapter]:
+        """Those that are loaded, by name."""
+        return self._book.listed() if self._book else []
+
+    @asynccontextmanager
+    async def using(self, name: str | None) -> "AsyncGenerator[LoRARequest | None]":
+        """What vLLM is to be given for a task that names an adapter, or none; raises NotFoundError."""
+        if name is None:
+            yield None
+        elif self._book is None:
+            raise unknown_where_disabled(self._stage, name)
+        else:
+            async with self._book.using(name) as entry:
+                yield _request(entry)
+
+    async def load(self, name: str, path: str) -> Adapter:
+        """See `AdapterControl`."""
+        book = self._enabled()
+        check_name(name)
+        async with self._lock:
+            self._check_awake()
+            entry = book.loaded(name, path)
+            if entry is None:
+                files = await asyncio.to_thread(read_adapter, path)
+                entry = await to_the_end(self._load(book, Entry(name, path, files.rank, book.number()), files))
+            return entry.public
+
+    async def unload(self, name: str, *, drain: bool) -> None:
+        """See `AdapterControl`."""
+        book = self._enabled()
+        async with book.leaving(name, drain=drain) as entry, self._lock:
+            self._check_awake()
+            await to_the_end(self._unload(book, entry))
+
+    async def pin(self, name: str) -> Adapter:
+        """See `AdapterControl`."""
+        async with self._pinning, self._enabled().pinning(name) as entry, self._lock:
+            self._check_awake()
+            await to_the_end(self._pin(entry))
+            return entry.public
+
+    async def restore(self) -> None:
+        """Loads all again, after vLLM has read the model's weights anew and dropped them. Within the lock."""
+        book = self._book
+        for entry in book.entries() if book else ():
+            assert book is not None
+            try:
+                await core_call(self._llm, self._llm.add_lora(_request(entry)))
+                if entry.held:
+                    await self._pin(entry)
+            except CoreRefusalError as exc:
+                _log.warning("adapter %s is lost: %s", entry.name, exc.message)
+                await self._unload(book, entry)
+
+    # -- inner workings
+
+    def _enabled(self) -> AdapterRegistry:
+        if self._book is None:
+            raise disabled(self._stage)
+        return self._book
+
+    async def _load(self, book: AdapterRegistry, entry: Entry, files: AdapterFiles) -> Entry:
+        check_rank(entry.name, files.rank, most=self._max_rank, taker=f"stage {self._stage}")
+        files.check(await self._targets(files))
+        try:
+            await core_call(self._llm, self._llm.add_lora(_request(entry)))
+        except CoreRefusalError as exc:
+            # What failed late is registered all the same.
+            await core_call(self._llm, self._llm.remove_lora(entry.number))
+            raise InvalidRequestError(f"adapter {entry.name!r}: {exc.message}", reason="INVALID_ADAPTER") from exc
+        book.add(entry)
+        return entry
+
+    async def _targets(self, files: AdapterFiles) -> Mapping[str, Sizes | None]:
+        """The model's sizes of the layers that an adapter changes, from all workers."""
+        names = sorted(files.layers)
+        answers: list[dict[str, list[int]]] = await worker_call(self._llm, "adapter_targets", names)
+        return {name: Sizes(*sizes) if sizes else None for answer in answers for name, sizes in answer.items()}
+
+    async def _unload(self, book: AdapterRegistry, entry: Entry) -> None:
+        await core_call(self._llm, self._llm.remove_lora(entry.number))
+        book.remove(entry)
+
+    async def _pin(self, entry: Entry) -> None:
+        await core_call(self._llm, self._llm.pin_lora(entry.number))
+        entry.held = True
+
+
+def _request(entry: Entry) -> "LoRARequest":
+    from vllm.lora.request import LoRARequest
+
+    # By name and path vLLM finds what it computed for the adapter before; one loaded later under both is another.
+    return LoRARequest(f"{entry.name}#{entry.number}", entry.number, entry.path)

@@ -1,0 +1,1 @@
+"""Embeddings from upstream stages that enter a prompt while its request runs."""

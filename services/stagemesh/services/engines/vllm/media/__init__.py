@@ -1,0 +1,1 @@
+"""Images, audio and video in prompts: decoded, then processed by vLLM."""

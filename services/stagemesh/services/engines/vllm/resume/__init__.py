@@ -1,0 +1,1 @@
+"""Requests that resume from a checkpoint."""

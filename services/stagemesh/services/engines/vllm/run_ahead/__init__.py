@@ -1,0 +1,1 @@
+"""Run-ahead limits: how far vLLM may compute a request."""

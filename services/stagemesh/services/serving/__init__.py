@@ -1,1 +1,0 @@
-"""What every service is made of: server, health, status mapping, settings, life cycle, plug-in cards."""

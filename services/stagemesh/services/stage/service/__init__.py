@@ -1,0 +1,1 @@
+"""The gRPC services of a stage replica: conversion between messages and domain types."""

@@ -1,0 +1,183 @@
+"""StageService: translates, and leaves every decision to the runtime."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.connectors.registry import name_of
+from stagemesh.connectors.stream.probe_wire import probe_to_wire
+from stagemesh.connectors.stream.wire import key_from_wire
+from stagemesh.rpc.error_boundary import answering, streaming, time_left_s
+from stagemesh.services.stage.replica.runtime import StageRuntime
+from stagemesh.services.stage.service.conversion import (
+    description_to_wire,
+    event_to_wire,
+    load_to_wire,
+    order_from_wire,
+    rebinding_from_wire,
+)
+from stagemesh.services.stage.service.step_session import StepSession
+from stagemesh.services.stage.step.spec import STATE_EDGE
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
+
+if TYPE_CHECKING:
+    import grpc
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+SERVICE_NAME = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
+_DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.05
+
+
+class StageServicer(stage_pb2_grpc.StageServiceServicer):
+    """Serves one replica."""
+
+    def __init__(self, runtime: StageRuntime) -> None:
+        self._runtime = runtime
+        self._where = {"stage": runtime.config.stage, "replica": runtime.config.replica}
+
+    @streaming
+    async def ExecuteStep(  # noqa: N802
+        self, request: stage_pb2.ExecuteStepRequest, context: _Context
+    ) -> AsyncIterator[stage_pb2.ExecuteStepResponse]:
+        """See the proto."""
+        async with (
+            answering(context, **self._where, request_id=request.request_id),
+            contextlib.aclosing(self._execute(request, time_left_s=time_left_s(context))) as events,
+        ):
+            async for event in events:
+                yield event
+
+    @streaming
+    async def ExecuteSteps(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[bytes], context: _Context
+    ) -> AsyncIterator[bytes]:
+        """See the proto; the messages come and go serialized (`add_stage_service`)."""
+        async with answering(context, **self._where):
+            session = StepSession(self._execute, closing=self._runtime.closed, where=self._where)
+            async with contextlib.aclosing(session.serve(request_iterator)) as messages:
+                async for message in messages:
+                    yield message
+                    del message
+
+    async def RebindStep(  # noqa: N802
+        self, request: stage_pb2.RebindStepRequest, context: _Context
+    ) -> stage_pb2.RebindStepResponse:
+        """See the proto."""
+        async with answering(context, **self._where, request_id=request.request_id):
+            self._runtime.rebind(rebinding_from_wire(request))
+            return stage_pb2.RebindStepResponse()
+
+    @streaming
+    async def PutChunk(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[bytes], context: _Context
+    ) -> AsyncIterator[bytes]:
+        """See the proto; the messages come and go serialized (`add_stage_service`)."""
+        async with answering(context, **self._where):
+            replies = self._runtime.data_plane.serve_put(request_iterator)
+            async with contextlib.aclosing(replies):
+                async for reply in replies:
+                    yield reply
+
+    @streaming
+    async def GetChunk(  # noqa: N802
+        self, request: stage_pb2.GetChunkRequest, context: _Context
+    ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
+        """See the proto."""
+        async with answering(context, **self._where, request_id=request.key.request_id):
+            key = key_from_wire(request.key)
+            if key.edge == STATE_EDGE:
+                parts = self._runtime.states.read(key)
+            else:
+                parts = self._runtime.data_plane.replay(key, first_seq=request.first_seq)
+            async with contextlib.aclosing(parts):
+                async for part in parts:
+                    yield part
+
+    async def Describe(  # noqa: N802
+        self,
+        request: stage_pb2.DescribeRequest,  # noqa: ARG002
+        context: _Context,
+    ) -> stage_pb2.DescribeResponse:
+        """See the proto."""
+        runtime = self._runtime
+        async with answering(context, **self._where):
+            return description_to_wire(
+                runtime.config,
+                runtime.signature,
+                state=runtime.state,
+                detail=runtime.detail,
+                incarnation=runtime.data_plane.incarnation,
+            )
+
+    @streaming
+    async def WatchLoad(  # noqa: N802
+        self, request: stage_pb2.WatchLoadRequest, context: _Context
+    ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
+        """See the proto."""
+        async with answering(context, **self._where):
+            pace = _Pace(request)
+            while not self._runtime.closed.is_set():
+                load = self._runtime.load()
+                if pace.is_due(busy=bool(load.running or load.queued)):
+                    yield load_to_wire(load)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._runtime.closed.wait(), pace.interval_s)
+
+    async def CancelStep(  # noqa: N802
+        self, request: stage_pb2.CancelStepRequest, context: _Context
+    ) -> stage_pb2.CancelStepResponse:
+        """See the proto."""
+        async with answering(context, **self._where, request_id=request.request_id):
+            stopped = await self._runtime.cancel(request.request_id, attempt=request.attempt, reason=request.reason)
+            return stage_pb2.CancelStepResponse(stopped=stopped)
+
+    async def ProbeEdge(  # noqa: N802
+        self, request: stage_pb2.ProbeEdgeRequest, context: _Context
+    ) -> stage_pb2.ProbeEdgeResponse:
+        """See the proto."""
+        async with answering(context, **self._where, edge=request.edge):
+            found = await self._runtime.data_plane.probe(
+                consumer=request.consumer, endpoint=request.endpoint, connector=name_of(request.connector)
+            )
+            return probe_to_wire(found)
+
+    async def _execute(
+        self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
+    ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
+        events = self._runtime.execute(order_from_wire(request), time_left_s=time_left_s)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield event_to_wire(event)
+
+
+class _Pace:
+    """When WatchLoad reports."""
+
+    def __init__(self, request: stage_pb2.WatchLoadRequest) -> None:
+        self.interval_s = request.interval_s or _DEFAULT_INTERVAL_S
+        if not self.interval_s >= _MIN_INTERVAL_S:
+            raise InvalidRequestError(
+                f"interval_s is {self.interval_s:g}; it must be {_MIN_INTERVAL_S:g} or more, or 0 for 1"
+            )
+        rests = request.idle_interval_s / self.interval_s
+        if not math.isfinite(rests):
+            raise InvalidRequestError(
+                f"idle_interval_s is {request.idle_interval_s:g}; it must be a number of seconds, or 0 for interval_s"
+            )
+        self._rests = max(1, round(rests))
+        """Intervals between reports while there is nothing to do."""
+        self._rested = self._rests
+        self._was_busy = False
+
+    def is_due(self, *, busy: bool) -> bool:
+        """Whether to report now, at the end of an interval: also that the work is done."""
+        self._rested += 1
+        due = busy or self._was_busy or self._rested >= self._rests
+        self._was_busy = busy
+        if due:
+            self._rested = 0
+        return due

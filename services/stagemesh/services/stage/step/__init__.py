@@ -1,0 +1,1 @@
+"""Steps: one step from its request to the end of its flows."""

@@ -1,0 +1,96 @@
+"""An incoming edge as an engine sees it: transformed, and checked against what the stage accepts."""
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+
+from stagemesh.common.descriptors import import_factory, load_transform_descriptor
+from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.tensors import Array, TensorSpec
+from stagemesh.connectors.edge import Inlet, Packet
+from stagemesh.services.engines.base import Transform
+
+
+class EdgeInput:
+    """Iterates over an inlet's packets; an engine sees none that does not fit. Calls `on_first` before the first."""
+
+    def __init__(
+        self,
+        inlet: Inlet,
+        *,
+        edge: str,
+        accepts: Mapping[str, TensorSpec],
+        transform: Transform | None,
+        on_first: Callable[[], None],
+    ) -> None:
+        self._packets = aiter(inlet)
+        self._edge, self._accepts, self._transform = edge, accepts, transform
+        self._on_first: Callable[[], None] | None = on_first
+        self._ready: deque[Packet] = deque()
+        self.waits = False
+        """Whether somebody waits for a packet that has yet to come."""
+        self._ended = False
+
+    def __aiter__(self) -> AsyncIterator[Packet]:
+        """Itself: a flow is read once."""
+        return self
+
+    async def __anext__(self) -> Packet:
+        """The next packet; not a generator, whose frame would hold on to the last one and so to its lease."""
+        while not self._ready:
+            if self._ended:
+                raise StopAsyncIteration
+            await self._pull()
+        if self._on_first is not None:
+            self._on_first()
+            self._on_first = None
+        return self._ready.popleft()
+
+    async def _pull(self) -> None:
+        self.waits = True
+        try:
+            packet = await anext(self._packets, None)
+        finally:
+            self.waits = False
+        self._ended = packet is None
+        if self._transform is not None:
+            made = self._transform.finish() if packet is None else self._transform.push(packet)
+        else:
+            made = [] if packet is None else [packet]
+        self._ready.extend(fitting(one, self._accepts, edge=self._edge) for one in made)
+
+
+def make_transform(name: str) -> Transform | None:
+    """A new instance of a transform, None for the empty name; raises NotFoundError naming those known."""
+    if not name:
+        return None
+    transform: Transform = import_factory(load_transform_descriptor(name).factory)()
+    return transform
+
+
+def fitting(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: str) -> Packet:
+    """The part of `packet` that a stage accepts; raises InvalidChunkError where its tensors are not of those types.
+
+    A symbol in the shapes stands for one length throughout the packet.
+    """
+    taken = {name: tensor for name, tensor in packet.tensors.items() if name in accepts}
+    if not taken:
+        raise InvalidChunkError(
+            f"edge {edge} brings {', '.join(packet.tensors) or 'no tensor'}; this stage takes {', '.join(accepts)}",
+            metadata={"edge": edge},
+        )
+    lengths: dict[str, int] = {}
+    for name, tensor in taken.items():
+        try:
+            accepts[name].check(name, tensor)
+            _check_symbols(name, tensor, accepts[name], lengths=lengths)
+        except InvalidChunkError as exc:
+            raise InvalidChunkError(f"edge {edge}: {exc.message}", metadata={"edge": edge}) from exc
+    return Packet(taken, packet.metadata)
+
+
+def _check_symbols(name: str, tensor: Array, spec: TensorSpec, *, lengths: dict[str, int]) -> None:
+    for symbol, length in zip(spec.shape, tensor.shape, strict=True):
+        if isinstance(symbol, str) and lengths.setdefault(symbol, length) != length:
+            raise InvalidChunkError(
+                f"tensor {name!r} has {length} {symbol} where another tensor of its chunk has {lengths[symbol]}"
+            )
