@@ -152,6 +152,30 @@ class ArenaModel(RuleBasedStateMachine):
 
 
 TestArenaModel = ArenaModel.TestCase
+
+
+async def test_a_cancelled_waiter_blocks_no_later_one() -> None:
+    arena = Arena(PAGES * PAGE_BYTES)
+    large, small, cancelled = MemoryAccount(), MemoryAccount(), MemoryAccount()
+    regions = [arena.try_allocate(PAGES // 2 * PAGE_BYTES, large), arena.try_allocate(PAGE_BYTES, small)]
+    blocked = asyncio.create_task(arena.allocate(PAGES // 2 * PAGE_BYTES, cancelled))
+    await asyncio.sleep(0)
+    blocked.cancel()
+    await asyncio.gather(blocked, return_exceptions=True)
+    over_its_share = asyncio.create_task(arena.allocate(PAGES // 4 * PAGE_BYTES, large))
+    await asyncio.sleep(0)
+    assert not over_its_share.done()
+
+    regions.append(arena.try_allocate(PAGE_BYTES, small))
+
+    assert all(regions)
+    for region in regions:
+        assert region is not None
+        region.release()
+    (await over_its_share).release()
+    arena.close()
+
+
 TestArenaModel.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
