@@ -1,4 +1,4 @@
-"""What admission costs: the time of all decisions about one request, beside queues of growing length.
+"""Measures admission: the time of all decisions about one request, with queues of growing length.
 
 python -m benchmarks.admission [--json FILE]
 """
@@ -20,71 +20,74 @@ _REQUESTS = 5_000
 
 
 @dataclass
-class _Crowd:
-    """An admission with so many who wait, of many callers, three priorities and all sorts of deadlines."""
+class _Load:
+    """An admission with a full pipeline and `waiting` queued requests of 100 callers, 3 priorities, random deadlines."""
 
     waiting: int
-    running: deque["_Waiter"] = field(default_factory=deque["_Waiter"])
+    running: deque["_Request"] = field(default_factory=deque["_Request"])
 
     def __post_init__(self) -> None:
         self._random = random.Random(1)
         limits = Limits(
-            _MAX_IN_FLIGHT, max_in_flight_bytes=1 << 40, max_queued=self.waiting + 1, max_queued_bytes=1 << 50
+            max_in_flight=_MAX_IN_FLIGHT,
+            max_in_flight_bytes=1 << 40,
+            max_queued=self.waiting + 1,
+            max_queued_bytes=1 << 50,
         )
         self._admission = Admission(limits)
         for _ in range(_MAX_IN_FLIGHT + self.waiting):
-            self.ask()
+            self.add()
 
-    def ask(self) -> None:
-        """One more comes."""
-        draw = self._random
-        claim = AdmissionRequest(
-            str(draw.random()),
-            caller=str(draw.randrange(100)),
-            priority=draw.randrange(3),
-            deadline_s=time.monotonic() + 1e6 * (1 + draw.random()),
+    def add(self) -> None:
+        """Enters a request."""
+        generator = self._random
+        request = AdmissionRequest(
+            str(generator.random()),
+            caller=str(generator.randrange(100)),
+            priority=generator.randrange(3),
+            deadline_s=time.monotonic() + 1e6 * (1 + generator.random()),
         )
-        waiter = _Waiter(self.running)
-        waiter.ticket = self._admission.enter(claim, waiter)
+        waiter = _Request(self.running)
+        waiter.ticket = self._admission.enter(request, waiter)
 
     def end(self) -> None:
-        """One ends, and the next is admitted."""
+        """Ends the oldest running request, so that the next one is admitted."""
         ticket = self.running.popleft().ticket
         assert ticket is not None
         self._admission.release(ticket, made_bytes=1_000)
 
 
 @dataclass(eq=False)
-class _Waiter:
-    running: deque["_Waiter"]
+class _Request:
+    running: deque["_Request"]
     ticket: Ticket | None = None
 
     def queued(self, *, position: int, expected_wait_s: float) -> None:
-        """Waits."""
+        """Does nothing."""
 
     def admitted(self) -> None:
-        """Runs."""
+        """Adds the request to the running requests."""
         self.running.append(self)
 
-    def refused(self, error: StagemeshError) -> None:
-        """Cannot be: the queue has room."""
+    def rejected(self, error: StagemeshError) -> None:
+        """Fails the benchmark: the queue has space for all requests."""
         raise error
 
 
 def _measure(waiting: int) -> Figure:
-    crowd = _Crowd(waiting)
+    load = _Load(waiting)
     began_s = time.thread_time()
     for _ in range(_REQUESTS):
-        crowd.ask()
-        crowd.end()
+        load.add()
+        load.end()
     took_us = (time.thread_time() - began_s) / _REQUESTS * 1e6
-    return Figure(f"beside {waiting:,} who wait", took_us, "us a request")
+    return Figure(f"with {waiting:,} waiting", took_us, "us per request")
 
 
 def main() -> None:
     """Measures and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=Path, help="Write the figures to this file in addition to the report.")
     arguments = parser.parse_args()
     report("admission", [_measure(waiting) for waiting in (0, 100, 1_000, 10_000, 100_000)], json_file=arguments.json)
 

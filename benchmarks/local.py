@@ -86,7 +86,7 @@ class LocalPipeline:
                     engine=stage.engine,
                     listen="",
                     function=stage.function,
-                    model=None if stage.model is None else str(stage.model),
+                    model=None if stage.model_path is None else str(stage.model_path),
                     options=stage.options,
                 )
                 engine: Engine = import_factory(load_engine_descriptor(stage.engine).factory)(config)

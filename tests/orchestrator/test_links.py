@@ -11,7 +11,6 @@ import pytest
 
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notifier import Notifier
-from stagemesh.connectors.edge import StepPolicy
 from stagemesh.connectors.stream.negotiation import EdgeProbe
 from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.config import ReplicaAddress
@@ -29,7 +28,7 @@ BROKEN = NotReadyError(
     "connector nixl cannot be used with replica b-0: it is not installed; fix that, or set `connector: auto`",
     reason="CONNECTOR_UNAVAILABLE",
 )
-_EDGE = Edge(name="a->b", producer="a", consumer="b", transform="", connector="nixl", policy=StepPolicy())
+_EDGE = Edge(name="a->b", producer="a", consumer="b", connector="nixl")
 GONE = UnavailableError("b-0 is out of reach")
 
 

@@ -19,12 +19,11 @@ from stagemesh.orchestrator.request.lifecycle import RequestLife
 from stagemesh.orchestrator.request.record import RequestRecord
 from stagemesh.orchestrator.request.run import RequestRun
 from stagemesh.orchestrator.request.validation import ValidRequest
-from stagemesh.orchestrator.spec import Limits, load_pipeline
-from stagemesh.orchestrator.spec.routes import Route
+from stagemesh.orchestrator.spec import Limits, Route, load_pipeline
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN
 
-LIMITS = Limits(1, 1 << 30, 1, 1 << 30)
+LIMITS = Limits(max_in_flight=1, max_in_flight_bytes=1 << 30, max_queued=1, max_queued_bytes=1 << 30)
 MOVER = Failover(cast("Chooser", None))
 """Nothing is moved here."""
 

@@ -43,11 +43,11 @@ def list_models(as_json: AsJson = False) -> None:
 
 def _places() -> list[dict[str, str]]:
     from stagemesh.common.settings import find_model
-    from stagemesh.orchestrator.spec import load_pipeline, shipped_pipelines
+    from stagemesh.orchestrator.spec import built_in_pipelines, load_pipeline
 
     return [
         {"model": stage.model_name, "pipeline": name, "path": str(find_model(stage.model_name) or "")}
-        for name in shipped_pipelines()
+        for name in built_in_pipelines()
         for stage in load_pipeline(name, check_models=False).stages.values()
         if stage.model_name
     ]

@@ -49,16 +49,15 @@ def explain_pipeline(
     from rich.text import Text
 
     from stagemesh.orchestrator.cli.tables import print_whole
-    from stagemesh.orchestrator.spec import explain, load_pipeline
+    from stagemesh.orchestrator.spec import load_pipeline
 
     pipeline = load_pipeline(name, overrides=read_overrides(settings, replicas), check_models=False)
-    rows = explain(pipeline)
     if as_json:
-        typer.echo(json.dumps([asdict(row) for row in rows], ensure_ascii=False))
+        typer.echo(json.dumps([asdict(row) for row in pipeline.explanation], ensure_ascii=False))
         return
     folder = f"{pipeline.source.parent}/"
     table = Table("key", "value", "origin", box=None, padding=(0, 2, 0, 0))
-    for row in rows:
+    for row in pipeline.explanation:
         table.add_row(Text(row.key), Text(row.value), Text(row.origin.replace(folder, ""), style="dim"))
     print_whole(table)
 

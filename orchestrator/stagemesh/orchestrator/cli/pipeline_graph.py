@@ -67,12 +67,12 @@ def _first_stages(pipeline: Pipeline) -> list[Stage]:
 
 
 def _what(stage: Stage) -> str:
-    return ", ".join(part for part in (stage.engine, stage.function, stage.model_name, _when(stage.when)) if part)
+    return ", ".join(part for part in (stage.engine, stage.function, stage.model_name, _when(stage.condition)) if part)
 
 
 def _how(edge: Edge) -> str:
     apart = "apart" if edge.apart else ""
-    parts = (edge.transform, edge.connector, _cut(edge.policy), apart, _when(edge.when))
+    parts = (edge.transform, edge.connector, _cut(edge.policy), apart, _when(edge.condition))
     return ", ".join(part for part in parts if part)
 
 

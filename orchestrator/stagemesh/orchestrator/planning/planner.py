@@ -182,7 +182,9 @@ def _describe(replica: Replica) -> str:
 
 
 def _input_binding(edge: Edge, producer: Replica) -> stage_pb2.InputBinding:
-    return stage_pb2.InputBinding(edge=edge.name, producer=producer.name, transform=edge.transform, apart=edge.apart)
+    return stage_pb2.InputBinding(
+        edge=edge.name, producer=producer.name, transform=edge.transform or "", apart=edge.apart
+    )
 
 
 def _output_binding(edge: Edge, consumer: Replica) -> stage_pb2.OutputBinding:

@@ -1,20 +1,18 @@
-"""Pipeline files: from YAML to a validated graph, with every mistake named by file and line."""
+"""Pipeline files: from YAML to a checked graph. Every mistake is reported with file, line and remedy."""
 
 from stagemesh.orchestrator.spec.checks.stages import Catalog
-from stagemesh.orchestrator.spec.explain import explain
 from stagemesh.orchestrator.spec.load import load_pipeline
 from stagemesh.orchestrator.spec.model import (
     WIRE_VERSION,
-    Bounds,
     Edge,
     ExplainedValue,
-    Limits,
     Pipeline,
     PipelineOutput,
+    Route,
     Stage,
 )
-from stagemesh.orchestrator.spec.routes import Route
-from stagemesh.orchestrator.spec.source.files import shipped_pipelines
+from stagemesh.orchestrator.spec.schema import Bounds, Limits
+from stagemesh.orchestrator.spec.source.files import built_in_pipelines
 
 __all__ = [
     "WIRE_VERSION",
@@ -27,7 +25,6 @@ __all__ = [
     "PipelineOutput",
     "Route",
     "Stage",
-    "explain",
+    "built_in_pipelines",
     "load_pipeline",
-    "shipped_pipelines",
 ]

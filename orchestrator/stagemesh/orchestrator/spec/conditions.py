@@ -1,7 +1,7 @@
 """Conditions on a request: a closed set of typed comparisons, all of which must hold.
 
-Everything that can be compared is a number: an option has its value; a kind of input is 1 where the request has it, an
-output 1 where it is wanted, and 0 otherwise.
+Every fact about a request is a number. An option has its value. A kind of input is 1 if the request has it, and an
+output is 1 if the request wants it; otherwise both are 0.
 """
 
 import operator
@@ -13,20 +13,20 @@ from typing import Literal, NamedTuple, TypeAlias
 from stagemesh.common.descriptors import OptionSpec
 
 InputKind: TypeAlias = Literal["text", "tokens", "image", "audio", "video", "tensors"]
-"""What a request may bring."""
+"""A kind of input that a request may contain."""
 
 FLAG = OptionSpec(default=0.0, minimum=0.0, maximum=1.0)
-"""The bounds of what a request has or has not."""
+"""The bounds of facts about inputs and outputs."""
 
 
 class Fact(NamedTuple):
-    """Something about a request that is a number."""
+    """A property of a request that has a number as its value."""
 
     kind: Literal["option", "input", "output"]
     name: str
 
     def describe(self, value: float) -> str:
-        """Its value as people say it."""
+        """Returns the fact with this value in plain English."""
         match self.kind:
             case "option":
                 return f"option {self.name} is {value:g}"
@@ -37,11 +37,11 @@ class Fact(NamedTuple):
 
 
 Facts: TypeAlias = Mapping[Fact, float]
-"""What is known of a request; what is left out has its default."""
+"""The known facts about a request. A fact that is absent has its default value."""
 
 
 class Comparison(Enum):
-    """How a fact is compared; the value is the pipeline file's key."""
+    """A way to compare a fact. The value is the key in the pipeline file."""
 
     IS = "is"
     IS_NOT = "is_not"
@@ -63,7 +63,7 @@ _HOLDS: Mapping[Comparison, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Term:
-    """One comparison of one fact, which lies within `bounds`."""
+    """One comparison of one fact, whose value lies within `bounds`."""
 
     fact: Fact
     comparison: Comparison
@@ -71,43 +71,35 @@ class Term:
     bounds: OptionSpec = FLAG
 
     def holds(self, value: float) -> bool:
-        """Whether it holds where the fact has this value."""
+        """Returns whether the comparison holds if the fact has this value."""
         return _HOLDS[self.comparison](value, self.value)
 
     def __str__(self) -> str:
-        """As people say it."""
         if self.fact.kind != "option" or self.comparison is Comparison.IS:
             return self.fact.describe(self.value)
-        return f"option {self.fact.name} is {_SAID[self.comparison]} {self.value:g}"
+        words = self.comparison.value.removeprefix("is_").replace("_", " ")
+        return f"option {self.fact.name} is {words} {self.value:g}"
 
-
-_SAID: Mapping[Comparison, str] = {
-    Comparison.IS_NOT: "not",
-    Comparison.OVER: "over",
-    Comparison.AT_LEAST: "at least",
-    Comparison.UNDER: "under",
-    Comparison.AT_MOST: "at most",
-}
 
 Condition: TypeAlias = tuple[Term, ...]
-"""Terms that must all hold; no terms hold always."""
+"""Terms that must all hold. An empty condition always holds."""
 
 
 def holds(condition: Condition, facts: Facts) -> bool:
-    """Whether a request fulfils a condition."""
+    """Returns whether a request with these facts fulfils a condition."""
     return all(term.holds(facts.get(term.fact, term.bounds.default)) for term in condition)
 
 
 def wanted(output: str) -> Term:
-    """That a request wants an output."""
+    """Returns the term that holds if a request wants an output."""
     return Term(Fact("output", output), Comparison.IS, 1.0)
 
 
 def describe_condition(condition: Condition) -> str:
-    """A condition as people say it."""
+    """Returns a condition in plain English."""
     return " and ".join(map(str, condition)) or "always"
 
 
 def describe_facts(facts: Facts) -> str:
-    """Facts as people say them."""
+    """Returns facts in plain English."""
     return " and ".join(fact.describe(value) for fact, value in facts.items()) or "always"

@@ -5,14 +5,17 @@ from typing import NamedTuple
 
 
 class Arc(NamedTuple):
-    """An arrow from a producer to a consumer."""
+    """A directed connection from a producer to a consumer."""
 
     producer: str
     consumer: str
 
 
 def topological_order(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
-    """The nodes, producers before consumers, else in the given order; without those on or behind a cycle."""
+    """Returns the nodes, producers before consumers and otherwise in the given order.
+
+    Omits nodes on a cycle and nodes downstream of a cycle.
+    """
     waits_for = {node: {arc.producer for arc in arcs if arc.consumer == node} for node in nodes}
     order: list[str] = []
     while ready := next((node for node, producers in waits_for.items() if producers <= set(order)), None):
@@ -22,12 +25,12 @@ def topological_order(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str,
 
 
 def find_cycle(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
-    """The nodes of one cycle, the first repeated at the end; empty where there is none."""
+    """Returns the nodes of one cycle, the first repeated at the end. Empty if there is no cycle."""
     stuck = set(nodes) - set(topological_order(nodes, arcs))
     producers = {arc.consumer: arc.producer for arc in arcs if {arc.producer, arc.consumer} <= stuck}
     if not producers:
         return ()
-    # Every stuck node has a stuck producer, so that walking upstream comes back to a node seen before.
+    # Every stuck node has a stuck producer, so that a walk upstream reaches a node of the walk again.
     walk = [next(node for node in nodes if node in producers)]
     while (producer := producers[walk[-1]]) not in walk:
         walk.append(producer)
@@ -35,7 +38,7 @@ def find_cycle(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
 
 
 def ancestors(targets: Iterable[str], arcs: Collection[Arc]) -> frozenset[str]:
-    """The targets and everything upstream of them."""
+    """Returns the targets and everything upstream of them."""
     upstream: Mapping[str, set[str]] = {arc.consumer: set() for arc in arcs}
     for arc in arcs:
         upstream[arc.consumer].add(arc.producer)

@@ -1,25 +1,25 @@
-"""From a pipeline file to a validated graph."""
+"""Reads a pipeline file and turns it into a checked graph."""
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from typing import cast
 
 from stagemesh.common import settings
 from stagemesh.common.errors import InvalidPipelineError
+from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver, merge_options
 from stagemesh.orchestrator.spec.checks.edges import EdgeResolver
-from stagemesh.orchestrator.spec.checks.flows import FlowChecker
-from stagemesh.orchestrator.spec.checks.limits import resolve_limits
+from stagemesh.orchestrator.spec.checks.flows import check_flows
 from stagemesh.orchestrator.spec.checks.outputs import OutputResolver
+from stagemesh.orchestrator.spec.checks.problems import Problems
 from stagemesh.orchestrator.spec.checks.shape import check_shape
 from stagemesh.orchestrator.spec.checks.stages import Catalog, StageResolver
-from stagemesh.orchestrator.spec.checks.whens import WhenResolver, pipeline_options
-from stagemesh.orchestrator.spec.explain import explain_shape
 from stagemesh.orchestrator.spec.graph import topological_order
-from stagemesh.orchestrator.spec.model import WIRE_VERSION, Pipeline, Stage
+from stagemesh.orchestrator.spec.model import WIRE_VERSION, ExplainedValue, Pipeline, Stage
+from stagemesh.orchestrator.spec.schema import Limits, PipelineFile
 from stagemesh.orchestrator.spec.source.document import read_document
 from stagemesh.orchestrator.spec.source.files import Source, find_source
-from stagemesh.orchestrator.spec.source.origins import Origins
+from stagemesh.orchestrator.spec.source.origins import KeyPath, Origins, dotted
 from stagemesh.orchestrator.spec.source.overrides import apply_overrides
 
 
@@ -31,48 +31,52 @@ def load_pipeline(
     check_models: bool = True,
     catalog: Catalog | None = None,
 ) -> Pipeline:
-    """Reads a pipeline by shipped name or path and checks all of it.
+    """Reads and checks a pipeline, given by the name of a built-in pipeline or by the path of a file.
 
-    `variables` stand in for the environment; `overrides` are values set from outside ("edges.*.connector": "grpc").
-    Raises NotFoundError (UNKNOWN_PIPELINE), or InvalidPipelineError with a line "file:line: what; remedy" for each
-    problem.
+    - `variables` replace the environment.
+    - `overrides` are values set from outside, such as {"edges.*.connector": "grpc"}.
+    - `check_models` makes a missing model an error.
+
+    Raises NotFoundError (UNKNOWN_PIPELINE), and InvalidPipelineError with a line "file:line: mistake; remedy" for each
+    mistake.
     """
     source = find_source(name_or_path)
     document = read_document(
         _read(source), file=str(source.path), variables=settings.variables() if variables is None else variables
     )
     apply_overrides(document, overrides or {})
-    shape = check_shape(document)
+    file = check_shape(document)
     catalog = catalog or Catalog()
     problems = document.problems
-    stages = StageResolver(catalog, problems, check_models, _fetch_hint(source)).resolve(shape)
-    outputs = OutputResolver(problems)
-    resolved_outputs = outputs.resolve(shape, stages)
-    options, ambiguous = pipeline_options(stages, shape.options, problems)
+    stages = StageResolver(catalog, problems, check_models, _fetch_hint(source)).resolve(file)
+    output_resolver = OutputResolver(problems)
+    outputs = output_resolver.resolve(file, stages)
+    options, ambiguous = merge_options(stages, file.options, problems)
     media = any(stage.signature.media for stage in stages.values())
-    whens = WhenResolver(problems, options, ambiguous, shape.outputs, media=media)
-    edges = EdgeResolver(catalog, problems, whens).resolve(shape, stages)
-    outputs.check_all_used(shape, edges)
+    conditions = ConditionResolver(problems, options, ambiguous, file.outputs, media=media)
+    edges = EdgeResolver(catalog, problems, conditions).resolve(file, stages)
+    output_resolver.check_all_used(file, edges)
     stages = {
-        name: replace(stage, when=whens.resolve(("stages", name, "when"), shape.stages[name].when or ()))
+        name: stage.model_copy(
+            update={"condition": conditions.resolve(("stages", name, "when"), file.stages[name].when or ())}
+        )
         for name, stage in stages.items()
     }
-    limits = resolve_limits(shape.limits, problems)
+    _check_limits(file.limits, problems)
     problems.raise_any()
-    order = topological_order(list(stages), {edge.arc for edge in edges})
-    stages = {name: stages[name] for name in order}
-    FlowChecker(catalog, problems, stages, edges, resolved_outputs).check()
+    stages = {name: stages[name] for name in topological_order(list(stages), {edge.arc for edge in edges})}
+    check_flows(catalog, problems, stages=stages, edges=edges, outputs=outputs)
     problems.raise_any()
     return Pipeline(
-        name=shape.pipeline,
+        name=file.name,
         generation=_generation(stages),
         stages=stages,
         edges=edges,
-        outputs=resolved_outputs,
-        options=options,
-        limits=limits,
+        outputs=outputs,
+        limits=file.limits,
         source=source.path,
-        explanation=explain_shape(shape, Origins(document.origin_by_path)),
+        options=options,
+        explanation=tuple(_explain(file, Origins(document.origin_by_path))),
     )
 
 
@@ -84,12 +88,50 @@ def _read(source: Source) -> str:
 
 
 def _fetch_hint(source: Source) -> str:
-    if source.shipped:
+    if source.built_in:
         return f"run `stagemesh models fetch {source.path.stem}`"
     return "run `stagemesh models fetch`, or give the path of a folder or file"
+
+
+def _check_limits(limits: Limits, problems: Problems) -> None:
+    for key in limits.per_caller.model_fields_set:
+        value, most = getattr(limits.per_caller, key), getattr(limits, key)
+        if value > most:
+            problems.add(
+                ("limits", "per_caller", key),
+                f"limits.per_caller.{key} is {value}, more than limits.{key} ({most}); lower it, or remove it",
+            )
 
 
 def _generation(stages: Mapping[str, Stage]) -> str:
     facts = {stage.name: [stage.engine, stage.model_name, stage.function, stage.options] for stage in stages.values()}
     text = json.dumps([WIRE_VERSION, facts], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _explain(file: PipelineFile, origins: Origins) -> Iterator[ExplainedValue]:
+    """Yields the file's values and the defaults of keys that it omits, each with its origin."""
+    for path, value in _leaves(file.model_dump(mode="json", by_alias=True), ()):
+        if value is not None:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            yield ExplainedValue(dotted(path), text, _origin_label(path, origins))
+
+
+def _origin_label(path: KeyPath, origins: Origins) -> str:
+    # A mapping that is set as a whole (--set chunk='{frames: 9}') has the only origin of its items.
+    for end in range(len(path), 0, -1):
+        origin = origins.get(path[:end])
+        if origin is not None and (end == len(path) or origin.line == 0):
+            return origin.label
+    return "default"
+
+
+def _leaves(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+    if isinstance(value, dict) and value:
+        for key, item in cast("dict[str, object]", value).items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, list) and value and path == ("edges",):
+        for index, item in enumerate(cast("list[object]", value)):
+            yield from _leaves(item, (*path, index))
+    else:
+        yield path, value

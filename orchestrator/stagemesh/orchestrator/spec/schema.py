@@ -1,6 +1,8 @@
-"""The shapes that a pipeline file may have; what the values mean together is checked afterwards."""
+"""The entries of a pipeline file as written. The checks turn each entry into its counterpart in `spec.model`."""
 
+import sys
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import (
@@ -10,12 +12,13 @@ from pydantic import (
     Discriminator,
     Field,
     JsonValue,
-    SerializerFunctionWrapHandler,
+    PlainSerializer,
     StringConstraints,
     Tag,
     model_serializer,
     model_validator,
 )
+from pydantic.dataclasses import dataclass
 
 from stagemesh.common.descriptors import OptionSpec
 from stagemesh.common.stage_config import STALL_S, DataPlaneConfig
@@ -31,35 +34,50 @@ Positive: TypeAlias = Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
 Number: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
-class _Shape(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Entry(BaseModel, frozen=True):
+    """A mapping of a pipeline file. Unknown keys are errors."""
+
+    # Names of fields are for Python code; `check_shape` accepts the keys of the file alone.
+    model_config = ConfigDict(extra="forbid", validate_by_name=True, validate_by_alias=True)
 
 
-class DataPlaneShape(_Shape):
+def _dump_written(entry: Entry) -> dict[str, Any]:
+    return entry.model_dump(by_alias=True, exclude_unset=True)
+
+
+_WRITTEN = PlainSerializer(_dump_written)
+"""Serializes only the keys that the file gives."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class DataPlaneEntry(DataPlaneConfig):
     """A stage's `data_plane`: the limits of each of its replicas."""
 
     arena_bytes: Size = DataPlaneConfig.arena_bytes
     window_bytes: Size = DataPlaneConfig.window_bytes
     inline_limit_bytes: Size = DataPlaneConfig.inline_limit_bytes
 
-    @model_validator(mode="after")
-    def _holds_together(self) -> "DataPlaneShape":
-        assert self.config, "the limits are checked where they are made"
-        return self
 
-    @property
-    def config(self) -> DataPlaneConfig:
-        """The limits in the replica's terms; raises ValueError where they do not hold together."""
-        return DataPlaneConfig(self.arena_bytes, self.window_bytes, self.inline_limit_bytes)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class OptionEntry(OptionSpec):
+    """A value of `options`: a number that requests may set and that only conditions read."""
+
+    default: Number
+    minimum: Number
+    maximum: Number
+
+    def __post_init__(self) -> None:
+        if not self.minimum <= self.default <= self.maximum or self.minimum == self.maximum:
+            raise ValueError("minimum must be less than maximum, and default must lie between them")
 
 
-class TermShape(_Shape):
-    """An item of a `when`: names one of option, input and output, and says what of it."""
+class TermEntry(Entry, frozen=True):
+    """An item of a `when`: names an option, an input or an output, and compares it."""
 
     option: str | None = None
     input: InputKind | None = None
     output: str | None = None
-    equal: Number | None = Field(default=None, alias="is")
+    equal: Annotated[Number | None, Field(validation_alias="is", serialization_alias="is")] = None
     is_not: Number | None = None
     over: Number | None = None
     at_least: Number | None = None
@@ -70,46 +88,30 @@ class TermShape(_Shape):
 
     @property
     def comparisons(self) -> Mapping[Comparison, float]:
-        """What an option is compared with."""
-        values = {
-            Comparison.IS: self.equal,
-            Comparison.IS_NOT: self.is_not,
-            Comparison.OVER: self.over,
-            Comparison.AT_LEAST: self.at_least,
-            Comparison.UNDER: self.under,
-            Comparison.AT_MOST: self.at_most,
-        }
+        """The numbers that an option is compared with."""
+        values = {how: getattr(self, how.value, self.equal) for how in Comparison}
         return {how: value for how, value in values.items() if value is not None}
-
-    @property
-    def flag_name(self) -> str | None:
-        """The key that is for inputs and outputs alone, where it is there."""
-        return next((name for name in ("given", "wanted") if getattr(self, name) is not None), None)
-
-    @model_serializer(mode="wrap")
-    def _as_written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in write(self).items() if value is not None}
 
 
 def _as_list(value: object) -> object:
     return [cast("object", value)] if isinstance(value, dict) else value
 
 
-WhenShape: TypeAlias = Annotated[list[TermShape], Field(min_length=1), BeforeValidator(_as_list)]
-"""Terms that must all hold; a single one may stand alone."""
+When: TypeAlias = Annotated[list[Annotated[TermEntry, _WRITTEN]], Field(min_length=1), BeforeValidator(_as_list)]
+"""Terms that must all hold. A file may give a single term without a list."""
 
 
 def _join_form(value: object) -> str:
     return "(names)" if isinstance(value, list) else "(word)"
 
 
-JoinShape: TypeAlias = Annotated[
+Join: TypeAlias = Annotated[
     Annotated[Literal["all", "any"], Tag("(word)")] | Annotated[list[str], Field(min_length=1), Tag("(names)")],
     Discriminator(_join_form),
 ]
 
 
-class StageShape(_Shape):
+class StageEntry(Entry, frozen=True):
     """A value of `stages`."""
 
     engine: str
@@ -117,14 +119,14 @@ class StageShape(_Shape):
     function: str | None = None
     replicas: Positive = 1
     options: dict[str, JsonValue] = {}
-    when: WhenShape | None = None
-    join: JoinShape = "all"
-    data_plane: DataPlaneShape = DataPlaneShape()
+    when: When | None = None
+    join: Join = "all"
+    data_plane: DataPlaneEntry = DataPlaneEntry()
     stall_s: Annotated[Number, Field(ge=0)] = STALL_S
 
 
-class FramesShape(_Shape):
-    """An edge's `chunk` where it is a mapping."""
+class FramesEntry(Entry, frozen=True):
+    """An edge's `chunk` if it is a mapping."""
 
     frames: Positive
     initial_frames: Count = 0
@@ -132,85 +134,87 @@ class FramesShape(_Shape):
 
 
 def _chunk_form(value: object) -> str:
-    return "(frames)" if isinstance(value, dict | FramesShape) else "(word)"
+    return "(frames)" if isinstance(value, dict | FramesEntry) else "(word)"
 
 
-ChunkShape: TypeAlias = Annotated[
-    Annotated[Literal["step", "whole"], Tag("(word)")] | Annotated[FramesShape, Tag("(frames)")],
+Chunk: TypeAlias = Annotated[
+    Annotated[Literal["step", "whole"], Tag("(word)")] | Annotated[FramesEntry, Tag("(frames)")],
     Discriminator(_chunk_form),
 ]
 
 
-class EdgeShape(_Shape):
+class EdgeEntry(Entry, frozen=True):
     """An item of `edges`."""
 
-    producer: str = Field(alias="from")
-    consumer: str = Field(alias="to")
+    producer: Annotated[str, Field(validation_alias="from", serialization_alias="from")]
+    consumer: Annotated[str, Field(validation_alias="to", serialization_alias="to")]
     transform: str | None = None
     connector: str = AUTO
-    chunk: ChunkShape = "step"
+    chunk: Chunk = "step"
     tokens: Literal["all", "last"] = "all"
+    """The rows that the edge carries, of tensors that have one row for each token."""
     name: Name | None = None
-    when: WhenShape | None = None
+    when: When | None = None
 
     @property
     def edge_name(self) -> str:
         """The name given, or "from->to"."""
         return self.name or f"{self.producer}->{self.consumer}"
 
-    @property
+    @cached_property
     def policy(self) -> ChunkPolicy:
-        """The chunk policy in the data plane's terms."""
-        if isinstance(self.chunk, FramesShape):
+        """The chunk policy of the data plane."""
+        if isinstance(self.chunk, FramesEntry):
             return FramesPolicy(self.chunk.frames, self.chunk.initial_frames, self.chunk.left_context_frames)
         return WholePolicy() if self.chunk == "whole" else StepPolicy()
 
 
-class OptionShape(_Shape):
-    """A value of `options`: a number that requests may set, for conditions alone."""
+class OutputEntry(Entry, frozen=True):
+    """A value of `outputs`: "stage" or "stage.tensor"."""
 
-    default: Number
-    minimum: Number
-    maximum: Number
+    stage: str
+    tensor: str = ""
 
-    @model_validator(mode="after")
-    def _holds_together(self) -> "OptionShape":
-        if not self.minimum <= self.default <= self.maximum or self.minimum == self.maximum:
-            raise ValueError("minimum is to be less than maximum, and default between them")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        stage, _, tensor = value.partition(".")
+        return {"stage": stage, "tensor": tensor}
 
-    @property
-    def spec(self) -> OptionSpec:
-        """The option in the terms of cards."""
-        return OptionSpec(self.default, self.minimum, self.maximum)
-
-
-class CallerLimitsShape(_Shape):
-    """The value of `limits.per_caller`; what is left out has no limit of its own."""
-
-    max_in_flight: Positive | None = None
-    max_in_flight_bytes: Size | None = None
-    max_queued: Count | None = None
-    max_queued_bytes: Size | None = None
+    @model_serializer
+    def _join(self) -> str:
+        return f"{self.stage}.{self.tensor}" if self.tensor else self.stage
 
 
-class LimitsShape(_Shape):
-    """The value of `limits`."""
+class Bounds(Entry, frozen=True):
+    """Limits on the number and the bytes of running and waiting requests. Unlimited by default."""
+
+    max_in_flight: Positive = sys.maxsize
+    max_in_flight_bytes: Size = sys.maxsize
+    max_queued: Count = sys.maxsize
+    max_queued_bytes: Size = sys.maxsize
+
+
+class Limits(Bounds, frozen=True):
+    """The value of `limits`: what the orchestrator admits over the whole pipeline, and of each caller."""
 
     max_in_flight: Positive = 64
     max_in_flight_bytes: Size = 4 << 30
     max_queued: Count = 256
     max_queued_bytes: Size = 256 << 20
+    per_caller: Annotated[Bounds, _WRITTEN] = Bounds()
     max_unread_bytes: Size = 256 << 20
-    per_caller: CallerLimitsShape = CallerLimitsShape()
+    """The number of output bytes that all callers of a request may leave unread before it is stopped."""
 
 
-class PipelineShape(_Shape):
+class PipelineFile(Entry, frozen=True):
     """The whole file."""
 
-    pipeline: Name
-    stages: Annotated[dict[Name, StageShape], Field(min_length=1)]
-    edges: list[EdgeShape] = []
-    outputs: Annotated[dict[OutputName, str], Field(min_length=1)]
-    options: dict[OptionName, OptionShape] = {}
-    limits: LimitsShape = LimitsShape()
+    name: Annotated[Name, Field(validation_alias="pipeline", serialization_alias="pipeline")]
+    stages: Annotated[Mapping[Name, StageEntry], Field(min_length=1)]
+    edges: tuple[EdgeEntry, ...] = ()
+    outputs: Annotated[Mapping[OutputName, OutputEntry], Field(min_length=1)]
+    options: Mapping[OptionName, OptionEntry] = {}
+    limits: Limits = Limits()

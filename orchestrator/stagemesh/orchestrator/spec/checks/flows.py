@@ -1,145 +1,161 @@
-"""Checks that whatever a request is like, each stage that runs is fed and each output that is wanted is made."""
+"""Checks that every request is served: each stage that runs is fed, and each output that is wanted is made."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import combinations
-from typing import TypeAlias
+from functools import reduce
+from itertools import chain, combinations
 
 from stagemesh.orchestrator.spec.checks.problems import Problems
-from stagemesh.orchestrator.spec.checks.satisfiability import find_facts
+from stagemesh.orchestrator.spec.checks.request_sets import NONE, RequestSet, RequestSets, TooManyCasesError
 from stagemesh.orchestrator.spec.checks.stages import Catalog
-from stagemesh.orchestrator.spec.conditions import (
-    Condition,
-    Facts,
-    Term,
-    describe_condition,
-    describe_facts,
-    wanted,
-)
+from stagemesh.orchestrator.spec.conditions import Condition, Facts, describe_condition, describe_facts, wanted
 from stagemesh.orchestrator.spec.model import Edge, PipelineOutput, Stage
 
-Ways: TypeAlias = Sequence[Condition]
-"""Conditions of which one must hold."""
+
+def check_flows(
+    catalog: Catalog,
+    problems: Problems,
+    *,
+    stages: Mapping[str, Stage],
+    edges: Sequence[Edge],
+    outputs: Mapping[str, PipelineOutput],
+) -> None:
+    """Checks a pipeline whose parts are valid one by one. Adds mistakes to `problems`.
+
+    `stages` lists producers before consumers; `edges` is in the file's order.
+    """
+    try:
+        _FlowChecker(catalog, problems, stages, edges, outputs).check()
+    except TooManyCasesError:
+        problems.add(
+            ("stages",), "the conditions (`when`) distinguish too many cases to check them; use fewer conditions"
+        )
 
 
-@dataclass(frozen=True)
-class FlowChecker:
-    """Looks at a pipeline whose parts are right by themselves; what does not fit together goes to `problems`."""
+class _FlowChecker:
+    """The sets of requests for which each stage runs and each edge carries packets."""
 
-    catalog: Catalog
-    problems: Problems
-    stages: Mapping[str, Stage]
-    """Producers before consumers."""
-    edges: Sequence[Edge]
-    """In the file's order."""
-    outputs: Mapping[str, PipelineOutput]
+    def __init__(
+        self,
+        catalog: Catalog,
+        problems: Problems,
+        stages: Mapping[str, Stage],
+        edges: Sequence[Edge],
+        outputs: Mapping[str, PipelineOutput],
+    ) -> None:
+        self._catalog, self._problems = catalog, problems
+        self._stages, self._edges, self._outputs = stages, edges, outputs
+        # Diagrams stay small if the facts of neighbouring stages are close to each other.
+        conditions = [
+            *((wanted(name),) for name in outputs),
+            *(each for stage in stages.values() for each in self._conditions_at(stage)),
+        ]
+        self._sets = sets = RequestSets(chain.from_iterable(conditions))
+        # When each edge carries packets, provided that its consumer runs.
+        self._open = {edge.name: sets.where(edge.condition + stages[edge.producer].condition) for edge in edges}
+        self._runs: dict[str, RequestSet] = {}
+        for stage in reversed(list(stages.values())):
+            self._runs[stage.name] = self._runs_when(stage)
 
     def check(self) -> None:
-        """Notes each problem once, where its remedy goes."""
-        for output in self.outputs.values():
+        """Reports each mistake once, at the place of its remedy."""
+        for output in self._outputs.values():
             self._check_made(output)
-        for stage in self.stages.values():
+        for stage in self._stages.values():
             if self._check_runs(stage):
                 self._check_fed(stage)
                 self._check_joined(stage)
 
-    @cached_property
-    def _needed(self) -> Mapping[str, Ways]:
-        """When each stage runs: where an output of its own is wanted, or a stage that runs takes what it makes."""
-        needed: dict[str, Ways] = {}
-        for stage in reversed(list(self.stages.values())):
-            ways: list[Condition] = [
-                (wanted(output.name),) for output in self.outputs.values() if output.stage == stage.name
-            ]
-            ways += [
-                edge.when + way for edge in self.edges if edge.producer == stage.name for way in needed[edge.consumer]
-            ]
-            needed[stage.name] = _least([stage.when + way for way in ways])
-        return needed
+    def _conditions_at(self, stage: Stage) -> list[Condition]:
+        return [stage.condition, *(edge.condition for edge in self._incoming(stage))]
 
-    def _taken(self, edge: Edge) -> Condition:
-        """When an edge carries something, its consumer running."""
-        return edge.when + self.stages[edge.producer].when
+    def _runs_when(self, stage: Stage) -> RequestSet:
+        """Returns the requests that want an output of the stage, or for which a consumer of the stage runs."""
+        sets = self._sets
+        ways = [sets.where((wanted(output.name),)) for output in self._outputs.values() if output.stage == stage.name]
+        ways += [
+            sets.both(self._open[edge.name], self._runs[edge.consumer])
+            for edge in self._edges
+            if edge.producer == stage.name
+        ]
+        return sets.both(sets.where(stage.condition), reduce(sets.either, ways, NONE))
 
     def _check_made(self, output: PipelineOutput) -> None:
-        stage = self.stages[output.stage]
-        world = find_facts((wanted(output.name),), unless=[stage.when])
-        if world is not None:
-            self.problems.add(
+        stage = self._stages[output.stage]
+        facts = self._sets.find_facts(
+            self._sets.difference(self._sets.where((wanted(output.name),)), self._sets.where(stage.condition))
+        )
+        if facts is not None:
+            self._problems.add(
                 ("outputs", output.name),
-                f"output {output.name!r} is not made when {describe_facts(world)}: stage {stage.name!r} runs only when "
-                f"{describe_condition(stage.when)}; use `when: {{output: {output.name}}}` there, or conditions on its "
-                "edges",
+                f"output {output.name!r} is not made when {describe_facts(facts)}: stage {stage.name!r} runs only when "
+                f"{describe_condition(stage.condition)}; use `when: {{output: {output.name}}}` there, or conditions on "
+                "its edges",
             )
 
     def _check_runs(self, stage: Stage) -> bool:
-        if not self._needed[stage.name]:
-            self.problems.add(
+        if self._find(stage) is None:
+            self._problems.add(
                 ("stages", stage.name),
-                f"stage {stage.name!r} never runs: its conditions and those on the way to every output contradict each "
-                "other; change one",
+                f"stage {stage.name!r} never runs: its conditions and those of the edges towards the outputs "
+                "contradict each other; change one",
             )
             return False
-        for index, edge in enumerate(self.edges):
-            if edge.consumer == stage.name and not self._find(stage, [edge]):
-                self.problems.add(
+        for index, edge in enumerate(self._edges):
+            if edge.consumer == stage.name and self._find(stage, [edge]) is None:
+                self._problems.add(
                     ("edges", index),
-                    f"edge {edge.name!r} carries nothing ever: its condition contradicts those of its stages; change "
-                    "one",
+                    f"edge {edge.name!r} never carries anything: its condition contradicts those of its stages; "
+                    "change one",
                 )
                 return False
         return True
 
     def _check_fed(self, stage: Stage) -> None:
         incoming = self._incoming(stage)
-        if not incoming:
-            return
-        world = self._find(stage, [], unless=[self._taken(edge) for edge in incoming])
-        if world is not None:
-            self.problems.add(
+        facts = self._find(stage, unless=incoming) if incoming else None
+        if facts is not None:
+            self._problems.add(
                 ("stages", stage.name),
-                f"nothing feeds stage {stage.name!r} when {describe_facts(world)}; give it a `when` of its own, or let "
-                "an edge bring it something then",
+                f"no edge feeds stage {stage.name!r} when {describe_facts(facts)}; give the stage a `when`, or let an "
+                "edge feed it in this case",
             )
             return
-        for tensor in stage.signature.accepts:
+        for tensor in stage.signature.accepts if incoming else ():
             if tensor not in stage.signature.optional:
                 self._check_brought(stage, tensor)
 
     def _check_brought(self, stage: Stage, tensor: str) -> None:
-        """That every input of a stage has a tensor that it needs."""
+        """Checks that every input of a stage contains a tensor that the stage requires."""
         together = [edge for edge in self._incoming(stage) if not edge.apart]
         for edge in self._incoming(stage):
             if edge.apart and tensor not in edge.brings:
-                self.problems.add(
+                self._problems.add(
                     ("stages", stage.name),
-                    f"stage {stage.name!r} takes what edge {edge.name!r} brings by itself (`join`), and it needs "
-                    f"{tensor!r} with it; let these edges join, or bring it over this one",
+                    f"stage {stage.name!r} does not join edge {edge.name!r} with others (`join`), but requires "
+                    f"{tensor!r} with it; join these edges, or bring {tensor!r} over this edge",
                 )
                 return
-        bringing = [self._taken(edge) for edge in together if tensor in edge.brings]
+        bringing = [edge for edge in together if tensor in edge.brings]
         for edge in together:
-            world = self._find(stage, [edge], unless=bringing)
-            if world is not None:
-                self.problems.add(
+            facts = self._find(stage, [edge], unless=bringing)
+            if facts is not None:
+                self._problems.add(
                     ("stages", stage.name),
-                    f"no edge brings stage {stage.name!r} its {tensor!r} when {describe_facts(world)}; give it the "
-                    "same condition, or let another edge bring it then",
+                    f"no edge brings stage {stage.name!r} its {tensor!r} when {describe_facts(facts)}; give the stage "
+                    "the same condition, or let another edge bring it in this case",
                 )
                 return
 
     def _check_joined(self, stage: Stage) -> None:
-        joins = self.catalog.engine(stage.engine).joins
+        joins = self._catalog.engine(stage.engine).joins
         for first, second in combinations(self._incoming(stage), 2):
             both = sorted(set(first.brings) & set(second.brings))
             clash = bool(both) and not first.apart and not second.apart
             if (joins and not clash) or self._find(stage, [first, second]) is None:
                 continue
-            index = self.edges.index(second)
             if not joins:
                 text = (
-                    f"engine {stage.engine!r} is fed by one edge, and edges {first.name!r} and {second.name!r} both "
+                    f"engine {stage.engine!r} accepts only one edge, but edges {first.name!r} and {second.name!r} both "
                     f"lead to stage {stage.name!r}; join them in a function stage before it"
                 )
             else:
@@ -147,33 +163,15 @@ class FlowChecker:
                     f"edges {first.name!r} and {second.name!r} both bring stage {stage.name!r} its {', '.join(both)}; "
                     "give it `join: any`, rename one by a transform, or give them conditions that exclude each other"
                 )
-            self.problems.add(("edges", index), text)
+            self._problems.add(("edges", self._edges.index(second)), text)
 
     def _incoming(self, stage: Stage) -> list[Edge]:
-        return [edge for edge in self.edges if edge.consumer == stage.name]
+        return [edge for edge in self._edges if edge.consumer == stage.name]
 
-    def _find(self, stage: Stage, taken: Sequence[Edge], *, unless: Sequence[Condition] = ()) -> Facts | None:
-        """A request in which the stage runs and these edges feed it, and none of `unless` holds."""
-        also: Condition = tuple(term for edge in taken for term in self._taken(edge))
-        found = (find_facts(way + also, unless=unless) for way in self._needed[stage.name])
-        return next((world for world in found if world is not None), None)
-
-
-def _least(ways: Sequence[Condition]) -> Ways:
-    """The same without what is impossible or said twice: stages that take turns leave no more ways than one."""
-    possible = [way for way in ways if find_facts(way) is not None]
-    shortened = [_shortened(way, possible) for way in possible]
-    least: list[frozenset[Term]] = []
-    for way in sorted(map(frozenset, shortened), key=len):
-        if not any(other <= way for other in least):
-            least.append(way)
-    return [tuple(sorted(way, key=str)) for way in least]
-
-
-def _shortened(way: Condition, ways: Ways) -> Condition:
-    """A way without the terms that make no difference, because one of the ways holds then as well."""
-    for term in way:
-        shorter = tuple(other for other in way if other != term)
-        if find_facts(shorter, unless=ways) is None:
-            way = shorter
-    return way
+    def _find(self, stage: Stage, taken: Sequence[Edge] = (), *, unless: Sequence[Edge] = ()) -> Facts | None:
+        """Returns the facts of a request for which the stage runs, all edges `taken` carry packets and no edge of
+        `unless` does. Returns None if no request is like this.
+        """
+        sets = self._sets
+        requests = reduce(sets.both, (self._open[edge.name] for edge in taken), self._runs[stage.name])
+        return sets.find_facts(reduce(sets.difference, (self._open[edge.name] for edge in unless), requests))

@@ -1,62 +1,58 @@
-"""Resolves what clients may ask for."""
+"""Checks the outputs of a pipeline file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stagemesh.orchestrator.spec.checks.problems import Problems, suggest
 from stagemesh.orchestrator.spec.graph import ancestors
 from stagemesh.orchestrator.spec.model import Edge, PipelineOutput, Stage
-from stagemesh.orchestrator.spec.schema import PipelineShape
+from stagemesh.orchestrator.spec.schema import PipelineFile
 
 
 @dataclass(frozen=True)
 class OutputResolver:
-    """Turns the file's outputs into checked ones; what is wrong goes to `problems`."""
+    """Turns the file's outputs into checked outputs. Adds mistakes to `problems`."""
 
     problems: Problems
 
-    def resolve(self, shape: PipelineShape, stages: Mapping[str, Stage]) -> Mapping[str, PipelineOutput]:
-        """The outputs that exist."""
+    def resolve(self, file: PipelineFile, stages: Mapping[str, Stage]) -> Mapping[str, PipelineOutput]:
+        """Returns the outputs whose stage and tensor exist."""
         outputs: dict[str, PipelineOutput] = {}
-        for name, target in shape.outputs.items():
-            stage_name, _, tensor = target.partition(".")
-            if stage_name not in shape.stages:
+        for name, entry in file.outputs.items():
+            if entry.stage not in file.stages:
                 self.problems.add(
                     ("outputs", name),
-                    f"output {name!r} of no stage: {stage_name!r}; {suggest(stage_name, shape.stages)}",
+                    f"output {name!r} names an unknown stage {entry.stage!r}; {suggest(entry.stage, file.stages)}",
                 )
-            elif stage := stages.get(stage_name):
-                self._add(outputs, name, stage, tensor)
+            elif stage := stages.get(entry.stage):
+                self._add(outputs, name, stage, entry.tensor)
         return outputs
 
-    def check_all_used(self, shape: PipelineShape, edges: tuple[Edge, ...]) -> None:
-        """Notes stages that serve no output, unless a dangling output or edge may be meant for them."""
-        targets = [target.partition(".")[0] for target in shape.outputs.values()]
-        if len(edges) < len(shape.edges) or not shape.stages.keys() >= set(targets):
+    def check_all_used(self, file: PipelineFile, edges: Sequence[Edge]) -> None:
+        """Reports stages that no output depends on, unless an output or edge names an unknown stage."""
+        targets = {entry.stage for entry in file.outputs.values()}
+        if len(edges) < len(file.edges) or not file.stages.keys() >= targets:
             return
         used = ancestors(targets, {edge.arc for edge in edges})
-        for name in shape.stages:
+        for name in file.stages:
             if name not in used:
                 self.problems.add(
                     ("stages", name),
-                    f"stage {name!r} serves no output; name it in `outputs`, add an edge, or remove it",
+                    f"no output depends on stage {name!r}; name it in `outputs`, add an edge, or remove it",
                 )
 
     def _add(self, outputs: dict[str, PipelineOutput], name: str, stage: Stage, tensor: str) -> None:
         emits = stage.signature.emits
         chosen = tensor or (name if name in emits else next(iter(emits)) if len(emits) == 1 else "")
-        twin = next((twin for twin in outputs.values() if (twin.stage, twin.tensor) == (stage.name, chosen)), None)
+        same = next((each for each in outputs.values() if (each.stage, each.tensor) == (stage.name, chosen)), None)
         if not chosen:
-            self.problems.add(
-                ("outputs", name),
-                f"stage {stage.name!r} emits {', '.join(emits) or 'nothing'}; write {stage.name}.TENSOR for one",
-            )
+            text = f"stage {stage.name!r} emits {', '.join(emits) or 'nothing'}; choose one as {stage.name}.TENSOR"
         elif chosen not in emits:
-            self.problems.add(("outputs", name), f"stage {stage.name!r} emits no {chosen!r}; {suggest(chosen, emits)}")
-        elif twin is not None:
-            self.problems.add(
-                ("outputs", name), f"{stage.name}.{chosen} is the output {twin.name!r} already; keep one of them"
-            )
+            text = f"stage {stage.name!r} does not emit {chosen!r}; {suggest(chosen, emits)}"
+        elif same is not None:
+            text = f"{stage.name}.{chosen} is already the output {same.name!r}; keep one of them"
         else:
             kind, rate = emits[chosen].kind, emits[chosen].sample_rate_hz
-            outputs[name] = PipelineOutput(name, stage.name, chosen, kind, rate)
+            outputs[name] = PipelineOutput(name=name, stage=stage.name, tensor=chosen, kind=kind, sample_rate_hz=rate)
+            return
+        self.problems.add(("outputs", name), text)

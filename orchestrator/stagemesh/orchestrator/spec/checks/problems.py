@@ -1,4 +1,4 @@
-"""Collects everything that is wrong with a pipeline file, so that one run reports it all."""
+"""Collects all mistakes of a pipeline file, so that one run reports all of them."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
@@ -8,7 +8,7 @@ from stagemesh.orchestrator.spec.source.origins import KeyPath, Origins
 
 
 class Problems:
-    """What is wrong, each with its place in the file."""
+    """The mistakes found so far, each with its place in the file."""
 
     def __init__(self, origins: Origins) -> None:
         self._origins = origins
@@ -16,7 +16,7 @@ class Problems:
         self._paths = set[KeyPath]()
 
     def add(self, path: KeyPath, text: str) -> None:
-        """Notes what is wrong at `path` ("what; remedy")."""
+        """Adds the mistake at `path`; `text` is "mistake; remedy". Adds equal mistakes once."""
         origin = self._origins.nearest(path)
         self._paths.add(path)
         entry = (origin.line, f"{origin.place}: {text}")
@@ -25,21 +25,21 @@ class Problems:
 
     @property
     def found(self) -> bool:
-        """Whether anything is wrong."""
+        """Whether there is a mistake."""
         return bool(self._found)
 
     def has(self, path: KeyPath) -> bool:
-        """Whether something is wrong at exactly this path."""
+        """Returns whether there is a mistake at exactly this path."""
         return path in self._paths
 
     def raise_any(self) -> None:
-        """Raises one InvalidPipelineError with a line for each problem, in the file's order, if there is any."""
+        """Raises InvalidPipelineError if there are mistakes, with a line for each, in the file's order."""
         if self._found:
             raise InvalidPipelineError("\n".join(text for _, text in sorted(self._found, key=lambda entry: entry[0])))
 
 
 def suggest(name: str, known: Collection[str]) -> str:
-    """The remedy for an unknown name: the closest known one, else all of them."""
+    """Returns the remedy for an unknown name: the most similar known name, or else all known names."""
     close = get_close_matches(name, known, n=1)
     if close:
         return f"did you mean {close[0]!r}?"

@@ -1,19 +1,20 @@
-"""Turns what pydantic finds into problems with a line and a remedy."""
+"""Checks the shape of a pipeline file: turns pydantic's errors into problems with a line and a remedy."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from stagemesh.orchestrator.spec.checks.problems import suggest
 from stagemesh.orchestrator.spec.schema import (
-    CallerLimitsShape,
-    EdgeShape,
-    FramesShape,
-    LimitsShape,
-    OptionShape,
-    PipelineShape,
-    StageShape,
-    TermShape,
+    Bounds,
+    DataPlaneEntry,
+    EdgeEntry,
+    FramesEntry,
+    Limits,
+    OptionEntry,
+    PipelineFile,
+    StageEntry,
+    TermEntry,
 )
 from stagemesh.orchestrator.spec.source.document import Document
 from stagemesh.orchestrator.spec.source.origins import KeyPath, dotted
@@ -21,62 +22,62 @@ from stagemesh.orchestrator.spec.source.origins import KeyPath, dotted
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+_NAME_REMEDY = "use lower-case letters, digits and '-', a letter first"
 
-def check_shape(document: Document) -> PipelineShape:
-    """The document as a typed value; raises InvalidPipelineError with every problem found so far."""
+
+def check_shape(document: Document) -> PipelineFile:
+    """Returns the document as a typed value. Raises InvalidPipelineError with every problem found so far."""
+    file = None
     try:
-        shape = PipelineShape.model_validate(document.values)
+        file = PipelineFile.model_validate(document.values, by_alias=True, by_name=False)
     except ValidationError as exc:
         for error in exc.errors(include_url=False):
             path = tuple(part for part in error["loc"] if part not in ("(frames)", "(names)", "(word)"))
             if not document.problems.has(path):
                 document.problems.add(path, _describe(error, path))
-        document.problems.raise_any()
-        raise AssertionError("every validation error is a problem") from exc
     document.problems.raise_any()
-    return shape
+    assert file is not None, "every validation error is a problem"
+    return file
 
 
 def _describe(error: "ErrorDetails", path: KeyPath) -> str:
     parent = path[:-1]
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {dotted(path)!r}; {suggest(str(path[-1]), _known_keys(parent))}"
-    if error["type"] == "missing":
-        return f"{dotted(parent) or 'the file'} has no {str(path[-1])!r}; add it"
-    if path and path[-1] == "[key]":
-        return f"{dotted(parent)!r} is no valid name; use small letters, digits and '-', a letter first"
-    if error["type"] == "string_pattern_mismatch":
-        return f"{dotted(path)} is {error['input']!r}; use small letters, digits and '-', a letter first"
-    if error["type"] == "too_short":
-        return f"{dotted(path)} is empty; name at least one"
-    return f"{dotted(path)} is {error['input']!r}; {_lower_first(error['msg'])}"
+    match error["type"]:
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            return f"unknown key {dotted(path)!r}; {suggest(str(path[-1]), _known_keys(parent))}"
+        case "missing":
+            return f"{dotted(parent) or 'the file'} has no {str(path[-1])!r}; add it"
+        case "string_pattern_mismatch" if path[-1] == "[key]":
+            return f"{dotted(parent)!r} is not a valid name; {_NAME_REMEDY}"
+        case "string_pattern_mismatch":
+            return f"{dotted(path)} is {error['input']!r}; {_NAME_REMEDY}"
+        case "too_short":
+            return f"{dotted(path)} is empty; add at least one item"
+        case _:
+            message = error["msg"]
+            return f"{dotted(path)} is {error['input']!r}; {message[:1].lower()}{message[1:]}"
 
 
 def _known_keys(path: KeyPath) -> set[str]:
-    return {field.alias or name for name, field in _shape_at(path).model_fields.items()}
-
-
-def _shape_at(path: KeyPath) -> type[BaseModel]:
-    shape: type[BaseModel] = PipelineShape
+    entry: Any = PipelineFile
     match path:
         case ("stages", _):
-            shape = StageShape
+            entry = StageEntry
+        case ("stages", _, "data_plane"):
+            entry = DataPlaneEntry
         case ("edges", _):
-            shape = EdgeShape
+            entry = EdgeEntry
         case ("edges", _, "chunk"):
-            shape = FramesShape
+            entry = FramesEntry
         case ("stages" | "edges", _, "when", _):
-            shape = TermShape
+            entry = TermEntry
         case ("options", _):
-            shape = OptionShape
+            entry = OptionEntry
         case ("limits",):
-            shape = LimitsShape
+            entry = Limits
         case ("limits", "per_caller"):
-            shape = CallerLimitsShape
+            entry = Bounds
         case _:
             pass
-    return shape
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
+    fields = entry.__pydantic_fields__
+    return {field.validation_alias or name for name, field in fields.items()}

@@ -1,1 +1,1 @@
-"""Pipeline files as text: YAML with line numbers, variables, and overrides."""
+"""Pipeline files as text: YAML with line numbers, variables and overrides."""

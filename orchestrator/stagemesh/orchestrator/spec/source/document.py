@@ -1,4 +1,4 @@
-"""Reads a pipeline file as YAML and remembers the line of every value."""
+"""Reads a pipeline file as YAML and records the line of every value."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ _SCALAR_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", 
 
 @dataclass
 class Document:
-    """A file's values and their origins, with the problems found so far."""
+    """The values of a file, their origins, and the problems found so far."""
 
     values: dict[str, object]
     origin_by_path: dict[KeyPath, Origin]
@@ -26,14 +26,16 @@ class Document:
 
 
 def read_document(text: str, *, file: str, variables: Mapping[str, str]) -> Document:
-    """Parses a pipeline file; raises InvalidPipelineError where there is no document to go on with."""
+    """Parses a pipeline file. Raises InvalidPipelineError if it is not a YAML mapping."""
     references = References(variables)
     try:
         root = yaml.compose(references.take_out(text), Loader=yaml.SafeLoader)
     except yaml.YAMLError as exc:
         raise _syntax_error(exc, file=file) from exc
     if not isinstance(root, yaml.MappingNode):
-        raise InvalidPipelineError(f"{file}:1: the file holds no mapping; begin with `pipeline: NAME` and `stages:`")
+        raise InvalidPipelineError(
+            f"{file}:1: the file does not contain a mapping; begin with `pipeline: NAME` and `stages:`"
+        )
     reader = _Reader(file=file, references=references)
     values = reader.read_mapping(root, ())
     return Document(values, reader.origins, reader.problems)
@@ -43,10 +45,10 @@ def _syntax_error(exc: yaml.YAMLError, *, file: str) -> InvalidPipelineError:
     mark = exc.problem_mark if isinstance(exc, yaml.MarkedYAMLError) else None
     problem = exc.problem if isinstance(exc, yaml.MarkedYAMLError) else str(exc)
     line = mark.line + 1 if mark else 1
-    return InvalidPipelineError(f"{file}:{line}: no valid YAML: {problem}; correct this line or the one before it")
+    return InvalidPipelineError(f"{file}:{line}: invalid YAML: {problem}; correct this line or the one before it")
 
 
-# PyYAML's own annotations leave these two open.
+# PyYAML's annotations lack the types of these two methods.
 def _implicit_tag(text: str) -> str:
     resolve = cast("Callable[[type[yaml.Node], str, tuple[bool, bool]], str]", Resolver().resolve)  # pyright: ignore[reportUnknownMemberType]
     return resolve(yaml.ScalarNode, text, (True, False))
@@ -69,7 +71,7 @@ class _Reader:
         self.problems = Problems(Origins(self.origins))
 
     def read_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
-        """The values of a mapping; a repeated key is a problem and its last value counts."""
+        """Returns the values of a mapping. Reports a repeated key as a problem and uses its last value."""
         values: dict[str, object] = {}
         for key_node, value_node in node.value:
             key = str(key_node.value)
@@ -78,7 +80,7 @@ class _Reader:
                 first = self.origins[*path, key].line
                 self.origins[*path, key] = self._origin(line)
                 self.problems.add(
-                    (*path, key), f"{dotted((*path, key))} is given twice (before on line {first}); keep one"
+                    (*path, key), f"{dotted((*path, key))} is given twice (first on line {first}); keep one"
                 )
             self.origins[*path, key] = self._origin(line)
             values[key] = self._read(value_node, (*path, key))
@@ -116,14 +118,14 @@ class _Reader:
     def _typed(self, node: yaml.ScalarNode, text: str, path: KeyPath) -> object:
         tag = str(node.tag)
         if text != node.value and node.style is None:
-            # A plain scalar's type is that of its value, not of the reference.
+            # The value determines the type of a plain scalar; the reference to a variable does not.
             tag = _implicit_tag(text)
         if tag not in _SCALAR_TAGS:
             return text
         try:
             return _construct(yaml.ScalarNode(tag, text))
         except (yaml.YAMLError, ValueError) as exc:
-            self.problems.add(path, f"{dotted(path)} is no {tag.rpartition(':')[2]}: {exc}")
+            self.problems.add(path, f"{dotted(path)} is not a valid {tag.rpartition(':')[2]}: {exc}; correct it")
             return text
 
     def _origin(self, line: int) -> Origin:

@@ -1,4 +1,4 @@
-"""Finds pipeline files: shipped ones by name, others by path."""
+"""Finds pipeline files: built-in pipelines by name, others by path."""
 
 from difflib import get_close_matches
 from importlib.resources import files
@@ -12,28 +12,28 @@ class Source(NamedTuple):
     """A pipeline file."""
 
     path: Path
-    shipped: bool
+    built_in: bool
 
 
-def _shipped_dir() -> Path:
+def _built_in_dir() -> Path:
     return Path(str(files("stagemesh.orchestrator"))) / "pipelines"
 
 
-def shipped_pipelines() -> tuple[str, ...]:
-    """The names of the pipelines that come with Stagemesh."""
-    return tuple(sorted(path.stem for path in _shipped_dir().glob("*.yaml")))
+def built_in_pipelines() -> tuple[str, ...]:
+    """Returns the names of the pipelines that are part of Stagemesh."""
+    return tuple(sorted(path.stem for path in _built_in_dir().glob("*.yaml")))
 
 
 def find_source(name_or_path: str) -> Source:
-    """The file of a shipped pipeline, or at a path; raises NotFoundError naming those shipped."""
-    if name_or_path in shipped_pipelines():
-        return Source(_shipped_dir() / f"{name_or_path}.yaml", shipped=True)
+    """Returns the file of a built-in pipeline or at a path. Raises NotFoundError (UNKNOWN_PIPELINE)."""
+    if name_or_path in built_in_pipelines():
+        return Source(_built_in_dir() / f"{name_or_path}.yaml", built_in=True)
     path = Path(name_or_path).expanduser()
     if path.is_file():
-        return Source(path, shipped=False)
-    close = get_close_matches(name_or_path, shipped_pipelines(), n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else f"; shipped: {', '.join(shipped_pipelines())}"
+        return Source(path, built_in=False)
+    close = get_close_matches(name_or_path, built_in_pipelines(), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; built-in: {', '.join(built_in_pipelines())}"
     raise NotFoundError(
-        f"unknown pipeline {name_or_path!r}: neither shipped nor a file{hint} (or give the path of a .yaml file)",
+        f"unknown pipeline {name_or_path!r}: neither built-in nor a file{hint} (or give the path of a .yaml file)",
         reason="UNKNOWN_PIPELINE",
     )

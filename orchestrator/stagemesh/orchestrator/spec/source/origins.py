@@ -1,39 +1,39 @@
-"""Where each value of a pipeline file came from."""
+"""The origin of each value of a pipeline: a line of the file, a variable, or an override."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 KeyPath: TypeAlias = tuple[str | int, ...]
-"""Keys and list positions from the top of the file down to a value."""
+"""The keys and list positions that lead from the top of the file to a value."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from."""
+    """The origin of a value."""
 
     line: int
-    """From 1; 0 for what did not come from the file."""
+    """The line number, from 1. 0 for a value that is not from the file."""
     place: str
-    """What an error begins with: "file:line", or "--set KEY"."""
+    """The start of an error message: "file:line" or "--set KEY"."""
     label: str
-    """What `pipeline explain` shows: "file:line", "variable X" or "override"."""
+    """The text that `pipeline explain` shows: "file:line", "variable X" or "override"."""
 
 
 @dataclass(frozen=True)
 class Origins:
-    """The origins of a file's values by path; the empty path is the file as a whole."""
+    """The origins of a file's values by path. The empty path stands for the whole file."""
 
     by_path: Mapping[KeyPath, Origin]
 
     def get(self, path: KeyPath) -> Origin | None:
-        """The origin of exactly this value; None for a default."""
+        """Returns the origin of exactly this value, or None for a default."""
         return self.by_path.get(path)
 
     def nearest(self, path: KeyPath) -> Origin:
-        """The origin of the value, or of the closest thing around it that has one.
+        """Returns the origin of a value, or that of the closest surrounding value that has an origin.
 
-        Path elements that the file does not have in the middle (a validator's own tags) are stepped over.
+        Skips elements of the path that are not in the file, such as a validator's tags.
         """
         reached: KeyPath = ()
         for element in path:
@@ -43,5 +43,5 @@ class Origins:
 
 
 def dotted(path: KeyPath) -> str:
-    """A path as people write it: edges.0.connector."""
+    """Returns a path as text, such as "edges.0.connector"."""
     return ".".join(map(str, path))

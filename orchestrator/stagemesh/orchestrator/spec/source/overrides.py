@@ -1,6 +1,6 @@
-"""Values set from outside the file: `--set edges.*.connector=grpc`.
+"""Values that are set from outside the file, such as `--set edges.*.connector=grpc`.
 
-`*` stands for every key or list position; an edge may also be named by its name. Values are YAML.
+`*` stands for every key or list position. The name of an edge may replace its list position. Values are YAML.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,38 +11,36 @@ import yaml
 from stagemesh.orchestrator.spec.source.document import Document
 from stagemesh.orchestrator.spec.source.origins import KeyPath, Origin
 
-# Mappings that a file may leave out.
+# Mappings that a file may omit.
 _OPTIONAL_MAPPINGS = frozenset({"data_plane", "options", "limits", "per_caller", "chunk"})
 
 
 def apply_overrides(document: Document, overrides: Mapping[str, str]) -> None:
-    """Sets each value in the document; what fits nowhere becomes a problem."""
+    """Sets each value in the document. An override that matches no key becomes a problem."""
     for key, text in overrides.items():
         origin = Origin(0, f"--set {key}", "override")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as exc:
-            _refuse(document, origin, f"{text!r} is no valid YAML ({exc}); quote it")
+            _reject(document, origin, f"{text!r} is not valid YAML ({exc}); quote it")
             continue
         places = list(_places(document.values, key.split("."), ()))
         for container, path in places:
-            _forget_below(document, path)
+            _remove_origins_below(document, path)
             _put(container, path[-1], value)
             document.origin_by_path[path] = origin
         if not places:
-            _refuse(
-                document, origin, "nothing of this name in the pipeline; see `stagemesh pipeline explain` for the keys"
-            )
+            _reject(document, origin, "the pipeline has no such key; see `stagemesh pipeline explain` for the keys")
 
 
-def _refuse(document: Document, origin: Origin, text: str) -> None:
+def _reject(document: Document, origin: Origin, text: str) -> None:
     path: KeyPath = (origin.place,)
     document.origin_by_path[path] = origin
     document.problems.add(path, text)
 
 
 def _places(container: object, names: list[str], path: KeyPath) -> Iterator[tuple[object, KeyPath]]:
-    """The containers of what `names` mean, each with the whole path."""
+    """Yields the containers of the values that `names` match, each with the value's path."""
     name, *rest = names
     mapping = _as_mapping(container)
     if mapping is not None and not rest and name != "*":
@@ -86,6 +84,6 @@ def _put(container: object, key: str | int, value: object) -> None:
     cast("dict[str | int, object]", container)[key] = value
 
 
-def _forget_below(document: Document, path: KeyPath) -> None:
+def _remove_origins_below(document: Document, path: KeyPath) -> None:
     for known in [known for known in document.origin_by_path if known[: len(path)] == path]:
         del document.origin_by_path[known]

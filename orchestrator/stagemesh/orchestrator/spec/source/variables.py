@@ -1,7 +1,7 @@
-"""${NAME} and ${NAME:-default} in a pipeline file; $${NAME} stands for itself.
+"""References to variables in a pipeline file: ${NAME} and ${NAME:-default}. $${NAME} stands for the text "${NAME}".
 
-References are taken out of the text before YAML reads it and filled in afterwards, scalar by scalar: so they may
-stand within {…}, no value can change the file's structure, and those in comments do no harm.
+References are replaced by marks before YAML reads the text, and each scalar is filled in afterwards. Therefore
+references may stand within {…}, no value can change the file's structure, and references in comments have no effect.
 """
 
 import re
@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 _REFERENCE = re.compile(r"\$(?P<escape>\$?)\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}\n]*))?\}")
-# Private-use characters, which YAML allows in plain scalars everywhere.
+# YAML allows private-use characters everywhere in plain scalars.
 _MARK = re.compile("\ue000(\\d+)\ue001")
 
 
 class Filled(NamedTuple):
-    """A scalar's text with its references filled in."""
+    """The text of a scalar with values instead of references."""
 
     text: str
     names: tuple[str, ...]
-    """The variables that the text took its value from."""
+    """The variables whose values the text contains."""
     missing: tuple[str, ...]
-    """The variables that are not set and have no default."""
+    """The variables that are not set and have no default in the text."""
 
 
 class References:
@@ -31,11 +31,11 @@ class References:
         self._found: list[re.Match[str]] = []
 
     def take_out(self, text: str) -> str:
-        """The file's text with a mark in the place of each reference."""
+        """Returns the file's text with a mark instead of each reference."""
         return _REFERENCE.sub(self._mark, text)
 
     def fill_in(self, text: str) -> Filled:
-        """A scalar's text with values in the place of the marks."""
+        """Returns a scalar's text with values instead of marks."""
         names: list[str] = []
         missing: list[str] = []
 
@@ -53,7 +53,7 @@ class References:
 
     def _look_up(self, reference: re.Match[str], *, names: list[str], missing: list[str]) -> str:
         name, default = reference["name"], reference["default"]
-        # As in a shell, an empty variable counts as unset where there is a default.
+        # As in a shell, an empty variable counts as unset if the reference has a default.
         if value := self._variables.get(name):
             names.append(name)
             return value

@@ -1,4 +1,4 @@
-"""Every mistake that a pipeline file can hold, with the exact line and text that its author reads."""
+"""Every mistake that a pipeline file can contain, with the exact line and text of the report."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from stagemesh.common.errors import InvalidPipelineError, NotFoundError
 from stagemesh.orchestrator.spec import load_pipeline
-from tests.orchestrator.catalog import CATALOG
+from tests.orchestrator.spec.catalog import CATALOG
 
 GOOD = """\
 pipeline: song
@@ -22,7 +22,7 @@ outputs: {text: thinker, audio: singer}
 
 
 def _error(folder: Path, text: str, *, overrides: dict[str, str] | None = None) -> str:
-    """What is wrong with `text`, with the file's name for its path."""
+    """Returns the error for a file with this text, with the file's name instead of its path."""
     path = folder / "song.yaml"
     path.write_text(text)
     with pytest.raises(InvalidPipelineError) as caught:
@@ -36,15 +36,16 @@ CASES: dict[str, tuple[str, str, str]] = {
     "unknown key at the top": ("outputs:", "output: {}\noutputs:",
         "song.yaml:9: unknown key 'output'; did you mean 'outputs'?"),
     "key given twice": ("edges:", "  thinker: {engine: plain, function: talk}\nedges:",
-        "song.yaml:6: stages.thinker is given twice (before on line 3); keep one"),
+        "song.yaml:6: stages.thinker is given twice (first on line 3); keep one"),
     "missing key": ("{from: thinker, to: reader}", "{from: thinker}",
         "song.yaml:7: edges.0 has no 'to'; add it"),
     "bad number of replicas": ("function: read", "function: read, replicas: 0",
         "song.yaml:4: stages.reader.replicas is 0; input should be greater than or equal to 1"),
     "bad stage name": ("  singer: ", "  Singer: {engine: plain, function: sing}\n  singer: ",
-        "song.yaml:5: 'stages.Singer' is no valid name; use small letters, digits and '-', a letter first"),
+        ("song.yaml:5: 'stages.Singer' is not a valid name; use lower-case letters, digits and '-', a letter "
+        "first")),
     "bad pipeline name": ("pipeline: song", "pipeline: My Song",
-        "song.yaml:1: pipeline is 'My Song'; use small letters, digits and '-', a letter first"),
+        "song.yaml:1: pipeline is 'My Song'; use lower-case letters, digits and '-', a letter first"),
     "unknown engine": ("engine: plain, function: read", "engine: plane, function: read",
         "song.yaml:4: unknown engine 'plane'; known: heavy, lone, plain"),
     "unknown function": ("function: read", "function: reed",
@@ -56,17 +57,17 @@ CASES: dict[str, tuple[str, str, str]] = {
     "unknown transform": ("to: reader}", "to: reader, transform: text.lower}",
         "song.yaml:7: unknown transform 'text.lower'; known: frames.wider, text.upper"),
     "dangling edge": ("to: singer}", "to: singr}",
-        "song.yaml:8: edge to no stage: 'singr'; did you mean 'singer'?"),
+        "song.yaml:8: unknown stage 'singr'; did you mean 'singer'?"),
     "cycle": ("outputs:", "  - {from: singer, to: reader}\noutputs:",
         "song.yaml:9: cycle reader -> singer -> reader; remove one of these edges"),
     "edge given twice": ("outputs:", "  - {from: reader, to: singer}\noutputs:",
-        "song.yaml:9: edge 'reader->singer' exists already; give this one another `name`"),
+        "song.yaml:9: edge 'reader->singer' exists already; give this edge another `name`"),
     "stage that is not fed": ("  - {from: reader, to: singer}\n", "",
         "song.yaml:5: no edge leads to stage 'singer', which accepts frames: float32[frames, 8]; add one to `edges`"),
     "stage that lacks a tensor": ("function: read", "function: mix",
         "song.yaml:4: no edge brings stage 'reader' its frames: float32[frames, 8]; add one, or change a transform"),
     "stage without use": ("edges:", "  idle: {engine: plain, function: talk}\nedges:",
-        "song.yaml:6: stage 'idle' serves no output; name it in `outputs`, add an edge, or remove it"),
+        "song.yaml:6: no output depends on stage 'idle'; name it in `outputs`, add an edge, or remove it"),
     "prompt stage that is fed": ("outputs:", "  - {from: singer, to: thinker}\noutputs:",
         "song.yaml:3: stage 'thinker' takes the client's prompt and no tensors; remove its edges"),
     "type mismatch": ("function: sing", "function: wide",
@@ -76,8 +77,8 @@ CASES: dict[str, tuple[str, str, str]] = {
         ("song.yaml:7: transform 'frames.wider' takes frames: float32[frames, 8], but stage 'thinker' emits "
         "text: uint8[bytes], token_ids: int64[n]; choose another transform")),
     "edge that brings nothing": ("{from: reader, to: singer}", "{from: thinker, to: singer}",
-        ("song.yaml:8: stage 'thinker' gives text: uint8[bytes], token_ids: int64[n], of which stage 'singer' accepts "
-        "nothing (it accepts frames: float32[frames, 8]); add a transform, or remove the edge")),
+        ("song.yaml:8: stage 'thinker' gives text: uint8[bytes], token_ids: int64[n], but stage 'singer' "
+        "accepts only frames: float32[frames, 8]; add a transform, or remove the edge")),
     "unknown connector": ("to: reader}", "to: reader, connector: tcp}",
         "song.yaml:7: unknown connector 'tcp'; use one of auto, shm, nixl, grpc"),
     "chunk without frames": ("to: singer}", "to: singer, chunk: {frames: 0}}",
@@ -87,18 +88,18 @@ CASES: dict[str, tuple[str, str, str]] = {
     "unknown chunk policy": ("to: singer}", "to: singer, chunk: all}",
         "song.yaml:8: edges.1.chunk is 'all'; input should be 'step' or 'whole'"),
     "frames of nothing in common": ("to: reader}", "to: reader, chunk: {frames: 4}}",
-        ("song.yaml:7: the tensors that stage 'thinker' emits have no first axis in common to cut frames from "
+        ("song.yaml:7: the tensors that stage 'thinker' emits have no common first axis to cut frames from "
         "(text: uint8[bytes], token_ids: int64[n]); use `step` or `whole`")),
     "output of no stage": ("audio: singer", "audio: singr",
-        "song.yaml:9: output 'audio' of no stage: 'singr'; did you mean 'singer'?"),
+        "song.yaml:9: output 'audio' names an unknown stage 'singr'; did you mean 'singer'?"),
     "output of no tensor": ("audio: singer", "audio: singer.video",
-        "song.yaml:9: stage 'singer' emits no 'video'; known: audio"),
+        "song.yaml:9: stage 'singer' does not emit 'video'; known: audio"),
     "ambiguous output": ("text: thinker", "words: thinker",
-        "song.yaml:9: stage 'thinker' emits text, token_ids; write thinker.TENSOR for one"),
+        "song.yaml:9: stage 'thinker' emits text, token_ids; choose one as thinker.TENSOR"),
     "output given twice": ("text: thinker", "text: thinker, again: thinker.text",
-        "song.yaml:9: thinker.text is the output 'text' already; keep one of them"),
+        "song.yaml:9: thinker.text is already the output 'text'; keep one of them"),
     "no outputs": ("{text: thinker, audio: singer}", "{}",
-        "song.yaml:9: outputs is empty; name at least one"),
+        "song.yaml:9: outputs is empty; add at least one item"),
     "bad limit": ("outputs:", "limits: {max_in_flight: none}\noutputs:",
         "song.yaml:9: limits.max_in_flight is 'none'; input should be a valid integer"),
     "unknown limit": ("outputs:", "limits: {max_queue: 3}\noutputs:",
@@ -108,19 +109,19 @@ CASES: dict[str, tuple[str, str, str]] = {
     "unknown limit by caller": ("outputs:", "limits:\n  per_caller: {queued: 3}\noutputs:",
         "song.yaml:10: unknown key 'limits.per_caller.queued'; did you mean 'max_queued'?"),
     "caller's limit that is never reached": ("outputs:", "limits:\n  per_caller: {max_queued: 300}\noutputs:",
-        ("song.yaml:10: limits.per_caller.max_queued is 300, over limits.max_queued (256); lower it, or leave it "
-        "out")),
+        ("song.yaml:10: limits.per_caller.max_queued is 300, more than limits.max_queued (256); lower it, or "
+        "remove it")),
     "variable that is not set": ("function: read", "function: ${FUNCTION}",
         "song.yaml:4: variable FUNCTION is not set; set it, or write ${FUNCTION:-default}"),
     "model left out": ("engine: plain, function: talk", "engine: heavy",
         "song.yaml:3: engine 'heavy' needs a model; add `model: NAME or PATH`"),
     "broken YAML": ("to: reader}", "to: reader",
-        "song.yaml:8: no valid YAML: expected ',' or '}', but got '{'; correct this line or the one before it"),
+        "song.yaml:8: invalid YAML: expected ',' or '}', but got '{'; correct this line or the one before it"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_mistake_is_named_with_its_line_and_remedy(case: str, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_with_its_line_and_remedy(case: str, tmp_path: Path) -> None:
     before, after, message = CASES[case]
     assert before in GOOD
     assert message in _error(tmp_path, GOOD.replace(before, after)).splitlines()
@@ -132,45 +133,44 @@ def test_all_mistakes_are_reported_in_the_files_order(tmp_path: Path) -> None:
     assert [line.split(": ")[0] for line in lines] == ["song.yaml:3", "song.yaml:5", "song.yaml:9"]
 
 
-def test_an_override_is_blamed_by_its_own_name(tmp_path: Path) -> None:
+def test_an_error_in_an_override_names_the_option(tmp_path: Path) -> None:
     assert _error(tmp_path, GOOD, overrides={"stages.reader.replicas": "many"}) == (
         "--set stages.reader.replicas: stages.reader.replicas is 'many'; input should be a valid integer"
     )
 
 
-def test_an_override_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_an_override_of_an_unknown_key_is_rejected(tmp_path: Path) -> None:
     assert _error(tmp_path, GOOD, overrides={"stages.nobody.replicas": "2"}) == (
-        "--set stages.nobody.replicas: nothing of this name in the pipeline; "
-        "see `stagemesh pipeline explain` for the keys"
+        "--set stages.nobody.replicas: the pipeline has no such key; see `stagemesh pipeline explain` for the keys"
     )
 
 
-def test_a_value_from_a_variable_is_blamed_on_it(tmp_path: Path) -> None:
+def test_an_error_in_a_variables_value_names_the_variable(tmp_path: Path) -> None:
     path = tmp_path / "song.yaml"
     path.write_text(GOOD.replace("function: read", "function: ${F}"))
     with pytest.raises(InvalidPipelineError, match=r"song.yaml:4 \(variable F\): unknown function 'reed'"):
         load_pipeline(str(path), catalog=CATALOG, variables={"F": "reed"})
 
 
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
-    assert _error(tmp_path, "- a\n- b\n").startswith("song.yaml:1: the file holds no mapping")
+def test_a_file_without_a_mapping_is_rejected(tmp_path: Path) -> None:
+    assert _error(tmp_path, "- a\n- b\n").startswith("song.yaml:1: the file does not contain a mapping")
 
 
-def test_a_missing_model_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_model_names_the_searched_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGEMESH_HOME", "/home-of-models")
     text = GOOD.replace("engine: plain, function: talk", "engine: heavy, model: smol")
     assert _error(tmp_path, text) == (
-        "song.yaml:3: model 'smol' is missing (looked for smol and /home-of-models/models/smol); "
+        "song.yaml:3: model 'smol' is missing (searched smol and /home-of-models/models/smol); "
         "run `stagemesh models fetch`, or give the path of a folder or file"
     )
 
 
-def test_an_unknown_pipeline_names_those_shipped() -> None:
+def test_an_unknown_pipeline_names_a_similar_built_in_pipeline() -> None:
     with pytest.raises(NotFoundError, match="did you mean 'speech'") as caught:
         load_pipeline("speach")
     assert caught.value.reason == "UNKNOWN_PIPELINE"
 
 
-def test_a_pipeline_of_no_resemblance_lists_those_shipped() -> None:
-    with pytest.raises(NotFoundError, match="shipped: speech"):
+def test_an_unknown_pipeline_lists_all_built_in_pipelines() -> None:
+    with pytest.raises(NotFoundError, match="built-in: speech"):
         load_pipeline("nowhere/pipeline.yaml")

@@ -7,10 +7,10 @@ import pytest
 from stagemesh.common.errors import InvalidPipelineError
 from stagemesh.orchestrator.planning.request_facts import facts_of
 from stagemesh.orchestrator.request.validation import ValidRequest
-from stagemesh.orchestrator.spec import Pipeline, explain, load_pipeline
+from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.orchestrator.spec.conditions import Fact
 from stagemesh.v1 import request_pb2
-from tests.orchestrator.catalog import CATALOG
+from tests.orchestrator.spec.catalog import CATALOG
 
 BAND = """\
 pipeline: band
@@ -53,24 +53,27 @@ LOUD = "when: {option: loud, over: 5}"
 
 MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
     "unknown option": ([("to: singer}", "to: singer, when: {option: lout, is: 1}}")],
-        "band.yaml:10: no stage has an option 'lout', and `options` declares none; did you mean 'loud'?"),
+        "band.yaml:10: no stage has an option 'lout', and `options` does not declare it; did you mean 'loud'?"),
     "option of another type": ([("to: singer}", "to: singer, when: {option: loud, is: high}}")],
         "band.yaml:10: edges.1.when.0.is is 'high'; input should be a valid number"),
     "option that is no truth value": ([("to: singer}", "to: singer, when: {option: loud, is: true}}")],
         "band.yaml:10: edges.1.when.0.is is True; input should be a valid number"),
     "option as a flag": ([("to: singer}", "to: singer, when: {option: loud, wanted: true}}")],
-        "band.yaml:10: option 'loud' is a number; write `is` in the place of `wanted`"),
+        "band.yaml:10: option 'loud' is a number; write `is` instead of `wanted`"),
     "option compared with nothing": ([("to: singer}", "to: singer, when: {option: loud}}")],
-        "band.yaml:10: option 'loud' is compared with nothing; add one of is, is_not, over, at_least, under, at_most"),
+        ("band.yaml:10: option 'loud' is not compared with anything; add one of is, is_not, over, at_least, "
+        "under, at_most")),
     "never so": ([("to: singer}", "to: singer, when: {option: loud, over: 10}}")],
-        "band.yaml:10: option loud is over 10: that is never so (it goes from 0 to 10); compare it with another value"),
+        ("band.yaml:10: option loud is over 10: this never holds (the option lies between 0 and 10); compare "
+        "it with another value")),
     "always so": ([("to: singer}", "to: singer, when: {option: loud, at_least: 0}}")],
-        ("band.yaml:10: option loud is at least 0: that is always so (it goes from 0 to 10); remove it, or compare it "
-        "with another value")),
+        ("band.yaml:10: option loud is at least 0: this always holds (the option lies between 0 and 10); "
+        "remove it, or compare it with another value")),
     "contradiction": ([("to: singer}", "to: singer, when: {option: loud, over: 5, under: 5}}")],
-        "band.yaml:10: option loud is over 5 and option loud is under 5: no request is so; remove one of them"),
+        ("band.yaml:10: option loud is over 5 and option loud is under 5: no request can fulfil this; remove a "
+        "term")),
     "tokens and text": ([("to: singer}", "to: singer, when: [{input: tokens}, {input: text}]}")],
-        "band.yaml:10: the input has tokens and the input has text: no request is so; remove one of them"),
+        ("band.yaml:10: the input has tokens and the input has text: no request can fulfil this; remove a term")),
     "unknown comparison": ([("to: singer}", "to: singer, when: {option: loud, above: 5}}")],
         "band.yaml:10: unknown key 'edges.1.when.0.above'; did you mean 'over'?"),
     "nothing named": ([("to: singer}", "to: singer, when: {is: 5}}")],
@@ -82,65 +85,67 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
         ("band.yaml:10: edges.1.when.0.input is 'smell'; input should be 'text', 'tokens', 'image', 'audio', 'video' "
         "or 'tensors'")),
     "input that no stage takes": ([("to: singer}", "to: singer, when: {input: image}}")],
-        "band.yaml:10: no stage takes image, and requests with it are refused; remove the condition"),
+        "band.yaml:10: no stage accepts image, and requests with it are rejected; remove the condition"),
     "input that is wanted": ([("to: singer}", "to: singer, when: {input: text, wanted: true}}")],
-        "band.yaml:10: `wanted` is for outputs; write `given` of an input"),
+        "band.yaml:10: `wanted` is for outputs; use `given` for an input"),
     "output that is given": ([("to: singer}", "to: singer, when: {output: text, given: true}}")],
-        "band.yaml:10: `given` is for inputs; write `wanted` of an output"),
+        "band.yaml:10: `given` is for inputs; use `wanted` for an output"),
     "unknown output": ([("to: singer}", "to: singer, when: {output: sound}}")],
-        "band.yaml:10: no output 'sound'; known: audio, blend, text"),
+        "band.yaml:10: unknown output 'sound'; known: audio, blend, text"),
     "option of several defaults": (
         [("function: sing", "function: drawl"), ("audio: singer", "audio: singer.frames"),
          ("to: singer}", "to: singer, when: {option: speed, over: 1}}")],
         ("band.yaml:10: stages singer and blender have option 'speed' with different defaults; declare another one "
         "under `options`")),
     "output compared as a number": ([("to: singer}", "to: singer, when: {output: text, is: 1}}")],
-        "band.yaml:10: is is for options; write `given` of an input and `wanted` of an output"),
+        ("band.yaml:10: only options can be compared by `is`; use `given` for an input and `wanted` for an "
+        "output")),
     "empty when": ([("to: singer}", "to: singer, when: []}")],
-        "band.yaml:10: edges.1.when is empty; name at least one"),
+        "band.yaml:10: edges.1.when is empty; add at least one item"),
     "option of a stage declared again": ([("options: {loud:", "options: {speed:")],
         "band.yaml:2: stage 'blender' has option 'speed' already; choose another name"),
     "option with bounds that do not hold": ([("default: 0, min", "default: 11, min")],
-        ("band.yaml:2: options.loud is {'default': 11, 'minimum': 0, 'maximum': 10}; value error, minimum is to be "
-        "less than maximum, and default between them")),
+        ("band.yaml:2: options.loud is {'default': 11, 'minimum': 0, 'maximum': 10}; value error, minimum must "
+        "be less than maximum, and default must lie between them")),
     "output that is not always made": ([("function: sing", f"function: sing, {LOUD}")],
         ("band.yaml:13: output 'audio' is not made when output audio is wanted and option loud is 0: stage 'singer' "
         "runs only when option loud is over 5; use `when: {output: audio}` there, or conditions on its edges")),
     "stage that can starve": ([("to: singer}", f"to: singer, {LOUD}}}")],
-        ("band.yaml:6: nothing feeds stage 'singer' when output audio is wanted and option loud is 0; give it a `when` "
-        "of its own, or let an edge bring it something then")),
+        ("band.yaml:6: no edge feeds stage 'singer' when output audio is wanted and option loud is 0; give the "
+        "stage a `when`, or let an edge feed it in this case")),
     "join that can starve": (
         [("thinker, to: blender}", f"thinker, to: blender, {LOUD}}}"),
          ("reader, to: blender}", "reader, to: blender, when: {option: loud, at_least: 7}}")],
-        ("band.yaml:7: nothing feeds stage 'blender' when output blend is wanted and option loud is 0; give it a "
-        "`when` of its own, or let an edge bring it something then")),
+        ("band.yaml:7: no edge feeds stage 'blender' when output blend is wanted and option loud is 0; give "
+        "the stage a `when`, or let an edge feed it in this case")),
     "join that lacks a tensor": (
         [("function: blend", "function: mix"), ("reader, to: blender}", f"reader, to: blender, {LOUD}}}")],
-        ("band.yaml:7: no edge brings stage 'blender' its 'frames' when output blend is wanted and option loud is 0; "
-        "give it the same condition, or let another edge bring it then")),
+        ("band.yaml:7: no edge brings stage 'blender' its 'frames' when output blend is wanted and option loud "
+        "is 0; give the stage the same condition, or let another edge bring it in this case")),
     "edge that never carries anything": (
         [("function: read", "function: read, when: {output: audio}"),
          ("reader, to: blender}", "reader, to: blender, when: {output: audio, wanted: false}}")],
-        ("band.yaml:12: edge 'reader->blender' carries nothing ever: its condition contradicts those of its stages; "
-        "change one")),
+        ("band.yaml:12: edge 'reader->blender' never carries anything: its condition contradicts those of its "
+        "stages; change one")),
     "stage that never runs": (
         [("function: sing", "function: sing, when: {output: audio}"), ("audio: singer, ", "audio: thinker.token_ids, "),
          ("outputs: {", "outputs: {last: singer, "),
          ("function: read", "function: read, when: {output: last, wanted: false}"),
          ("  - {from: reader, to: blender}\n", "")],
-        ("band.yaml:5: stage 'reader' never runs: its conditions and those on the way to every output contradict each "
-        "other; change one")),
+        ("band.yaml:5: stage 'reader' never runs: its conditions and those of the edges towards the outputs "
+        "contradict each other; change one")),
     "tensor that comes twice": ([("  - {from: reader, to: blender}", "  - {from: thinker, to: blender, name: again}")],
         ("band.yaml:12: edges 'thinker->blender' and 'again' both bring stage 'blender' its text; give it `join: any`, "
         "rename one by a transform, or give them conditions that exclude each other")),
     "part of an input apart": ([("function: blend", "function: mix, join: any")],
-        ("band.yaml:7: stage 'blender' takes what edge 'thinker->blender' brings by itself (`join`), and it needs "
-        "'frames' with it; let these edges join, or bring it over this one")),
+        ("band.yaml:7: stage 'blender' does not join edge 'thinker->blender' with others (`join`), but "
+        "requires 'frames' with it; join these edges, or bring 'frames' over this edge")),
     "several edges to an engine that takes one": ([("engine: plain, function: blend", "engine: lone")],
-        ("band.yaml:12: engine 'lone' is fed by one edge, and edges 'thinker->blender' and 'reader->blender' both lead "
-        "to stage 'blender'; join them in a function stage before it")),
+        ("band.yaml:12: engine 'lone' accepts only one edge, but edges 'thinker->blender' and "
+        "'reader->blender' both lead to stage 'blender'; join them in a function stage before it")),
     "join of an edge that is not there": ([("function: blend", "function: blend, join: [thinker, singer]")],
-        "band.yaml:7: no edge 'singer' leads to stage 'blender', nor one from it; did you mean 'thinker'?"),
+        ("band.yaml:7: no edge to stage 'blender' has the name or the producer 'singer'; did you mean "
+        "'thinker'?")),
     "unknown join": ([("function: blend", "function: blend, join: some")],
         "band.yaml:7: stages.blender.join is 'some'; input should be 'all' or 'any'"),
 }  # fmt: skip
@@ -221,9 +226,37 @@ def test_join_says_which_edges_are_apart(tmp_path: Path, join: str, apart: set[s
     assert {edge.name for edge in pipeline.edges if edge.apart} == apart
 
 
+def _joins(count: int, *, otherwise: str) -> str:
+    """Returns a chain of stages, each fed by one of two producers: one above 5 of an option, the other `otherwise`."""
+    options = "\n".join(f"  o{n}: {{default: 0, minimum: 0, maximum: 10}}" for n in range(count))
+    stages, edges = ["  join0: {engine: plain, function: read}"], ["  - {from: thinker, to: join0}"]
+    for n in range(count):
+        stages += [f"  high{n}: {{engine: plain, function: blend, when: {{option: o{n}, over: 5}}}}"]
+        stages += [f"  low{n}: {{engine: plain, function: blend, when: {{option: o{n}, {otherwise}}}}}"]
+        stages += [f"  join{n + 1}: {{engine: plain, function: blend, join: any}}"]
+        edges += [f"  - {{from: join{n}, to: {name}{n}}}" for name in ("high", "low")]
+        edges += [f"  - {{from: {name}{n}, to: join{n + 1}}}" for name in ("high", "low")]
+    head = ["pipeline: joins", "options:", options, "stages:", "  thinker: {engine: plain, function: talk}"]
+    return "\n".join([*head, *stages, "edges:", *edges, f"outputs: {{frames: join{count}}}"])
+
+
+@pytest.mark.timeout(20)
+def test_many_joins_that_can_starve_are_found_quickly(tmp_path: Path) -> None:
+    problems = _problems(tmp_path, _joins(16, otherwise="under: 5"))
+    assert len(problems) == 16
+    for n, problem in enumerate(problems):
+        assert f"no edge feeds stage 'join{n + 1}' when output frames is wanted and option o{n} is 5" in problem
+
+
+@pytest.mark.timeout(20)
+def test_many_joins_that_never_starve_are_accepted_quickly(tmp_path: Path) -> None:
+    pipeline = _load(tmp_path, _joins(16, otherwise="at_most: 5"))
+    assert _taken(pipeline, "frames") >= {f"low{n}->join{n + 1}" for n in range(16)}
+
+
 def test_conditions_are_explained_as_they_are_written(tmp_path: Path) -> None:
     pipeline = _load(tmp_path, _edited(("reader, to: blender}", f"reader, to: blender, {LOUD}}}")))
-    rows = {row.key: row.value for row in explain(pipeline)}
+    rows = {row.key: row.value for row in pipeline.explanation}
     assert rows["edges.3.when"] == '[{"option": "loud", "over": 5.0}]'
     assert "edges.0.when" not in rows
 

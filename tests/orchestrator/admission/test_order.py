@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from stagemesh.orchestrator.admission import TicketState
 from stagemesh.orchestrator.spec import Bounds
-from tests.orchestrator.doors import Asked, Door
+from tests.orchestrator.admission.doors import Asked, Door
 
 
 def _fill(door: Door, *asks: dict[str, object]) -> list[str]:

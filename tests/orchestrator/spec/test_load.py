@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from stagemesh.connectors.edge import AUTO, GRPC, SHM, FramesPolicy, StepPolicy, WholePolicy
-from stagemesh.orchestrator.spec import Bounds, Limits, Pipeline, explain, load_pipeline, shipped_pipelines
-from tests.orchestrator.catalog import CATALOG
-from tests.orchestrator.test_spec_errors import GOOD
+from stagemesh.orchestrator.spec import Bounds, Limits, Pipeline, built_in_pipelines, load_pipeline
+from tests.orchestrator.spec.catalog import CATALOG
+from tests.orchestrator.spec.test_errors import GOOD
 
 
 def _load(
@@ -89,7 +89,7 @@ def test_the_generation_changes_with_the_stages_alone(tmp_path: Path) -> None:
 
 def test_a_value_is_explained_by_its_origin(tmp_path: Path) -> None:
     text = GOOD.replace("function: read", "function: read, replicas: ${N:-2}, options: {device: '${D}'}")
-    rows = explain(_load(tmp_path, text, variables={"D": "cpu"}, overrides={"edges.0.connector": "shm"}))
+    rows = _load(tmp_path, text, variables={"D": "cpu"}, overrides={"edges.0.connector": "shm"}).explanation
     origins = {row.key: (row.value, row.origin.replace(str(tmp_path), ".")) for row in rows}
     assert origins["stages.reader.engine"] == ("plain", "./song.yaml:4")
     assert origins["stages.reader.replicas"] == ("2", "./song.yaml:4")
@@ -101,8 +101,8 @@ def test_a_value_is_explained_by_its_origin(tmp_path: Path) -> None:
 def test_limits_have_defaults_and_may_be_set_by_caller(tmp_path: Path) -> None:
     overrides = {"limits.max_queued": "0", "limits.per_caller.max_in_flight": "2"}
     pipeline = _load(tmp_path, overrides=overrides)
-    assert pipeline.limits == Limits(64, 4 << 30, 0, 256 << 20, per_caller=Bounds(max_in_flight=2))
-    rows = {row.key: (row.value, row.origin) for row in explain(pipeline)}
+    assert pipeline.limits == Limits(max_queued=0, per_caller=Bounds(max_in_flight=2))
+    rows = {row.key: (row.value, row.origin) for row in pipeline.explanation}
     assert rows["limits.per_caller.max_in_flight"] == ("2", "override")
     assert rows["limits.max_in_flight_bytes"] == (str(4 << 30), "default")
     assert "limits.per_caller.max_queued" not in rows
@@ -112,9 +112,9 @@ def test_models_need_not_exist_where_only_the_shape_matters(tmp_path: Path) -> N
     path = tmp_path / "song.yaml"
     path.write_text(GOOD.replace("engine: plain, function: talk", "engine: heavy, model: smol"))
     pipeline = load_pipeline(str(path), catalog=CATALOG, check_models=False)
-    assert pipeline.stages["thinker"].model is None
+    assert pipeline.stages["thinker"].model_path is None
 
 
-@pytest.mark.parametrize("name", shipped_pipelines())
-def test_shipped_pipelines_hold_together(name: str) -> None:
+@pytest.mark.parametrize("name", built_in_pipelines())
+def test_built_in_pipelines_are_valid(name: str) -> None:
     assert load_pipeline(name, variables={}, check_models=False).name == name

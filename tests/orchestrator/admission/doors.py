@@ -71,7 +71,13 @@ class Door:
         max_queued_bytes: int = 1 << 40,
         per_caller: Bounds | None = None,
     ) -> None:
-        limits = Limits(max_in_flight, max_in_flight_bytes, max_queued, max_queued_bytes, per_caller or Bounds())
+        limits = Limits(
+            max_in_flight=max_in_flight,
+            max_in_flight_bytes=max_in_flight_bytes,
+            max_queued=max_queued,
+            max_queued_bytes=max_queued_bytes,
+            per_caller=per_caller or Bounds(),
+        )
         self.clock = Clock()
         self.admission = Admission(limits, clock=self.clock)
         self.order: list[str] = []

@@ -5,7 +5,7 @@ import pytest
 from stagemesh.common.errors import DeadlineError, OverloadedError
 from stagemesh.orchestrator.admission.retry_schedule import RetrySchedule
 from stagemesh.orchestrator.spec import Bounds
-from tests.orchestrator.doors import Door
+from tests.orchestrator.admission.doors import Door
 
 
 def test_who_has_less_time_than_any_took_is_refused_at_the_door() -> None:

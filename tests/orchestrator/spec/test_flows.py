@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 
 from stagemesh.common.descriptors import EngineDescriptor, OptionSpec, Signature
 from stagemesh.common.tensors import TensorSpec
-from stagemesh.connectors.edge import StepPolicy
 from stagemesh.orchestrator.spec import Catalog, Edge, Limits, Pipeline, PipelineOutput, Stage
-from stagemesh.orchestrator.spec.checks.flows import FlowChecker
+from stagemesh.orchestrator.spec.checks.flows import check_flows
 from stagemesh.orchestrator.spec.checks.problems import Problems
-from stagemesh.orchestrator.spec.checks.satisfiability import find_facts
+from stagemesh.orchestrator.spec.checks.request_sets import find_facts
 from stagemesh.orchestrator.spec.conditions import Comparison, Condition, Fact, Facts, Term, holds
-from stagemesh.orchestrator.spec.routes import find_route
 from stagemesh.orchestrator.spec.source.origins import Origin, Origins
 
 NUMBERS = TensorSpec.parse("float32[n]")
@@ -44,15 +42,16 @@ _FEW_CONDITIONS = st.sampled_from([False, False, False, True]).flatmap(
 
 def _edges(producer: int, consumer: int) -> st.SearchStrategy[Edge]:
     usual = ("x",) if producer % 2 else ("y",)
+
+    def edge(condition: Condition, brings: tuple[str, ...], *, apart: bool) -> Edge:
+        ends = f"s{producer}", f"s{consumer}"
+        return Edge(
+            name="->".join(ends), producer=ends[0], consumer=ends[1], condition=condition, apart=apart, brings=brings
+        )
+
     return st.builds(
-        Edge,
-        st.just(f"s{producer}->s{consumer}"),
-        st.just(f"s{producer}"),
-        st.just(f"s{consumer}"),
-        st.just(""),
-        st.just("auto"),
-        st.just(StepPolicy()),
-        when=_CONDITIONS,
+        edge,
+        condition=_CONDITIONS,
         apart=st.sampled_from([False, False, True]),
         brings=st.sampled_from([usual, usual, usual, ("x", "y")]),
     )
@@ -68,14 +67,14 @@ def _pipelines(draw: st.DrawFn) -> Pipeline:
         optional = frozenset(draw(st.sampled_from(["xy", "xy", "xy", "x", ""])))
         signature = Signature(accepts=dict.fromkeys("xy", NUMBERS), optional=optional) if n else Signature()
         engine = draw(st.sampled_from(["many", "many", "many", "one"]))
-        stages[f"s{n}"] = Stage(f"s{n}", engine, None, "", None, 1, {}, signature, when=draw(_FEW_CONDITIONS))
+        stages[f"s{n}"] = Stage(name=f"s{n}", engine=engine, signature=signature, condition=draw(_FEW_CONDITIONS))
         producers = draw(st.sets(st.integers(0, n - 1), min_size=min(n, 2))) if n else set[int]()
         edges += [draw(_edges(producer, n)) for producer in sorted(producers)]
     outputs = {
-        "first": PipelineOutput("first", f"s{count - 2}", "x", "tensor", 0),
-        "last": PipelineOutput("last", f"s{count - 1}", "x", "tensor", 0),
+        "first": PipelineOutput(name="first", stage=f"s{count - 2}", tensor="x", kind="tensor", sample_rate_hz=0),
+        "last": PipelineOutput(name="last", stage=f"s{count - 1}", tensor="x", kind="tensor", sample_rate_hz=0),
     }
-    return Pipeline("p", "g", stages, tuple(edges), outputs, Limits(1), Path("p.yaml"))
+    return Pipeline("p", "g", stages, tuple(edges), outputs, Limits(max_in_flight=1), Path("p.yaml"))
 
 
 def _requests() -> Iterator[tuple[list[str], Facts]]:
@@ -88,11 +87,11 @@ def _is_sound(pipeline: Pipeline) -> bool:
     """Whether every request is served, and every stage and edge serves one."""
     used = set[str]()
     for outputs, facts in _requests():
-        route = find_route(pipeline, outputs, facts)
+        route = pipeline.route(outputs, facts)
         known = {**facts, **{Fact("output", name): 1.0 for name in outputs}}
         for stage in route.stages:
             incoming = route.incoming[stage.name]
-            if not holds(stage.when, known) or not _is_fed(pipeline, stage, incoming):
+            if not holds(stage.condition, known) or not _is_fed(pipeline, stage, incoming):
                 return False
         used |= {stage.name for stage in route.stages} | {edge.name for edge in route.edges}
     return used == pipeline.stages.keys() | {edge.name for edge in pipeline.edges}
@@ -115,7 +114,7 @@ def _is_fed(pipeline: Pipeline, stage: Stage, incoming: tuple[Edge, ...]) -> boo
 
 def _is_accepted(pipeline: Pipeline) -> bool:
     problems = Problems(Origins({(): Origin(1, "p.yaml:1", "p.yaml:1")}))
-    FlowChecker(CATALOG, problems, pipeline.stages, pipeline.edges, pipeline.outputs).check()
+    check_flows(CATALOG, problems, stages=pipeline.stages, edges=pipeline.edges, outputs=pipeline.outputs)
     return not problems.found
 
 

@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from tests.orchestrator.crowds import Crowd, Visit
-from tests.orchestrator.doors import Door
+from tests.orchestrator.admission.crowds import Crowd, Visit
+from tests.orchestrator.admission.doors import Door
 
 MEAN_S = 2.0
 """Of a crowd's requests: half a second for four of five, else eight; spread as the exponential distribution is."""

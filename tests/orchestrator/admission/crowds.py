@@ -6,7 +6,7 @@ from functools import partial
 
 from stagemesh.common.errors import OverloadedError
 from stagemesh.orchestrator.admission import AdmissionRequest
-from tests.orchestrator.doors import Agenda, Asked, Door
+from tests.orchestrator.admission.doors import Agenda, Asked, Door
 
 
 @dataclass

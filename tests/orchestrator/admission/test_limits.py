@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stagemesh.common.errors import DeadlineError, OverloadedError, UnavailableError
 from stagemesh.orchestrator.admission import CallerLoad
 from stagemesh.orchestrator.spec import Bounds
-from tests.orchestrator.doors import Asked, Door
+from tests.orchestrator.admission.doors import Asked, Door
 
 
 def test_beyond_pipeline_and_queue_one_is_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 from stagemesh.orchestrator.admin.service import SERVICE_NAME
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, stage_pb2
 from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
-from tests.orchestrator.admin_calls import error_of
+from tests.orchestrator.admin.calls import error_of
 from tests.orchestrator.mesh import Mesh, ask, mesh, until_health
 from tests.orchestrator.scripted_stage import Response, ScriptedStage, hang
 from tests.serving.health_calls import Request as HealthRequest

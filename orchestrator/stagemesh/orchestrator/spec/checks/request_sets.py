@@ -1,0 +1,148 @@
+"""Sets of requests that conditions tell apart, and whether they are empty.
+
+A set is a decision diagram (Bryant, "Graph-based algorithms for Boolean function manipulation", 1986) over the facts
+that conditions compare. Each node tests one fact and has a child for each value that makes a difference. The size of a
+diagram grows with the number of facts that depend on each other, not with the number of paths through a pipeline.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from itertools import chain, pairwise
+from typing import NamedTuple, TypeAlias
+
+from stagemesh.orchestrator.spec.conditions import Comparison, Condition, Fact, Facts, InputKind, Term
+
+_EXCLUDED_BY_TOKENS: Sequence[InputKind] = ("text", "image", "audio", "video")
+_IMPOSSIBLE: Sequence[Condition] = tuple(
+    tuple(Term(Fact("input", kind), Comparison.IS, 1.0) for kind in ("tokens", other)) for other in _EXCLUDED_BY_TOKENS
+)
+"""Conditions that no request fulfils: a prompt consists either of tokens or of other inputs."""
+_MAX_NODES = 200_000
+
+RequestSet: TypeAlias = int
+"""The number of a diagram's root node."""
+
+NONE: RequestSet = 0
+ALL: RequestSet = 1
+
+
+class TooManyCasesError(Exception):
+    """The conditions distinguish more cases than can be checked."""
+
+
+class _Node(NamedTuple):
+    level: int
+    """The position of the tested fact among all facts. ALL and NONE have the highest level."""
+    children: tuple[RequestSet, ...]
+
+
+class RequestSets:
+    """The sets of requests that can be described by comparisons of the facts in `terms`.
+
+    Every set has exactly one number, so that sets can be compared by it. Operations raise TooManyCasesError if all sets
+    together have more than 200,000 nodes.
+    """
+
+    def __init__(self, terms: Iterable[Term]) -> None:
+        self._values = _values_by_fact(terms)
+        self._facts = list(self._values)
+        self._nodes = [_Node(len(self._facts), ())] * 2
+        self._sets: dict[_Node, RequestSet] = {}
+        self._differences: dict[tuple[RequestSet, RequestSet], RequestSet] = {}
+        excluded = [each for each in _IMPOSSIBLE if all(term.fact in self._values for term in each)]
+        self._possible = reduce(self.difference, map(self.where, excluded), ALL)
+
+    def where(self, condition: Condition) -> RequestSet:
+        """Returns the requests that fulfil a condition."""
+        return reduce(self.both, map(self._where_term, condition), ALL)
+
+    def difference(self, first: RequestSet, second: RequestSet) -> RequestSet:
+        """Returns the requests that are in the first set and not in the second."""
+        if first == NONE or second in (ALL, first):
+            return NONE
+        if second == NONE:
+            return first
+        key = (first, second)
+        if key not in self._differences:
+            level = min(self._nodes[first].level, self._nodes[second].level)
+            pairs = zip(self._children(first, level), self._children(second, level), strict=True)
+            self._differences[key] = self._set(level, [self.difference(*pair) for pair in pairs])
+        return self._differences[key]
+
+    def both(self, first: RequestSet, second: RequestSet) -> RequestSet:
+        """Returns the requests that are in both sets."""
+        return self.difference(first, self.difference(ALL, second))
+
+    def either(self, first: RequestSet, second: RequestSet) -> RequestSet:
+        """Returns the requests that are in at least one of the sets."""
+        return self.difference(ALL, self.difference(self.difference(ALL, first), second))
+
+    def find_facts(self, requests: RequestSet) -> Facts | None:
+        """Returns the facts that make a request belong to a set, preferably default values. None for an empty set."""
+        node = self.both(requests, self._possible)
+        if node == NONE:
+            return None
+        found: dict[Fact, float] = {}
+        while node != ALL:
+            level, children = self._nodes[node]
+            # Every node but NONE leads to ALL.
+            index = next(i for i, child in enumerate(children) if child != NONE)
+            found[self._facts[level]] = self._values[self._facts[level]][index]
+            node = children[index]
+        for fact in tuple(found):
+            fewer = {other: value for other, value in found.items() if other != fact}
+            if self._narrowed(self.difference(self._possible, requests), fewer) == NONE:
+                found = fewer
+        return found
+
+    def _narrowed(self, requests: RequestSet, facts: Facts) -> RequestSet:
+        terms = (Term(fact, Comparison.IS, value) for fact, value in facts.items())
+        return reduce(self.both, map(self._where_term, terms), requests)
+
+    def _where_term(self, term: Term) -> RequestSet:
+        values = self._values[term.fact]
+        return self._set(self._facts.index(term.fact), [int(term.holds(value)) for value in values])
+
+    def _children(self, requests: RequestSet, level: int) -> Sequence[RequestSet]:
+        node = self._nodes[requests]
+        return node.children if node.level == level else [requests] * len(self._values[self._facts[level]])
+
+    def _set(self, level: int, children: Sequence[RequestSet]) -> RequestSet:
+        if len(set(children)) == 1:
+            return children[0]
+        node = _Node(level, tuple(children))
+        if node not in self._sets:
+            if len(self._nodes) >= _MAX_NODES:
+                raise TooManyCasesError
+            self._sets[node] = len(self._nodes)
+            self._nodes.append(node)
+        return self._sets[node]
+
+
+def find_facts(given: Condition, *, unless: Iterable[Condition] = ()) -> Facts | None:
+    """Returns facts that fulfil `given` and none of `unless`, or None if no request has such facts.
+
+    Exact: considers each fact's bounds, its default, every value that it is compared with, and a value between each
+    two.
+    """
+    others = tuple(unless)
+    sets = RequestSets(chain(given, *others))
+    return sets.find_facts(reduce(sets.difference, map(sets.where, others), sets.where(given)))
+
+
+def _values_by_fact(terms: Iterable[Term]) -> Mapping[Fact, Sequence[float]]:
+    """Returns the values of each fact that represent all values, the usual ones first."""
+    by_fact: dict[Fact, list[Term]] = {}
+    for term in terms:
+        by_fact.setdefault(term.fact, []).append(term)
+    return {fact: _representative_values(fact, found) for fact, found in by_fact.items()}
+
+
+def _representative_values(fact: Fact, terms: Sequence[Term]) -> Sequence[float]:
+    bounds = terms[0].bounds
+    if fact.kind != "option":
+        return (0.0, 1.0)
+    compared = [term.value for term in terms if bounds.minimum <= term.value <= bounds.maximum]
+    points = sorted({bounds.minimum, bounds.maximum, bounds.default, *compared})
+    between = [low + (high - low) / 2 for low, high in pairwise(points)]
+    return tuple(dict.fromkeys([bounds.default, *points, *between]))
