@@ -321,7 +321,7 @@ async def test_a_prompt_over_the_message_limit_is_refused_with_sizes(orchestrato
 @pytest.mark.parametrize(
     ("prompt", "arguments", "message"),
     [
-        (None, {}, "nothing to work on"),
+        (None, {}, "the request has no input"),
         ("a", {"token_ids": [1]}, "one of them"),
         ("a", {"seed": -1}, "cannot be sent"),
         ("a", {"regex": "a", "choice": ["b"]}, "regex and choice are given"),
