@@ -9,13 +9,13 @@ from stagemesh.client import (
     AsyncClient,
     AudioChunk,
     AudioFile,
+    AudioSamples,
     Content,
     Finished,
     Progress,
     Queued,
     ReplicaState,
     RetryPolicy,
-    Sound,
     Text,
     TokenLogprobs,
     VideoFile,
@@ -95,7 +95,7 @@ async def test_media_reach_the_server_in_their_places(orchestrator: ScriptedOrch
     prompt: Content = [
         read_media(tmp_path / "cat.JPG"),
         "and",
-        Sound(samples, 8_000),
+        AudioSamples(samples, 8_000),
         AudioFile(b"wav", "audio/wav"),
         VideoFile(b"mp4", "video/mp4"),
     ]
