@@ -109,7 +109,7 @@ async def test_attached_files_go_before_the_prompt(orchestrator: ScriptedOrchest
 async def test_an_attachment_that_is_none_is_an_error(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
     ran = await stagemesh("generate", "hi", "--server", orchestrator.endpoint, "--attach", str(tmp_path / "cat.txt"))
     assert (ran.exit_code, orchestrator.requests) == (1, [])
-    assert "is no picture, sound or film by its name" in ran.stderr
+    assert "has none of the suffixes of images, audio and video" in ran.stderr
 
 
 async def test_the_result_can_be_had_as_json(orchestrator: ScriptedOrchestrator) -> None:

@@ -9,13 +9,13 @@ from stagemesh.client import (
     AsyncClient,
     AudioChunk,
     AudioFile,
+    AudioSamples,
     Content,
     Finished,
     Progress,
     Queued,
     ReplicaState,
     RetryPolicy,
-    Sound,
     Text,
     TokenLogprobs,
     VideoFile,
@@ -95,7 +95,7 @@ async def test_media_reach_the_server_in_their_places(orchestrator: ScriptedOrch
     prompt: Content = [
         read_media(tmp_path / "cat.JPG"),
         "and",
-        Sound(samples, 8_000),
+        AudioSamples(samples, 8_000),
         AudioFile(b"wav", "audio/wav"),
         VideoFile(b"mp4", "video/mp4"),
     ]
@@ -321,7 +321,7 @@ async def test_a_prompt_over_the_message_limit_is_refused_with_sizes(orchestrato
 @pytest.mark.parametrize(
     ("prompt", "arguments", "message"),
     [
-        (None, {}, "nothing to work on"),
+        (None, {}, "the request has no input"),
         ("a", {"token_ids": [1]}, "one of them"),
         ("a", {"seed": -1}, "cannot be sent"),
         ("a", {"regex": "a", "choice": ["b"]}, "regex and choice are given"),

@@ -1,4 +1,4 @@
-"""The Python client: `AsyncClient` and `Client` over the gRPC stubs, with typed events and results."""
+"""The Python client: `AsyncClient` and `Client`, with typed events and results."""
 
 from stagemesh.client.async_client import AsyncClient, AsyncGeneration
 from stagemesh.client.descriptions import (
@@ -27,7 +27,7 @@ from stagemesh.client.events import (
     Tokens,
     Usage,
 )
-from stagemesh.client.media import AudioFile, Content, ImageFile, Part, Sound, VideoFile, read_media
+from stagemesh.client.media import AudioFile, AudioSamples, Content, ImageFile, Part, VideoFile, read_media
 from stagemesh.client.requests import Conversation, GenerateArguments
 from stagemesh.client.results import Audio, Result
 from stagemesh.client.retries import RetryPolicy
@@ -41,6 +41,7 @@ __all__ = [
     "Audio",
     "AudioChunk",
     "AudioFile",
+    "AudioSamples",
     "Client",
     "Content",
     "Conversation",
@@ -62,7 +63,6 @@ __all__ = [
     "ReplicaState",
     "Result",
     "RetryPolicy",
-    "Sound",
     "StageInfo",
     "StageReport",
     "TensorOutput",

@@ -1,4 +1,4 @@
-"""A pipeline, its stages and its replicas as a server describes them."""
+"""The description of a pipeline, its stages, replicas, edges and outputs, as an orchestrator returns it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 
 
 class ReplicaState(Enum):
-    """Where a replica stands in its life; the value is the word that people see."""
+    """The state of a replica. The value is the word shown to people."""
 
     UNKNOWN = "unknown"
     LOADING = "loading"
@@ -23,7 +23,7 @@ class ReplicaState(Enum):
 
 @dataclass(frozen=True)
 class ReplicaInfo:
-    """A replica; `running` counts the steps that it works on for this server."""
+    """A replica. `running` counts the steps that it runs for this orchestrator."""
 
     name: str
     endpoint: str
@@ -34,7 +34,7 @@ class ReplicaInfo:
 
 @dataclass(frozen=True)
 class StageInfo:
-    """A stage."""
+    """A stage and its replicas."""
 
     name: str
     engine: str
@@ -46,8 +46,8 @@ class StageInfo:
 class LinkInfo:
     """An edge between two ready replicas.
 
-    `connector` is what carries it, empty while that is not known; `error` then says why not. `refusals` has the better
-    connectors with why they cannot be used.
+    `connector` names the connector in use. It is empty until the producer has reported one. `error` says why there is
+    none. `refusals` maps each better connector to the reason why it cannot be used.
     """
 
     producer: str
@@ -59,7 +59,7 @@ class LinkInfo:
 
 @dataclass(frozen=True)
 class EdgeInfo:
-    """An edge, with the connector that the pipeline file asks for and what its replicas use."""
+    """An edge, the connector that the pipeline file sets, and the links between its replicas."""
 
     name: str
     from_stage: str
@@ -70,7 +70,7 @@ class EdgeInfo:
 
 @dataclass(frozen=True)
 class OutputInfo:
-    """An output; `kind` is text, audio, image or tensor, and only audio has a rate over 0."""
+    """An output. `kind` is text, audio, image or tensor. `sample_rate_hz` is 0 unless the output is audio."""
 
     name: str
     stage: str
@@ -80,7 +80,7 @@ class OutputInfo:
 
 @dataclass(frozen=True)
 class PipelineInfo:
-    """A pipeline as it is now."""
+    """The current state of a pipeline."""
 
     name: str
     generation: str
@@ -94,7 +94,7 @@ class PipelineInfo:
 
 
 def decode_pipeline(message: orchestrator_pb2.DescribePipelineResponse) -> PipelineInfo:
-    """The pipeline in `message`."""
+    """Converts a pipeline description from the wire."""
     return PipelineInfo(
         name=message.pipeline,
         generation=message.generation,
@@ -109,7 +109,7 @@ def decode_pipeline(message: orchestrator_pb2.DescribePipelineResponse) -> Pipel
 
 
 def decode_edge(message: orchestrator_pb2.EdgeDescription) -> EdgeInfo:
-    """The edge in `message`."""
+    """Converts an edge description from the wire."""
     return EdgeInfo(
         message.name,
         message.from_stage,
@@ -120,7 +120,7 @@ def decode_edge(message: orchestrator_pb2.EdgeDescription) -> EdgeInfo:
 
 
 def decode_replica_state(value: stage_pb2.ReplicaState.ValueType) -> ReplicaState:
-    """The state of this number on the wire; UNKNOWN for one that a newer server added."""
+    """Converts a replica state from the wire. States that this client does not know become UNKNOWN."""
     known = dict(zip(stage_pb2.ReplicaState.values(), stage_pb2.ReplicaState.keys(), strict=True))
     word = known.get(value, "").removeprefix("REPLICA_STATE_").lower()
     return ReplicaState(word) if word in {state.value for state in ReplicaState} else ReplicaState.UNKNOWN
@@ -150,5 +150,5 @@ def _connector_word(value: chunk_pb2.Connector.ValueType) -> str:
     try:
         return name_of(value)
     except InvalidRequestError:
-        # A newer server's, or one that is added from outside and not here.
+        # A connector of a newer server, or of a plug-in that is not installed here.
         return "unknown"

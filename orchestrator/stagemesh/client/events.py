@@ -1,4 +1,4 @@
-"""What a request tells its caller while it runs, in the order in which it happens."""
+"""The events of a running request in the order in which they happen, and their decoding from the wire."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,30 +7,34 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stagemesh.common.tensors import Array
+from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.tensors import Array, read_inline
+from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 
 
 @dataclass(frozen=True)
 class Queued:
-    """The request waits at this place, from 1, for about so long from now. Comes again when the place is another."""
+    """The request waits for admission. Sent again each time its position changes."""
 
     request_id: str
     position: int
+    """From 1."""
     expected_wait_s: float
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """The first event but for Queued: the request is planned and runs, on these replicas (by stage), with this seed."""
+    """The request is planned and runs. The first event, apart from Queued."""
 
     request_id: str
     seed: int
     replicas: Mapping[str, str]
+    """The name of the chosen replica, by stage."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Engine steps that a stage has done, of `total_steps` where it knows."""
+    """How many engine steps a stage has done. `total_steps` is None if the stage does not know its total."""
 
     stage: str
     steps: int
@@ -47,7 +51,7 @@ class Text:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How probable the model took a token to be, and the most probable ones in its place, the first one first."""
+    """A token's log-probability, and the most probable tokens at its position in descending order."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -56,7 +60,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Vocabulary positions to append to an output, with their log-probabilities where those were asked for."""
+    """Vocabulary ids to append to an output, with one `TokenLogprobs` for each if the request asked for them."""
 
     output: str
     ids: tuple[int, ...]
@@ -65,7 +69,7 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False)
 class AudioChunk:
-    """Samples to append to an output: float32 in [-1, 1], [samples] or [samples, channels], read-only."""
+    """Audio samples to append to an output: read-only float32 in [-1, 1], [samples] or [samples, channels]."""
 
     output: str
     samples: npt.NDArray[np.float32]
@@ -73,13 +77,13 @@ class AudioChunk:
 
     @property
     def duration_s(self) -> float:
-        """How long it sounds."""
+        """The playing time in seconds."""
         return len(self.samples) / self.sample_rate_hz
 
 
 @dataclass(frozen=True)
 class Image:
-    """A whole encoded picture, which replaces an earlier one of the same output."""
+    """A complete encoded image. It replaces an earlier one of the same output."""
 
     output: str
     data: bytes
@@ -88,7 +92,7 @@ class Image:
 
 @dataclass(frozen=True, eq=False)
 class TensorOutput:
-    """Any other tensor, read-only."""
+    """A read-only tensor of an output that is not text, tokens, audio or an image."""
 
     output: str
     name: str
@@ -97,7 +101,7 @@ class TensorOutput:
 
 @dataclass(frozen=True)
 class Usage:
-    """Work that a stage did for the request."""
+    """The amount of work that a stage did for the request."""
 
     prompt_tokens: int
     output_tokens: int
@@ -106,7 +110,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds since the request (or a stage's share of it) was accepted."""
+    """Times in seconds since the request, or a stage's step, was accepted."""
 
     started_s: float
     first_output_s: float | None
@@ -115,7 +119,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class EdgeUsage:
-    """What crossed an edge for the request."""
+    """The amount of data that crossed an edge for the request."""
 
     edge: str
     connector: str
@@ -125,7 +129,7 @@ class EdgeUsage:
 
 @dataclass(frozen=True)
 class StageReport:
-    """What a stage did for the request."""
+    """The work, times and sent data of one stage."""
 
     usage: Usage
     timings: Timings
@@ -141,8 +145,76 @@ class Finished:
 
     @property
     def edges(self) -> tuple[EdgeUsage, ...]:
-        """What crossed all edges."""
+        """The usage of all edges."""
         return tuple(edge for stage in self.stages.values() for edge in stage.edges)
 
 
 Event: TypeAlias = Queued | Admitted | Progress | Text | Tokens | AudioChunk | Image | TensorOutput | Finished
+
+
+def decode_event(response: orchestrator_pb2.GenerateResponse) -> Event | None:
+    """Returns the event in `response`, or None for a kind that this client does not know.
+
+    Raises InvalidChunkError for audio or tensors whose shape, type or size is inconsistent.
+    """
+    match response.WhichOneof("event"):
+        case "admitted":
+            admitted = response.admitted
+            return Admitted(admitted.request_id, admitted.seed, dict(admitted.replicas))
+        case "queued":
+            queued = response.queued
+            return Queued(queued.request_id, queued.position, queued.expected_wait_s)
+        case "progress":
+            return _progress(response.progress)
+        case "output":
+            return _output(response.output)
+        case "finished":
+            stages = {name: _report(stage) for name, stage in response.finished.stages.items()}
+            return Finished(stages, _timings(response.finished.timings))
+        case None:
+            return None
+
+
+def _progress(message: orchestrator_pb2.RequestProgress) -> Progress:
+    steps = message.progress
+    return Progress(message.stage, steps.steps, steps.total_steps if steps.HasField("total_steps") else None)
+
+
+def _output(message: request_pb2.Output) -> Event | None:
+    match message.WhichOneof("content"):
+        case "text":
+            return Text(message.name, message.text)
+        case "token_ids":
+            logprobs = tuple(
+                TokenLogprobs(each.logprob, tuple(each.top_ids), tuple(each.top_logprobs)) for each in message.logprobs
+            )
+            return Tokens(message.name, tuple(message.token_ids.ids), logprobs)
+        case "audio":
+            return _audio(message.name, message.audio)
+        case "image":
+            return Image(message.name, message.image.data, message.image.media_type)
+        case "tensor":
+            return TensorOutput(message.name, message.tensor.name, read_inline(message.tensor))
+        case None:
+            return None
+
+
+def _audio(output: str, message: request_pb2.Audio) -> AudioChunk:
+    samples = read_inline(message.samples)
+    if samples.dtype != np.float32 or samples.ndim not in (1, 2) or message.sample_rate_hz < 1:
+        raise InvalidChunkError(
+            f"output {output!r} is {samples.dtype}{list(samples.shape)} at {message.sample_rate_hz} Hz; audio must be "
+            "float32[samples] or float32[samples, channels] at 1 Hz or more; fix the stage that produces it"
+        )
+    return AudioChunk(output, samples.view(np.float32), message.sample_rate_hz)
+
+
+def _report(message: stage_pb2.StepFinished) -> StageReport:
+    usage = message.usage
+    edges = tuple(EdgeUsage(edge.edge, edge.connector, edge.chunks, edge.size_bytes) for edge in message.edges)
+    return StageReport(Usage(usage.prompt_tokens, usage.output_tokens, usage.steps), _timings(message.timings), edges)
+
+
+def _timings(message: request_pb2.Timings) -> Timings:
+    first_s = message.first_output_s if message.HasField("first_output_s") else None
+    return Timings(message.started_s, first_s, message.finished_s)

@@ -1,4 +1,4 @@
-"""What a prompt may hold beside text."""
+"""The media that a prompt can contain in addition to text: images, audio and video."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from stagemesh.v1 import request_pb2
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An encoded picture."""
+    """An encoded image."""
 
     data: bytes
     media_type: str
@@ -24,7 +24,7 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class AudioFile:
-    """An encoded sound."""
+    """An encoded audio file."""
 
     data: bytes
     media_type: str
@@ -33,7 +33,7 @@ class AudioFile:
 
 @dataclass(frozen=True)
 class VideoFile:
-    """An encoded film."""
+    """An encoded video."""
 
     data: bytes
     media_type: str
@@ -41,17 +41,17 @@ class VideoFile:
 
 
 @dataclass(frozen=True, eq=False)
-class Sound:
-    """Sound as samples: float32 in [-1, 1], [samples] or [samples, channels]."""
+class AudioSamples:
+    """Audio as samples: float32 in [-1, 1], [samples] or [samples, channels]."""
 
     samples: npt.NDArray[np.float32]
     sample_rate_hz: int
 
 
-Part: TypeAlias = str | ImageFile | AudioFile | VideoFile | Sound
-"""A piece of a prompt or of a message."""
+Part: TypeAlias = str | ImageFile | AudioFile | VideoFile | AudioSamples
+"""One part of a prompt or of a message."""
 Content: TypeAlias = str | Sequence[Part]
-"""Text, or text and media in their order."""
+"""Text, or a sequence of text and media in the order in which the model reads them."""
 
 _FileKind: TypeAlias = type[ImageFile] | type[AudioFile] | type[VideoFile]
 _SUFFIXES: Mapping[str, tuple[_FileKind, str]] = {
@@ -76,11 +76,14 @@ _SUFFIXES: Mapping[str, tuple[_FileKind, str]] = {
 
 
 def read_media(path: Path | str) -> ImageFile | AudioFile | VideoFile:
-    """A file, as what its name says it is; raises InvalidRequestError for other names, and for what cannot be read."""
+    """Reads an image, audio or video file. The file name's suffix determines the kind and the media type.
+
+    Raises InvalidRequestError (INVALID_MEDIA) for an unknown suffix or a file that cannot be read.
+    """
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise InvalidRequestError(
-            f"{path} is no picture, sound or film by its name; those end in {', '.join(_SUFFIXES)}",
+            f"{path} has none of the suffixes of images, audio and video: {', '.join(_SUFFIXES)}",
             reason="INVALID_MEDIA",
         )
     kind, media_type = _SUFFIXES[path.suffix.lower()]
@@ -91,7 +94,7 @@ def read_media(path: Path | str) -> ImageFile | AudioFile | VideoFile:
 
 
 def message_to_wire(role: str, content: Content) -> request_pb2.Message:
-    """A turn of a conversation as the contract has it."""
+    """Returns one turn of a conversation as a protobuf message."""
     if isinstance(content, str):
         return request_pb2.Message(role=role, content=content)
     return request_pb2.Message(role=role, parts=[_part(part) for part in content])
@@ -107,6 +110,6 @@ def _part(part: Part) -> request_pb2.Part:
             return request_pb2.Part(audio_file=request_pb2.MediaFile(data=part.data, media_type=part.media_type))
         case VideoFile():
             return request_pb2.Part(video_file=request_pb2.MediaFile(data=part.data, media_type=part.media_type))
-        case Sound():
+        case AudioSamples():
             samples = inline_tensor("samples", np.asarray(part.samples, np.float32))
             return request_pb2.Part(audio=request_pb2.Audio(samples=samples, sample_rate_hz=part.sample_rate_hz))

@@ -3,8 +3,18 @@
 from collections import Counter
 from math import ceil
 
-from stagemesh.client.decoding import decode_event
-from stagemesh.client.events import Admitted, AudioChunk, Event, Image, Progress, Queued, TensorOutput, Text, Tokens
+from stagemesh.client.events import (
+    Admitted,
+    AudioChunk,
+    Event,
+    Image,
+    Progress,
+    Queued,
+    TensorOutput,
+    Text,
+    Tokens,
+    decode_event,
+)
 from stagemesh.client.retries import RetryPolicy
 from stagemesh.v1 import orchestrator_pb2
 

@@ -1,53 +1,82 @@
-"""From a caller's arguments to a GenerateRequest, checked before anything is sent."""
+"""Builds a GenerateRequest from a caller's arguments, and checks it before anything is sent."""
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 from uuid import uuid4
 
 from stagemesh.client.media import Content, message_to_wire
-from stagemesh.client.sampling import SamplingArguments, sampling_to_wire
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.tensors import Tensors, inline_tensor
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
+_STRUCTURES = ("json_schema", "regex", "choice", "grammar")
+
 Conversation: TypeAlias = Sequence[tuple[str, Content]]
-"""Turns as (role, content), oldest first; roles are system, user and assistant."""
+"""Turns as (role, content), oldest first. Roles are "system", "user" and "assistant"."""
+
+
+class SamplingArguments(TypedDict, total=False):
+    """How language models choose tokens. An omitted argument has the stage's default. `request.proto` defines each."""
+
+    max_tokens: int | None
+    temperature: float | None
+    """0 is greedy."""
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    stop: Sequence[str]
+    """Texts that end the output."""
+    stop_token_ids: Sequence[int]
+    min_tokens: int | None
+    ignore_eos: bool
+    bad_words: Sequence[str]
+    logprobs: int | None
+    """The number of alternatives that each token's log-probabilities include. 0 returns that of the token alone."""
+    json_schema: str | Mapping[str, object] | None
+    """The schema that the output must conform to. At most one of json_schema, regex, choice and grammar may be set."""
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
 
 
 class GenerateArguments(SamplingArguments, total=False):
-    """What `generate` takes beside the prompt; what is left out is left to the server."""
+    """The arguments of `generate` in addition to the prompt. An omitted argument has the server's default."""
 
     messages: Conversation
-    """Instead of a prompt: a conversation."""
+    """A conversation instead of a prompt."""
     token_ids: Sequence[int]
-    """Instead of a prompt: the model's own tokens."""
+    """The model's own tokens instead of a prompt."""
     negative_prompt: str
-    """What the output is not to show, for pipelines that make pictures or films."""
+    """Text that describes what images or videos must not show."""
     tensors: Tensors
-    """Inputs by name, for pipelines that take them."""
+    """Input tensors by name, for pipelines that accept them."""
     outputs: Sequence[str]
-    """The outputs wanted; all when left out."""
+    """The names of the wanted outputs. Empty for all."""
     adapter: str | None
-    """The LoRA adapter, for stages that take adapters."""
+    """The name of a LoRA adapter, for stages that support adapters."""
     seed: int | None
-    """0 to 2**32 - 1; drawn by the server when left out, and reported in `Admitted`."""
+    """0 to 2**32 - 1. Chosen at random by the server if omitted, and reported in `Admitted`."""
     options: Mapping[str, float]
     """Options that the pipeline's stages declare."""
     request_id: str | None
-    """Drawn when left out."""
+    """Generated at random if omitted."""
     pipeline: str
-    """Needed only where a server has several."""
+    """The pipeline's name. Required only if a server has several."""
     priority: int
-    """Higher goes first where requests queue, from -10 to 10."""
+    """-10 to 10. Requests of a higher priority leave the queue first."""
     caller: str
-    """In whose name: callers of one priority share the pipeline and its queue evenly."""
+    """The caller's name. Callers with the same priority get equal shares of the pipeline and of its queue."""
 
 
 def build_request(prompt: Content | None, arguments: GenerateArguments) -> orchestrator_pb2.GenerateRequest:
-    """The message for these arguments, always with a request_id, so that it can be sent again safely.
+    """Returns the message for these arguments. It always has a request_id, so that sending it again is safe.
 
-    Raises InvalidRequestError for a value that the wire cannot carry, or more bytes than it takes.
+    Raises InvalidRequestError for a value that protobuf cannot encode, or if the message is too large.
     """
     try:
         request = orchestrator_pb2.GenerateRequest(
@@ -68,9 +97,9 @@ def build_request(prompt: Content | None, arguments: GenerateArguments) -> orche
 def _input(prompt: Content | None, arguments: GenerateArguments) -> request_pb2.Input:
     given = [name for name in ("messages", "token_ids") if name in arguments] + ["prompt"] * (prompt is not None)
     if len(given) > 1:
-        raise InvalidRequestError(f"{' and '.join(given)} are given; a request takes one of them")
+        raise InvalidRequestError(f"{' and '.join(given)} are given; a request accepts only one of them")
     if not given and not arguments.get("tensors"):
-        raise InvalidRequestError("nothing to work on; give a prompt, messages, token_ids or tensors")
+        raise InvalidRequestError("the request has no input; give a prompt, messages, token_ids or tensors")
     message = request_pb2.Input(
         negative_prompt=arguments.get("negative_prompt", ""),
         tensors=[inline_tensor(name, tensor) for name, tensor in arguments.get("tensors", {}).items()],
@@ -90,7 +119,7 @@ def _input(prompt: Content | None, arguments: GenerateArguments) -> request_pb2.
 def _parameters(arguments: GenerateArguments) -> request_pb2.Parameters:
     return request_pb2.Parameters(
         seed=arguments.get("seed"),
-        sampling=sampling_to_wire(arguments),
+        sampling=_sampling(arguments),
         options=arguments.get("options", {}),
         adapter=arguments.get("adapter"),
     )
@@ -100,7 +129,42 @@ def _check_size(request: orchestrator_pb2.GenerateRequest) -> None:
     size_bytes = request.ByteSize()
     if size_bytes > MAX_MESSAGE_BYTES:
         raise InvalidRequestError(
-            f"the request is {size_bytes} bytes long; a message may have {MAX_MESSAGE_BYTES}; shorten the input",
+            f"the request is {size_bytes} bytes long; the limit is {MAX_MESSAGE_BYTES}; shorten the input",
             reason="MESSAGE_TOO_LARGE",
             metadata={"size_bytes": str(size_bytes), "limit_bytes": str(MAX_MESSAGE_BYTES)},
         )
+
+
+def _sampling(arguments: SamplingArguments) -> request_pb2.Sampling:
+    sampling = request_pb2.Sampling(
+        max_tokens=arguments.get("max_tokens"),
+        temperature=arguments.get("temperature"),
+        top_p=arguments.get("top_p"),
+        top_k=arguments.get("top_k"),
+        min_p=arguments.get("min_p"),
+        repetition_penalty=arguments.get("repetition_penalty"),
+        presence_penalty=arguments.get("presence_penalty"),
+        frequency_penalty=arguments.get("frequency_penalty"),
+        stop=arguments.get("stop", ()),
+        stop_token_ids=arguments.get("stop_token_ids", ()),
+        min_tokens=arguments.get("min_tokens") or 0,
+        ignore_eos=arguments.get("ignore_eos", False),
+        bad_words=arguments.get("bad_words", ()),
+        logprobs=arguments.get("logprobs"),
+    )
+    _set_structure(sampling, arguments)
+    return sampling
+
+
+def _set_structure(sampling: request_pb2.Sampling, arguments: SamplingArguments) -> None:
+    given = [name for name in _STRUCTURES if arguments.get(name) is not None]
+    if len(given) > 1:
+        raise InvalidRequestError(f"{' and '.join(given)} are given; an output can have only one structure")
+    if (schema := arguments.get("json_schema")) is not None:
+        sampling.json_schema = schema if isinstance(schema, str) else json.dumps(schema)
+    if (regex := arguments.get("regex")) is not None:
+        sampling.regex = regex
+    if (choice := arguments.get("choice")) is not None:
+        sampling.choice.CopyFrom(request_pb2.Choice(texts=choice))
+    if (grammar := arguments.get("grammar")) is not None:
+        sampling.grammar = grammar

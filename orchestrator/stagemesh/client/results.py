@@ -1,4 +1,4 @@
-"""A finished request as one value."""
+"""The outputs of a finished request as one value."""
 
 import time
 from collections.abc import Mapping
@@ -25,27 +25,27 @@ from stagemesh.common.errors import InternalError, NotFoundError
 
 @dataclass(frozen=True, eq=False)
 class Audio:
-    """Sound: float32 in [-1, 1], [samples] or [samples, channels]."""
+    """A complete audio output: float32 in [-1, 1], [samples] or [samples, channels]."""
 
     samples: npt.NDArray[np.float32]
     sample_rate_hz: int
 
     @property
     def duration_s(self) -> float:
-        """How long it sounds."""
+        """The playing time in seconds."""
         return len(self.samples) / self.sample_rate_hz
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """All that a request gave, by output, and when its first pieces came, in seconds since the call."""
+    """All outputs of a request by output name, and the times of the first ones in seconds since the call."""
 
     request_id: str
     seed: int
     texts: Mapping[str, str]
     tokens: Mapping[str, tuple[int, ...]]
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]]
-    """Of the tokens, one each, where they were asked for."""
+    """One for each token, if the request asked for log-probabilities."""
     audios: Mapping[str, Audio]
     images: Mapping[str, Image]
     tensors: Mapping[str, tuple[TensorOutput, ...]]
@@ -57,23 +57,23 @@ class Result:
 
     @property
     def text(self) -> str:
-        """The text of a pipeline that has one text output; empty without one."""
+        """The text of a pipeline with one text output. Empty if there is no text output."""
         return "".join(self.texts.values())
 
     @property
     def audio(self) -> npt.NDArray[np.float32]:
-        """The samples of the first audio output; none without one."""
+        """The samples of the first audio output. Empty if there is no audio output."""
         return self._first_audio().samples if self.audios else np.empty(0, np.float32)
 
     @property
     def sample_rate_hz(self) -> int:
-        """The first audio output's rate; 0 without one."""
+        """The sample rate of the first audio output. 0 if there is no audio output."""
         return self._first_audio().sample_rate_hz if self.audios else 0
 
     def save_wav(self, path: Path | str) -> None:
-        """Writes the first audio output as 16-bit PCM; raises NotFoundError without one."""
+        """Writes the first audio output as 16-bit PCM. Raises NotFoundError if there is no audio output."""
         if not self.audios:
-            raise NotFoundError("the request gave no audio to save; ask for an audio output", reason="NO_AUDIO")
+            raise NotFoundError("the request produced no audio to save; request an audio output", reason="NO_AUDIO")
         with WavWriter(path) as writer:
             writer.write(self.audio, sample_rate_hz=self.sample_rate_hz)
 
@@ -82,7 +82,7 @@ class Result:
 
 
 class ResultBuilder:
-    """Gathers a request's events into a Result. The clock starts when it is made."""
+    """Collects a request's events into a Result. The Result's times count from the construction of this object."""
 
     def __init__(self) -> None:
         self._begun_s = time.monotonic()
@@ -99,7 +99,7 @@ class ResultBuilder:
         self._first_image_s: float | None = None
 
     def add(self, event: Event) -> None:
-        """Takes the next event."""
+        """Adds the next event."""
         match event:
             case Admitted():
                 self._admitted = event
@@ -124,9 +124,9 @@ class ResultBuilder:
                 pass
 
     def build(self) -> Result:
-        """The result; raises InternalError when the stream ended without its first or last event."""
+        """Returns the result. Raises InternalError if the stream ended without its first or last event."""
         if self._admitted is None or self._finished is None:
-            raise InternalError("the server ended the stream without saying that the request is finished; report it")
+            raise InternalError("the server ended the stream without a `finished` event; report this as a defect")
         return Result(
             request_id=self._admitted.request_id,
             seed=self._admitted.seed,

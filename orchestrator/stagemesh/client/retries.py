@@ -1,22 +1,26 @@
-"""When a call may be sent again, and after how long. No clock but the monotonic one, no gRPC."""
+"""Decides whether a failed call is sent again, and after how many seconds. Independent of gRPC."""
 
 import time
 from dataclasses import dataclass
 
 from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
 
-# A server that stops says so; what else it says of a request that has begun is how that ended.
+# The reason that a stopping server reports. After a request has started, any other error is the end of the request.
 _STOPPING = "NOT_RUNNING"
 _LONGEST_SEARCH_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often, and how long in between; the pause doubles each time, up to `max_pause_s`. A server's own wish
-    (RetryInfo) goes first; one over `max_asked_pause_s` is not waited for.
+    """Limits the retries of a request.
 
-    A request that has begun is looked for on every endpoint, for `reattach_s` each time that its server is lost. It is
-    given up where nothing new came of it for as long, over more than `attempts` servers or connections. 0: at once.
+    Before a request runs, it is attempted at most `attempts` times on each endpoint. The pause before the first retry
+    is `first_pause_s`, and it doubles with each retry up to `max_pause_s`. A pause that the server asks for (RetryInfo)
+    takes precedence. If it is longer than `max_asked_pause_s`, the request fails.
+
+    After a request has started and its server is lost, the client searches all endpoints for at most `reattach_s`
+    seconds (0: not at all). The request fails if its server is lost more than `attempts` times in a row and no new
+    event arrives for `reattach_s` seconds.
     """
 
     attempts: int = 5
@@ -27,83 +31,86 @@ class RetryPolicy:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.first_pause_s <= 0 or self.max_pause_s < self.first_pause_s:
-            raise ValueError(f"a retry policy needs attempts >= 1 and 0 < first_pause_s <= max_pause_s, not {self}")
+            raise ValueError(f"a retry policy requires attempts >= 1 and 0 < first_pause_s <= max_pause_s, not {self}")
         for name in ("max_asked_pause_s", "reattach_s"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
 
 
 class Attempts:
-    """The tries at one request, within its time, on one or more endpoints in turn."""
+    """Counts the attempts at one request, on one or more endpoints in turn, within the request's timeout."""
 
     def __init__(self, policy: RetryPolicy, *, timeout_s: float | None, endpoints: int = 1) -> None:
         self._policy, self._endpoints = policy, endpoints
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._made = 0
-        """Since the request was lost, or, until it has begun, in all."""
+        """The number of attempts since the request's server was last lost, or in total if it never was."""
         self._answered = False
-        """Whether the try at hand has shown that the request runs."""
+        """Whether the current attempt has shown that the request runs."""
         self._search_ends_s: float | None = None
-        """Set once the request has begun and was lost."""
-        self._fruitless = 0
-        """How often it was lost since anything new came of it, which was at this time:"""
-        self._news_s = time.monotonic()
+        """The time at which the search for a lost request ends. None until its server is lost."""
+        self._losses = 0
+        """How many times the server was lost since the last new event."""
+        self._last_new_event_s = time.monotonic()
 
     def begin(self) -> float | None:
-        """Counts a try; the seconds it may take. Raises DeadlineError when none are left."""
+        """Starts an attempt and returns its timeout in seconds, or None for no timeout.
+
+        Raises DeadlineError if the request's timeout has passed.
+        """
         self._made += 1
         self._answered = False
         left_s = self._left_s()
         if left_s is not None and left_s <= 0:
-            raise DeadlineError("the time allowed was over before the request was sent; allow more with timeout_s")
+            raise DeadlineError("the timeout passed before the request was sent; increase timeout_s")
         return left_s
 
     def note_answer(self, *, is_new: bool) -> None:
-        """The request runs, as this try has shown; `is_new` where that is something that the caller did not know."""
+        """Records that the request runs. `is_new` says whether the caller did not have the received event yet."""
         self._answered = True
         if is_new:
-            self._fruitless, self._news_s = 0, time.monotonic()
+            self._losses, self._last_new_event_s = 0, time.monotonic()
 
     def pause_s(self, error: StagemeshError, *, broken: bool = False) -> float | None:
-        """How long to wait before the next try after `error`; None where another is of no use.
+        """Returns the pause in seconds before the next attempt, or None if the request must not be attempted again.
 
-        Worth another try is a server that is out of reach, and any error for which the server names a time. Once a try
-        has shown that the request runs, it is only a connection that is `broken`, and a server that stops.
+        Until an attempt shows that the request runs, the client retries if the server is unreachable or names a time to
+        retry. After that, it retries only if the connection is `broken` or the server stops.
         """
         if self._answered:
-            return self._lose(error, broken=broken)
+            return self._pause_after_loss_s(error, broken=broken)
         searching = self._search_ends_s is not None
-        leads_elsewhere = isinstance(error, UnavailableError) or (broken and searching)
-        if error.retry_after_s is None and not leads_elsewhere:
+        unreachable = isinstance(error, UnavailableError) or (broken and searching)
+        if error.retry_after_s is None and not unreachable:
             return None
         if not searching and self._made >= self._policy.attempts * self._endpoints:
             return None
-        if leads_elsewhere and self._made % self._endpoints:
-            return self._in_time(0.0)
+        if unreachable and self._made % self._endpoints:
+            return self._if_in_time(0.0)
         asked_s = error.retry_after_s
-        return self._in_time(self._usual_pause_s(self._made // self._endpoints) if asked_s is None else asked_s)
+        return self._if_in_time(self._backoff_s(self._made // self._endpoints) if asked_s is None else asked_s)
 
-    def _lose(self, error: StagemeshError, *, broken: bool) -> float | None:
-        """The request began and its server is lost, or it failed."""
+    def _pause_after_loss_s(self, error: StagemeshError, *, broken: bool) -> float | None:
+        """Returns the pause after a running request lost its server, or None if the request itself failed."""
         if not broken and error.reason != _STOPPING:
             return None
-        now_s, patience_s = time.monotonic(), self._policy.reattach_s
+        now_s, limit_s = time.monotonic(), self._policy.reattach_s
         self._made = 0
-        self._search_ends_s = now_s + patience_s
-        self._fruitless += 1
-        hopeless = self._fruitless > self._policy.attempts and now_s - self._news_s > patience_s
-        if hopeless or not patience_s:
+        self._search_ends_s = now_s + limit_s
+        self._losses += 1
+        exhausted = self._losses > self._policy.attempts and now_s - self._last_new_event_s > limit_s
+        if exhausted or not limit_s:
             return None
-        if self._fruitless > 1:
-            return self._in_time(self._usual_pause_s(self._fruitless - 1))
-        # A connection may have been all that broke, and another server is ready.
-        return self._in_time(0.0 if broken or self._endpoints > 1 else error.retry_after_s or 0.0)
+        if self._losses > 1:
+            return self._if_in_time(self._backoff_s(self._losses - 1))
+        # Perhaps only the connection broke, or another endpoint is ready: do not wait.
+        return self._if_in_time(0.0 if broken or self._endpoints > 1 else error.retry_after_s or 0.0)
 
-    def _usual_pause_s(self, failures: int) -> float:
+    def _backoff_s(self, failures: int) -> float:
         longest_s = self._policy.max_pause_s if self._search_ends_s is None else _LONGEST_SEARCH_PAUSE_S
         return min(self._policy.first_pause_s * 2.0 ** min(failures - 1, 32), longest_s)
 
-    def _in_time(self, pause_s: float) -> float | None:
+    def _if_in_time(self, pause_s: float) -> float | None:
         left_s = self._left_s()
         if left_s is not None and pause_s >= left_s:
             return None

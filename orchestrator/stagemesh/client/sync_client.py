@@ -8,186 +8,118 @@ from typing import Self, TypeVar, Unpack
 
 import grpc
 
+from stagemesh.client.base_client import (
+    CHANNEL_OPTIONS,
+    CONTROL_TIMEOUT_S,
+    LEAVE_TIMEOUT_S,
+    BaseClient,
+    BaseGeneration,
+    EndpointSearch,
+)
 from stagemesh.client.descriptions import PipelineInfo, decode_pipeline
-from stagemesh.client.endpoints import CHANNEL_OPTIONS
 from stagemesh.client.events import Event
 from stagemesh.client.media import Content
-from stagemesh.client.request_session import ITERATED_TWICE, RequestSession, code_of, is_broken, leads_on, order, surest
 from stagemesh.client.requests import GenerateArguments, build_request
 from stagemesh.client.results import Result, ResultBuilder
 from stagemesh.client.retries import RetryPolicy
-from stagemesh.common.errors import CancelledRequestError, StagemeshError
-from stagemesh.rpc.statuses import from_rpc_error
 from stagemesh.v1 import orchestrator_pb2
 from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
-
-CONTROL_TIMEOUT_S = 10.0
-LEAVE_TIMEOUT_S = 1.0
 
 Answer = TypeVar("Answer")
 
 
-class Generation:
-    """One request on its way. Nothing is sent before it is iterated, which can be done once (RuntimeError).
+class Generation(BaseGeneration[OrchestratorServiceStub]):
+    """One request, sent when its iteration starts.
 
-    Leaving the loop early cancels the request on every stage.
+    It can be iterated once; a second iteration raises RuntimeError. Leaving the loop early cancels the request on every
+    stage.
     """
 
-    def __init__(self, client: "Client", *, request: orchestrator_pb2.GenerateRequest, timeout_s: float | None) -> None:
-        self._client = client
-        self._request = request
-        self._timeout_s = timeout_s
-        self._is_begun = False
-
-    @property
-    def request_id(self) -> str:
-        """The request's name everywhere."""
-        return self._request.request_id
-
-    # A generator made for each loop: breaking out drops it, and its end cancels the call.
+    # Each loop gets a generator of its own: `break` drops the generator, whose end cancels the call.
     def __iter__(self) -> Generator[Event]:
-        if self._is_begun:
-            raise RuntimeError(ITERATED_TWICE)
-        self._is_begun = True
-        client = self._client
-        course = client.set_out(self._request, timeout_s=self._timeout_s)
-        number = 0
-        try:
+        with self._open_session() as session:
             while True:
-                number, request, timeout_s = course.begin()
-                call = client.stub_for(self.request_id, number).Generate(request, timeout=timeout_s)
+                stub, request, timeout_s = session.next_call()
+                call = stub.Generate(request, timeout=timeout_s)
                 try:
                     for response in call:
-                        event = course.take(response)
+                        event = session.take(response)
                         if event is not None:
                             yield event
                 except grpc.RpcError as exc:
-                    peer = client.endpoints[number]
-                    error = from_rpc_error(exc, peer=peer)
-                    pause_s = course.pause_s(error, broken=is_broken(code_of(exc), error, peer=peer))
-                    if pause_s is None or client.closed:
-                        raise error from exc
+                    pause_s = session.pause_s(exc)
                 else:
                     return
                 finally:
                     call.cancel()
                 time.sleep(pause_s)
-        except (GeneratorExit, KeyboardInterrupt):
-            client.take_leave(self.request_id, number)
-            raise
-        finally:
-            client.note_end(self.request_id)
 
     def result(self) -> Result:
-        """Runs the request to its end."""
+        """Runs the request to its end and returns all of its outputs."""
         builder = ResultBuilder()
         for event in self:
             builder.add(event)
         return builder.build()
 
 
-class Client:
-    """A connection to an orchestrator at "host:port", or to several of one pipeline, good for any number of requests at
-    once.
+class Client(BaseClient[OrchestratorServiceStub]):
+    """Connects to the orchestrators of one pipeline, each at "host:port". Runs any number of requests concurrently.
 
-    Every method raises a StagemeshError that says what happened and what to do.
+    Every method raises a StagemeshError whose message says what happened and what to do.
     """
 
     def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
-        if not endpoints:
-            raise ValueError("a client needs at least one endpoint")
-        self.endpoints = endpoints
-        self.retry_policy = retry_policy or RetryPolicy()
-        self.closed = False
+        super().__init__(*endpoints, retry_policy=retry_policy)
         self._channels = [grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS) for endpoint in endpoints]
         self._stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
-        self._latest = 0
-        """The endpoint that was called last: where one has failed, new requests begin with the next."""
-        self._running: dict[str, int] = {}
         self._leaving: set[grpc.Future[orchestrator_pb2.CancelRequestResponse]] = set()
-
-    @property
-    def endpoint(self) -> str:
-        """The one in use."""
-        return self.endpoints[self._latest]
 
     def generate(
         self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
     ) -> Generation:
-        """A request for `prompt`, text or text and media, to be read with `for` or `….result()`.
+        """Returns a request for `prompt`, which is text or text with media; read it with `for` or `.result()`.
 
-        It is sent again, under the same request_id, while the server cannot be reached or asks to come back. Once it
-        has begun, a lost connection or orchestrator does no harm: the client goes on behind what it has, on the next
-        endpoint where there are several, and every event comes once. Raises InvalidRequestError for arguments that
-        cannot be sent.
+        It is retried and resumed as by `AsyncClient.generate`. Raises InvalidRequestError for arguments that cannot be
+        sent.
         """
         return Generation(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
 
     def cancel(self, request_id: str) -> None:
-        """Stops a request; returns once every stage has let go. Raises NotFoundError where it does not run."""
+        """Stops a request, and returns once every stage has released it. Raises NotFoundError if it does not run."""
         request = orchestrator_pb2.CancelRequestRequest(request_id=request_id)
-        self._ask(lambda stub: stub.CancelRequest(request, timeout=CONTROL_TIMEOUT_S), anywhere=True)
+        self.call(lambda stub: stub.CancelRequest(request, timeout=CONTROL_TIMEOUT_S), anywhere=True)
 
     def describe(self, pipeline: str = "") -> PipelineInfo:
-        """The pipeline, its stages and its replicas as they are now."""
+        """Returns the pipeline's current stages, replicas, edges and outputs. An empty name is the only one."""
         request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline)
-        return decode_pipeline(self._ask(lambda stub: stub.DescribePipeline(request, timeout=CONTROL_TIMEOUT_S)))
+        return decode_pipeline(self.call(lambda stub: stub.DescribePipeline(request, timeout=CONTROL_TIMEOUT_S)))
+
+    def call(self, method: Callable[[OrchestratorServiceStub], Answer], *, anywhere: bool = False) -> Answer:
+        """Returns the answer of the first endpoint that is reachable.
+
+        With `anywhere`, endpoints that answer NOT_FOUND are skipped too.
+        """
+        search = EndpointSearch(self.endpoints, self.latest, anywhere=anywhere)
+        for endpoint in search:
+            try:
+                return method(self._stubs[endpoint])
+            except grpc.RpcError as exc:
+                search.record(endpoint, exc)
+        raise search.error
 
     def close(self) -> None:
-        """Cancels what runs and disconnects. Closing twice is harmless."""
-        for request_id, number in list(self._running.items()):
-            self.take_leave(request_id, number)
-        self.closed = True
+        """Cancels the running requests and disconnects. Closing twice is harmless."""
+        self._leave_all()
         for future in list(self._leaving):
             with suppress(grpc.FutureCancelledError):
                 future.exception()
         for channel in self._channels:
             channel.close()
 
-    # -- for Generation
-
-    def set_out(self, request: orchestrator_pb2.GenerateRequest, *, timeout_s: float | None) -> RequestSession:
-        """The calls of a request, from the first on."""
-        return RequestSession(
-            request,
-            policy=self.retry_policy,
-            timeout_s=timeout_s,
-            endpoints=len(self.endpoints),
-            first=self._latest,
-        )
-
-    def stub_for(self, request_id: str, number: int) -> OrchestratorServiceStub:
-        """An endpoint, by its number, which is about to be called for a request."""
-        if self.closed:
-            raise CancelledRequestError("the client was closed")
-        self._latest = self._running[request_id] = number
-        return self._stubs[number]
-
-    def take_leave(self, request_id: str, number: int) -> None:
-        """Tells a server, soon, that nobody will come back for a request; where it is not heard, that stops later."""
-        if self.closed or not self.retry_policy.reattach_s:
-            return
-        request = orchestrator_pb2.CancelRequestRequest(request_id=request_id, when_left=True)
-        future = self._stubs[number].CancelRequest.future(request, timeout=LEAVE_TIMEOUT_S)
+    def _send_leave(self, stub: OrchestratorServiceStub, request: orchestrator_pb2.CancelRequestRequest) -> None:
+        future = stub.CancelRequest.future(request, timeout=LEAVE_TIMEOUT_S)
         self._leaving.add(future)
         future.add_done_callback(self._leaving.discard)
-
-    def note_end(self, request_id: str) -> None:
-        """A request is over, or left."""
-        self._running.pop(request_id, None)
-
-    def _ask(self, ask: Callable[[OrchestratorServiceStub], Answer], *, anywhere: bool = False) -> Answer:
-        """What the first endpoint says that is not out of reach or, of what may be `anywhere`, does not know it."""
-        errors: list[StagemeshError] = []
-        for number in order(self._latest, len(self.endpoints)):
-            try:
-                return ask(self._stubs[number])
-            except grpc.RpcError as exc:
-                peer = self.endpoints[number]
-                errors.append(from_rpc_error(exc, peer=peer))
-                if not leads_on(code_of(exc), errors[-1], peer=peer, anywhere=anywhere):
-                    raise errors[-1] from exc
-        raise surest(errors)
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Audio files: 16-bit PCM, written as the samples come."""
+"""Writes WAV files (16-bit PCM) while the samples arrive."""
 
 import wave
 from pathlib import Path
@@ -12,9 +12,9 @@ from stagemesh.common.errors import InvalidRequestError
 
 
 class WavWriter:
-    """Writes float32 samples in [-1, 1] to a WAV file; beyond that range they are clipped.
+    """Writes float32 samples to a WAV file. Samples outside [-1, 1] are clipped.
 
-    The file is made with the first samples, and its folder where that is missing; without samples there is none.
+    The first samples create the file, and its folder if that is missing. Without samples there is no file.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -23,15 +23,19 @@ class WavWriter:
         self._file: wave.Wave_write | None = None
 
     def write(self, samples: npt.NDArray[np.float32], *, sample_rate_hz: int) -> None:
-        """Appends [samples] or [samples, channels]; raises InvalidRequestError where rate or channels change."""
+        """Appends [samples] or [samples, channels].
+
+        Raises InvalidRequestError if the sample rate or the number of channels differs from that of the first samples,
+        or if the file cannot be created.
+        """
         channels = 1 if samples.ndim == 1 else samples.shape[1]
         if self._file is None:
             self._raw = _create(self._path)
             self._file = _begin(self._raw, channels=channels, sample_rate_hz=sample_rate_hz)
         if (self._file.getnchannels(), self._file.getframerate()) != (channels, sample_rate_hz):
             raise InvalidRequestError(
-                f"{self._path} holds {self._file.getnchannels()} channels at {self._file.getframerate()} Hz; "
-                f"{channels} at {sample_rate_hz} Hz do not fit behind them"
+                f"{self._path} has {self._file.getnchannels()} channels at {self._file.getframerate()} Hz; "
+                f"{channels} channels at {sample_rate_hz} Hz cannot be appended"
             )
         self._file.writeframes(_pcm16(samples))
 
@@ -56,11 +60,11 @@ def _create(path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("wb")
     except OSError as exc:
-        raise InvalidRequestError(f"cannot write {path}: {exc.strerror}; name another file") from exc
+        raise InvalidRequestError(f"cannot write {path}: {exc.strerror}; choose another file") from exc
 
 
 def _begin(raw: BinaryIO, *, channels: int, sample_rate_hz: int) -> wave.Wave_write:
-    file = wave.open(raw, "wb")  # noqa: SIM115 - the writer owns it
+    file = wave.open(raw, "wb")  # noqa: SIM115 - the writer closes the file
     file.setnchannels(channels)
     file.setsampwidth(2)
     file.setframerate(sample_rate_hz)

@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from stagemesh.orchestrator.admin import statuses
 from stagemesh.orchestrator.admin.service import SERVICE_NAME
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, control_pb2, stage_pb2
 from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
@@ -115,14 +116,41 @@ async def test_a_state_that_no_replica_has_is_refused(chain: Mesh) -> None:
     assert error.message == "state 99 is none of a replica"
 
 
-async def test_a_replica_that_no_longer_says_its_load_is_listed_without(chain: Mesh) -> None:
-    chain.stages["b"].tells_load = False
+async def test_loads_are_served_as_last_reported_without_asking_the_replicas(chain: Mesh) -> None:
+    await _until_all_loads_are_known(chain)
+    for stage in chain.stages.values():
+        stage.tells_load = False
     answer = await _admin(chain).ListReplicas(admin_pb2.ListReplicasRequest(), timeout=10)
     assert [(each.name, each.HasField("load")) for each in answer.replicas] == [
         ("a-0", True),
-        ("b-0", False),
+        ("b-0", True),
         ("c-0", True),
     ]
+
+
+async def test_a_load_report_that_is_overdue_is_listed_with_its_age(
+    chain: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _until_all_loads_are_known(chain)
+    monkeypatch.setattr(statuses, "_OVERDUE_S", 3.0)
+    chain.stages["b"].tells_load = False
+    async with asyncio.timeout(20):
+        while True:
+            answer = await _admin(chain).ListReplicas(admin_pb2.ListReplicasRequest(), timeout=10)
+            details = {each.name: each.detail for each in answer.replicas}
+            if details["b-0"]:
+                break
+            await asyncio.sleep(0.2)
+    assert details == {"a-0": "", "b-0": "last load report 3 s ago", "c-0": ""}
+
+
+async def _until_all_loads_are_known(mesh: Mesh) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            answer = await _admin(mesh).ListReplicas(admin_pb2.ListReplicasRequest(), timeout=10)
+            if all(each.HasField("load") for each in answer.replicas):
+                return
+            await asyncio.sleep(0.05)
 
 
 async def test_a_pipeline_says_who_has_requests_there(busy: Mesh) -> None:

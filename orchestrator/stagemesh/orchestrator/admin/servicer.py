@@ -10,7 +10,6 @@ from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.edge_probe import probe_edge
 from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle
-from stagemesh.orchestrator.admin.loads import ask_loads
 from stagemesh.orchestrator.admin.paging import Page, page_of
 from stagemesh.orchestrator.admin.statuses import Statuses, replica_status
 from stagemesh.orchestrator.describe import describe_edge
@@ -55,8 +54,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ListStagesResponse:
         """See the proto."""
         async with answering(context):
-            loads = await ask_loads(self._directory.replicas)
-            page = _page(self._statuses.stages(self._statuses.totals(), loads), request)
+            page = _page(self._statuses.stages(self._statuses.totals()), request)
             return admin_pb2.ListStagesResponse(stages=page.items, next_page_token=page.next_token)
 
     async def ListReplicas(  # noqa: N802
@@ -69,8 +67,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 wanted = _replica_state(request.state)
                 replicas = [replica for replica in replicas if replica.state is wanted]
             page = _page(replicas, request)
-            shown = self._statuses.replicas(page.items, await ask_loads(page.items))
-            return admin_pb2.ListReplicasResponse(replicas=shown, next_page_token=page.next_token)
+            return admin_pb2.ListReplicasResponse(
+                replicas=map(replica_status, page.items), next_page_token=page.next_token
+            )
 
     async def ListEdges(  # noqa: N802
         self, request: admin_pb2.ListEdgesRequest, context: _Context
@@ -111,8 +110,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                     f"interval_s is {interval_s:g}; it must be {_MIN_INTERVAL_S:g} or more, or 0 for 1"
                 )
             while True:
-                loads = await ask_loads(self._directory.replicas)
-                yield self._statuses.snapshot(loads, slowest=request.slowest or _DEFAULT_SLOWEST)
+                yield self._statuses.snapshot(slowest=request.slowest or _DEFAULT_SLOWEST)
                 await asyncio.sleep(interval_s)
 
     async def DrainReplicas(  # noqa: N802

@@ -1,13 +1,12 @@
 """What operators see, in the contract's terms."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from heapq import nlargest
 
 from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import InspectedFlow, InspectedRequest, InspectedStep, Inspector
-from stagemesh.orchestrator.admin.loads import Load
 from stagemesh.orchestrator.admission.snapshot import CallerLoad
 from stagemesh.orchestrator.describe import describe_edge
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
@@ -15,9 +14,12 @@ from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState, Timeline
 from stagemesh.orchestrator.request.totals import EdgeTotals, StageTotals, Totals
 from stagemesh.orchestrator.spec import Edge, Stage
-from stagemesh.v1 import admin_pb2
+from stagemesh.v1 import admin_pb2, stage_pb2
 
-_NO_LOAD = Load()
+_NO_LOAD = stage_pb2.WatchLoadResponse()
+_ANSWERING = frozenset({ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.ASLEEP, ReplicaState.LOADING})
+# An idle replica reports its load every 30 seconds.
+_OVERDUE_S = 60.0
 _MOST_CALLERS = 100
 
 
@@ -64,26 +66,22 @@ class Statuses:
             callers=map(_caller, nlargest(_MOST_CALLERS, admission.callers, key=_requests_of)),
         )
 
-    def stages(self, totals: Totals, loads: Mapping[str, Load]) -> list[admin_pb2.StageStatus]:
+    def stages(self, totals: Totals) -> list[admin_pb2.StageStatus]:
         """All stages, producers before consumers."""
-        return [self._stage(stage, totals, loads) for stage in self._directory.pipeline.stages.values()]
-
-    def replicas(self, replicas: Sequence[Replica], loads: Mapping[str, Load]) -> list[admin_pb2.ReplicaStatus]:
-        """Some replicas."""
-        return [replica_status(replica, loads.get(replica.name)) for replica in replicas]
+        return [self._stage(stage, totals) for stage in self._directory.pipeline.stages.values()]
 
     def edges(self, totals: Totals) -> list[admin_pb2.EdgeStatus]:
         """All edges."""
         return [self._edge(edge, totals) for edge in self._directory.pipeline.edges]
 
-    def snapshot(self, loads: Mapping[str, Load], *, slowest: int) -> admin_pb2.WatchPipelineResponse:
+    def snapshot(self, *, slowest: int) -> admin_pb2.WatchPipelineResponse:
         """Everything."""
         totals = self.totals()
         return admin_pb2.WatchPipelineResponse(
             clock_s=self._clock(),
             pipeline=self.pipeline(totals),
-            stages=self.stages(totals, loads),
-            replicas=self.replicas(self._directory.replicas, loads),
+            stages=self.stages(totals),
+            replicas=map(replica_status, self._directory.replicas),
             edges=self.edges(totals),
             slowest=[self.request(timeline) for timeline in self._inspector.slowest(slowest)],
         )
@@ -113,9 +111,9 @@ class Statuses:
             flows=map(_flow, request.flows),
         )
 
-    def _stage(self, stage: Stage, totals: Totals, loads: Mapping[str, Load]) -> admin_pb2.StageStatus:
+    def _stage(self, stage: Stage, totals: Totals) -> admin_pb2.StageStatus:
         replicas = self._directory.replicas_of(stage.name)
-        of_stage = [loads.get(replica.name, _NO_LOAD) for replica in replicas]
+        of_stage = [_load(replica) or _NO_LOAD for replica in replicas]
         done = totals.stages.get(stage.name, StageTotals())
         return admin_pb2.StageStatus(
             name=stage.name,
@@ -141,17 +139,23 @@ class Statuses:
         return admin_pb2.EdgeStatus(edge=described, chunks=carried.chunks, size_bytes=carried.size_bytes)
 
 
-def replica_status(replica: Replica, load: Load | None = None) -> admin_pb2.ReplicaStatus:
-    """A replica."""
+def replica_status(replica: Replica) -> admin_pb2.ReplicaStatus:
+    """Returns a replica's status with the newest load that it reported, if it answers."""
+    load = _load(replica)
+    overdue = load is not None and replica.report_age_s > _OVERDUE_S
     return admin_pb2.ReplicaStatus(
         name=replica.name,
         stage=replica.stage,
         endpoint=replica.endpoint,
         state=replica.state.wire,
-        detail=replica.detail,
+        detail=replica.detail or (f"last load report {replica.report_age_s:.0f} s ago" if overdue else ""),
         planned=replica.running,
         load=load,
     )
+
+
+def _load(replica: Replica) -> stage_pb2.WatchLoadResponse | None:
+    return replica.last_report if replica.state in _ANSWERING else None
 
 
 def _requests_of(caller: CallerLoad) -> int:

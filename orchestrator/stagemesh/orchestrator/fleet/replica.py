@@ -61,6 +61,10 @@ class Replica:
         self.incarnation = self.generation = self.host = self.zone = ""
         """As it first says of itself; empty until then."""
         self._described = False
+        self.last_report: stage_pb2.WatchLoadResponse | None = None
+        """The replica's newest load report, or None before the first."""
+        self._reported_at_s = 0.0
+        self._clock = clock
         self._on_change = on_change
         self._state = ReplicaState.UNREACHABLE
         self._detail = "not heard of yet"
@@ -90,6 +94,16 @@ class Replica:
     def running(self) -> int:
         """How many of our requests it works on."""
         return self.load.running
+
+    @property
+    def report_age_s(self) -> float:
+        """Seconds since `last_report` was received."""
+        return self._clock() - self._reported_at_s
+
+    def record_load(self, report: stage_pb2.WatchLoadResponse) -> None:
+        """Records a load report, for the planner and for operators."""
+        self.last_report, self._reported_at_s = report, self._clock()
+        self.load.report(report.work_s, steps=report.running + report.queued)
 
     @property
     def gone(self) -> StagemeshError | None:

@@ -41,6 +41,9 @@ class ReplicaWatcher:
         self.address = address
         self._connection, self._make, self._seats = connection, make, seats
         self._left = asyncio.Event()
+        self._tasks = asyncio.TaskGroup()
+        self._loads: asyncio.Task[None] | None = None
+        """Follows the replica's load while the replica answers, in every state."""
         self._lost_at_s: float | None = None
         self._pause_s = _FIRST_PAUSE_S
         self.replica = make()
@@ -53,11 +56,12 @@ class ReplicaWatcher:
     async def keep(self) -> None:
         """Knows who is at the address, until they left."""
         try:
-            async with asyncio.TaskGroup() as group:
-                watching = group.create_task(self._watch(), name=f"watch {self.address.name}")
+            async with self._tasks:
+                watching = self._tasks.create_task(self._watch(), name=f"watch {self.address.name}")
                 await self._left.wait()
                 await self.replica.wait_unused()
                 watching.cancel()
+                self._stop_loads()
         finally:
             self._seats.succeed(self.replica, None)
             await self._connection.close()
@@ -75,7 +79,7 @@ class ReplicaWatcher:
         await self._describe()
         if self.replica.state is ReplicaState.READY:
             _log.info("replica %s is ready", self.replica.name)
-            await self._follow()
+            await self._connection.wait_while_serving()
             await self._describe()
 
     async def _describe(self) -> None:
@@ -90,36 +94,35 @@ class ReplicaWatcher:
         self._seats.admit(self.replica, said)
         if failed:
             self.replica.end(_ended(self.replica, f"failed ({said.detail})"))
+        elif self._loads is None and self.replica.state is not ReplicaState.FAILED:
+            self._loads = self._tasks.create_task(self._follow_load(self.replica))
 
     def _succeed(self) -> None:
+        self._stop_loads()
         former, self.replica = self.replica, self._make()
         if self._left.is_set():
             self.replica.leave(former.detail)
         self._seats.succeed(former, self.replica)
 
-    async def _follow(self) -> None:
-        """Takes in its load until it takes no more steps; raises when it is out of reach."""
-        lost: StagemeshError | None = None
-        async with asyncio.TaskGroup() as group:
-            loads = group.create_task(self._follow_load(self.replica))
-            try:
-                await self._connection.wait_while_serving()
-            except StagemeshError as exc:
-                lost = exc
-            loads.cancel()
-        if lost is not None:
-            raise lost
-
     async def _follow_load(self, replica: Replica) -> None:
-        """Without reports a replica still serves: whether it is there is for its health to say."""
+        """Records each load report.
+
+        A replica without load reports still serves: its health alone says whether it is reachable.
+        """
         while True:
             with suppress(StagemeshError):
                 async with aclosing(self._connection.loads()) as reports:
                     async for report in reports:
-                        replica.load.report(report.work_s, steps=report.running + report.queued)
+                        replica.record_load(report)
             await asyncio.sleep(_LOAD_AGAIN_S)
 
+    def _stop_loads(self) -> None:
+        if self._loads is not None:
+            self._loads.cancel()
+            self._loads = None
+
     async def _lose(self, cause: StagemeshError) -> None:
+        self._stop_loads()
         self.replica.observe(ReplicaState.UNREACHABLE, cause.message)
         now_s = asyncio.get_running_loop().time()
         if self._lost_at_s is None:

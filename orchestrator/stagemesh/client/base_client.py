@@ -1,0 +1,209 @@
+"""Shared by the asyncio client and the synchronous client: endpoints, the calls of one request, and their errors."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Generic, NamedTuple, Self, TypeVar
+
+import grpc
+import grpc.aio
+
+from stagemesh.client.events import Event
+from stagemesh.client.position import ClientPosition
+from stagemesh.client.retries import Attempts, RetryPolicy
+from stagemesh.common.errors import CancelledRequestError, NotFoundError, StagemeshError, UnavailableError
+from stagemesh.rpc import channels
+from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.v1 import orchestrator_pb2
+
+CONTROL_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S = 1.0
+
+_PING_TIMEOUT = "grpc.http2.ping_timeout_ms"
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *(option for option in channels.CHANNEL_OPTIONS if option[0] != _PING_TIMEOUT),
+    # Longer than between services, because client machines may be loaded and client links slow.
+    (_PING_TIMEOUT, 2000),
+)
+
+# The codes that gRPC itself reports if the server or the connection to it breaks.
+_BROKEN = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
+)
+_LEFT_EARLY = (GeneratorExit, KeyboardInterrupt, asyncio.CancelledError)
+
+Stub = TypeVar("Stub")
+
+
+class BaseClient(Generic[Stub]):
+    """The endpoints of one pipeline, and the requests that run there.
+
+    A subclass sets `_stubs`, one for each endpoint, and implements `_send_leave`.
+    """
+
+    _stubs: Sequence[Stub]
+
+    def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
+        if not endpoints:
+            raise ValueError("a client needs at least one endpoint")
+        self.endpoints = endpoints
+        self.retry_policy = retry_policy or RetryPolicy()
+        self.closed = False
+        self.latest = 0
+        """The index of the endpoint called last. New requests start there, so they avoid endpoints that failed."""
+        self._running: dict[str, int] = {}
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint in use, as "host:port"."""
+        return self.endpoints[self.latest]
+
+    def stub_for(self, request_id: str, endpoint: int) -> Stub:
+        """Returns the stub of an endpoint that a request is about to call, and records that it runs there.
+
+        Raises CancelledRequestError if the client is closed.
+        """
+        if self.closed:
+            raise CancelledRequestError("the client was closed")
+        self.latest = self._running[request_id] = endpoint
+        return self._stubs[endpoint]
+
+    def release(self, request_id: str, *, left: bool) -> None:
+        """Removes a request that ended, or that its caller `left`. The server stops a request that was left."""
+        endpoint = self._running.pop(request_id, None)
+        if left and endpoint is not None:
+            self._leave(request_id, endpoint)
+
+    def _leave_all(self) -> None:
+        for request_id, endpoint in list(self._running.items()):
+            self._leave(request_id, endpoint)
+        self.closed = True
+
+    def _leave(self, request_id: str, endpoint: int) -> None:
+        # Without reattaching, the server stops a request as soon as its call ends.
+        if not self.closed and self.retry_policy.reattach_s:
+            request = orchestrator_pb2.CancelRequestRequest(request_id=request_id, when_left=True)
+            self._send_leave(self._stubs[endpoint], request)
+
+    def _send_leave(self, stub: Stub, request: orchestrator_pb2.CancelRequestRequest) -> None:
+        """Starts a CancelRequest call in the background. The server stops the request a little later if it is lost."""
+        raise NotImplementedError
+
+
+class EndpointSearch:
+    """Tries the endpoints in turn, starting with the one in use, until one of them answers a unary call."""
+
+    def __init__(self, endpoints: Sequence[str], first: int, *, anywhere: bool) -> None:
+        self._endpoints, self._first, self._anywhere = endpoints, first, anywhere
+        self._errors: list[StagemeshError] = []
+
+    def __iter__(self) -> Iterator[int]:
+        return ((self._first + offset) % len(self._endpoints) for offset in range(len(self._endpoints)))
+
+    def record(self, endpoint: int, failure: grpc.RpcError) -> None:
+        """Records a failed call. Raises its error if no other endpoint can give another answer.
+
+        Another endpoint can if this one is unreachable or, with `anywhere`, does not know the request.
+        """
+        peer = self._endpoints[endpoint]
+        error = from_rpc_error(failure, peer=peer)
+        self._errors.append(error)
+        if not (_is_broken(failure, error, peer=peer) or (self._anywhere and isinstance(error, NotFoundError))):
+            raise error from failure
+
+    @property
+    def error(self) -> StagemeshError:
+        """The error to raise after all endpoints failed: NotFoundError takes precedence over unreachable endpoints."""
+        return next((error for error in self._errors if isinstance(error, NotFoundError)), self._errors[0])
+
+
+class Call(NamedTuple, Generic[Stub]):
+    """A Generate call to make."""
+
+    stub: Stub
+    request: orchestrator_pb2.GenerateRequest
+    timeout_s: float | None
+
+
+class RequestSession(Generic[Stub]):
+    """The calls of one request: decides which endpoint to call next, and which received events are new.
+
+    Used as a context manager. Leaving it by GeneratorExit, KeyboardInterrupt or cancellation stops the request.
+    """
+
+    def __init__(
+        self, client: BaseClient[Stub], request: orchestrator_pb2.GenerateRequest, *, timeout_s: float | None
+    ) -> None:
+        self._client = client
+        self._request_id = request.request_id
+        self._attempts = Attempts(client.retry_policy, timeout_s=timeout_s, endpoints=len(client.endpoints))
+        self._position = ClientPosition(request, client.retry_policy)
+        self._endpoint = client.latest
+        self._runs = False
+
+    def next_call(self) -> Call[Stub]:
+        """Returns the next call. Raises DeadlineError if no time is left for it."""
+        self._runs = False
+        timeout_s = self._attempts.begin()
+        return Call(self._client.stub_for(self._request_id, self._endpoint), self._position.request(), timeout_s)
+
+    def take(self, response: orchestrator_pb2.GenerateResponse) -> Event | None:
+        """Returns the event in `response`, or None if the caller already has it or its kind is unknown."""
+        event = self._position.take(response)
+        if response.WhichOneof("event") != "queued":
+            self._runs = True
+            self._attempts.note_answer(is_new=event is not None)
+        return event
+
+    def pause_s(self, failure: grpc.RpcError) -> float:
+        """Returns how many seconds to wait before the next call. Raises the call's error if the request has failed."""
+        peer = self._client.endpoints[self._endpoint]
+        error = from_rpc_error(failure, peer=peer)
+        broken = _is_broken(failure, error, peer=peer)
+        pause_s = self._attempts.pause_s(error, broken=broken)
+        if pause_s is None or self._client.closed:
+            raise error from failure
+        if self._runs or broken:
+            self._position.note_lost()
+        if broken or isinstance(error, UnavailableError):
+            self._endpoint = (self._endpoint + 1) % len(self._client.endpoints)
+        return pause_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.release(self._request_id, left=isinstance(error, _LEFT_EARLY))
+
+
+class BaseGeneration(Generic[Stub]):
+    """One request, sent when its iteration starts."""
+
+    def __init__(
+        self, client: BaseClient[Stub], *, request: orchestrator_pb2.GenerateRequest, timeout_s: float | None
+    ) -> None:
+        self._client = client
+        self._request = request
+        self._timeout_s = timeout_s
+        self._is_begun = False
+
+    @property
+    def request_id(self) -> str:
+        """The id that identifies the request in every service and log."""
+        return self._request.request_id
+
+    def _open_session(self) -> RequestSession[Stub]:
+        if self._is_begun:
+            raise RuntimeError(
+                "a generation can be iterated only once, and `result()` counts; call `generate` again for another"
+            )
+        self._is_begun = True
+        return RequestSession(self._client, self._request, timeout_s=self._timeout_s)
+
+
+def _is_broken(failure: grpc.RpcError, error: StagemeshError, *, peer: str) -> bool:
+    """Whether the server or the connection broke. Errors that a service itself reports name no peer."""
+    assert isinstance(failure, grpc.Call | grpc.aio.AioRpcError), "gRPC raises calls"
+    return failure.code() in _BROKEN and error.metadata.get("peer") == peer
