@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 
+from stagemesh.common.backoff import backoff_s
 from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
 
 # A server that stops says so; what else it says of a request that has begun is how that ended.
@@ -101,7 +102,7 @@ class Attempts:
 
     def _usual_pause_s(self, failures: int) -> float:
         longest_s = self._policy.max_pause_s if self._search_ends_s is None else _LONGEST_SEARCH_PAUSE_S
-        return min(self._policy.first_pause_s * 2.0 ** min(failures - 1, 32), longest_s)
+        return backoff_s(failures, first_s=self._policy.first_pause_s, longest_s=longest_s)
 
     def _in_time(self, pause_s: float) -> float | None:
         left_s = self._left_s()
