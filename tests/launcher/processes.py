@@ -6,9 +6,9 @@ import select
 import sys
 from pathlib import Path
 
-from stagemesh.common.backoff import RestartPolicy
 from stagemesh.orchestrator.launcher.probes import Observation
 from stagemesh.orchestrator.launcher.process_states import ProcessState, ProcessStatus
+from stagemesh.orchestrator.launcher.restart_policy import RestartPolicy
 from stagemesh.orchestrator.launcher.supervisor import ProcessSpec, Supervisor
 
 QUICK = RestartPolicy(first_pause_s=0.01, max_pause_s=0.02, quick_failures=3)

@@ -1,51 +1,25 @@
-"""When a process that has ended is started again."""
-
-from dataclasses import dataclass
+"""The one backoff: pauses between attempts that double up to a limit."""
 
 
-@dataclass(frozen=True)
-class RestartPolicy:
-    """The pause doubles with each failure and is back at its first length after `healthy_s` of readiness.
-
-    A process that was never ready is given up after `quick_failures`, or after about half as many that took `slow_s` or
-    more each: what fails slowly, such as loading a model, does not get better by patience.
+def backoff_s(failures: int, *, first_s: float, longest_s: float) -> float:
+    """Returns the pause after `failures` failures in a row: `first_s` after the first, doubled after each further one,
+    at most `longest_s`.
     """
-
-    first_pause_s: float = 0.1
-    max_pause_s: float = 5.0
-    healthy_s: float = 10.0
-    quick_failures: int = 5
-    slow_s: float = 10.0
+    return min(first_s * 2.0 ** min(failures - 1, 32), longest_s)
 
 
 class Backoff:
-    """One process's failures. Times are monotonic seconds, given by the caller."""
+    """The pauses of one caller that retries."""
 
-    def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
-        self._pause_s = policy.first_pause_s
-        self._cost = 0.0
-        self._started_s = 0.0
-        self._ready_s: float | None = None
-        self._ever_ready = False
+    def __init__(self, *, first_s: float, longest_s: float) -> None:
+        self._first_s, self._longest_s = first_s, longest_s
+        self._failures = 0
 
-    def started(self, now_s: float) -> None:
-        """The process was started."""
-        self._started_s = now_s
-        self._ready_s = None
+    def next_s(self) -> float:
+        """Counts a failure and returns the pause before the next attempt."""
+        self._failures += 1
+        return backoff_s(self._failures, first_s=self._first_s, longest_s=self._longest_s)
 
-    def ready(self, now_s: float) -> None:
-        """The process is ready; said again, it changes nothing."""
-        self._ever_ready = True
-        self._ready_s = now_s if self._ready_s is None else self._ready_s
-
-    def ended(self, now_s: float) -> float | None:
-        """The process has ended: the pause before the next start, or None to give up."""
-        policy = self._policy
-        if self._ready_s is not None and now_s - self._ready_s >= policy.healthy_s:
-            self._pause_s = policy.first_pause_s
-        self._cost += 1 if now_s - self._started_s < policy.slow_s else 2
-        if not self._ever_ready and self._cost >= policy.quick_failures:
-            return None
-        pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, policy.max_pause_s)
-        return pause_s
+    def reset(self) -> None:
+        """Forgets all failures. Call it after a success."""
+        self._failures = 0

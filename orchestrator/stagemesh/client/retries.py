@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 
+from stagemesh.common.backoff import backoff_s
 from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
 
 # The reason that a stopping server reports. After a request has started, any other error is the end of the request.
@@ -108,7 +109,7 @@ class Attempts:
 
     def _backoff_s(self, failures: int) -> float:
         longest_s = self._policy.max_pause_s if self._search_ends_s is None else _LONGEST_SEARCH_PAUSE_S
-        return min(self._policy.first_pause_s * 2.0 ** min(failures - 1, 32), longest_s)
+        return backoff_s(failures, first_s=self._policy.first_pause_s, longest_s=longest_s)
 
     def _if_in_time(self, pause_s: float) -> float | None:
         left_s = self._left_s()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import aclosing, suppress
 from typing import Protocol
 
+from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.orchestrator.config import ReplicaAddress
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
@@ -16,7 +17,7 @@ from stagemesh.v1 import stage_pb2
 _log = logging.getLogger(__name__)
 
 _DESCRIBE_TIMEOUT_S = 2.0
-_FIRST_PAUSE_S, _LOADING_PAUSE_S, _LAST_PAUSE_S = 0.25, 0.5, 2.0
+_FIRST_PAUSE_S, _LOADING_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 0.5, 2.0
 _LOAD_AGAIN_S = 1.0
 GIVE_UP_S = 15.0
 """A replica that is out of reach for so long has ended, for all that we know."""
@@ -45,7 +46,7 @@ class ReplicaWatcher:
         self._loads: asyncio.Task[None] | None = None
         """Follows the replica's load while the replica answers, in every state."""
         self._lost_at_s: float | None = None
-        self._pause_s = _FIRST_PAUSE_S
+        self._backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         self.replica = make()
 
     def leave(self, why: str) -> None:
@@ -69,11 +70,13 @@ class ReplicaWatcher:
     async def _watch(self) -> None:
         """Asks who is there until it is ready, then listens for the moment when it no longer is."""
         while True:
+            pause_s = _LOADING_PAUSE_S
             try:
                 await self._meet()
             except StagemeshError as exc:
+                pause_s = self._backoff.next_s()
                 await self._lose(exc)
-            await asyncio.sleep(self._pause_s)
+            await asyncio.sleep(pause_s)
 
     async def _meet(self) -> None:
         await self._describe()
@@ -84,7 +87,8 @@ class ReplicaWatcher:
 
     async def _describe(self) -> None:
         said = await self._connection.describe(timeout_s=_DESCRIBE_TIMEOUT_S)
-        self._lost_at_s, self._pause_s = None, _LOADING_PAUSE_S
+        self._lost_at_s = None
+        self._backoff.reset()
         failed = said.state == stage_pb2.REPLICA_STATE_FAILED
         if self.replica.met and self.replica.incarnation != said.incarnation:
             self.replica.end(_ended(self.replica, "was started anew", reason="REPLICA_RESTARTED"))
@@ -126,9 +130,7 @@ class ReplicaWatcher:
         self.replica.observe(ReplicaState.UNREACHABLE, cause.message)
         now_s = asyncio.get_running_loop().time()
         if self._lost_at_s is None:
-            self._lost_at_s, self._pause_s = now_s, _FIRST_PAUSE_S
-        else:
-            self._pause_s = min(_LAST_PAUSE_S, 2 * self._pause_s)
+            self._lost_at_s = now_s
         if not self.replica.met or self.replica.gone is not None:
             return
         if await self._connection.nobody_listens():

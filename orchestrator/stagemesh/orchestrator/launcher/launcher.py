@@ -7,12 +7,12 @@ from typing import cast
 
 from stagemesh.client import EdgeInfo
 from stagemesh.common import settings
-from stagemesh.common.backoff import RestartPolicy
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.launcher.edge_probe import EdgesProbe
 from stagemesh.orchestrator.launcher.plan import plan_processes
 from stagemesh.orchestrator.launcher.ports import PortPicker, check_listen
 from stagemesh.orchestrator.launcher.process_states import ORCHESTRATOR, ProcessState, ProcessStatus
+from stagemesh.orchestrator.launcher.restart_policy import RestartPolicy
 from stagemesh.orchestrator.launcher.run_folder import RunFolder
 from stagemesh.orchestrator.launcher.supervisor import ProcessSpec, Supervisor
 from stagemesh.orchestrator.spec import Pipeline

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagemesh.common.backoff import Backoff, RestartPolicy
 from stagemesh.common.errors import NotReadyError
 from stagemesh.orchestrator.launcher.child import Child
 from stagemesh.orchestrator.launcher.probes import Observation, Probe
 from stagemesh.orchestrator.launcher.process_states import ProcessState, ProcessStatus
+from stagemesh.orchestrator.launcher.restart_policy import RestartPolicy, RestartSchedule
 from stagemesh.orchestrator.launcher.run_folder import read_tail
 
 _POLL_S = 0.2
@@ -37,7 +37,7 @@ class Supervisor:
 
     def __init__(self, spec: ProcessSpec, *, policy: RestartPolicy, report: Report) -> None:
         self._spec = spec
-        self._backoff = Backoff(policy)
+        self._schedule = RestartSchedule(policy)
         self._report = report
         self._child: Child | None = None
         self._failures = 0
@@ -58,7 +58,7 @@ class Supervisor:
     async def _live(self, probe: Probe) -> int:
         child = self._child = await Child.start(self._spec.command, log=self._spec.log)
         try:
-            self._backoff.started(time.monotonic())
+            self._schedule.started(time.monotonic())
             self._was_ready = False
             self._tell(ProcessState.STARTING)
             async with asyncio.TaskGroup() as tasks:
@@ -80,7 +80,7 @@ class Supervisor:
             ready = seen is not None and seen.state is ProcessState.READY
             if ready:
                 self._was_ready = True
-                self._backoff.ready(time.monotonic())
+                self._schedule.ready(time.monotonic())
             await asyncio.sleep(_READY_POLL_S if ready else _POLL_S)
 
     async def _wait_for_restart(self, status: int) -> None:
@@ -89,7 +89,7 @@ class Supervisor:
             self._tell(ProcessState.RESTARTING, "ended as it was asked to; starts again")
             return
         self._failures += 1
-        pause_s = self._backoff.ended(time.monotonic())
+        pause_s = self._schedule.ended(time.monotonic())
         if pause_s is None:
             raise self._given_up(status)
         detail = f"{_describe_exit(status)}; starts again in {pause_s:.1f} s; its log is {self._spec.log}"

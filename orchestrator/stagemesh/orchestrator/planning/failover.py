@@ -5,11 +5,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
+from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import UnavailableError
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.planning.planner import Plan
 
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
 
 
 class Chooser(Protocol):
@@ -36,13 +37,12 @@ class Failover:
 
     async def find(self, stage: str, plan: Callable[[], Plan], *, avoid: Collection[Replica]) -> Placement:
         """A replica that takes requests, another one than those to avoid where there is one. Waits without an end."""
-        pause_s = _FIRST_PAUSE_S
+        backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         while True:
             replica = self._choose(stage, plan(), avoid)
             if replica is not None:
                 return Placement(replica, lambda: None)
-            await asyncio.sleep(pause_s)
-            pause_s = min(_LAST_PAUSE_S, 2 * pause_s)
+            await asyncio.sleep(backoff.next_s())
 
     async def find_alone(self, stage: str, plan: Callable[[], Plan], *, avoid: Collection[Replica]) -> Placement:
         """A replica on which no other request of this orchestrator is, nor will be until the caller leaves it."""

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import suppress
 
+from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.stage_client import REPLICA_LOST
@@ -13,7 +14,7 @@ ACCEPT_S = 5.0
 """How long a replica has to take a step."""
 REATTACH_S = 2.0
 """How long a replica may be out of reach before its steps are taken elsewhere; less than it keeps them for us."""
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.4
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.4
 
 
 async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_s: float, take: TakeEvent) -> None:
@@ -24,7 +25,8 @@ async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_
     UnavailableError (NOT_ACCEPTED) where it was not taken in time, (REPLICA_LOST) where its replica stays out of reach.
     """
     loop = asyncio.get_running_loop()
-    ear, broken_s, pause_s = _EventRelay(take, stage=stage), 0.0, _FIRST_PAUSE_S
+    ear, broken_s = _EventRelay(take, stage=stage), 0.0
+    backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
     while True:
         try:
             async with asyncio.timeout(ACCEPT_S) as ear.accepting:
@@ -39,12 +41,12 @@ async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_
             if exc.reason != REPLICA_LOST:
                 raise
             if ear.heard:
-                broken_s, pause_s = 0.0, _FIRST_PAUSE_S
+                broken_s = 0.0
+                backoff.reset()
             broken_s = broken_s or loop.time()
             if replica.gone is not None or loop.time() - broken_s >= REATTACH_S:
                 raise
-            await asyncio.sleep(pause_s)
-            pause_s = min(_LAST_PAUSE_S, 2 * pause_s)
+            await asyncio.sleep(backoff.next_s())
             await _check_same(replica, stage=stage, timeout_s=max(0.0, broken_s + REATTACH_S - loop.time()))
         else:
             ear.check_heard()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 
+from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.admission import Admission, AdmissionRequest, TicketState
 from stagemesh.orchestrator.planning.failover import Failover
@@ -19,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 EXPECT_S = 15.0
 """How long a request waits at its start for a stage whose only replica is just coming back."""
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 0.25
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
 
 # What a stage says that knows another step, or a later one, of a request.
 _MADE_ELSEWHERE = ("STEP_EXISTS", "STALE_ATTEMPT")
@@ -101,15 +102,14 @@ class RequestLife:
     async def _run_when_ready(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
         """Waits for a moment where a stage has no ready replica but expects one; raises what `plan` does after that."""
         ends_s = min(self._claim.deadline_s, self._clock() + EXPECT_S)
-        pause_s = _FIRST_PAUSE_S
+        backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         while self._stopped is None:
             try:
                 planned = plan()
             except NotReadyYetError:
                 if self._clock() >= ends_s:
                     raise
-                await asyncio.sleep(pause_s)
-                pause_s = min(_LAST_PAUSE_S, 2 * pause_s)
+                await asyncio.sleep(backoff.next_s())
             else:
                 return await self._run_planned(request, planned)
         return self._stopped

@@ -8,6 +8,7 @@ from copy import copy
 from functools import partial
 from typing import assert_never
 
+from stagemesh.common.backoff import backoff_s
 from stagemesh.common.errors import (
     DeadlineError,
     InternalError,
@@ -53,7 +54,7 @@ _CLIENT_WAITS_S = 1.0
 _LET_GO_S = 5.0
 # A stage that was lost again and again is given a pause, and in the end up.
 _QUICK_RESTARTS, MAX_RESTARTS = 3, 24
-_LAST_PAUSE_S = 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 # A request is suspected after so many processes of one stage died with it.
 _SUSPECT_DEATHS = 2
 
@@ -206,7 +207,8 @@ class RequestRun:
 
     async def _place(self, part: StepState) -> None:
         if part.restarts > _QUICK_RESTARTS:
-            await asyncio.sleep(min(_LAST_PAUSE_S, 0.05 * 2 ** (part.restarts - _QUICK_RESTARTS)))
+            failures = part.restarts - _QUICK_RESTARTS
+            await asyncio.sleep(backoff_s(failures, first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S))
         part.alone = len(part.died_with) >= _SUSPECT_DEATHS
         find = self._mover.find_alone if part.alone else self._mover.find
         found = await find(part.name, lambda: self._plan, avoid=part.avoid)

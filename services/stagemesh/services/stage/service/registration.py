@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import grpc
 
+from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.rpc.channels import open_channel
@@ -22,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 _RENEWALS = 3
 """In the time of a lease."""
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 _REFUSED_PAUSE_S = 10.0
 _GOODBYE_S = 1.0
 _PASSING = frozenset({"NOT_RUNNING", "LEASE_ENDED"})
@@ -74,6 +75,7 @@ class Registration:
         self._leaving = asyncio.Event()
         self._bound: asyncio.Timeout | None = None
         """Of the registration that is held."""
+        self._backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         self._pause_s = _FIRST_PAUSE_S
         self._registered, self._complaint = False, ""
 
@@ -129,12 +131,13 @@ class Registration:
         if not self._registered:
             _log.info("registered with orchestrator %s", self.orchestrator)
         self._registered, self._complaint, self._pause_s = True, "", _FIRST_PAUSE_S
+        self._backoff.reset()
 
     def _note_failure(self, error: StagemeshError) -> None:
         """Says once why it is not registered; an orchestrator that refuses it is asked again only now and then."""
         self._registered = False
         refused = not isinstance(error, UnavailableError | DeadlineError) and error.reason not in _PASSING
-        self._pause_s = _REFUSED_PAUSE_S if refused else min(_LAST_PAUSE_S, 2 * self._pause_s)
+        self._pause_s = _REFUSED_PAUSE_S if refused else self._backoff.next_s()
         if error.message != self._complaint:
             level = logging.ERROR if refused else logging.WARNING
             _log.log(level, "not registered with orchestrator %s: %s", self.orchestrator, error.message)

@@ -1,0 +1,39 @@
+from stagemesh.orchestrator.launcher.restart_policy import RestartPolicy, RestartSchedule
+
+
+def _live(schedule: RestartSchedule, *, start_s: float, end_s: float, ready_s: float | None = None) -> float | None:
+    schedule.started(start_s)
+    if ready_s is not None:
+        schedule.ready(ready_s)
+    return schedule.ended(end_s)
+
+
+def test_pauses_double_up_to_five_seconds() -> None:
+    schedule = RestartSchedule(RestartPolicy())
+    pauses = [_live(schedule, start_s=t, ready_s=t, end_s=t + 1) for t in range(8)]
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+
+
+def test_ten_seconds_of_health_reset_the_pause() -> None:
+    schedule = RestartSchedule(RestartPolicy())
+    _live(schedule, start_s=0, ready_s=0, end_s=1)
+    _live(schedule, start_s=1, ready_s=1, end_s=2)
+    assert _live(schedule, start_s=2, ready_s=3, end_s=13) == 0.1
+
+
+def test_what_was_never_ready_is_given_up() -> None:
+    schedule = RestartSchedule(RestartPolicy())
+    pauses = [_live(schedule, start_s=t, end_s=t + 1) for t in range(5)]
+    assert [pause is None for pause in pauses] == [False, False, False, False, True]
+
+
+def test_slow_failures_are_given_up_sooner() -> None:
+    schedule = RestartSchedule(RestartPolicy())
+    pauses = [_live(schedule, start_s=t, end_s=t + 20) for t in (0, 30, 60)]
+    assert [pause is None for pause in pauses] == [False, False, True]
+
+
+def test_what_was_ready_once_is_never_given_up() -> None:
+    schedule = RestartSchedule(RestartPolicy())
+    _live(schedule, start_s=0, ready_s=0, end_s=1)
+    assert all(_live(schedule, start_s=t, end_s=t + 1) is not None for t in range(20))
