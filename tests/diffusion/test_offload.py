@@ -98,7 +98,6 @@ def test_a_library_that_is_not_installed_is_named(model: Path) -> None:
 
 
 def test_quantized_weights_give_nearly_the_same(model: Path) -> None:
-    pytest.importorskip("torchao")
     wanted = {"backend": "torchao", "parameters": {"quant_type": "Int8WeightOnlyConfig"}}
     expected, quantized = made(model), made(model, quantization=wanted)
     assert 0 < np.abs(quantized - expected).max() < FP8_TOLERANCE

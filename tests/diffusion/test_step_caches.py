@@ -35,8 +35,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module", params=CACHES)
 def worker(request: pytest.FixtureRequest, folder: Path) -> DiffusionWorker:
-    if request.param == "cache_dit":
-        pytest.importorskip("cache_dit")
     threshold = {"threshold": THRESHOLDS[folder.name]} if request.param == "first_block" else {}
     return loaded(folder, CACHES[request.param] | threshold)
 
