@@ -21,7 +21,7 @@ _REQUESTS = 5_000
 
 @dataclass
 class _Load:
-    """An admission with a full pipeline and `waiting` queued requests of 100 callers, 3 priorities, random deadlines."""
+    """A full pipeline with `waiting` queued requests of 100 callers, 3 priorities, random deadlines."""
 
     waiting: int
     running: deque["_Request"] = field(default_factory=deque["_Request"])

@@ -158,7 +158,7 @@ class DataPlaneModel(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.patches.setattr(connection, "GrpcLane", self._lane)
+        self.patches.setattr(connection, "ClientStream", self._lane)
         self.patches.setattr(connection, "open_channel", _no_channel)
         self.patches.setattr(consumer_link.ConsumerLink, "_is_gone", _never_gone)
         self.patches.setattr(consumer_link, "GIVE_UP_S", NEVER_S)

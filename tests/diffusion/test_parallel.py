@@ -197,4 +197,4 @@ asyncio.run(main())
 def workers() -> set[int]:
     """The processes of workers that this process has; the later they were made, the higher."""
     children = commands_of_children(psutil.Process())
-    return {each.pid for each, command in children.items() if "diffusion.rank" in command}
+    return {each.pid for each, command in children.items() if "diffusion.parallel.rank" in command}
