@@ -1,13 +1,14 @@
-"""What operators see, in the contract's terms."""
+"""Builds the status messages of AdminService."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from heapq import nlargest
 
+from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.inspection import InspectedFlow, InspectedRequest, InspectedStep, Inspector
-from stagemesh.orchestrator.admin.loads import Load
 from stagemesh.orchestrator.admission.snapshot import CallerLoad
 from stagemesh.orchestrator.describe import describe_edge
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
@@ -15,14 +16,18 @@ from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState, Timeline
 from stagemesh.orchestrator.request.totals import EdgeTotals, StageTotals, Totals
 from stagemesh.orchestrator.spec import Edge, Stage
-from stagemesh.v1 import admin_pb2
+from stagemesh.v1 import admin_pb2, stage_pb2
+
+Load = stage_pb2.WatchLoadResponse
 
 _NO_LOAD = Load()
-_MOST_CALLERS = 100
+_MAX_CALLERS = 100
+_LOAD_TIMEOUT_S = 1.0
+_REPORTING_LOAD = frozenset({ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.ASLEEP, ReplicaState.LOADING})
 
 
 class Statuses:
-    """Puts what is known at this moment into messages."""
+    """Builds messages from the current state."""
 
     def __init__(
         self,
@@ -39,12 +44,12 @@ class Statuses:
         self._began_s = clock()
 
     def totals(self) -> Totals:
-        """What became of all requests, running ones as they stand."""
+        """Returns the totals over all requests, including the running ones so far."""
         running = self._orchestrator.requests.running
         return self._orchestrator.totals.together_with(known.record.timeline for known in running)
 
     def pipeline(self, totals: Totals) -> admin_pb2.PipelineStatus:
-        """The pipeline."""
+        """Returns the status of the pipeline."""
         pipeline, admission = self._directory.pipeline, self._orchestrator.admission.snapshot()
         return admin_pb2.PipelineStatus(
             name=pipeline.name,
@@ -61,23 +66,23 @@ class Statuses:
             queued_bytes=admission.queued_bytes,
             expected_wait_s=admission.expected_wait_s,
             returning=admission.returning,
-            callers=map(_caller, nlargest(_MOST_CALLERS, admission.callers, key=_requests_of)),
+            callers=map(_caller, nlargest(_MAX_CALLERS, admission.callers, key=_requests_of)),
         )
 
     def stages(self, totals: Totals, loads: Mapping[str, Load]) -> list[admin_pb2.StageStatus]:
-        """All stages, producers before consumers."""
+        """Returns the status of each stage, producers before consumers."""
         return [self._stage(stage, totals, loads) for stage in self._directory.pipeline.stages.values()]
 
     def replicas(self, replicas: Sequence[Replica], loads: Mapping[str, Load]) -> list[admin_pb2.ReplicaStatus]:
-        """Some replicas."""
+        """Returns the status of each of these replicas."""
         return [replica_status(replica, loads.get(replica.name)) for replica in replicas]
 
     def edges(self, totals: Totals) -> list[admin_pb2.EdgeStatus]:
-        """All edges."""
+        """Returns the status of each edge."""
         return [self._edge(edge, totals) for edge in self._directory.pipeline.edges]
 
     def snapshot(self, loads: Mapping[str, Load], *, slowest: int) -> admin_pb2.WatchPipelineResponse:
-        """Everything."""
+        """Returns the status of the whole pipeline with its slowest requests."""
         totals = self.totals()
         return admin_pb2.WatchPipelineResponse(
             clock_s=self._clock(),
@@ -89,7 +94,7 @@ class Statuses:
         )
 
     def request(self, timeline: Timeline) -> admin_pb2.RequestStatus:
-        """A request in short."""
+        """Returns the summary of a request."""
         return admin_pb2.RequestStatus(
             request_id=timeline.request_id,
             state=admin_pb2.RequestState.Value(f"REQUEST_STATE_{timeline.state.value}"),
@@ -105,7 +110,7 @@ class Statuses:
         )
 
     def request_in_full(self, request: InspectedRequest) -> admin_pb2.GetRequestResponse:
-        """A request in full."""
+        """Returns a request with all of its steps and flows."""
         return admin_pb2.GetRequestResponse(
             request=self.request(request.timeline),
             planned_s=request.timeline.planned_s,
@@ -141,8 +146,22 @@ class Statuses:
         return admin_pb2.EdgeStatus(edge=described, chunks=carried.chunks, size_bytes=carried.size_bytes)
 
 
+async def ask_loads(replicas: Sequence[Replica]) -> Mapping[str, Load]:
+    """Returns the load of each replica that answers within a second, by name."""
+    asked = [replica for replica in replicas if replica.state in _REPORTING_LOAD]
+    answers = await asyncio.gather(*(_ask_load(replica) for replica in asked))
+    return {replica.name: load for replica, load in zip(asked, answers, strict=True) if load is not None}
+
+
+async def _ask_load(replica: Replica) -> Load | None:
+    try:
+        return await replica.client.load(timeout_s=_LOAD_TIMEOUT_S)
+    except StagemeshError:
+        return None
+
+
 def replica_status(replica: Replica, load: Load | None = None) -> admin_pb2.ReplicaStatus:
-    """A replica."""
+    """Returns the status of a replica, without its load if that is None."""
     return admin_pb2.ReplicaStatus(
         name=replica.name,
         stage=replica.stage,
