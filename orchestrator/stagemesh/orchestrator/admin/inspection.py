@@ -98,8 +98,8 @@ class Inspector:
         timeline = self._find(request_id)
         if timeline.state.is_over:
             raise NotReadyError(
-                f"request {request_id!r} has already {_ENDINGS[timeline.state]} after {timeline.age_s:.1f} s; it cannot "
-                "be cancelled",
+                f"request {request_id!r} has already {_ENDINGS[timeline.state]} after {timeline.age_s:.1f} s and can "
+                "no longer be cancelled",
                 reason="REQUEST_ENDED",
                 metadata={"request_id": request_id, "state": timeline.state.value},
             )
