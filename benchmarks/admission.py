@@ -21,7 +21,7 @@ _REQUESTS = 5_000
 
 @dataclass
 class _Load:
-    """A full pipeline with `waiting` queued requests of 100 callers, 3 priorities, random deadlines."""
+    """A full admission with `waiting` requests in its queue, of 100 callers, 3 priorities and random deadlines."""
 
     waiting: int
     running: deque["_Request"] = field(default_factory=deque["_Request"])
@@ -69,7 +69,7 @@ class _Request:
         """Adds the request to the running requests."""
         self.running.append(self)
 
-    def rejected(self, error: StagemeshError) -> None:
+    def refused(self, error: StagemeshError) -> None:
         """Fails the benchmark: the queue has space for all requests."""
         raise error
 

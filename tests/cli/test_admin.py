@@ -165,10 +165,10 @@ def test_a_cancelled_request_is_remembered(running: Deployment) -> None:
     [
         (("drain", "sound-0"), "without a ready replica (it has no other)", "--force"),
         (("restart", "sound"), "without a ready replica", "--force"),
-        (("drain", "nobody"), "no replica or stage 'nobody' here", "admin replicas"),
-        (("cancel", "nobody"), "no request 'nobody' here", "admin requests"),
-        (("request", "nobody"), "no request 'nobody' here", "admin requests"),
-        (("probe", "a->b"), "no edge 'a->b' here; edges: write->speak", "admin edges"),
+        (("drain", "nobody"), "unknown replica or stage 'nobody'", "admin replicas"),
+        (("cancel", "nobody"), "unknown request 'nobody'", "admin requests"),
+        (("request", "nobody"), "unknown request 'nobody'", "admin requests"),
+        (("probe", "a->b"), "unknown edge 'a->b'; edges: write->speak", "admin edges"),
         (("sleep", "write-0"), "engine fake of stage write has not the ability sleep", ""),
         (("lora", "list", "write"), "has not the ability adapters", ""),
         (("profile", "start", "write-1"), "has not the ability profile", ""),
@@ -226,7 +226,7 @@ def test_a_drain_waits_for_what_runs_and_stands_when_it_gives_up(running: Deploy
     ran = _admin(running, "drain", there, "--wait", "--timeout", "3")
     (after,) = _json(running, "replicas", "--state", "draining")
     _admin(running, "resume", there)
-    assert (ran.exit_code, f"1 request runs still on replica {there}" in ran.stderr) == (1, True)
+    assert (ran.exit_code, f"1 request still runs on replica {there}" in ran.stderr) == (1, True)
     assert [replica["name"] for replica in after["replicas"]] == [there]
 
 

@@ -15,7 +15,7 @@ outputs: {text: second}
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pipeline file without models, and a home of its own."""
+    """Returns a pipeline file without models. Sets STAGEMESH_HOME to an empty folder."""
     monkeypatch.setenv("STAGEMESH_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / "tiny.yaml"

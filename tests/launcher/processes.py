@@ -1,10 +1,12 @@
-"""Small real processes for a supervisor to keep, and a probe that reads their state from a file."""
+"""Small real processes for tests of supervisors, with a probe that reads their state from a file."""
 
 import asyncio
 import os
 import select
 import sys
 from pathlib import Path
+
+import grpc.aio
 
 from stagemesh.orchestrator.launcher.probes import Observation
 from stagemesh.orchestrator.launcher.process_states import ProcessState, ProcessStatus
@@ -20,21 +22,7 @@ STUBBORN = (
 )
 
 
-class LogProbe:
-    """Takes a process for ready once it has written its first line."""
-
-    def __init__(self, log: Path) -> None:
-        self._log = log
-
-    async def look(self) -> Observation | None:
-        written = self._log.exists() and self._log.read_text().endswith("\n")
-        return Observation(ProcessState.READY, "") if written else None
-
-    async def close(self) -> None:
-        pass
-
-
-class Watched:
+class Supervised:
     """A supervisor with the statuses that it reports."""
 
     def __init__(self, folder: Path, program: str) -> None:
@@ -43,22 +31,28 @@ class Watched:
         spec = ProcessSpec(
             name="p-0",
             stage="p",
-            endpoint="",
+            endpoint="127.0.0.1:1",
             command=(sys.executable, "-c", program),
             log=self.log,
-            make_probe=lambda _endpoint: LogProbe(self.log),
+            probe=self._probe,
         )
-        self.supervisor = Supervisor(spec, policy=QUICK, report=self.statuses.put_nowait)
+        self.supervisor = Supervisor(spec, policy=QUICK, listener=self.statuses.put_nowait)
+
+    async def _probe(self, channel: grpc.aio.Channel) -> Observation | None:
+        """Reports a process as ready after it has written its first line."""
+        del channel
+        written = self.log.exists() and self.log.read_text().endswith("\n")
+        return Observation(ProcessState.READY, "") if written else None
 
     async def until(self, state: ProcessState) -> ProcessStatus:
-        """The next status with this state."""
+        """Returns the next status with this state."""
         while (status := await self.statuses.get()).state is not state:
             pass
         return status
 
 
 def ended(process_id: int, *, within_s: float = 5.0) -> bool:
-    """Waits for the end of a process that is no child of ours, by the kernel's word for it."""
+    """Returns whether a process that is not our child ends in time, according to the kernel."""
     try:
         handle = os.pidfd_open(process_id)
     except ProcessLookupError:

@@ -13,7 +13,7 @@ SPAWNER = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush
 
 
 async def _start(program: str, *, log: Path) -> tuple[Child, str]:
-    """A child that has written its first line, and the line."""
+    """Returns a child that has written its first line, and the line."""
     child = await Child.start((sys.executable, "-c", program), log=log)
     return child, await asyncio.to_thread(_first_line, log)
 
@@ -37,13 +37,13 @@ async def test_a_stubborn_process_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["raise SystemExit(3)", "import time; time.sleep(60)"])
-async def test_offspring_never_outlives_the_process(tmp_path: Path, ending: str) -> None:
-    child, offspring = await _start(SPAWNER + ending, log=tmp_path / "log")
+async def test_descendants_never_outlive_the_process(tmp_path: Path, ending: str) -> None:
+    child, descendant = await _start(SPAWNER + ending, log=tmp_path / "log")
     await child.stop() if "sleep" in ending else await child.wait()
-    assert await asyncio.to_thread(ended, int(offspring))
+    assert await asyncio.to_thread(ended, int(descendant))
 
 
-async def test_a_child_leads_a_group_of_its_own(tmp_path: Path) -> None:
+async def test_a_child_leads_a_process_group(tmp_path: Path) -> None:
     child, _ = await _start(SLEEPER, log=tmp_path / "log")
     assert os.getpgid(child.process_id) == child.process_id
     await child.stop()

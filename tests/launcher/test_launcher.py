@@ -16,7 +16,7 @@ LISTEN = "127.0.0.1:0"
 
 
 class Events:
-    """What a launcher tells, to be waited for."""
+    """Records the statuses that a launcher reports."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[ProcessStatus] = asyncio.Queue()
@@ -25,7 +25,7 @@ class Events:
         self._queue.put_nowait(status)
 
     async def until(self, wanted: Callable[[ProcessStatus], bool]) -> ProcessStatus:
-        """The next status that is wanted."""
+        """Returns the next status that fulfils a condition."""
         while not wanted(status := await self._queue.get()):
             pass
         return status
@@ -62,7 +62,7 @@ async def _fail_once_ready(launcher: Launcher, process_ids: list[int]) -> None:
         raise ZeroDivisionError
 
 
-async def test_a_pipeline_comes_up_and_answers(tiny: Path) -> None:
+async def test_a_pipeline_starts_and_answers(tiny: Path) -> None:
     launcher = _launcher(tiny)
     async with launcher.running(), AsyncClient(launcher.endpoint) as client:
         await launcher.wait_ready()
@@ -71,7 +71,7 @@ async def test_a_pipeline_comes_up_and_answers(tiny: Path) -> None:
     assert [edge.edge for edge in result.finished.edges] == ["first->second"]
 
 
-async def test_a_killed_stage_is_started_again_and_serves(tiny: Path) -> None:
+async def test_a_killed_stage_is_restarted_and_serves(tiny: Path) -> None:
     events = Events()
     launcher = _launcher(tiny, events=events)
     async with launcher.running(), AsyncClient(launcher.endpoint) as client:
@@ -110,7 +110,7 @@ async def test_the_orchestrator_stops_before_the_stages_that_its_requests_need(t
     assert sorted(stopped[1:]) == ["first-0", "second-0"]
 
 
-async def test_an_error_in_the_body_stops_everything_too(tiny: Path) -> None:
+async def test_an_error_in_the_body_stops_all_processes(tiny: Path) -> None:
     launcher = _launcher(tiny)
     process_ids: list[int] = []
     with pytest.raises(ZeroDivisionError):
@@ -119,7 +119,7 @@ async def test_an_error_in_the_body_stops_everything_too(tiny: Path) -> None:
     assert not any(_is_alive(process_id) for process_id in process_ids)
 
 
-async def test_a_port_in_use_is_named_before_anything_starts(tiny: Path) -> None:
+async def test_a_port_in_use_is_reported_before_any_process_starts(tiny: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
         launcher = _launcher(tiny, listen=f"127.0.0.1:{port}")
@@ -130,7 +130,7 @@ async def test_a_port_in_use_is_named_before_anything_starts(tiny: Path) -> None
     assert _left_over(tiny, "*") == 0
 
 
-async def test_a_stage_that_cannot_start_ends_it_with_the_cause(tiny: Path) -> None:
+async def test_a_stage_that_cannot_start_ends_the_launcher_with_the_cause(tiny: Path) -> None:
     _edit(tiny, "steps: 2", to="memory_bytes: 1000000000000000")
     policy = RestartPolicy(first_pause_s=0.01, max_pause_s=0.02, quick_failures=2)
     launcher = Launcher(load_pipeline(str(tiny)), listen=LISTEN, policy=policy)
@@ -140,7 +140,7 @@ async def test_a_stage_that_cannot_start_ends_it_with_the_cause(tiny: Path) -> N
     assert not any(_is_alive(process_id) for process_id in _process_ids(launcher))
 
 
-async def test_replicas_each_get_a_process_and_a_port(tiny: Path) -> None:
+async def test_each_replica_has_a_process_and_a_port(tiny: Path) -> None:
     overrides = {"stages.second.replicas": "2"}
     launcher = Launcher(load_pipeline(str(tiny), overrides=overrides), listen=LISTEN, overrides=overrides)
     async with launcher.running():

@@ -21,19 +21,19 @@ def test_ten_seconds_of_health_reset_the_pause() -> None:
     assert _live(schedule, start_s=2, ready_s=3, end_s=13) == 0.1
 
 
-def test_what_was_never_ready_is_given_up() -> None:
+def test_a_process_that_was_never_ready_is_abandoned() -> None:
     schedule = RestartSchedule(RestartPolicy())
     pauses = [_live(schedule, start_s=t, end_s=t + 1) for t in range(5)]
     assert [pause is None for pause in pauses] == [False, False, False, False, True]
 
 
-def test_slow_failures_are_given_up_sooner() -> None:
+def test_slow_failures_are_abandoned_after_fewer_restarts() -> None:
     schedule = RestartSchedule(RestartPolicy())
     pauses = [_live(schedule, start_s=t, end_s=t + 20) for t in (0, 30, 60)]
     assert [pause is None for pause in pauses] == [False, False, True]
 
 
-def test_what_was_ready_once_is_never_given_up() -> None:
+def test_a_process_that_was_ready_once_is_never_abandoned() -> None:
     schedule = RestartSchedule(RestartPolicy())
     _live(schedule, start_s=0, ready_s=0, end_s=1)
     assert all(_live(schedule, start_s=t, end_s=t + 1) is not None for t in range(20))

@@ -19,7 +19,7 @@ def test_logs_of_the_newest_runs_are_kept(tmp_path: Path) -> None:
     assert not (paths[-1] / "a.json").exists()
 
 
-def test_a_run_in_progress_is_left_alone(tmp_path: Path) -> None:
+def test_a_run_in_progress_keeps_its_configs(tmp_path: Path) -> None:
     first = RunFolder.create(tmp_path)
     config = first.write_config("a", b"{}")
     RunFolder.create(tmp_path).close()
@@ -36,7 +36,7 @@ def test_closing_removes_configs_and_keeps_logs(tmp_path: Path) -> None:
     assert (config.exists(), folder.log_path("a").exists()) == (False, True)
 
 
-def test_the_tail_is_the_last_lines(tmp_path: Path) -> None:
+def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("\n".join(str(number) for number in range(10000)))
     assert read_tail(log, lines=2) == "9998\n9999"

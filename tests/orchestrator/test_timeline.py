@@ -1,7 +1,7 @@
 import pytest
 
 from stagemesh.common.errors import CancelledRequestError, InternalError
-from stagemesh.orchestrator.admin.wait_reasons import describe_wait
+from stagemesh.orchestrator.admin.inspection import describe_wait
 from stagemesh.orchestrator.request.history import History
 from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Timeline
 from stagemesh.orchestrator.request.totals import Totals
@@ -132,7 +132,7 @@ def test_a_step_that_was_sent_waits_for_its_replica() -> None:
 def test_a_step_without_credit_waits_for_its_consumer() -> None:
     report = control_pb2.StepReport(started=True, outlets=[_flow(wanted_bytes=2000, credit_bytes=10)])
     said = describe_wait(_running(Clock())[1], report, unready=[])
-    assert said == "credit of b-0 on edge a->b: 2,000 bytes, where 10 are left"
+    assert said == "credit from b-0 on edge a->b: it needs 2,000 bytes, and 10 remain"
 
 
 def test_a_step_with_nothing_to_read_waits_for_its_producer() -> None:
@@ -147,4 +147,4 @@ def test_a_step_that_has_what_it_needs_waits_for_nothing() -> None:
 
 def test_a_step_that_is_done_waits_for_its_last_chunks_to_arrive() -> None:
     report = control_pb2.StepReport(started=True, outlets=[_flow(ended=True, waiting_chunks=3)])
-    assert describe_wait(_running(Clock())[1], report, unready=[]) == "b-0 to take the last 3 chunks of edge a->b"
+    assert describe_wait(_running(Clock())[1], report, unready=[]) == "b-0 to receive the last 3 chunks of edge a->b"

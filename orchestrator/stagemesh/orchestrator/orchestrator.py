@@ -16,7 +16,7 @@ from stagemesh.common.errors import (
     UnavailableError,
 )
 from stagemesh.orchestrator.admission import Admission
-from stagemesh.orchestrator.admission.sizes import claim_of, made_bytes
+from stagemesh.orchestrator.admission.sizes import made_bytes, to_admission_request
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.planning.failover import Failover
 from stagemesh.orchestrator.planning.planner import Plan, Planner
@@ -126,7 +126,7 @@ class Orchestrator:
         if self._group is None:
             raise _not_running()
         timeout_s = min(self._max_request_s, time_left_s if time_left_s is not None else self._max_request_s)
-        claim = claim_of(request, deadline_s=self._clock() + timeout_s)
+        claim = to_admission_request(request, deadline_s=self._clock() + timeout_s)
         timeline = Timeline(
             request.request_id,
             number=next(self._numbers),

@@ -12,7 +12,6 @@ import pytest
 
 from stagemesh.common.errors import DeadlineError, StagemeshError, UnavailableError
 from stagemesh.orchestrator.admin.directory import Directory
-from stagemesh.orchestrator.admin.edge_probe import probe_edge
 from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle, count_running
 from stagemesh.orchestrator.fleet.fleet import Fleet
@@ -136,7 +135,7 @@ async def test_the_pairs_of_many_replicas_are_not_probed_all_at_once(fleet: Flee
 
     for name in [f"{stage}-{number}" for stage in "ab" for number in range(10)]:
         _replica(fleet, directory.pipeline, name).client = cast("StageClient", SimpleNamespace(probe_edge=answer))
-    links = await probe_edge(directory, directory.edge("a->b"))
+    links = await directory.probe_edge(directory.edge("a->b"))
     assert len([link for link in links if link.error is not None]) == 100
     assert most < 100
 

@@ -113,7 +113,7 @@ async def test_replicas_are_filtered_by_stage_and_state(chain: Mesh) -> None:
 async def test_a_state_that_no_replica_has_is_refused(chain: Mesh) -> None:
     request = admin_pb2.ListReplicasRequest(state=99)  # type: ignore[arg-type]
     error = await error_of(_admin(chain).ListReplicas(request, timeout=10))
-    assert error.message == "state 99 is none of a replica"
+    assert error.message == "unknown replica state 99; states: 1, 2, 3, 4, 5, 6"
 
 
 async def test_loads_are_served_as_last_reported_without_asking_the_replicas(chain: Mesh) -> None:
@@ -237,7 +237,7 @@ async def test_cancelling_what_is_not_there_or_has_ended_says_so(chain: Mesh) ->
         for name in ("nobody", "done")
     ]
     assert [error.reason for error in errors] == ["UNKNOWN_REQUEST", "REQUEST_ENDED"]
-    assert "'done' has finished already" in errors[1].message
+    assert "'done' has already finished" in errors[1].message
 
 
 async def test_an_edge_is_probed_anew(chain: Mesh) -> None:

@@ -1,1 +1,1 @@
-"""What operators see of an orchestrator and its replicas, and what they do about them."""
+"""The orchestrator and its replicas for operators: what they show, and the commands that they accept."""

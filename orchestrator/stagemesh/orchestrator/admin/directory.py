@@ -1,6 +1,7 @@
-"""Finds what operators name: replicas, stages, edges."""
+"""Finds replicas, stages and edges by the names that operators use."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Collection, Sequence
 from itertools import chain
 
 from stagemesh.common.errors import NotFoundError
@@ -9,11 +10,12 @@ from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.orchestrator.spec import Edge, Pipeline
 
+_MAX_CONCURRENT_PROBES = 64
 _RANKS = {ReplicaState.READY: 0, ReplicaState.FAILED: 2, ReplicaState.UNREACHABLE: 2}
 
 
 class Directory:
-    """The pipeline and its replicas as they are now, by name."""
+    """The pipeline and its current replicas, by name."""
 
     def __init__(self, pipeline: Pipeline, fleet: Fleet) -> None:
         self.pipeline = pipeline
@@ -21,69 +23,103 @@ class Directory:
 
     @property
     def ready(self) -> bool:
-        """Whether requests can be served."""
+        """Whether the pipeline can serve requests."""
         return self._fleet.ready
 
     @property
     def replicas(self) -> list[Replica]:
-        """All of them, by stage."""
+        """All replicas, by stage."""
         return list(chain.from_iterable(self.replicas_of(stage) for stage in self.pipeline.stages))
 
-    def replicas_of(self, stage: str) -> Sequence[Replica]:
-        """Those of a stage, by name: "a-2" before "a-10"."""
-        return sorted(self._fleet.book.of(stage), key=lambda replica: (len(replica.name), replica.name))
-
-    def stage_replicas(self, stage: str) -> list[Replica]:
-        """Those of a stage; raises NotFoundError (UNKNOWN_TARGET) where there is no such stage."""
+    def replicas_of(self, stage: str) -> list[Replica]:
+        """Returns the replicas of a stage, "a-2" before "a-10". Raises NotFoundError (UNKNOWN_TARGET)."""
         if stage not in self.pipeline.stages:
             raise NotFoundError(
-                f"no stage {stage!r} here; stages: {', '.join(self.pipeline.stages)}",
+                f"unknown stage {stage!r}; stages: {', '.join(self.pipeline.stages)}",
                 reason="UNKNOWN_TARGET",
                 metadata={"target": stage},
             )
-        return list(self.replicas_of(stage))
+        return sorted(self._fleet.book.of(stage), key=lambda replica: (len(replica.name), replica.name))
 
     def links_of(self, edge: Edge) -> Sequence[EdgeLink]:
-        """An edge's links between replicas that are ready."""
+        """Returns an edge's links between ready replicas."""
         return self._fleet.links.of(edge)
 
     def find(self, name: str) -> Replica | None:
-        """The replica of this name. Of two, one of which is on its way out or refused, the other."""
+        """Returns the replica of this name, or None.
+
+        If two replicas have the name, prefers the one that is neither unreachable nor failed.
+        """
         named = [replica for replica in self.replicas if replica.name == name]
         return min(named, key=lambda replica: _RANKS.get(replica.state, 1), default=None)
 
     def target(self, name: str) -> list[Replica]:
-        """A replica, or those of a stage; raises NotFoundError (UNKNOWN_TARGET)."""
+        """Returns the replica of this name, or the replicas of the stage. Raises NotFoundError (UNKNOWN_TARGET)."""
         replica = self.find(name)
         if replica is not None:
             return [replica]
         if name in self.pipeline.stages:
-            return list(self.replicas_of(name))
+            return self.replicas_of(name)
         raise NotFoundError(
-            f"no replica or stage {name!r} here; stages: {', '.join(self.pipeline.stages)}; replicas: "
-            f"{', '.join(replica.name for replica in self.replicas) or 'none'}",
+            f"unknown replica or stage {name!r}; stages: {', '.join(self.pipeline.stages)}; "
+            f"replicas: {_names(self.replicas)}",
             reason="UNKNOWN_TARGET",
             metadata={"target": name},
         )
 
     def replica(self, name: str) -> Replica:
-        """Raises NotFoundError (UNKNOWN_TARGET)."""
+        """Returns the replica of this name. Raises NotFoundError (UNKNOWN_TARGET)."""
         replica = self.find(name)
         if replica is None:
             raise NotFoundError(
-                f"no replica {name!r} here; replicas: {', '.join(each.name for each in self.replicas) or 'none'}",
+                f"unknown replica {name!r}; replicas: {_names(self.replicas)}",
                 reason="UNKNOWN_TARGET",
                 metadata={"target": name},
             )
         return replica
 
     def edge(self, name: str) -> Edge:
-        """Raises NotFoundError (UNKNOWN_EDGE)."""
+        """Returns the edge of this name. Raises NotFoundError (UNKNOWN_EDGE)."""
         for edge in self.pipeline.edges:
             if edge.name == name:
                 return edge
         raise NotFoundError(
-            f"no edge {name!r} here; edges: {', '.join(edge.name for edge in self.pipeline.edges) or 'none'}",
+            f"unknown edge {name!r}; edges: {', '.join(edge.name for edge in self.pipeline.edges) or 'none'}",
             reason="UNKNOWN_EDGE",
             metadata={"edge": name},
         )
+
+    async def probe_edge(self, edge: Edge, *, producer: str = "", consumer: str = "") -> list[EdgeLink]:
+        """Asks producers which connector an edge uses.
+
+        Returns the links between the named replicas, or between all replicas if no name is given. Each link contains
+        its producer's answer or the error. Raises NotFoundError (UNKNOWN_TARGET) for an unknown replica.
+        """
+        links = [
+            EdgeLink(edge, producer=each, consumer=other)
+            for each in self._ends(edge.producer, producer)
+            for other in self._ends(edge.consumer, consumer)
+        ]
+        semaphore = asyncio.Semaphore(_MAX_CONCURRENT_PROBES)
+
+        async def ask(link: EdgeLink) -> None:
+            async with semaphore:
+                await link.ask()
+
+        await asyncio.gather(*map(ask, links))
+        return links
+
+    def _ends(self, stage: str, name: str) -> list[Replica]:
+        replicas = self.replicas_of(stage)
+        found = [replica for replica in replicas if name in ("", replica.name)]
+        if name and not found:
+            raise NotFoundError(
+                f"stage {stage!r} has no replica {name!r}; replicas: {_names(replicas)}",
+                reason="UNKNOWN_TARGET",
+                metadata={"target": name, "stage": stage},
+            )
+        return found
+
+
+def _names(replicas: Collection[Replica]) -> str:
+    return ", ".join(replica.name for replica in replicas) or "none"

@@ -1,4 +1,4 @@
-"""Looks into requests: which there are, and how far one of them is."""
+"""Looks into requests: lists them, and reports the progress of one."""
 
 import asyncio
 from collections.abc import Collection, Iterator, Sequence
@@ -6,18 +6,22 @@ from dataclasses import dataclass
 
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError
 from stagemesh.orchestrator.admin.directory import Directory
-from stagemesh.orchestrator.admin.wait_reasons import describe_wait
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Timeline
 from stagemesh.v1 import control_pb2
 
-_ASK_S = 2.0
+_REPORT_TIMEOUT_S = 2.0
 _UNDER_WAY = frozenset({RequestState.QUEUED, RequestState.RUNNING})
+_ENDINGS = {
+    RequestState.FINISHED: "finished",
+    RequestState.FAILED: "failed",
+    RequestState.CANCELLED: "been cancelled",
+}
 
 
 @dataclass(frozen=True)
 class InspectedStep:
-    """An attempt at a stage's share: what was noted of it, what its replica says, and what it waits for."""
+    """An attempt at a stage's step: the orchestrator's notes, the replica's report, and the reason if it waits."""
 
     notes: StepNotes
     report: control_pb2.StepReport | None
@@ -26,7 +30,7 @@ class InspectedStep:
 
 @dataclass(frozen=True)
 class InspectedFlow:
-    """A flow of a request, seen from both ends."""
+    """A flow of a request, as both of its ends report it."""
 
     edge: str
     producer: str
@@ -37,7 +41,7 @@ class InspectedFlow:
 
 @dataclass(frozen=True)
 class InspectedRequest:
-    """A request in full."""
+    """A request with all of its steps and flows."""
 
     timeline: Timeline
     steps: Sequence[InspectedStep]
@@ -45,15 +49,19 @@ class InspectedRequest:
 
 
 class Inspector:
-    """Looks; changes nothing, but by `cancel`."""
+    """Reads the state of requests. Only `cancel` changes anything."""
 
     def __init__(self, orchestrator: Orchestrator, directory: Directory) -> None:
         self._orchestrator = orchestrator
         self._directory = directory
 
     def requests(self, *, states: Collection[RequestState] = (), target: str = "") -> Iterator[tuple[int, Timeline]]:
-        """Requests with their numbers, the oldest first: those in one of `states` (none: that wait or run), of which
-        the target has or had a share. Raises NotFoundError (UNKNOWN_TARGET).
+        """Returns requests with their numbers, the oldest first.
+
+        - `states` selects requests in one of these states. Empty for requests that wait or run.
+        - `target` selects requests that have or had a step on this replica or stage. Empty for all.
+
+        Raises NotFoundError (UNKNOWN_TARGET).
         """
         names = {replica.name for replica in self._directory.target(target)} if target else None
         wanted = states or _UNDER_WAY
@@ -61,24 +69,24 @@ class Inspector:
         return (
             (timeline.number, timeline)
             for timeline in known
-            if timeline.state in wanted and (names is None or _has_share(timeline, names))
+            if timeline.state in wanted and (names is None or _has_step_on(timeline, names))
         )
 
     def slowest(self, count: int) -> list[Timeline]:
-        """Those that wait or run and were received first."""
+        """Returns the waiting or running requests that were received first."""
         return sorted(self._running(), key=lambda timeline: timeline.number)[:count]
 
     def kept_bytes(self, request_id: str) -> int:
-        """What the orchestrator keeps of a request's outputs."""
+        """Returns the output bytes of a request that the orchestrator retains."""
         known = self._orchestrator.requests.find(request_id)
         return known.record.size_bytes if known is not None else 0
 
     async def inspect(self, request_id: str) -> InspectedRequest:
-        """One request; takes two seconds at most. Raises NotFoundError (UNKNOWN_REQUEST)."""
+        """Returns one request, after at most 2 seconds. Raises NotFoundError (UNKNOWN_REQUEST)."""
         timeline = self._find(request_id)
-        # More may begin while the replicas are asked.
+        # Further steps may start while replicas are asked.
         noted = tuple(timeline.steps)
-        reports = await asyncio.gather(*(self._ask(request_id, notes) for notes in noted))
+        reports = await asyncio.gather(*(self._report(request_id, notes) for notes in noted))
         steps = [
             InspectedStep(notes, report, describe_wait(notes, report, unready=self._unready(timeline, notes)))
             for notes, report in zip(noted, reports, strict=True)
@@ -86,12 +94,12 @@ class Inspector:
         return InspectedRequest(timeline, steps, _flows(steps))
 
     async def cancel(self, request_id: str) -> None:
-        """Stops a request; raises NotFoundError (UNKNOWN_REQUEST) and NotReadyError (REQUEST_ENDED)."""
+        """Stops a request. Raises NotFoundError (UNKNOWN_REQUEST) and NotReadyError (REQUEST_ENDED)."""
         timeline = self._find(request_id)
         if timeline.state.is_over:
             raise NotReadyError(
-                f"request {request_id!r} has {_ENDINGS[timeline.state]} already, after {timeline.age_s:.1f} s; "
-                "there is nothing to cancel",
+                f"request {request_id!r} has already {_ENDINGS[timeline.state]} after {timeline.age_s:.1f} s and can "
+                "no longer be cancelled",
                 reason="REQUEST_ENDED",
                 metadata={"request_id": request_id, "state": timeline.state.value},
             )
@@ -105,39 +113,33 @@ class Inspector:
         timeline = known.record.timeline if known is not None else self._orchestrator.history.find(request_id)
         if timeline is None:
             raise NotFoundError(
-                f"no request {request_id!r} here: it never was, it ended a while ago, or another orchestrator has it",
+                f"unknown request {request_id!r}: it never existed, it ended too long ago, or another orchestrator "
+                "serves it",
                 reason="UNKNOWN_REQUEST",
                 metadata={"request_id": request_id},
             )
         return timeline
 
-    async def _ask(self, request_id: str, notes: StepNotes) -> control_pb2.StepReport | None:
+    async def _report(self, request_id: str, notes: StepNotes) -> control_pb2.StepReport | None:
         replica = self._directory.find(notes.replica)
         if replica is None or notes.accepted_s is None or notes.ended_s is not None:
             return None
         request = control_pb2.ListStepsRequest(request_id=request_id).SerializeToString()
         try:
-            answer = await replica.client.control("ListSteps", request, timeout_s=_ASK_S)
+            answer = await replica.client.control("ListSteps", request, timeout_s=_REPORT_TIMEOUT_S)
         except StagemeshError:
             return None
         steps = control_pb2.ListStepsResponse.FromString(answer).steps
         return next((step for step in steps if step.attempt == notes.attempt), None)
 
     def _unready(self, timeline: Timeline, notes: StepNotes) -> list[str]:
-        """The stages that it feeds and that have not accepted the request."""
+        """Returns the downstream stages that have not accepted the request."""
         consumers = [edge.consumer for edge in self._directory.pipeline.outgoing(notes.stage)]
         latest = {step.stage: step for step in timeline.steps}
         return [name for name in dict.fromkeys(consumers) if name in latest and latest[name].accepted_s is None]
 
 
-_ENDINGS = {
-    RequestState.FINISHED: "finished",
-    RequestState.FAILED: "failed",
-    RequestState.CANCELLED: "been cancelled",
-}
-
-
-def _has_share(timeline: Timeline, names: Collection[str]) -> bool:
+def _has_step_on(timeline: Timeline, names: Collection[str]) -> bool:
     over = timeline.state.is_over
     return any(step.replica in names and (over or step.ended_s is None) for step in timeline.steps)
 
@@ -147,3 +149,42 @@ def _flows(steps: Sequence[InspectedStep]) -> list[InspectedFlow]:
     sent = {(flow.edge, name, flow.peer): flow for name, report in reported for flow in report.outlets}
     received = {(flow.edge, flow.peer, name): flow for name, report in reported for flow in report.inlets}
     return [InspectedFlow(*key, sent.get(key), received.get(key)) for key in dict.fromkeys((*sent, *received))]
+
+
+def describe_wait(notes: StepNotes, report: control_pb2.StepReport | None, *, unready: Sequence[str]) -> str:
+    """Returns what a step waits for, in plain English. Empty if it computes or has ended.
+
+    - `report` is the replica's report, or None if the replica did not answer.
+    - `unready` are the downstream stages that have not accepted the request.
+    """
+    if notes.ended_s is not None:
+        return ""
+    if notes.sent_s is None:
+        return f"{' and '.join(unready) or 'its consumers'} to accept the request"
+    if notes.accepted_s is None:
+        return f"{notes.replica} to accept the request"
+    if report is None:
+        return f"{notes.replica}, which does not report its progress"
+    return _outlet_wait(report.outlets) or _inlet_wait(report.inlets) or ("" if report.started else "its engine")
+
+
+def _outlet_wait(outlets: Sequence[control_pb2.FlowReport]) -> str:
+    for flow in outlets:
+        if not flow.connected and (flow.waiting_chunks or flow.wanted_bytes or flow.ended):
+            return f"{flow.peer} to accept edge {flow.edge}"
+        if flow.wanted_bytes:
+            return (
+                f"credit from {flow.peer} on edge {flow.edge}: it needs {flow.wanted_bytes:,} bytes, and "
+                f"{flow.credit_bytes:,} remain"
+            )
+    ended = [flow for flow in outlets if flow.ended and flow.waiting_chunks]
+    if ended and all(flow.ended for flow in outlets):
+        return f"{ended[0].peer} to receive the last {ended[0].waiting_chunks} chunks of edge {ended[0].edge}"
+    return ""
+
+
+def _inlet_wait(inlets: Sequence[control_pb2.FlowReport]) -> str:
+    for flow in inlets:
+        if not flow.ended and not flow.waiting_chunks:
+            return f"chunk {flow.chunks} of edge {flow.edge} from {flow.peer}"
+    return ""

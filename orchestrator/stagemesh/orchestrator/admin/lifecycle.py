@@ -18,7 +18,7 @@ _DRAINED = "drained by an operator"
 
 
 class RestartPhase(Enum):
-    """How far a replica's restart is; the value is the wire's name without its prefix."""
+    """The phase of a replica's restart. The value is the name on the wire without its prefix."""
 
     DRAINING = "DRAINING"
     ENDING = "ENDING"
@@ -27,57 +27,64 @@ class RestartPhase(Enum):
 
 
 class RestartEvent(NamedTuple):
-    """A replica's restart has got on."""
+    """A change during a replica's restart."""
 
     replica: str
     phase: RestartPhase
     running: int
+    """The number of requests that still run on the replica."""
 
 
 class Lifecycle:
-    """That a replica drains is known by itself, so that every orchestrator hears of it; here nothing is kept."""
+    """Drains, resumes and restarts replicas.
+
+    Keeps no drain state: a replica reports its own, so that every orchestrator sees it.
+    """
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        # Of two replicas that are drained at once, each would take the other for the one that is left.
+        # Two concurrent drains would each count on the other's replica to remain ready.
         self._draining = asyncio.Lock()
 
     async def drain(self, target: str, *, force: bool, move_after_s: float | None = None) -> list[Replica]:
-        """Has nothing more planned on the target, and what runs there still after `move_after_s` go on elsewhere.
+        """Stops planning requests on the target. Moves requests that still run after `move_after_s` to other replicas.
 
-        Raises NotReadyError (LAST_REPLICA) where no ready replica would be left, unless forced.
+        Raises NotReadyError (LAST_REPLICA) if no ready replica would remain, unless forced.
         """
         async with self._draining:
             replicas = self._directory.target(target)
             if not force:
-                self._check_others(replicas, what="draining")
-            # Of a stage, those that serve; what was named alone says itself why it cannot.
-            await _each(
+                self._check_others(replicas, action="draining")
+            # Of a stage, only ready replicas are drained. A replica that is named itself reports why it cannot.
+            await _for_each(
                 [replica for replica in replicas if len(replicas) == 1 or replica.state is ReplicaState.READY],
                 partial(_drain, move_after_s=move_after_s),
             )
             return replicas
 
     async def wait_idle(self, replicas: Sequence[Replica], *, timeout_s: float) -> None:
-        """Returns once nothing runs on them; raises DeadlineError (STILL_RUNNING)."""
+        """Returns when no request runs on the replicas. Raises DeadlineError (STILL_RUNNING)."""
         ends_s = asyncio.get_running_loop().time() + timeout_s
         for replica in replicas:
-            running = await _left_running(replica, ends_s=ends_s)
+            running = 0
+            async for count in _running_counts(replica, ends_s=ends_s):
+                running = count
             if running:
-                raise _still_running(replica, running, "it stays drained")
+                raise _still_running(replica, running, "it remains drained")
 
     async def resume(self, target: str) -> list[Replica]:
-        """Has the target planned on again. Of a stage, those replicas that drain."""
+        """Plans requests on the target again. If the target is a stage, resumes its draining replicas."""
         replicas = self._directory.target(target)
-        await _each(
+        await _for_each(
             [replica for replica in replicas if len(replicas) == 1 or replica.state is ReplicaState.DRAINING], _resume
         )
         return replicas
 
     async def restart(self, target: str, *, force: bool, drain_s: float) -> AsyncGenerator[RestartEvent]:
-        """Restarts the target, one replica after the other; `drain_s` 0 is 300. Iterate within `aclosing`.
+        """Restarts the target's replicas one after another, each after draining it for at most `drain_s` (0 for 300).
 
-        Raises NotReadyError (LAST_REPLICA), and DeadlineError (STILL_RUNNING) after resuming the replica.
+        Iterate within `aclosing`. Raises NotReadyError (LAST_REPLICA), and DeadlineError (STILL_RUNNING) after resuming
+        the replica.
         """
         if not drain_s >= 0:
             raise InvalidRequestError(f"drain_s is {drain_s:g}; it must be 0 for {_DRAIN_S:g}, or more")
@@ -86,39 +93,25 @@ class Lifecycle:
             former = await _incarnation(replica)
             async with self._draining:
                 if not force:
-                    self._check_others([replica], what="restarting")
+                    self._check_others([replica], action="restarting")
                 if replica.state is ReplicaState.READY:
                     await _drain(replica)
-            async for running in self._drained(replica, force=force, drain_s=drain_s or _DRAIN_S):
-                yield RestartEvent(name, RestartPhase.DRAINING, running)
-            async for phase in self._started_again(replica, former=former):
-                yield RestartEvent(name, phase, 0)
-
-    async def _drained(self, replica: Replica, *, force: bool, drain_s: float) -> AsyncGenerator[int]:
-        """How many run still, whenever that changes, until none does or they are to be stopped."""
-        told = -1
-        ends_s = asyncio.get_running_loop().time() + drain_s
-        while running := await count_running(replica):
-            if running != told:
-                yield running
-                told = running
-            if asyncio.get_running_loop().time() >= ends_s:
-                if force:
-                    return
+            running, limit_s = 0, drain_s or _DRAIN_S
+            async for running in _running_counts(replica, ends_s=asyncio.get_running_loop().time() + limit_s):
+                if running:
+                    yield RestartEvent(name, RestartPhase.DRAINING, running)
+            if running and not force:
                 await _resume(replica)
-                raise _still_running(replica, running, f"after {drain_s:g} s; it is resumed")
-            await asyncio.sleep(_POLL_S)
+                raise _still_running(replica, running, f"after {limit_s:g} s; it is resumed")
+            await _control(replica, "Shutdown", control_pb2.ShutdownRequest().SerializeToString())
+            yield RestartEvent(name, RestartPhase.ENDING, 0)
+            await _poll(partial(self._is_replaced, name, former))
+            yield RestartEvent(name, RestartPhase.STARTING, 0)
+            await _poll(partial(self._is_ready, name))
+            yield RestartEvent(name, RestartPhase.READY, 0)
 
-    async def _started_again(self, replica: Replica, *, former: str) -> AsyncGenerator[RestartPhase]:
-        await _control(replica, "Shutdown", control_pb2.ShutdownRequest().SerializeToString())
-        yield RestartPhase.ENDING
-        await _until(lambda: self._is_another(replica.name, former))
-        yield RestartPhase.STARTING
-        await _until(lambda: self._is_ready(replica.name))
-        yield RestartPhase.READY
-
-    async def _is_another(self, name: str, former: str) -> bool:
-        """Whether another process than the former one answers for a replica."""
+    async def _is_replaced(self, name: str, former: str) -> bool:
+        """Returns whether another process than the former incarnation answers for a replica."""
         replica = self._directory.find(name)
         if replica is None:
             return False
@@ -131,32 +124,33 @@ class Lifecycle:
         replica = self._directory.find(name)
         return replica is not None and replica.state is ReplicaState.READY
 
-    def _check_others(self, replicas: Sequence[Replica], *, what: str) -> None:
-        """Raises NotReadyError where replicas of a stage serve, and no other does."""
+    def _check_others(self, replicas: Sequence[Replica], *, action: str) -> None:
+        """Raises NotReadyError if one of these replicas of a stage is ready and no other replica of it is."""
         if not any(replica.state is ReplicaState.READY for replica in replicas):
             return
         stage, names = replicas[0].stage, {replica.name for replica in replicas}
         others = [replica for replica in self._directory.replicas_of(stage) if replica.name not in names]
         if any(replica.state is ReplicaState.READY for replica in others):
             return
-        left = ", ".join(f"{replica.name} is {replica.state.value.lower()}" for replica in others)
+        states = ", ".join(f"{replica.name} is {replica.state.value.lower()}" for replica in others)
         raise NotReadyError(
-            f"{what} {', '.join(sorted(names))} would leave stage {stage!r} without a ready replica "
-            f"({left or 'it has no other'}): requests that need it would be refused",
+            f"{action} {', '.join(sorted(names))} would leave stage {stage!r} without a ready replica "
+            f"({states or 'it has no other replica'}), and requests that need it would be rejected",
             reason="LAST_REPLICA",
             metadata={"stage": stage},
         )
 
 
-async def _until(done: Callable[[], Awaitable[bool]]) -> None:
+async def _poll(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Returns when the condition holds."""
     while True:
-        if await done():
+        if await condition():
             return
         await asyncio.sleep(_POLL_S)
 
 
-async def _each(replicas: Sequence[Replica], act: Callable[[Replica], Awaitable[None]]) -> None:
-    """Acts on all, also where one of them fails; raises the first error then."""
+async def _for_each(replicas: Sequence[Replica], act: Callable[[Replica], Awaitable[None]]) -> None:
+    """Calls `act` on every replica, even if a call fails. Then raises the first error."""
     errors: list[StagemeshError] = []
     for replica in replicas:
         try:
@@ -167,19 +161,24 @@ async def _each(replicas: Sequence[Replica], act: Callable[[Replica], Awaitable[
         raise errors[0]
 
 
-async def _left_running(replica: Replica, *, ends_s: float) -> int:
-    """How many requests run once none does, or at `ends_s` of the event loop's time."""
-    while True:
+async def _running_counts(replica: Replica, *, ends_s: float) -> AsyncGenerator[int]:
+    """Yields the number of running requests and each change of it, until it is 0 or the loop's time is `ends_s`."""
+    last = -1
+    while last:
         running = await count_running(replica)
-        if not running or asyncio.get_running_loop().time() >= ends_s:
-            return running
-        await asyncio.sleep(_POLL_S)
+        if running != last:
+            yield running
+            last = running
+        if asyncio.get_running_loop().time() >= ends_s:
+            return
+        if running:
+            await asyncio.sleep(_POLL_S)
 
 
 async def count_running(replica: Replica) -> int:
-    """Requests that are planned on a replica or run there, whosever they are.
+    """Returns the number of requests that are planned on a replica or run there, of all orchestrators.
 
-    One that is out of reach runs nothing; one that does not answer in time may run something, and counts as 1.
+    Returns 0 if the replica is unreachable, and 1 if it does not answer in time, because it may run requests.
     """
     if replica.running:
         return replica.running
@@ -206,18 +205,18 @@ async def _drain(replica: Replica, *, move_after_s: float | None = None) -> None
 
 async def _resume(replica: Replica) -> None:
     await _control(replica, "Resume", control_pb2.ResumeRequest().SerializeToString())
-    said = await replica.client.describe(timeout_s=_CALL_S)
-    # Of any other only the fleet says whether it is one of ours, and which process.
-    if replica.state is ReplicaState.DRAINING and replica.incarnation == said.incarnation:
-        replica.observe(ReplicaState.from_wire(said.state), said.detail)
+    described = await replica.client.describe(timeout_s=_CALL_S)
+    # In any other state, only the fleet can tell whether the replica belongs to the pipeline, and which process it is.
+    if replica.state is ReplicaState.DRAINING and replica.incarnation == described.incarnation:
+        replica.observe(ReplicaState.from_wire(described.state), described.detail)
 
 
 async def _control(replica: Replica, method: str, request: bytes) -> bytes:
     return await replica.client.control(method, request, timeout_s=_CALL_S)
 
 
-def _still_running(replica: Replica, running: int, then: str) -> DeadlineError:
-    what = "1 request runs" if running == 1 else f"{running} requests run"
+def _still_running(replica: Replica, running: int, result: str) -> DeadlineError:
+    requests = "1 request still runs" if running == 1 else f"{running} requests still run"
     return DeadlineError(
-        f"{what} still on replica {replica.name}; {then}", reason="STILL_RUNNING", metadata={"replica": replica.name}
+        f"{requests} on replica {replica.name}; {result}", reason="STILL_RUNNING", metadata={"replica": replica.name}
     )

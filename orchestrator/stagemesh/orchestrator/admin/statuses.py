@@ -1,4 +1,4 @@
-"""What operators see, in the contract's terms."""
+"""Builds the status messages of AdminService."""
 
 import time
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from stagemesh.orchestrator.spec import Edge, Stage
 from stagemesh.v1 import admin_pb2, stage_pb2
 
 _NO_LOAD = stage_pb2.WatchLoadResponse()
-_ANSWERING = frozenset({ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.ASLEEP, ReplicaState.LOADING})
+_REPORTING_LOAD = frozenset({ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.ASLEEP, ReplicaState.LOADING})
 # An idle replica reports its load every 30 seconds.
 _OVERDUE_S = 60.0
-_MOST_CALLERS = 100
+_MAX_CALLERS = 100
 
 
 class Statuses:
-    """Puts what is known at this moment into messages."""
+    """Builds messages from the current state."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class Statuses:
         self._began_s = clock()
 
     def totals(self) -> Totals:
-        """What became of all requests, running ones as they stand."""
+        """Returns the totals over all requests, including the running ones so far."""
         running = self._orchestrator.requests.running
         return self._orchestrator.totals.together_with(known.record.timeline for known in running)
 
     def pipeline(self, totals: Totals) -> admin_pb2.PipelineStatus:
-        """The pipeline."""
+        """Returns the status of the pipeline."""
         pipeline, admission = self._directory.pipeline, self._orchestrator.admission.snapshot()
         return admin_pb2.PipelineStatus(
             name=pipeline.name,
@@ -63,19 +63,19 @@ class Statuses:
             queued_bytes=admission.queued_bytes,
             expected_wait_s=admission.expected_wait_s,
             returning=admission.returning,
-            callers=map(_caller, nlargest(_MOST_CALLERS, admission.callers, key=_requests_of)),
+            callers=map(_caller, nlargest(_MAX_CALLERS, admission.callers, key=_requests_of)),
         )
 
     def stages(self, totals: Totals) -> list[admin_pb2.StageStatus]:
-        """All stages, producers before consumers."""
+        """Returns the status of each stage, producers before consumers."""
         return [self._stage(stage, totals) for stage in self._directory.pipeline.stages.values()]
 
     def edges(self, totals: Totals) -> list[admin_pb2.EdgeStatus]:
-        """All edges."""
+        """Returns the status of each edge."""
         return [self._edge(edge, totals) for edge in self._directory.pipeline.edges]
 
     def snapshot(self, *, slowest: int) -> admin_pb2.WatchPipelineResponse:
-        """Everything."""
+        """Returns the status of the whole pipeline with its slowest requests."""
         totals = self.totals()
         return admin_pb2.WatchPipelineResponse(
             clock_s=self._clock(),
@@ -87,7 +87,7 @@ class Statuses:
         )
 
     def request(self, timeline: Timeline) -> admin_pb2.RequestStatus:
-        """A request in short."""
+        """Returns the summary of a request."""
         return admin_pb2.RequestStatus(
             request_id=timeline.request_id,
             state=admin_pb2.RequestState.Value(f"REQUEST_STATE_{timeline.state.value}"),
@@ -103,7 +103,7 @@ class Statuses:
         )
 
     def request_in_full(self, request: InspectedRequest) -> admin_pb2.GetRequestResponse:
-        """A request in full."""
+        """Returns a request with all of its steps and flows."""
         return admin_pb2.GetRequestResponse(
             request=self.request(request.timeline),
             planned_s=request.timeline.planned_s,
@@ -155,7 +155,7 @@ def replica_status(replica: Replica) -> admin_pb2.ReplicaStatus:
 
 
 def _load(replica: Replica) -> stage_pb2.WatchLoadResponse | None:
-    return replica.last_report if replica.state in _ANSWERING else None
+    return replica.last_report if replica.state in _REPORTING_LOAD else None
 
 
 def _requests_of(caller: CallerLoad) -> int:

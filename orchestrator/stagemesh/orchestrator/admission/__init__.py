@@ -1,7 +1,7 @@
-"""Admission: limits on requests and bytes, the queue and its order, and what those who wait or are refused are told."""
+"""Admission: limits on requests and bytes, the queue and its order, and reports to waiting and rejected requests."""
 
 from stagemesh.orchestrator.admission.admission import Admission
-from stagemesh.orchestrator.admission.caller_queues import AdmissionRequest, Listener, Ticket, TicketState
 from stagemesh.orchestrator.admission.snapshot import AdmissionSnapshot, CallerLoad
+from stagemesh.orchestrator.admission.ticket import AdmissionRequest, Listener, Ticket, TicketState
 
 __all__ = ["Admission", "AdmissionRequest", "AdmissionSnapshot", "CallerLoad", "Listener", "Ticket", "TicketState"]

@@ -1,4 +1,4 @@
-"""Who may run now, who waits, and who is sent away: decided before any stage holds anything of a request."""
+"""Decides which requests run, which wait and which are rejected, before any stage holds anything of them."""
 
 import itertools
 import math
@@ -8,29 +8,34 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from itertools import islice
 
+from sortedcontainers import SortedKeyList
+
 from stagemesh.common.errors import DeadlineError, OverloadedError, StagemeshError
-from stagemesh.orchestrator.admission.caller_queues import AdmissionRequest, Caller, Listener, Load, Ticket, TicketState
+from stagemesh.orchestrator.admission.caller_queues import Caller, Load
 from stagemesh.orchestrator.admission.estimates import RequestEstimates
 from stagemesh.orchestrator.admission.queue import AdmissionQueue, QueuePosition
-from stagemesh.orchestrator.admission.ranking import Ranking
 from stagemesh.orchestrator.admission.retry_schedule import RetrySchedule
 from stagemesh.orchestrator.admission.snapshot import AdmissionSnapshot, CallerLoad
+from stagemesh.orchestrator.admission.ticket import AdmissionRequest, Listener, Ticket, TicketState
 from stagemesh.orchestrator.spec import Limits
 
-_TELL_EVERY_S = 1.0
-_TOLD_AT_ONCE = 200
-# A request is hopeless where it would be late even if all went in this part of the time that was measured.
-_CAUTION = 0.5
-# At most this part of the queue is held for those who were told to come back.
-_HELD = 1 / 8
-_MOST_LINES = 256
+_REPORT_INTERVAL_S = 1.0
+_REPORTS_PER_TICK = 200
+# A request is rejected if it would miss its deadline even at this fraction of the measured times.
+_MEASURED_FRACTION = 0.5
+# At most this fraction of the queue is reserved for rejected requests that return.
+_RESERVED_FRACTION = 1 / 8
+_MAX_CALLER_SCHEDULES = 256
+
+
+def _latest_start_s(ticket: Ticket) -> tuple[float, int]:
+    return ticket.latest_start_s, ticket.number
 
 
 class Admission:
-    """Admits requests up to the limits, lets those beyond wait in a bounded queue, and refuses the rest with a time to
-    come back at.
+    """Admits requests up to the limits, queues further requests up to a bound, and rejects the rest with a retry delay.
 
-    It is driven by its callers and by `tick`, and knows no time but that of `clock`. Listeners must not call back.
+    Callers and `tick` drive it; `clock` is its only source of time. Listeners must not call its methods.
     """
 
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,52 +43,52 @@ class Admission:
         self._clock = clock
         self._running = Load()
         self._queue = AdmissionQueue(limits)
-        self._hopeless = Ranking[Ticket]()
-        self._measures = RequestEstimates()
-        self._returns = RetrySchedule()
-        self._caller_returns = OrderedDict[str, RetrySchedule]()
+        self._waiting = SortedKeyList[Ticket](key=_latest_start_s)
+        self._estimates = RequestEstimates()
+        self._schedule = RetrySchedule()
+        self._caller_schedules = OrderedDict[str, RetrySchedule]()
         self._numbers = itertools.count()
-        self._told_s = -math.inf
-        self._telling: Iterator[QueuePosition] = iter(())
+        self._reported_s = -math.inf
+        self._to_report: Iterator[QueuePosition] = iter(())
 
     @property
     def in_flight(self) -> int:
-        """Requests that run now."""
+        """The number of running requests."""
         return self._running.requests
 
     @property
     def queued(self) -> int:
-        """Requests that wait now."""
+        """The number of waiting requests."""
         return self._queue.load.requests
 
-    def enter(self, claim: AdmissionRequest, listener: Listener) -> Ticket:
-        """Takes a claim: the listener has heard that it is admitted, or that it waits.
+    def enter(self, request: AdmissionRequest, listener: Listener) -> Ticket:
+        """Admits or queues a request and reports this to the listener before returning.
 
-        Raises OverloadedError (ADMISSION_LIMIT, CALLER_LIMIT) where the queue has no room, and DeadlineError
-        (DEADLINE_UNREACHABLE) where the request would be late. Whoever takes the ticket gives it back by `withdraw` or
-        `release`, unless the listener heard that it was refused.
+        The ticket must be returned by `withdraw` or `release`, unless the listener receives `refused`. Raises
+        OverloadedError (ADMISSION_LIMIT, CALLER_LIMIT) if the queue is full, and DeadlineError (DEADLINE_UNREACHABLE)
+        if the request would miss its deadline.
         """
         now_s = self._clock()
         ticket = Ticket(
-            claim,
+            request,
             listener,
             next(self._numbers),
-            size_bytes=claim.input_bytes + self._measures.made_bytes(claim.kind),
-            hopeless_s=claim.deadline_s - _CAUTION * self._measures.fastest_s(claim.kind, now_s),
+            size_bytes=request.input_bytes + self._estimates.made_bytes(request.kind),
+            latest_start_s=request.deadline_s - _MEASURED_FRACTION * self._estimates.fastest_s(request.kind, now_s),
         )
-        caller = self._queue.caller(claim.caller)
+        caller = self._queue.caller(request.caller)
         may_run = caller.may_run(ticket, self.limits.per_caller) and self._fits(ticket)
         if may_run and self._queue.next() is None:
-            _check_hope(ticket, now_s, wait_s=0.0)
+            _check_deadline(ticket, now_s, wait_s=0.0)
             self._admit(ticket, now_s)
         else:
             self._wait(ticket, caller, now_s)
-            # It may go before one who waits for bytes, or have pushed that one out.
+            # The new ticket may precede one that waits for bytes, or may have displaced it.
             self._fill()
         return ticket
 
     def withdraw(self, ticket: Ticket) -> bool:
-        """Gives up waiting; returns whether it did wait. Its listener hears nothing more."""
+        """Removes a waiting ticket without a report. Returns False if the ticket was not waiting."""
         if ticket.state is not TicketState.WAITING:
             return False
         self._queue.remove(ticket)
@@ -92,47 +97,50 @@ class Admission:
         return True
 
     def release(self, ticket: Ticket, *, made_bytes: int | None = None) -> None:
-        """An admitted request has ended, having made so many bytes; None where it came to no good end. Once."""
-        assert ticket.state is TicketState.RUNNING, "only what runs is released"
+        """Releases a running ticket, once. `made_bytes` are its output bytes, or None if the request failed."""
+        assert ticket.state is TicketState.RUNNING, "only running tickets are released"
         now_s = self._clock()
         took_s = now_s - ticket.admitted_s
         ticket.state = TicketState.GONE
-        self._running.take(ticket.size_bytes)
+        self._running.subtract(ticket.size_bytes)
         self._queue.end(ticket)
-        self._measures.add_end(took_s)
+        self._estimates.duration_s.add(took_s)
         if made_bytes is not None:
-            self._measures.add_success(ticket.claim.kind, now_s, took_s=took_s, made_bytes=made_bytes)
+            self._estimates.add_success(ticket.request.kind, now_s, took_s=took_s, made_bytes=made_bytes)
         self._fill()
 
     def tick(self) -> None:
-        """Refuses who waits without hope, and tells the others where they stand; to be called a few times a second."""
+        """Rejects waiting requests that can no longer meet their deadlines, and reports positions to the others.
+
+        Must be called a few times per second.
+        """
         now_s = self._clock()
-        hopeless = False
-        while (ticket := self._hopeless.first()) is not None and ticket.hopeless_s <= now_s:
-            self._refuse(ticket, _hopeless_error(ticket, now_s, wait_s=0.0))
-            hopeless = True
-        if hopeless:
+        late = False
+        while self._waiting and (ticket := self._waiting[0]).latest_start_s <= now_s:
+            self._reject(ticket, _deadline_error(ticket, now_s, wait_s=0.0))
+            late = True
+        if late:
             self._fill()
         if self.queued:
-            self._tell_some(now_s)
+            self._report_some(now_s)
         else:
-            self._telling = iter(())
+            self._to_report = iter(())
 
     def close(self, error: StagemeshError) -> None:
-        """Refuses all who wait; those who run go on."""
+        """Rejects all waiting requests. Running requests continue."""
         for ticket in tuple(self._queue):
-            # One for each: raising one object in several tasks would mix their tracebacks.
-            self._refuse(ticket, copy(error))
+            # Several tasks raise these errors; tracebacks would mix in a shared object.
+            self._reject(ticket, copy(error))
 
     def snapshot(self) -> AdmissionSnapshot:
-        """What there is now."""
+        """Returns the current state."""
         return AdmissionSnapshot(
             in_flight=self._running.requests,
             in_flight_bytes=self._running.size_bytes,
             queued=self._queue.load.requests,
             queued_bytes=self._queue.load.size_bytes,
             expected_wait_s=self._expected_wait_s(AdmissionRequest("", caller="\0")),
-            returning=len(self._returns),
+            returning=len(self._schedule),
             callers=tuple(
                 CallerLoad(
                     caller.name,
@@ -145,168 +153,161 @@ class Admission:
             ),
         )
 
-    # -- inner workings
-
     def _fits(self, ticket: Ticket) -> bool:
         limits = self.limits
         return self._running.fits(ticket.size_bytes, most=limits.max_in_flight, most_bytes=limits.max_in_flight_bytes)
 
     def _admit(self, ticket: Ticket, now_s: float) -> None:
         self._queue.run(ticket)
-        self._hopeless.discard(ticket)
+        listener = self._end_waiting(ticket)
         self._running.add(ticket.size_bytes)
         ticket.state, ticket.admitted_s = TicketState.RUNNING, now_s
-        self._keep_promise(ticket.claim)
-        listener, ticket.listener = ticket.listener, None
-        assert listener is not None, "nobody is admitted twice"
+        self._remove_retry_slots(ticket.request)
+        assert listener is not None, "a ticket is admitted once"
         listener.admitted()
 
     def _fill(self) -> None:
-        """Admits whose turn it is. Nobody passes one who waits for bytes to become free."""
+        """Admits waiting tickets in order. No ticket precedes one that waits for bytes to be released."""
         now_s = self._clock()
         while (ticket := self._queue.next()) is not None and self._fits(ticket):
-            if ticket.hopeless_s <= now_s:
-                self._refuse(ticket, _hopeless_error(ticket, now_s, wait_s=0.0))
+            if ticket.latest_start_s <= now_s:
+                self._reject(ticket, _deadline_error(ticket, now_s, wait_s=0.0))
             else:
                 self._admit(ticket, now_s)
 
     def _wait(self, ticket: Ticket, caller: Caller, now_s: float) -> None:
-        position = self._queue.position(ticket.claim)
+        position = self._queue.position(ticket.request)
         wait_s = max(position * self._interval_s(self._running), self._caller_wait_s(caller, ticket, position=position))
-        _check_hope(ticket, now_s, wait_s=wait_s if self._measures.has_mean else 0.0)
-        pushed_out = self._make_room(ticket, caller, now_s)
-        self._keep_promise(ticket.claim)
+        _check_deadline(ticket, now_s, wait_s=0.0 if self._estimates.duration_s.is_guess else wait_s)
+        displaced = self._make_space(ticket, caller, now_s)
+        self._remove_retry_slots(ticket.request)
         ticket.state = TicketState.WAITING
         self._queue.add(ticket)
-        self._hopeless.put(ticket, ticket.hopeless_s)
-        self._tell(ticket, position=position, wait_s=wait_s)
-        for other in pushed_out:
-            self._tell_refused(other, self._full_error(other.claim, now_s))
+        self._waiting.add(ticket)
+        self._report(ticket, position=position, wait_s=wait_s)
+        for other in displaced:
+            self._report_rejected(other, self._full_error(other.request, now_s))
 
-    def _make_room(self, ticket: Ticket, caller: Caller, now_s: float) -> list[Ticket]:
-        """Finds the ticket a place in the queue; raises OverloadedError.
-
-        RetrySchedule those who were pushed out for it, where that is fair, and who are to hear so.
-        """
-        claim = ticket.claim
-        bounds, line = self.limits.per_caller, self._caller_returns.get(caller.name)
-        held = _held(line, claim, now_s, most=bounds.max_queued) if line is not None else 0
-        if not caller.may_wait(ticket, bounds, held=held):
-            raise self._caller_error(claim, caller, now_s)
+    def _make_space(self, ticket: Ticket, caller: Caller, now_s: float) -> list[Ticket]:
+        """Returns the tickets that were removed from a full queue in favour of this one. Raises OverloadedError."""
+        request = ticket.request
+        bounds, schedule = self.limits.per_caller, self._caller_schedules.get(caller.name)
+        reserved = _reserved(schedule, request, now_s, most=bounds.max_queued) if schedule is not None else 0
+        if not caller.may_wait(ticket, bounds, reserved=reserved):
+            raise self._caller_error(request, caller, now_s)
         most = self.limits.max_queued
-        may_wait = self._may_wait(claim, most=most - _held(self._returns, claim, now_s, most=most))
-        pushed_out: list[Ticket] = []
-        while not may_wait and (other := self._queue.who_gives_way(claim)) is not None:
+        may_wait = self._may_wait(request, most=most - _reserved(self._schedule, request, now_s, most=most))
+        displaced: list[Ticket] = []
+        while not may_wait and (other := self._queue.displaced_by(request)) is not None:
             self._queue.remove(other)
-            pushed_out.append(other)
-            may_wait = self._may_wait(claim, most=most)
+            displaced.append(other)
+            may_wait = self._may_wait(request, most=most)
         if not may_wait:
-            # Nobody is pushed out for nothing.
-            for other in pushed_out:
+            # Nothing is displaced in favour of a request that is rejected.
+            for other in displaced:
                 self._queue.add(other)
-            raise self._full_error(claim, now_s)
-        return pushed_out
+            raise self._full_error(request, now_s)
+        return displaced
 
-    def _may_wait(self, claim: AdmissionRequest, *, most: int) -> bool:
-        return self._queue.load.fits(claim.input_bytes, most=most, most_bytes=self.limits.max_queued_bytes)
+    def _may_wait(self, request: AdmissionRequest, *, most: int) -> bool:
+        return self._queue.load.fits(request.input_bytes, most=most, most_bytes=self.limits.max_queued_bytes)
 
-    def _refuse(self, ticket: Ticket, error: StagemeshError) -> None:
+    def _reject(self, ticket: Ticket, error: StagemeshError) -> None:
         self._queue.remove(ticket)
-        self._tell_refused(ticket, error)
+        self._report_rejected(ticket, error)
 
-    def _tell_refused(self, ticket: Ticket, error: StagemeshError) -> None:
+    def _report_rejected(self, ticket: Ticket, error: StagemeshError) -> None:
         if (listener := self._end_waiting(ticket)) is not None:
             listener.refused(error)
 
     def _end_waiting(self, ticket: Ticket) -> Listener | None:
-        """It has left the queue; returns who is to hear why."""
-        self._hopeless.discard(ticket)
+        """Records that a ticket has left the queue. Returns its listener for the last report."""
+        self._waiting.discard(ticket)
         listener, ticket.listener, ticket.state = ticket.listener, None, TicketState.GONE
         return listener
 
-    def _keep_promise(self, claim: AdmissionRequest) -> None:
-        self._returns.keep(claim.request_id)
-        if (line := self._caller_returns.get(claim.caller)) is not None:
-            line.keep(claim.request_id)
+    def _remove_retry_slots(self, request: AdmissionRequest) -> None:
+        self._schedule.remove(request.request_id)
+        if (schedule := self._caller_schedules.get(request.caller)) is not None:
+            schedule.remove(request.request_id)
 
-    # Requests that hold places for so long on average give them back at this interval.
     def _interval_s(self, running: Load) -> float:
-        return self._measures.mean_s / max(1, running.requests)
+        """Returns the average time between the ends of two of these running requests."""
+        return self._estimates.duration_s.value / max(1, running.requests)
 
-    def _expected_wait_s(self, claim: AdmissionRequest) -> float:
+    def _expected_wait_s(self, request: AdmissionRequest) -> float:
         if self._running.requests < self.limits.max_in_flight and self._queue.next() is None:
             return 0.0
-        return self._queue.position(claim) * self._interval_s(self._running)
+        return self._queue.position(request) * self._interval_s(self._running)
 
     def _caller_wait_s(self, caller: Caller, ticket: Ticket, *, position: int) -> float:
-        """Where it waits for its own caller's requests to end; 0 where it does not."""
+        """Returns the expected wait for requests of the same caller to end. 0 if the limits per caller allow to run."""
         if caller.may_run(ticket, self.limits.per_caller):
             return 0.0
         return min(position, caller.waiting.requests + 1) * self._interval_s(caller.running)
 
-    def _tell(self, ticket: Ticket, *, position: int, wait_s: float) -> None:
-        ticket.told = position
-        assert ticket.listener is not None, "it waits"
+    def _report(self, ticket: Ticket, *, position: int, wait_s: float) -> None:
+        ticket.reported_position = position
+        assert ticket.listener is not None, "waiting tickets have a listener"
         ticket.listener.queued(position=position, expected_wait_s=wait_s)
 
-    def _tell_some(self, now_s: float) -> None:
-        """Tells so many as do not hold others up, and goes on with the rest at the next tick."""
-        standings = list(islice(self._telling, _TOLD_AT_ONCE))
-        for ticket, position, in_lane in standings:
-            if ticket.state is TicketState.WAITING and position != ticket.told:
-                caller = self._queue.caller(ticket.claim.caller)
+    def _report_some(self, now_s: float) -> None:
+        """Reports changed positions to a bounded number of listeners. Continues with the others at the next tick."""
+        positions = list(islice(self._to_report, _REPORTS_PER_TICK))
+        for ticket, position, in_caller_queue in positions:
+            if ticket.state is TicketState.WAITING and position != ticket.reported_position:
+                caller = self._queue.caller(ticket.request.caller)
                 wait_s = position * self._interval_s(self._running)
-                wait_s = max(wait_s, self._caller_wait_s(caller, ticket, position=in_lane))
-                self._tell(ticket, position=position, wait_s=wait_s)
-        if len(standings) < _TOLD_AT_ONCE and now_s - self._told_s >= _TELL_EVERY_S:
-            self._told_s = now_s
-            self._telling = self._queue.standings()
+                wait_s = max(wait_s, self._caller_wait_s(caller, ticket, position=in_caller_queue))
+                self._report(ticket, position=position, wait_s=wait_s)
+        if len(positions) < _REPORTS_PER_TICK and now_s - self._reported_s >= _REPORT_INTERVAL_S:
+            self._reported_s = now_s
+            self._to_report = self._queue.positions()
 
-    def _full_error(self, claim: AdmissionRequest, now_s: float) -> OverloadedError:
+    def _full_error(self, request: AdmissionRequest, now_s: float) -> OverloadedError:
         limits, waiting = self.limits, self._queue.load.requests
-        retry_after_s = self._returns.promise(claim.request_id, now_s, interval_s=self._interval_s(self._running))
+        retry_after_s = self._schedule.assign(request.request_id, now_s, interval_s=self._interval_s(self._running))
         return OverloadedError(
-            f"{self._running.requests} requests run and {waiting} wait, as many as the pipeline's limits allow "
-            f"(max_in_flight is {limits.max_in_flight}, max_queued {limits.max_queued}, beside those on bytes); "
-            f"come back in {retry_after_s:.1f} s under the same request_id",
+            f"{self._running.requests} requests run and {waiting} wait, which reaches the pipeline's limits "
+            f"(max_in_flight {limits.max_in_flight}, max_queued {limits.max_queued}, or those on bytes); retry in "
+            f"{retry_after_s:.1f} s with the same request_id",
             reason="ADMISSION_LIMIT",
             metadata={"max_in_flight": str(limits.max_in_flight), "max_queued": str(limits.max_queued)},
             retry_after_s=retry_after_s,
         )
 
-    def _caller_error(self, claim: AdmissionRequest, caller: Caller, now_s: float) -> OverloadedError:
-        line = self._caller_returns.setdefault(caller.name, RetrySchedule())
-        self._caller_returns.move_to_end(caller.name)
-        if len(self._caller_returns) > _MOST_LINES:
-            self._caller_returns.popitem(last=False)
-        retry_after_s = line.promise(claim.request_id, now_s, interval_s=self._interval_s(caller.running))
+    def _caller_error(self, request: AdmissionRequest, caller: Caller, now_s: float) -> OverloadedError:
+        schedule = self._caller_schedules.setdefault(caller.name, RetrySchedule())
+        self._caller_schedules.move_to_end(caller.name)
+        if len(self._caller_schedules) > _MAX_CALLER_SCHEDULES:
+            self._caller_schedules.popitem(last=False)
+        retry_after_s = schedule.assign(request.request_id, now_s, interval_s=self._interval_s(caller.running))
         return OverloadedError(
-            f"{caller.running.requests} requests of caller {caller.name!r} run and {caller.waiting.requests} wait, as "
-            f"many as the pipeline's limits.per_caller allow; come back in {retry_after_s:.1f} s under the same "
-            "request_id",
+            f"{caller.running.requests} requests of caller {caller.name!r} run and {caller.waiting.requests} wait, "
+            f"which reaches the pipeline's limits.per_caller; retry in {retry_after_s:.1f} s with the same request_id",
             reason="CALLER_LIMIT",
             metadata={"caller": caller.name},
             retry_after_s=retry_after_s,
         )
 
 
-def _held(line: RetrySchedule, claim: AdmissionRequest, now_s: float, *, most: int) -> int:
-    """How many places of a queue the claim must leave to others, who were promised them."""
-    promised = 0 if line.is_due(claim.request_id, now_s) else len(line)
-    return min(promised, math.ceil(most * _HELD))
+def _reserved(schedule: RetrySchedule, request: AdmissionRequest, now_s: float, *, most: int) -> int:
+    """Returns the number of queue slots that a request must leave to returning requests."""
+    returning = 0 if schedule.is_due(request.request_id, now_s) else len(schedule)
+    return min(returning, math.ceil(most * _RESERVED_FRACTION))
 
 
-def _check_hope(ticket: Ticket, now_s: float, *, wait_s: float) -> None:
-    if now_s + _CAUTION * wait_s >= ticket.hopeless_s:
-        raise _hopeless_error(ticket, now_s, wait_s=wait_s)
+def _check_deadline(ticket: Ticket, now_s: float, *, wait_s: float) -> None:
+    if now_s + _MEASURED_FRACTION * wait_s >= ticket.latest_start_s:
+        raise _deadline_error(ticket, now_s, wait_s=wait_s)
 
 
-def _hopeless_error(ticket: Ticket, now_s: float, *, wait_s: float) -> DeadlineError:
-    left_s = max(0.0, ticket.claim.deadline_s - now_s)
-    fastest_s = (ticket.claim.deadline_s - ticket.hopeless_s) / _CAUTION
+def _deadline_error(ticket: Ticket, now_s: float, *, wait_s: float) -> DeadlineError:
+    left_s = max(0.0, ticket.request.deadline_s - now_s)
+    fastest_s = (ticket.request.deadline_s - ticket.latest_start_s) / _MEASURED_FRACTION
     return DeadlineError(
-        f"{left_s:.1f} s are left to the request's deadline; it would wait about {wait_s:.1f} s, and the fastest of "
-        f"the last ones like it took {fastest_s:.1f} s; allow more time",
+        f"{left_s:.1f} s remain until the request's deadline, but it would wait about {wait_s:.1f} s, and the fastest "
+        f"recent request of its kind took {fastest_s:.1f} s; allow more time",
         reason="DEADLINE_UNREACHABLE",
         metadata={"left_s": f"{left_s:.3f}", "wait_s": f"{wait_s:.3f}", "fastest_s": f"{fastest_s:.3f}"},
     )

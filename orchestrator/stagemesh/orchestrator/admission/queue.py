@@ -1,113 +1,141 @@
-"""In which order those who wait are admitted.
+"""The order in which waiting requests are admitted.
 
-Higher priorities first. Within one priority, callers share: whoever has the least running goes first, of equals whoever
-has had fewer turns, and then the earliest deadline and the first to come. Of one caller's requests the earliest
-deadline goes first. Every eighth turn is by age: it goes to who has waited longest, whatever stands above, so that one
-who found n others waiting is among the next 8 (n + 1) to be admitted.
+Higher priorities are first. Within a priority, callers share the pipeline: the caller with the smallest share of
+running requests is first, then the caller with fewer turns, then the earliest deadline, then the earliest arrival. The
+requests of one caller are ordered by deadline. Every eighth turn goes to the request that has waited longest,
+regardless of this order, so that a request which finds n others waiting is among the next 8 (n + 1) to be admitted.
 
-"The least" is by dominant share (Ghodsi et al., NSDI 2011): of requests or of bytes, whichever is the larger part of
+A share is the dominant share (Ghodsi et al., NSDI 2011): of requests or of bytes, whichever is the larger fraction of
 its limit.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from stagemesh.orchestrator.admission.caller_queues import (
+from sortedcontainers import SortedKeyList
+
+from stagemesh.orchestrator.admission.caller_queues import Caller, CallerQueue, Load
+from stagemesh.orchestrator.admission.ticket import (
     HIGHEST_PRIORITY,
     LOWEST_PRIORITY,
     AdmissionRequest,
-    Caller,
-    CallerQueue,
-    Load,
     Ticket,
     TicketState,
-    priority_of,
 )
-from stagemesh.orchestrator.admission.ranking import Ranking
 from stagemesh.orchestrator.spec import Limits
 
 TURNS_TO_ONE_BY_AGE = 8
-_MOST_REMEMBERED = 4096
+_MAX_RECORDED_TURNS = 4096
 
 
 class QueuePosition(NamedTuple):
-    """Where a ticket stands: from 1 among all, and among its caller's of the same priority."""
+    """A ticket's position, from 1, among all tickets and within its caller's queue."""
 
     ticket: Ticket
     position: int
-    in_lane: int
+    in_caller_queue: int
+
+
+class _Ranking:
+    """Caller queues by keys that change, the smallest key first."""
+
+    def __init__(self) -> None:
+        self._keys: dict[CallerQueue, Any] = {}
+        self._queues = SortedKeyList[CallerQueue](key=self._keys.__getitem__)
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def put(self, queue: CallerQueue, key: object) -> None:
+        """Adds a queue, or moves it to the position of `key`."""
+        if self._keys.get(queue) != key:
+            self.discard(queue)
+            self._keys[queue] = key
+            self._queues.add(queue)
+
+    def discard(self, queue: CallerQueue) -> None:
+        """Removes a queue if it is present."""
+        if queue in self._keys:
+            self._queues.remove(queue)
+            del self._keys[queue]
+
+    def first(self) -> CallerQueue | None:
+        """Returns the queue with the smallest key, or None if the ranking is empty."""
+        return self._queues[0] if self._queues else None
 
 
 class _PriorityClass:
-    """The lanes of one priority."""
+    """The caller queues of one priority."""
 
     def __init__(self) -> None:
-        self.ready = Ranking[CallerQueue]()
-        """Those that have somebody waiting whom their caller's limits allow, by whose turn it is."""
-        self.by_length = Ranking[CallerQueue]()
-        """Those that have somebody waiting, the longest first."""
+        self.ready = _Ranking()
+        """The queues whose next ticket may run by the limits per caller, the next to be served first."""
+        self.by_length = _Ranking()
+        """The queues that are not empty, the longest first."""
         self.waiting = 0
         self._turn = 0
         self._turns: dict[str, int] = {}
-        """The next turn of callers that were served in this one, by name: they may have left and come back."""
+        """The next turn of each caller that was served in this round. Callers may leave and return."""
 
     def next_turn(self, caller: str) -> int:
-        """The round in which a caller that comes now is served."""
+        """Returns the round in which a new queue of a caller is served."""
         return max(self._turn, self._turns.get(caller, 0))
 
-    def serve(self, lane: CallerQueue, *, by_age: bool) -> None:
-        """A lane has had its turn."""
-        if lane.turn > self._turn and not by_age:
-            self._turn = lane.turn
+    def serve(self, queue: CallerQueue, *, by_age: bool) -> None:
+        """Records that a queue had its turn."""
+        if queue.turn > self._turn and not by_age:
+            self._turn = queue.turn
             self._turns.clear()
-        lane.turn += 1
-        if len(self._turns) < _MOST_REMEMBERED:
-            self._turns[lane.caller.name] = lane.turn
+        queue.turn += 1
+        if len(self._turns) < _MAX_RECORDED_TURNS:
+            self._turns[queue.caller.name] = queue.turn
 
 
 class AdmissionQueue:
-    """Those who wait, by whose turn it is; it also counts what their lanes have running. O(log n) a change."""
+    """The waiting tickets in the order of admission, and each caller's running requests. A change takes O(log n)."""
 
     def __init__(self, limits: Limits) -> None:
         self.load = Load()
-        """All who wait."""
+        """All waiting requests."""
         self._limits = limits
         self._callers: dict[str, Caller] = {}
         priorities = range(HIGHEST_PRIORITY, LOWEST_PRIORITY - 1, -1)
         self._classes = {priority: _PriorityClass() for priority in priorities}
-        """The highest first."""
-        self._by_age = Ranking[CallerQueue]()
+        """The highest priority first."""
+        self._by_age = _Ranking()
         self._turns = 0
 
     @property
     def callers(self) -> tuple[Caller, ...]:
-        """Those who have something here."""
+        """The callers that have waiting or running requests."""
         return tuple(self._callers.values())
 
     def __iter__(self) -> Iterator[Ticket]:
         for caller in self.callers:
-            for lane in tuple(caller.lanes.values()):
-                yield from tuple(lane)
+            for queue in tuple(caller.queues.values()):
+                yield from tuple(queue)
 
     def caller(self, name: str) -> Caller:
-        """A caller by its name; one that has nothing here is not remembered."""
+        """Returns a caller by name. A caller without requests is not recorded."""
         return self._callers.get(name) or Caller(name)
 
-    def position(self, claim: AdmissionRequest) -> int:
-        """About where it would stand, from 1: as if its caller's neighbours had as many before it as its own has."""
-        priority = priority_of(claim)
-        lane = self.caller(claim.caller).lanes.get(priority)
-        within = self._classes[priority]
-        lanes, before = len(within.by_length), 0
-        if lane is not None and lane.waiting.requests:
-            before = lane.ahead_of(claim)
-        else:
-            lanes += 1
-        higher = sum(self._classes[other].waiting for other in range(priority + 1, HIGHEST_PRIORITY + 1))
-        return higher + min(within.waiting + 1, (before + 1) * lanes)
+    def position(self, request: AdmissionRequest) -> int:
+        """Estimates the position of a new request, from 1.
 
-    def standings(self) -> Iterator[QueuePosition]:
-        """Where everybody stands, the first one first, as if nobody came or went. O(n log n)."""
+        Assumes that every other caller has as many tickets ahead of it as the request's caller has.
+        """
+        queue = self.caller(request.caller).queues.get(request.priority_class)
+        within = self._classes[request.priority_class]
+        queues, before = len(within.by_length), 0
+        if queue is not None and queue.waiting.requests:
+            before = queue.ahead_of(request)
+        else:
+            queues += 1
+        higher = sum(self._classes[other].waiting for other in range(request.priority_class + 1, HIGHEST_PRIORITY + 1))
+        return higher + min(within.waiting + 1, (before + 1) * queues)
+
+    def positions(self) -> Iterator[QueuePosition]:
+        """Yields the position of every ticket in order, as if no ticket were added or removed. Takes O(n log n)."""
         unit = 1 / self._limits.max_in_flight
         position = 0
         for priority, within in self._classes.items():
@@ -115,132 +143,126 @@ class AdmissionQueue:
                 continue
             order: list[tuple[float, int, float, int, int, Ticket]] = []
             for caller in self._callers.values():
-                lane = caller.lanes.get(priority)
-                share = self._running_share(lane) if lane is not None else 0.0
-                for i, ticket in enumerate(lane or ()):
-                    turn = caller.lanes[priority].turn + i
-                    order.append((share + i * unit, turn, ticket.claim.deadline_s, ticket.number, i + 1, ticket))
+                queue = caller.queues.get(priority)
+                share = self._running_share(queue) if queue is not None else 0.0
+                for i, ticket in enumerate(queue or ()):
+                    turn = caller.queues[priority].turn + i
+                    order.append((share + i * unit, turn, ticket.request.deadline_s, ticket.number, i + 1, ticket))
             order.sort()
-            for *_, in_lane, ticket in order:
+            for *_, in_caller_queue, ticket in order:
                 position += 1
-                yield QueuePosition(ticket, position, in_lane)
+                yield QueuePosition(ticket, position, in_caller_queue)
 
     def next(self) -> Ticket | None:
-        """Who is to be admitted next, of those whom their caller's limits allow."""
-        if self._is_by_age and (lane := self._by_age.first()) is not None:
-            return lane.oldest
+        """Returns the ticket to be admitted next, among those that the limits per caller allow."""
+        if self._is_by_age and (queue := self._by_age.first()) is not None:
+            return queue.oldest
         for within in self._classes.values():
-            if (lane := within.ready.first()) is not None:
-                return lane.next
+            if (queue := within.ready.first()) is not None:
+                return queue.next
         return None
 
     def add(self, ticket: Ticket) -> None:
-        """One more waits."""
-        lane = self._lane(ticket)
-        lane.add(ticket)
-        for load in (self.load, lane.caller.waiting):
-            load.add(ticket.claim.input_bytes)
-        self._classes[lane.priority].waiting += 1
-        self._rank(lane)
+        """Adds a waiting ticket."""
+        queue = self._queue_of(ticket)
+        queue.add(ticket)
+        for load in (self.load, queue.caller.waiting):
+            load.add(ticket.request.input_bytes)
+        self._classes[queue.priority].waiting += 1
+        self._rank(queue)
 
     def remove(self, ticket: Ticket) -> None:
-        """One waits no longer."""
-        lane = self._lane(ticket)
-        self._take_out(ticket, lane)
-        self._rank(lane)
-        self._forget(lane)
+        """Removes a waiting ticket."""
+        queue = self._queue_of(ticket)
+        self._remove_from(queue, ticket)
+        self._rank(queue)
+        self._drop_if_idle(queue)
 
     def run(self, ticket: Ticket) -> None:
-        """It is admitted, from the queue or past it."""
-        lane = self._lane(ticket)
-        for load in (lane.running, lane.caller.running):
+        """Records that a ticket is admitted, whether it waited or not."""
+        queue = self._queue_of(ticket)
+        for load in (queue.running, queue.caller.running):
             load.add(ticket.size_bytes)
         if ticket.state is TicketState.WAITING:
-            self._classes[lane.priority].serve(lane, by_age=self._is_by_age)
+            self._classes[queue.priority].serve(queue, by_age=self._is_by_age)
             self._turns += 1
-            self._take_out(ticket, lane)
-        self._rank_all(lane.caller)
+            self._remove_from(queue, ticket)
+        self._rank_all(queue.caller)
 
     def end(self, ticket: Ticket) -> None:
-        """It runs no longer."""
-        lane = self._lane(ticket)
-        for load in (lane.running, lane.caller.running):
-            load.take(ticket.size_bytes)
-        self._rank_all(lane.caller)
-        self._forget(lane)
+        """Records that a running ticket has ended."""
+        queue = self._queue_of(ticket)
+        for load in (queue.running, queue.caller.running):
+            load.subtract(ticket.size_bytes)
+        self._rank_all(queue.caller)
+        self._drop_if_idle(queue)
 
-    def who_gives_way(self, claim: AdmissionRequest) -> Ticket | None:
-        """Whom a newcomer pushes out of a full queue: the last of the longest lane, of the lowest priority.
-
-        None where the newcomer's priority is lower, or its own lane would be as long.
+    def displaced_by(self, request: AdmissionRequest) -> Ticket | None:
+        """Returns the ticket that a new request displaces from a full queue: the last ticket of the longest caller
+        queue of the lowest priority. Returns None if the request's priority is lower, or if its caller's queue would
+        be as long.
         """
-        priority = priority_of(claim)
-        for other in range(LOWEST_PRIORITY, priority + 1):
-            longest = self._classes[other].by_length.first()
+        for priority in range(LOWEST_PRIORITY, request.priority_class + 1):
+            longest = self._classes[priority].by_length.first()
             if longest is not None:
-                shorter = other < priority or self._waiting_share(claim) < self._length(longest)
+                shorter = priority < request.priority_class or self._length_with(request) < self._length(
+                    longest.waiting
+                )
                 return longest.last if shorter else None
         return None
-
-    # -- inner workings
 
     @property
     def _is_by_age(self) -> bool:
         return self._turns % TURNS_TO_ONE_BY_AGE == TURNS_TO_ONE_BY_AGE - 1
 
-    def _lane(self, ticket: Ticket) -> CallerQueue:
-        caller = self._callers.get(ticket.claim.caller)
-        if caller is None:
-            caller = self._callers[ticket.claim.caller] = Caller(ticket.claim.caller)
-        priority = priority_of(ticket.claim)
-        lane = caller.lanes.get(priority)
-        if lane is None:
-            turn = self._classes[priority].next_turn(caller.name)
-            lane = caller.lanes[priority] = CallerQueue(caller, priority, turn=turn)
-        return lane
+    def _queue_of(self, ticket: Ticket) -> CallerQueue:
+        name, priority = ticket.request.caller, ticket.request.priority_class
+        caller = self._callers.setdefault(name, self.caller(name))
+        if priority not in caller.queues:
+            caller.queues[priority] = CallerQueue(caller, priority, turn=self._classes[priority].next_turn(name))
+        return caller.queues[priority]
 
-    def _take_out(self, ticket: Ticket, lane: CallerQueue) -> None:
-        lane.remove(ticket)
-        for load in (self.load, lane.caller.waiting):
-            load.take(ticket.claim.input_bytes)
-        self._classes[lane.priority].waiting -= 1
+    def _remove_from(self, queue: CallerQueue, ticket: Ticket) -> None:
+        queue.remove(ticket)
+        for load in (self.load, queue.caller.waiting):
+            load.subtract(ticket.request.input_bytes)
+        self._classes[queue.priority].waiting -= 1
 
-    def _forget(self, lane: CallerQueue) -> None:
-        if lane.idle:
-            del lane.caller.lanes[lane.priority]
-            if not lane.caller.lanes:
-                del self._callers[lane.caller.name]
+    def _drop_if_idle(self, queue: CallerQueue) -> None:
+        if queue.idle:
+            del queue.caller.queues[queue.priority]
+            if not queue.caller.queues:
+                del self._callers[queue.caller.name]
 
     def _rank_all(self, caller: Caller) -> None:
-        for lane in caller.lanes.values():
-            self._rank(lane)
+        for queue in caller.queues.values():
+            self._rank(queue)
 
-    def _rank(self, lane: CallerQueue) -> None:
-        within = self._classes[lane.priority]
-        if not lane.waiting.requests:
+    def _rank(self, queue: CallerQueue) -> None:
+        within = self._classes[queue.priority]
+        if not queue.waiting.requests:
             for ranking in (within.by_length, within.ready, self._by_age):
-                ranking.discard(lane)
+                ranking.discard(queue)
             return
-        within.by_length.put(lane, -self._length(lane))
-        bounds, first, oldest = self._limits.per_caller, lane.next, lane.oldest
-        if lane.caller.may_run(first, bounds):
-            within.ready.put(lane, (self._running_share(lane), lane.turn, first.claim.deadline_s, first.number))
+        within.by_length.put(queue, -self._length(queue.waiting))
+        bounds, first, oldest = self._limits.per_caller, queue.next, queue.oldest
+        if queue.caller.may_run(first, bounds):
+            within.ready.put(queue, (self._running_share(queue), queue.turn, first.request.deadline_s, first.number))
         else:
-            within.ready.discard(lane)
-        if lane.caller.may_run(oldest, bounds):
-            self._by_age.put(lane, oldest.number)
+            within.ready.discard(queue)
+        if queue.caller.may_run(oldest, bounds):
+            self._by_age.put(queue, oldest.number)
         else:
-            self._by_age.discard(lane)
+            self._by_age.discard(queue)
 
-    def _running_share(self, lane: CallerQueue) -> float:
-        return lane.running.share(most=self._limits.max_in_flight, most_bytes=self._limits.max_in_flight_bytes)
+    def _running_share(self, queue: CallerQueue) -> float:
+        return queue.running.share(most=self._limits.max_in_flight, most_bytes=self._limits.max_in_flight_bytes)
 
-    def _length(self, lane: CallerQueue) -> float:
-        return lane.waiting.share(most=self._limits.max_queued, most_bytes=self._limits.max_queued_bytes)
+    def _length(self, waiting: Load) -> float:
+        return waiting.share(most=self._limits.max_queued, most_bytes=self._limits.max_queued_bytes)
 
-    def _waiting_share(self, claim: AdmissionRequest) -> float:
-        """That of the claim's lane, once it has joined."""
-        lane = self.caller(claim.caller).lanes.get(priority_of(claim))
-        there = lane.waiting if lane is not None else Load()
-        joined = Load(there.requests + 1, there.size_bytes + claim.input_bytes)
-        return joined.share(most=self._limits.max_queued, most_bytes=self._limits.max_queued_bytes)
+    def _length_with(self, request: AdmissionRequest) -> float:
+        """Returns the length of the request's caller queue if the request joins it."""
+        queue = self.caller(request.caller).queues.get(request.priority_class)
+        waiting = queue.waiting if queue is not None else Load()
+        return self._length(Load(waiting.requests + 1, waiting.size_bytes + request.input_bytes))

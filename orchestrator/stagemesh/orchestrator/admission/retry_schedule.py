@@ -1,77 +1,80 @@
-"""When those who were refused are to come back, so that each finds the place that it was told of."""
+"""Assigns rejected requests the times at which they should be sent again, so that each finds a free slot."""
 
 from collections import OrderedDict
 
 _EARLY_S = 0.02
 _GRACE_S = 1.0
-_MOST = 10_000
-_LEAST_S = 0.1
+_MAX_SLOTS = 10_000
+_MIN_DELAY_S = 0.1
 _SMOOTHING = 0.05
-# Who comes a little late waits a little longer; who comes too early has to come again.
+# A request that returns slightly late waits slightly longer; one that returns too early must return again.
 _MARGIN = 1.1
-_SOON = 8
-_FEWEST_RETURN = 0.05
+_MAX_RETRY_INTERVALS = 8
+_MIN_RETURNING = 0.05
 
 
 class RetrySchedule:
-    """A line of those who were told when to come back: places are promised one after another, as they become free.
+    """Retry slots one after another, at the rate at which the pipeline frees capacity.
 
-    Who comes at the promised time, or within a second after, goes before newcomers. As not all come back, promises lie
-    closer together, by as much as experience says. At most 10,000 are promised a place; who is beyond comes after them.
+    A request that returns at its time, or within a second after it, precedes new requests. Because not all requests
+    return, slots are closer together by the fraction that returned so far. At most 10,000 requests have a slot; further
+    requests are assigned the time of the last slot.
     """
 
     def __init__(self) -> None:
-        self._promised = OrderedDict[str, float]()
-        """Times by request id, the earliest first: those to come."""
+        self._future = OrderedDict[str, float]()
+        """The times of slots by request id, the earliest first."""
         self._due = OrderedDict[str, float]()
-        """The same for those whose time has come, and who may arrive any moment."""
+        """The slots whose time has come and whose requests may return at any moment."""
         self._last_s = 0.0
         self._returning = 1.0
 
     def __len__(self) -> int:
-        return len(self._promised) + len(self._due)
+        return len(self._future) + len(self._due)
 
-    def due(self, now_s: float) -> int:
-        """How many places are promised to who may arrive any moment."""
-        while self._promised and (first := next(iter(self._promised.items())))[1] <= now_s + _EARLY_S:
-            del self._promised[first[0]]
+    def is_due(self, request_id: str, now_s: float) -> bool:
+        """Returns whether the request has a slot at this time."""
+        self._update(now_s)
+        return request_id in self._due
+
+    def remove(self, request_id: str) -> None:
+        """Removes the slot of a request that was admitted or queued."""
+        if self._due.pop(request_id, None) is not None:
+            self._learn(1.0)
+        self._future.pop(request_id, None)
+
+    def assign(self, request_id: str, now_s: float, *, interval_s: float) -> float:
+        """Returns the delay in seconds after which the request should return.
+
+        `interval_s` is the time between two requests that end.
+        """
+        if self.is_due(request_id, now_s):
+            # The slot was too early. The request keeps its rank: it stays next.
+            del self._due[request_id]
+            delay_s = max(_MIN_DELAY_S, min(len(self._due) + 1, _MAX_RETRY_INTERVALS) * interval_s)
+            self._due[request_id] = now_s + delay_s
+            return delay_s
+        if request_id in self._future:
+            return max(_MIN_DELAY_S, self._future[request_id] - now_s)
+        if len(self._future) >= _MAX_SLOTS:
+            # The schedule must not grow, because a slot is removed only after its time.
+            return max(_MIN_DELAY_S, self._last_s - now_s)
+        interval_s *= _MARGIN
+        ahead, last_s = len(self) * self._returning, max(self._last_s, now_s)
+        step_s = interval_s * self._returning
+        # The interval is a measurement that varies; slots must stay in order and close to the last slot nevertheless.
+        ideal_s = now_s + (ahead + 1) * interval_s
+        self._last_s = min(max(ideal_s, last_s + step_s / 2), last_s + max(_MIN_DELAY_S, 2 * step_s))
+        self._future[request_id] = self._last_s
+        return self._last_s - now_s
+
+    def _update(self, now_s: float) -> None:
+        while self._future and (first := next(iter(self._future.items())))[1] <= now_s + _EARLY_S:
+            del self._future[first[0]]
             self._due[first[0]] = first[1]
         while self._due and next(iter(self._due.values())) + _GRACE_S < now_s:
             self._due.popitem(last=False)
             self._learn(0.0)
-        return len(self._due)
 
-    def is_due(self, request_id: str, now_s: float) -> bool:
-        """Whether a place is promised to this request now."""
-        return bool(self.due(now_s)) and request_id in self._due
-
-    def keep(self, request_id: str) -> None:
-        """The request has got its place."""
-        if self._due.pop(request_id, None) is not None:
-            self._learn(1.0)
-        self._promised.pop(request_id, None)
-
-    def promise(self, request_id: str, now_s: float, *, interval_s: float) -> float:
-        """In how many seconds to come back, where a place becomes free every `interval_s`."""
-        if self.is_due(request_id, now_s):
-            # The promise was too early: it stays the next one to be kept.
-            del self._due[request_id]
-            again_s = max(_LEAST_S, min(len(self._due) + 1, _SOON) * interval_s)
-            self._due[request_id] = now_s + again_s
-            return again_s
-        if request_id in self._promised:
-            return max(_LEAST_S, self._promised[request_id] - now_s)
-        if len(self._promised) >= _MOST:
-            # Nor does the line get longer: it would for as long as these take, even where nobody comes back.
-            return max(_LEAST_S, self._last_s - now_s)
-        interval_s *= _MARGIN
-        ahead, last_s = len(self) * self._returning, max(self._last_s, now_s)
-        step_s = interval_s * self._returning
-        # As the line says, and yet one after another: the interval is measured, and goes up and down.
-        ideal_s = now_s + (ahead + 1) * interval_s
-        self._last_s = min(max(ideal_s, last_s + step_s / 2), last_s + max(_LEAST_S, 2 * step_s))
-        self._promised[request_id] = self._last_s
-        return self._last_s - now_s
-
-    def _learn(self, came: float) -> None:
-        self._returning += _SMOOTHING * (max(came, _FEWEST_RETURN) - self._returning)
+    def _learn(self, returned: float) -> None:
+        self._returning += _SMOOTHING * (max(returned, _MIN_RETURNING) - self._returning)

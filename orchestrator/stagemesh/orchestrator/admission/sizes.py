@@ -1,22 +1,22 @@
-"""What a request is taken for, before it runs and when it has ended.
+"""The size of a request for admission, before it runs and after it has ended.
 
-Counted are bytes that stay as long as the request runs: its input and its outputs, which the orchestrator keeps for
-whoever attaches, and what its edges hold in arenas, each no more than its consumer's credit. The input is known when it
-comes; for the rest as much is reserved as requests of its kind made so far, on average: limits are on sums. What
-engines need for themselves is theirs to limit.
+Admission counts bytes that are occupied as long as the request runs: its input, its outputs, which the orchestrator
+retains for callers that attach, and the chunks of its edges in arenas, at most the credit of each consumer. The input
+size is known when the request arrives. For the rest, admission reserves the average of earlier requests of the same
+kind, because the limits apply to sums. Each engine limits its own memory.
 """
 
-from stagemesh.orchestrator.admission.caller_queues import AdmissionRequest
+from stagemesh.orchestrator.admission.ticket import AdmissionRequest
 from stagemesh.orchestrator.request.record import RequestRecord
 from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.orchestrator.spec import Pipeline
 
 
-def claim_of(request: ValidRequest, *, deadline_s: float) -> AdmissionRequest:
-    """What a request asks for.
+def to_admission_request(request: ValidRequest, *, deadline_s: float) -> AdmissionRequest:
+    """Returns the admission request for a client's request.
 
-    Of one kind are those that want the same outputs by the same options, for inputs and token limits whose lengths have
-    as many binary digits.
+    Requests are of the same kind if they have the same outputs and options, and if their inputs and token limits have
+    the same number of binary digits.
     """
     parameters, input_bytes = request.parameters, request.input.ByteSize()
     kind = (
@@ -36,6 +36,6 @@ def claim_of(request: ValidRequest, *, deadline_s: float) -> AdmissionRequest:
 
 
 def made_bytes(record: RequestRecord, pipeline: Pipeline) -> int:
-    """What a request that has ended made."""
+    """Returns the bytes that a request occupied for its outputs and edges."""
     windows = {edge.name: pipeline.stages[edge.consumer].data_plane.window_bytes for edge in pipeline.edges}
     return record.size_bytes + sum(min(edge.size_bytes, windows.get(edge.edge, 0)) for edge in record.edges)

@@ -1,11 +1,11 @@
-"""What admission has at one moment, for those who watch it."""
+"""The state of admission at one moment, for operators."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class CallerLoad:
-    """What one caller has; "" are all those without a name."""
+    """The requests of one caller. The caller "" stands for all callers without a name."""
 
     caller: str
     in_flight: int
@@ -16,14 +16,14 @@ class CallerLoad:
 
 @dataclass(frozen=True)
 class AdmissionSnapshot:
-    """Requests that run and wait, with the bytes that they are taken for, in all and by caller."""
+    """Running and waiting requests with their estimated bytes, in total and by caller."""
 
     in_flight: int
     in_flight_bytes: int
     queued: int
     queued_bytes: int
     expected_wait_s: float
-    """Of one of priority 0 by a caller who has nothing here."""
+    """The expected wait of a new request of priority 0 by a caller without other requests."""
     returning: int
-    """Who was refused and told when to come back, and may still."""
+    """The number of rejected requests that have a retry slot."""
     callers: tuple[CallerLoad, ...]

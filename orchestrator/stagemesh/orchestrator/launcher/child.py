@@ -1,4 +1,4 @@
-"""One child process with all its offspring: a process group that ends as a whole."""
+"""A child process with all of its descendants: a process group that ends as a whole."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ class Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], *, log: Path) -> "Child":
-        """Starts `command` in a session, and so a process group, of its own."""
+        """Starts `command` in a new session, and therefore in a new process group."""
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -31,19 +31,19 @@ class Child:
 
     @property
     def process_id(self) -> int:
-        """The process, and its group."""
+        """The id of the process and of its group."""
         return self._process.pid
 
     async def wait(self) -> int:
-        """Returns the exit status (negative: the signal) once the process has ended and its offspring is killed."""
+        """Returns the exit status (negative: the signal) after the process has ended and its group was killed."""
         status = await self._process.wait()
         self._kill_group()
         return status
 
     async def stop(self, *, terminate_s: float = TERMINATE_S) -> None:
-        """Asks the process to end by SIGTERM, and after `terminate_s` kills it. Nothing of its group is left.
+        """Sends SIGTERM to the process, and kills its group when it ends or after `terminate_s`.
 
-        Stopping what has ended is harmless.
+        Does nothing if the process has ended.
         """
         if self._process.returncode is not None:
             return

@@ -1,33 +1,33 @@
 """Runs a whole pipeline on this machine: the orchestrator and every stage replica as child processes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import cast
 
 from stagemesh.client import EdgeInfo
 from stagemesh.common import settings
 from stagemesh.common.errors import StagemeshError
-from stagemesh.orchestrator.launcher.edge_probe import EdgesProbe
 from stagemesh.orchestrator.launcher.plan import plan_processes
 from stagemesh.orchestrator.launcher.ports import PortPicker, check_listen
+from stagemesh.orchestrator.launcher.probes import probe_edges
 from stagemesh.orchestrator.launcher.process_states import ORCHESTRATOR, ProcessState, ProcessStatus
 from stagemesh.orchestrator.launcher.restart_policy import RestartPolicy
 from stagemesh.orchestrator.launcher.run_folder import RunFolder
-from stagemesh.orchestrator.launcher.supervisor import ProcessSpec, Supervisor
+from stagemesh.orchestrator.launcher.supervisor import Listener, ProcessSpec, Supervisor
 from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.rpc.channels import open_channel
 
 _POLL_S = 0.1
 
-Listener = Callable[[ProcessStatus], None]
-
 
 class Launcher:
-    """The processes of one pipeline. Use `async with launcher.running():`, once, from the program's main thread.
+    """The processes of one pipeline. Use `async with launcher.running():` once, in the program's main thread.
 
-    `listen` is where clients reach the orchestrator, `admin_listen` where operators do; port 0 takes any that is free.
-    Without `admin_listen` it is the port after that of clients, where nobody has it. `overrides` are those that the
-    pipeline was loaded with. `listener` hears of every change of a process.
+    - `listen` is the address for clients and `admin_listen` the address for operators. Port 0 stands for any free port.
+      Without `admin_listen`, operators use the port after that of clients, or any free port if it is in use.
+    - `overrides` are those that the pipeline was loaded with.
+    - `listener` is called with each change of a process.
     """
 
     def __init__(
@@ -46,17 +46,18 @@ class Launcher:
         self._policy = policy or RestartPolicy()
         self._ports = PortPicker()
         self.endpoint = self._with_port(listen)
-        self.admin_endpoint = self._beside() if admin_listen is None else self._with_port(admin_listen)
+        self.admin_endpoint = self._next_to_clients() if admin_listen is None else self._with_port(admin_listen)
         self.processes: dict[str, ProcessStatus] = {}
         self.edges: tuple[EdgeInfo, ...] = ()
-        """What they use, once it is ready."""
+        """The edges with their connectors, once the pipeline is ready."""
         self._ready = asyncio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Starts everything, and stops everything at the end of the body, however that ends.
+        """Starts all processes, and stops them when the body ends.
 
-        Raises NotReadyError when a port is in use or a process never comes up, also out of the running body.
+        Raises NotReadyError if a port is in use, or if a process never becomes ready. The second error also ends the
+        body.
         """
         check_listen(self.endpoint)
         check_listen(self.admin_endpoint, option="--admin-port")
@@ -73,39 +74,36 @@ class Launcher:
             self.processes = {
                 spec.name: ProcessStatus(spec.name, spec.stage, spec.endpoint, ProcessState.STARTING) for spec in specs
             }
-            async with _kept_running(specs, policy=self._policy, report=self._take):
+            async with _supervised(specs, policy=self._policy, listener=self._update):
                 yield
         except BaseExceptionGroup as group:
-            raise _first_cause(group) from group
+            raise _root_cause(group) from group
         finally:
             folder.close()
 
     async def wait_ready(self) -> None:
-        """Returns once every process has been ready and every edge can be crossed.
+        """Returns when every process has been ready and every edge has a connector.
 
-        Raises NotReadyError (CONNECTOR_UNAVAILABLE) where an edge cannot; what keeps a process from being ready ends
-        the body of `running`.
+        Raises NotReadyError (CONNECTOR_UNAVAILABLE) if an edge has none. A process that cannot become ready ends the
+        body of `running`.
         """
-        probe = EdgesProbe(self.endpoint)
-        try:
+        async with open_channel(self.endpoint) as channel:
             while True:
-                edges = await probe.look()
+                edges = await probe_edges(channel)
                 if edges is not None and self._ready.is_set():
                     self.edges = edges
                     return
                 await asyncio.sleep(_POLL_S)
-        finally:
-            await probe.close()
 
     def _with_port(self, listen: str) -> str:
         host, _, port = listen.rpartition(":")
         return f"{host}:{self._ports.pick()}" if port == "0" else listen
 
-    def _beside(self) -> str:
+    def _next_to_clients(self) -> str:
         host, _, port = self.endpoint.rpartition(":")
-        return f"{host}:{self._ports.pick_beside(int(port))}"
+        return f"{host}:{self._ports.pick_after(int(port))}"
 
-    def _take(self, status: ProcessStatus) -> None:
+    def _update(self, status: ProcessStatus) -> None:
         self.processes[status.name] = status
         if all(process.state is ProcessState.READY for process in self.processes.values()):
             self._ready.set()
@@ -114,15 +112,15 @@ class Launcher:
 
 
 @asynccontextmanager
-async def _kept_running(
-    specs: tuple[ProcessSpec, ...], *, policy: RestartPolicy, report: Listener
+async def _supervised(
+    specs: tuple[ProcessSpec, ...], *, policy: RestartPolicy, listener: Listener
 ) -> AsyncGenerator[None]:
     async with asyncio.TaskGroup() as group:
         supervised = {
-            spec.name: group.create_task(Supervisor(spec, policy=policy, report=report).run()) for spec in specs
+            spec.name: group.create_task(Supervisor(spec, policy=policy, listener=listener).run()) for spec in specs
         }
         yield
-        # The orchestrator before the stages: the requests that it lets finish may have steps still to start.
+        # The orchestrator stops first, because requests that it finishes may have steps that have not started.
         orchestrator = supervised.pop(ORCHESTRATOR)
         orchestrator.cancel()
         await asyncio.wait([orchestrator])
@@ -130,8 +128,8 @@ async def _kept_running(
             task.cancel()
 
 
-def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to show: one of ours, where there is one."""
+def _root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Returns the first StagemeshError of a group, or its first error if there is none."""
     errors = list(_leaves(group))
     return next((error for error in errors if isinstance(error, StagemeshError)), errors[0])
 

@@ -1,4 +1,4 @@
-"""Which processes a pipeline needs on this machine, each with its config file."""
+"""Plans the processes of a pipeline on this machine, and writes their config files."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from stagemesh.common.stage_config import StageConfig, dump_stage_config
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress, dump_orchestrator_config
 from stagemesh.orchestrator.launcher.ports import HOST, PortPicker
-from stagemesh.orchestrator.launcher.probes import HealthProbe, StageProbe
+from stagemesh.orchestrator.launcher.probes import probe_health, probe_stage
 from stagemesh.orchestrator.launcher.process_states import ORCHESTRATOR
 from stagemesh.orchestrator.launcher.run_folder import RunFolder
 from stagemesh.orchestrator.launcher.supervisor import ProcessSpec
@@ -24,7 +24,7 @@ def plan_processes(
     overrides: Mapping[str, str],
     ports: PortPicker,
 ) -> tuple[ProcessSpec, ...]:
-    """The orchestrator and each stage's replicas; their configs are written into `folder`."""
+    """Returns the processes of the orchestrator and of each stage's replicas. Writes their configs to `folder`."""
     addresses = {stage.name: _addresses(stage, ports) for stage in pipeline.stages.values()}
     replicas = [
         _plan_replica(pipeline, stage, address=address, folder=folder)
@@ -46,7 +46,7 @@ def plan_processes(
         endpoint=listen,
         command=_command("stagemesh.orchestrator", path),
         log=folder.log_path(ORCHESTRATOR),
-        make_probe=HealthProbe,
+        probe=probe_health,
     )
     return (orchestrator, *replicas)
 
@@ -77,10 +77,10 @@ def _plan_replica(pipeline: Pipeline, stage: Stage, *, address: ReplicaAddress, 
         endpoint=address.endpoint,
         command=_command("stagemesh.services.stage", path),
         log=folder.log_path(address.name),
-        make_probe=StageProbe,
+        probe=probe_stage,
     )
 
 
 def _command(module: str, config: Path) -> tuple[str, ...]:
-    # Unbuffered, so that the log has the last words of a process that is killed.
+    # -u disables buffering, so that the log of a killed process is complete.
     return (sys.executable, "-u", "-m", module, "--config", str(config))

@@ -1,14 +1,19 @@
-"""How a launcher learns where a process stands: it asks the service itself."""
+"""Asks the launcher's processes for their states, and the orchestrator for the connectors of its edges."""
 
-from typing import NamedTuple, Protocol
+from collections.abc import Awaitable, Callable
+from itertools import chain
+from typing import NamedTuple, TypeAlias
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
+from stagemesh.client import EdgeInfo
+from stagemesh.client.descriptions import decode_pipeline
+from stagemesh.common.errors import NotReadyError
 from stagemesh.orchestrator.launcher.process_states import ProcessState
-from stagemesh.rpc.channels import open_channel
-from stagemesh.v1 import stage_pb2
+from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
+from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 from stagemesh.v1.stage_pb2_grpc import StageServiceStub
 
 _TIMEOUT_S = 1.0
@@ -19,66 +24,73 @@ _STATES = {
     stage_pb2.REPLICA_STATE_FAILED: ProcessState.FAILED,
     stage_pb2.REPLICA_STATE_ASLEEP: ProcessState.ASLEEP,
 }
+_TRANSIENT = frozenset({grpc.StatusCode.UNAVAILABLE.value[0], grpc.StatusCode.DEADLINE_EXCEEDED.value[0]})
 
 
 class Observation(NamedTuple):
-    """What a service says of itself."""
+    """The state that a service reports."""
 
     state: ProcessState
     detail: str
 
 
-class Probe(Protocol):
-    """A way to ask."""
-
-    async def look(self) -> Observation | None:
-        """What the service says now; None while it does not answer."""
-
-    async def close(self) -> None:
-        """Disconnects."""
+Probe: TypeAlias = Callable[[grpc.aio.Channel], Awaitable[Observation | None]]
+"""Asks a service for its state over a channel. Returns None if the service does not answer."""
 
 
-class StageProbe:
+async def probe_stage(channel: grpc.aio.Channel) -> Observation | None:
     """Asks a stage replica by Describe."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._channel = open_channel(endpoint)
-        self._stub = StageServiceStub(self._channel)
-
-    async def look(self) -> Observation | None:
-        """The replica's state and what it is doing."""
-        try:
-            answer = await self._stub.Describe(stage_pb2.DescribeRequest(), timeout=_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return None
-        return Observation(_STATES.get(answer.state, ProcessState.LOADING), answer.detail)
-
-    async def close(self) -> None:
-        """Disconnects."""
-        await self._channel.close()
+    try:
+        answer = await StageServiceStub(channel).Describe(stage_pb2.DescribeRequest(), timeout=_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return None
+    return Observation(_STATES.get(answer.state, ProcessState.LOADING), answer.detail)
 
 
-class HealthProbe:
-    """Asks any service by grpc.health."""
+async def probe_health(channel: grpc.aio.Channel) -> Observation | None:
+    """Asks any service by grpc.health: READY if it serves, LOADING otherwise."""
+    # The stubs of grpc_health have no types.
+    check = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    try:
+        answer = await check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return None
+    serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+    return Observation(ProcessState.READY if serving else ProcessState.LOADING, "")
 
-    def __init__(self, endpoint: str) -> None:
-        self._channel = open_channel(endpoint)
-        # Called by name: the stubs of grpc_health have no types.
-        self._check = self._channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
 
-    async def look(self) -> Observation | None:
-        """READY where it serves, LOADING where it does not yet."""
-        try:
-            answer = await self._check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
-        except grpc.aio.AioRpcError:
-            return None
-        serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-        return Observation(ProcessState.READY if serving else ProcessState.LOADING, "")
+async def probe_edges(channel: grpc.aio.Channel) -> tuple[EdgeInfo, ...] | None:
+    """Asks the orchestrator for its edges.
 
-    async def close(self) -> None:
-        """Disconnects."""
-        await self._channel.close()
+    Returns None until all replicas are ready and the connector of every link is known. Raises NotReadyError
+    (CONNECTOR_UNAVAILABLE) if a connector that the pipeline file names cannot work.
+    """
+    try:
+        request = orchestrator_pb2.DescribePipelineRequest()
+        described = await OrchestratorServiceStub(channel).DescribePipeline(request, timeout=_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return None
+    for edge in described.edges:
+        _check_links(edge)
+    replicas = chain.from_iterable(stage.replicas for stage in described.stages)
+    ready = all(replica.state == stage_pb2.REPLICA_STATE_READY for replica in replicas)
+    if ready and all(_is_known(edge) for edge in described.edges):
+        return decode_pipeline(described).edges
+    return None
+
+
+def _check_links(edge: orchestrator_pb2.EdgeDescription) -> None:
+    for link in edge.links:
+        error = link.error
+        if edge.connector != chunk_pb2.CONNECTOR_AUTO and error.code and error.code not in _TRANSIENT:
+            raise NotReadyError(error.message, reason="CONNECTOR_UNAVAILABLE", metadata=dict(error.metadata))
+
+
+def _is_known(edge: orchestrator_pb2.EdgeDescription) -> bool:
+    """Returns whether all links have a connector. With `auto`, a link also works if the question failed."""
+    is_auto = edge.connector == chunk_pb2.CONNECTOR_AUTO
+    return bool(edge.links) and all(link.connector or (is_auto and link.HasField("error")) for link in edge.links)

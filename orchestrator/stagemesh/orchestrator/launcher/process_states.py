@@ -1,4 +1,4 @@
-"""What a launcher tells about its processes."""
+"""The states of the launcher's processes."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ ORCHESTRATOR = "orchestrator"
 
 
 class ProcessState(Enum):
-    """Where a process stands; the value is the word that people see."""
+    """The state of a process. The value is the word that users see."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -21,7 +21,7 @@ class ProcessState(Enum):
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """A process as it is now; `name` is its replica's, or "orchestrator"."""
+    """A process at one moment. `name` is the name of its replica, or "orchestrator"."""
 
     name: str
     stage: str

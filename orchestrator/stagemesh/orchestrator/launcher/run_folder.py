@@ -1,11 +1,9 @@
-"""Where one `up` keeps the configs and logs of its processes."""
+"""The folder with the configs and logs of one `stagemesh up`."""
 
 import fcntl
 import os
 import shutil
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 KEPT_RUNS = 5
@@ -13,7 +11,7 @@ _LOCK = ".lock"
 
 
 class RunFolder:
-    """A folder of its own for one run, held by a file lock, which the kernel drops however the run ends."""
+    """The folder of one run. A file lock protects it, which the kernel releases however the run ends."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -21,15 +19,16 @@ class RunFolder:
 
     @classmethod
     def create(cls, runs_dir: Path) -> "RunFolder":
-        """A new folder. Clears away what ended runs left: all but the logs of the newest few."""
+        """Creates a folder. Removes the configs of ended runs, and their logs except those of the newest runs."""
         runs_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(runs_dir):
-            _sweep(runs_dir)
+        runs_lock = _lock(runs_dir, flags=fcntl.LOCK_EX)
+        try:
+            _remove_ended_runs(runs_dir)
             path = runs_dir / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 1_000_000:06d}"
             path.mkdir(mode=0o700)
-            lock = _try_lock(path)
-        assert lock is not None, "nobody else knows a folder made a moment ago"
-        return cls(path, lock)
+            return cls(path, _lock(path, flags=fcntl.LOCK_EX))
+        finally:
+            os.close(runs_lock)
 
     def write_config(self, name: str, content: bytes) -> Path:
         """Writes a process's config and returns its path."""
@@ -38,11 +37,11 @@ class RunFolder:
         return path
 
     def log_path(self, name: str) -> Path:
-        """Where a process's output goes."""
+        """Returns the path of a process's log."""
         return self.path / f"{name}.log"
 
     def close(self) -> None:
-        """Removes the configs and lets go; the logs stay for a few more runs. Closing twice is harmless."""
+        """Removes the configs and releases the folder; later runs remove the logs. Closing twice is harmless."""
         if self._lock is not None:
             _remove_configs(self.path)
             os.close(self._lock)
@@ -50,7 +49,7 @@ class RunFolder:
 
 
 def read_tail(path: Path, *, lines: int = 20) -> str:
-    """The last lines of a log; empty where there is none."""
+    """Returns the last lines of a log, or an empty string if the log does not exist."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 16384))
@@ -59,7 +58,7 @@ def read_tail(path: Path, *, lines: int = 20) -> str:
         return ""
 
 
-def _sweep(runs_dir: Path) -> None:
+def _remove_ended_runs(runs_dir: Path) -> None:
     newest_first = sorted((path for path in runs_dir.iterdir() if path.is_dir()), reverse=True)
     ended = [path for path in newest_first if _is_ended(path)]
     for path in ended[:KEPT_RUNS]:
@@ -69,10 +68,10 @@ def _sweep(runs_dir: Path) -> None:
 
 
 def _is_ended(path: Path) -> bool:
-    lock = _try_lock(path)
-    if lock is None:
+    try:
+        os.close(_lock(path, flags=fcntl.LOCK_EX | fcntl.LOCK_NB))
+    except BlockingIOError:
         return False
-    os.close(lock)
     return True
 
 
@@ -81,21 +80,12 @@ def _remove_configs(path: Path) -> None:
         config.unlink(missing_ok=True)
 
 
-@contextmanager
-def _locked(folder: Path) -> Generator[None]:
+def _lock(folder: Path, *, flags: int) -> int:
+    """Locks a folder and returns the file descriptor of the lock. Raises BlockingIOError if LOCK_NB is set."""
     lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
-def _try_lock(folder: Path) -> int | None:
-    lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, flags)
     except BlockingIOError:
         os.close(lock)
-        return None
+        raise
     return lock

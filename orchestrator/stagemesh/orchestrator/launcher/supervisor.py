@@ -1,4 +1,4 @@
-"""Keeps one process running: starts it, watches it come up, starts it again when it ends."""
+"""Keeps one process running: starts it, observes its state, and restarts it when it ends."""
 
 import asyncio
 import signal
@@ -7,75 +7,81 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc.aio
+
 from stagemesh.common.errors import NotReadyError
 from stagemesh.orchestrator.launcher.child import Child
 from stagemesh.orchestrator.launcher.probes import Observation, Probe
 from stagemesh.orchestrator.launcher.process_states import ProcessState, ProcessStatus
 from stagemesh.orchestrator.launcher.restart_policy import RestartPolicy, RestartSchedule
 from stagemesh.orchestrator.launcher.run_folder import read_tail
+from stagemesh.rpc.channels import open_channel
 
 _POLL_S = 0.2
 _READY_POLL_S = 1.0
 
-Report = Callable[[ProcessStatus], None]
+Listener = Callable[[ProcessStatus], None]
+"""Called with each change of a process."""
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A process to be kept running."""
+    """A process that must be kept running."""
 
     name: str
     stage: str
     endpoint: str
     command: tuple[str, ...]
     log: Path
-    make_probe: Callable[[str], Probe]
+    probe: Probe
 
 
 class Supervisor:
-    """One process over all its lives."""
+    """Supervises one process over all of its restarts."""
 
-    def __init__(self, spec: ProcessSpec, *, policy: RestartPolicy, report: Report) -> None:
+    def __init__(self, spec: ProcessSpec, *, policy: RestartPolicy, listener: Listener) -> None:
         self._spec = spec
         self._schedule = RestartSchedule(policy)
-        self._report = report
+        self._listener = listener
         self._child: Child | None = None
         self._failures = 0
         self._was_ready = False
-        """In the life that goes on, or the last one."""
+        """Whether the process has been ready since its last start."""
 
     async def run(self) -> None:
-        """Keeps the process running until cancelled, which stops it; raises NotReadyError to give up."""
-        probe = self._spec.make_probe(self._spec.endpoint)
-        try:
-            while True:
-                status = await self._live(probe)
-                await self._wait_for_restart(status)
-        finally:
-            await probe.close()
-            self._tell(ProcessState.STOPPED)
+        """Keeps the process running until the task is cancelled, then stops the process.
 
-    async def _live(self, probe: Probe) -> int:
+        Raises NotReadyError (START_FAILED) if the process ends too often without ever being ready.
+        """
+        try:
+            async with open_channel(self._spec.endpoint) as channel:
+                while True:
+                    status = await self._run_once(channel)
+                    await self._wait_for_restart(status)
+        finally:
+            self._report(ProcessState.STOPPED)
+
+    async def _run_once(self, channel: grpc.aio.Channel) -> int:
         child = self._child = await Child.start(self._spec.command, log=self._spec.log)
         try:
             self._schedule.started(time.monotonic())
             self._was_ready = False
-            self._tell(ProcessState.STARTING)
+            self._report(ProcessState.STARTING)
             async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(self._watch(probe))
+                observing = tasks.create_task(self._observe(channel))
                 status = await child.wait()
-                watching.cancel()
+                observing.cancel()
             return status
         finally:
             await child.stop()
             self._child = None
 
-    async def _watch(self, probe: Probe) -> None:
+    async def _observe(self, channel: grpc.aio.Channel) -> None:
         last: Observation | None = None
         while True:
-            seen = await probe.look()
+            seen = await self._spec.probe(channel)
             if seen is not None and seen != last:
-                self._tell(seen.state, seen.detail)
+                self._report(seen.state, seen.detail)
                 last = seen
             ready = seen is not None and seen.state is ProcessState.READY
             if ready:
@@ -85,30 +91,30 @@ class Supervisor:
 
     async def _wait_for_restart(self, status: int) -> None:
         if status == 0 and self._was_ready:
-            # It was asked to end, by SIGTERM or by an operator who restarts it.
-            self._tell(ProcessState.RESTARTING, "ended as it was asked to; starts again")
+            # SIGTERM or an operator's restart requested the end.
+            self._report(ProcessState.RESTARTING, "ended on request; restarts")
             return
         self._failures += 1
         pause_s = self._schedule.ended(time.monotonic())
         if pause_s is None:
-            raise self._given_up(status)
-        detail = f"{_describe_exit(status)}; starts again in {pause_s:.1f} s; its log is {self._spec.log}"
-        self._tell(ProcessState.RESTARTING, detail)
+            raise self._start_error(status)
+        detail = f"{_describe_exit(status)}; restarts in {pause_s:.1f} s; log: {self._spec.log}"
+        self._report(ProcessState.RESTARTING, detail)
         await asyncio.sleep(pause_s)
 
-    def _given_up(self, status: int) -> NotReadyError:
+    def _start_error(self, status: int) -> NotReadyError:
         spec = self._spec
         return NotReadyError(
-            f"{spec.name} was never ready and ended {self._failures} times (at last it {_describe_exit(status)}); "
+            f"{spec.name} was never ready and ended {self._failures} times (last: it {_describe_exit(status)}); "
             f"its log {spec.log} ends with:\n{read_tail(spec.log)}",
             reason="START_FAILED",
             metadata={"replica": spec.name, "stage": spec.stage, "log": str(spec.log)},
         )
 
-    def _tell(self, state: ProcessState, detail: str = "") -> None:
+    def _report(self, state: ProcessState, detail: str = "") -> None:
         spec, child = self._spec, self._child
         process_id = child.process_id if child is not None else None
-        self._report(ProcessStatus(spec.name, spec.stage, spec.endpoint, state, detail, process_id))
+        self._listener(ProcessStatus(spec.name, spec.stage, spec.endpoint, state, detail, process_id))
 
 
 def _describe_exit(status: int) -> str:

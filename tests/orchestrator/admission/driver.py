@@ -21,11 +21,11 @@ class Clock:
 
 
 @dataclass
-class Asked:
+class RecordedRequest:
     """A request, and what it heard."""
 
-    claim: AdmissionRequest
-    heard: list[str] = field(default_factory=list[str])
+    request: AdmissionRequest
+    reports: list[str] = field(default_factory=list[str])
     """In order: queued, admitted, refused."""
     positions: list[int] = field(default_factory=list[int])
     waits_s: list[float] = field(default_factory=list[float])
@@ -35,31 +35,31 @@ class Asked:
 
     @property
     def name(self) -> str:
-        return self.claim.request_id
+        return self.request.request_id
 
     @property
     def runs(self) -> bool:
-        return self.heard[-1:] == ["admitted"]
+        return self.reports[-1:] == ["admitted"]
 
     @property
     def waits(self) -> bool:
-        return self.heard[-1:] == ["queued"]
+        return self.reports[-1:] == ["queued"]
 
     def queued(self, *, position: int, expected_wait_s: float) -> None:
-        self.heard.append("queued")
+        self.reports.append("queued")
         self.positions.append(position)
         self.waits_s.append(expected_wait_s)
 
     def admitted(self) -> None:
-        self.heard.append("admitted")
+        self.reports.append("admitted")
         self.on_admitted()
 
     def refused(self, error: StagemeshError) -> None:
-        self.heard.append("refused")
+        self.reports.append("refused")
         self.error = error
 
 
-class Door:
+class AdmissionDriver:
     """An admission with a clock; `order` has the names of those that were admitted."""
 
     def __init__(
@@ -92,9 +92,9 @@ class Door:
         within_s: float = math.inf,
         input_bytes: int = 0,
         kind: Hashable = None,
-    ) -> Asked:
+    ) -> RecordedRequest:
         """A request comes; raises why it is refused."""
-        claim = AdmissionRequest(
+        request = AdmissionRequest(
             name or f"r{next(self._numbers)}",
             caller=caller,
             priority=priority,
@@ -102,29 +102,29 @@ class Door:
             input_bytes=input_bytes,
             kind=kind,
         )
-        asked = Asked(claim)
-        asked.on_admitted = lambda: self.order.append(asked.name)
-        asked.ticket = self.admission.enter(claim, asked)
-        return asked
+        recorded = RecordedRequest(request)
+        recorded.on_admitted = lambda: self.order.append(recorded.name)
+        recorded.ticket = self.admission.enter(request, recorded)
+        return recorded
 
-    def end(self, asked: Asked, *, after_s: float = 0.0, made_bytes: int | None = 0) -> None:
+    def end(self, recorded: RecordedRequest, *, after_s: float = 0.0, made_bytes: int | None = 0) -> None:
         """A request that runs ends."""
         self.clock.now_s += after_s
-        assert asked.ticket is not None
-        self.admission.release(asked.ticket, made_bytes=made_bytes)
+        assert recorded.ticket is not None
+        self.admission.release(recorded.ticket, made_bytes=made_bytes)
 
-    def has_run(self, *, took_s: float, times: int = 60, kind: Hashable = None, made_bytes: int = 0) -> None:
+    def run_before(self, *, took_s: float, times: int = 60, kind: Hashable = None, made_bytes: int = 0) -> None:
         """So many requests have run, one after the other."""
         for _ in range(times):
             self.end(self.ask(kind=kind), after_s=took_s, made_bytes=made_bytes)
         self.order.clear()
 
-    def serve(self, waiting: list[Asked], *, first: Asked) -> list[str]:
+    def serve(self, waiting: list[RecordedRequest], *, first: RecordedRequest) -> list[str]:
         """Ends one after the other, beginning with `first`, until all have run; the order in which they did."""
-        by_name = {asked.name: asked for asked in waiting}
+        by_name = {recorded.name: recorded for recorded in waiting}
         running = first
         self.order.clear()
-        while any(asked.waits for asked in waiting):
+        while any(recorded.waits for recorded in waiting):
             self.end(running)
             running = by_name[self.order[-1]]
         return self.order

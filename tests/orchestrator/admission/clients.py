@@ -1,0 +1,88 @@
+"""Clients that come to an admission by chance, in virtual time, and come back when they are told to."""
+
+import random
+from dataclasses import dataclass, field
+from functools import partial
+
+from stagemesh.common.errors import OverloadedError
+from stagemesh.orchestrator.admission import AdmissionRequest
+from tests.orchestrator.admission.driver import AdmissionDriver, Agenda, RecordedRequest
+
+
+@dataclass
+class SimulatedRequest:
+    """One client's way in; times by the clock."""
+
+    recorded: RecordedRequest
+    took_s: float
+    came_s: float
+    delay_s: float | None = None
+    """When the first refusal told it to come back: in so many seconds."""
+    in_s: float | None = None
+    """When it found a place, to wait or to run."""
+    began_s: float | None = None
+
+
+@dataclass
+class SimulatedClients:
+    """Clients with short and long requests; of those who are refused a part `come_back`."""
+
+    driver: AdmissionDriver
+    seed: int
+    arrivals_a_second: float
+    come_back: float = 1.0
+    requests: list[SimulatedRequest] = field(default_factory=list[SimulatedRequest])
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._agenda = Agenda(self.driver.clock)
+
+    @property
+    def refused(self) -> list[SimulatedRequest]:
+        """Those who were refused at first and got in later."""
+        return [
+            simulated for simulated in self.requests if simulated.delay_s is not None and simulated.in_s is not None
+        ]
+
+    @property
+    def queued(self) -> list[SimulatedRequest]:
+        """Those who waited in the queue, and ran."""
+        return [
+            simulated for simulated in self.requests if simulated.recorded.waits_s and simulated.began_s is not None
+        ]
+
+    def run(self, *, for_s: float) -> None:
+        """Lets them come for so long, and then waits until all are served."""
+        at_s = 0.0
+        while (at_s := at_s + self._random.expovariate(self.arrivals_a_second)) < for_s:
+            simulated = SimulatedRequest(
+                RecordedRequest(AdmissionRequest(f"v{len(self.requests)}")), self._duration_s(), at_s
+            )
+            simulated.recorded.on_admitted = partial(self._begin, simulated)
+            self.requests.append(simulated)
+            self._agenda.add(at_s, partial(self._come, simulated))
+        self._agenda.run(until_s=for_s * 100)
+
+    def _duration_s(self) -> float:
+        return self._random.expovariate(1 / (0.5 if self._random.random() < 0.8 else 8.0))
+
+    def _come(self, simulated: SimulatedRequest) -> None:
+        now_s = self.driver.clock.now_s
+        try:
+            simulated.recorded.ticket = self.driver.admission.enter(simulated.recorded.request, simulated.recorded)
+        except OverloadedError as exc:
+            again_s = exc.retry_after_s or 0.0
+            if simulated.delay_s is None:
+                simulated.delay_s = again_s
+                if self._random.random() >= self.come_back:
+                    return
+            self._agenda.add(again_s, partial(self._come, simulated))
+        else:
+            simulated.in_s = now_s
+
+    def _begin(self, simulated: SimulatedRequest) -> None:
+        simulated.began_s = self.driver.clock.now_s
+        self._agenda.add(simulated.took_s, partial(self._end, simulated))
+
+    def _end(self, simulated: SimulatedRequest) -> None:
+        self.driver.end(simulated.recorded)
