@@ -4,8 +4,6 @@ from itertools import chain
 
 import grpc.aio
 
-from stagemesh.client import EdgeInfo
-from stagemesh.client.descriptions import decode_pipeline
 from stagemesh.common.errors import NotReadyError
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
@@ -22,7 +20,7 @@ class EdgesProbe:
         self._channel = open_channel(endpoint)
         self._stub = OrchestratorServiceStub(self._channel)
 
-    async def look(self) -> tuple[EdgeInfo, ...] | None:
+    async def look(self) -> tuple[orchestrator_pb2.EdgeDescription, ...] | None:
         """The edges, once all replicas are ready and what each link between them uses is known; None before.
 
         Raises NotReadyError (CONNECTOR_UNAVAILABLE) where a fixed connector cannot work.
@@ -37,7 +35,7 @@ class EdgesProbe:
         replicas = chain.from_iterable(stage.replicas for stage in described.stages)
         ready = all(replica.state == stage_pb2.REPLICA_STATE_READY for replica in replicas)
         if ready and all(_is_known(edge) for edge in described.edges):
-            return decode_pipeline(described).edges
+            return tuple(described.edges)
         return None
 
     async def close(self) -> None:

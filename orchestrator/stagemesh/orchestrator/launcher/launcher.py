@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import cast
 
-from stagemesh.client import EdgeInfo
 from stagemesh.common import settings
 from stagemesh.common.backoff import RestartPolicy
 from stagemesh.common.errors import StagemeshError
@@ -16,6 +15,7 @@ from stagemesh.orchestrator.launcher.process_states import ORCHESTRATOR, Process
 from stagemesh.orchestrator.launcher.run_folder import RunFolder
 from stagemesh.orchestrator.launcher.supervisor import ProcessSpec, Supervisor
 from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.v1.orchestrator_pb2 import EdgeDescription
 
 _POLL_S = 0.1
 
@@ -48,7 +48,7 @@ class Launcher:
         self.endpoint = self._with_port(listen)
         self.admin_endpoint = self._beside() if admin_listen is None else self._with_port(admin_listen)
         self.processes: dict[str, ProcessStatus] = {}
-        self.edges: tuple[EdgeInfo, ...] = ()
+        self.edges: tuple[EdgeDescription, ...] = ()
         """What they use, once it is ready."""
         self._ready = asyncio.Event()
 
