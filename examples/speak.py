@@ -1,4 +1,4 @@
-"""Asks a running `stagemesh up speech`, prints the answer as it is written, and saves it as it is spoken."""
+"""Sends a prompt to a running `stagemesh up speech`, prints the text and saves the audio while they are generated."""
 
 from stagemesh.client import AudioChunk, Client, Text, WavWriter
 

@@ -1,18 +1,19 @@
-"""A connector from outside, the best of all, whose module is missing."""
+"""A connector of a plug-in. It takes precedence over all others, but its module is missing."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-_MODULE = """\
+NUMBER = 1000
+_MODULE = f"""\
 from stagemesh.connectors.registry import ConnectorDescriptor
-DESCRIPTOR = ConnectorDescriptor("pigeon", 1000, 5, "pigeon:Pigeon", module="not_there", remedy="feed it")
+DESCRIPTOR = ConnectorDescriptor("pigeon", {NUMBER}, 5, "pigeon:Pigeon", module="not_there", remedy="feed it")
 """
 
 
 def add_connector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has every process that is started from now on know connector "pigeon"."""
+    """Installs connector "pigeon" for every process that is started after this call."""
     (folder / "pigeon.py").write_text(_MODULE)
     package = folder / "pigeon-1.0.dist-info"
     package.mkdir()

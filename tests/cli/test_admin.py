@@ -9,13 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from google.protobuf.json_format import ParseDict
 from rich.console import Console
 
 from stagemesh.client import Admitted, Client, Generation, Text
 from stagemesh.common.errors import CancelledRequestError
-from stagemesh.orchestrator.cli.admin import replica_calls
+from stagemesh.orchestrator.cli.admin import client as admin_client
 from stagemesh.orchestrator.cli.admin.request_view import moments, request_view
-from stagemesh.orchestrator.cli.admin.tables import requests_table
+from stagemesh.orchestrator.cli.admin.views import REQUESTS
+from stagemesh.orchestrator.cli.output import make_table
 from stagemesh.v1 import admin_pb2, chunk_pb2
 from tests.cli.commands import Ran, invoke
 from tests.deployment import Deployment, deployed
@@ -113,7 +115,7 @@ def test_each_list_is_a_table(running: Deployment, command: str, words: list[str
 
 
 @pytest.mark.parametrize("command", ["pipelines", "stages", "replicas", "edges", "requests"])
-def test_each_list_is_json_too(running: Deployment, command: str) -> None:
+def test_each_list_can_be_printed_as_json(running: Deployment, command: str) -> None:
     (document,) = _json(running, command)
     assert document["next_page_token"] == ""
     assert isinstance(document[command], list)
@@ -126,16 +128,22 @@ def test_a_page_says_where_to_go_on(running: Deployment) -> None:
     assert [replica["name"] for replica in document["replicas"]] == ["speak-1", "sound-0"]
 
 
-def test_json_has_figures_as_numbers_and_states_as_words(running: Deployment) -> None:
+def test_json_is_the_json_mapping_of_protobuf(running: Deployment) -> None:
     (document,) = _json(running, "replicas", "--stage", "sound")
     (replica,) = document["replicas"]
-    assert (replica["state"], replica["planned"], replica["load"]["arena_used_bytes"]) == ("ready", 0, 0)
+    message = ParseDict(document, admin_pb2.ListReplicasResponse()).replicas[0]
+    assert message.name == "sound-0"
+    assert (replica["state"], replica["planned"], replica["load"]["arena_used_bytes"]) == (
+        "REPLICA_STATE_READY",
+        0,
+        "0",
+    )
 
 
 def test_a_request_under_way_shows_its_time_line_and_its_flows(running: Deployment, long_request: str) -> None:
     ran = _admin(running, "request", long_request)
     assert ran.exit_code == 0, ran.stderr
-    for words in (f"{long_request}  running", "admitted and planned", "gave its first output", "write->speak", "shm"):
+    for words in (f"{long_request}  running", "admitted and planned", "sent its first output", "write->speak", "shm"):
         assert words in ran.stdout
     (document,) = _json(running, "request", long_request)
     assert {(flow["edge"], flow["consumer"]) for flow in document["flows"]} >= {("speak->sound", "sound-0")}
@@ -188,7 +196,7 @@ def test_what_cannot_be_says_why_and_what_to_do(
 def test_a_stage_is_found_on_whatever_page_its_replicas_are(
     running: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_calls, "_PAGE", 2)
+    monkeypatch.setattr(admin_client, "_PAGE", 2)
     assert "engine fake of stage sound has not the ability" in _admin(running, "cache", "sound").stderr
 
 
@@ -208,7 +216,7 @@ def test_an_edge_is_probed_between_all_pairs(running: Deployment) -> None:
     (document,) = _json(running, "probe", "write->speak")
     assert len(document["edge"]["links"]) == 4
     (one,) = _json(running, "probe", "write->speak", "--producer", "write-1", "--consumer", "speak-0")
-    assert [(link["producer"], link["connector"]) for link in one["edge"]["links"]] == [("write-1", "shm")]
+    assert [(link["producer"], link["connector"]) for link in one["edge"]["links"]] == [("write-1", "CONNECTOR_SHM")]
 
 
 def test_a_drained_replica_gets_nothing_new(running: Deployment) -> None:
@@ -217,7 +225,7 @@ def test_a_drained_replica_gets_nothing_new(running: Deployment) -> None:
         chosen = [_replica(client.generate("hello"), "write") for _ in range(3)]
     (document,) = _json(running, "resume", "write-0")
     assert chosen == ["write-1"] * 3
-    assert [replica["state"] for replica in document["replicas"]] == ["ready"]
+    assert [replica["state"] for replica in document["replicas"]] == ["REPLICA_STATE_READY"]
 
 
 def test_a_drain_waits_for_what_runs_and_stands_when_it_gives_up(running: Deployment, long_request: str) -> None:
@@ -242,7 +250,7 @@ def test_a_drain_that_moves_what_runs_does_not_wait_for_its_end(running: Deploym
         step["replica"]: step.get("ended_s") is not None for step in document["steps"] if step["stage"] == "write"
     }
     assert states == {there: True, {"write-0": "write-1", "write-1": "write-0"}[there]: False}
-    assert "handed it on" in _admin(running, "request", long_request).stdout
+    assert "moved to another replica" in _admin(running, "request", long_request).stdout
 
 
 def test_a_rolling_restart_under_load_fails_no_request(running: Deployment) -> None:
@@ -264,8 +272,8 @@ def test_a_rolling_restart_under_load_fails_no_request(running: Deployment) -> N
         finally:
             stop.set()
         assert min(each.result(60) for each in loads) > 0
-    phases = [event["phase"] for events in restarts for event in events if event["phase"] != "draining"]
-    assert phases == ["ending", "starting", "ready"] * 4
+    phases = [event["phase"].removeprefix("RESTART_PHASE_") for events in restarts for event in events]
+    assert [phase for phase in phases if phase != "DRAINING"] == ["ENDING", "STARTING", "READY"] * 4
     running.wait(lambda deployment: all(not deployment.runs(name, pid) for name, pid in before.items()))
 
 
@@ -301,13 +309,13 @@ def test_a_time_line_shows_what_was_handed_on_and_who_goes_on() -> None:
             rebindings=[admin_pb2.StepRebinding(at_s=1.2, edges=["a->b"])],
         ),
     ]
-    said = [moment.what for moment in moments(admin_pb2.GetRequestResponse(steps=steps))]
-    assert said == [
+    events = [moment.event for moment in moments(admin_pb2.GetRequestResponse(steps=steps))]
+    assert events == [
         "received",
-        "accepted it",
-        "handed it on: it is drained",
-        "goes on with another neighbour on a->b",
-        "accepted it and goes on behind step 7",
+        "accepted the step",
+        "released the step for another replica, because it is drained",
+        "was connected to another replica on a->b",
+        "accepted the step and resumes after engine step 7",
     ]
 
 
@@ -317,6 +325,6 @@ def test_brackets_in_what_failed_are_shown_as_they_are() -> None:
     step = admin_pb2.StepStatus(stage="a", replica="a-0", attempt=1, ended_s=1.0, error=error)
     shown = io.StringIO()
     console = Console(width=200, file=shown)
-    console.print(requests_table([status]))
+    console.print(make_table(REQUESTS, [status]))
     console.print(request_view(admin_pb2.GetRequestResponse(request=status, steps=[step])))
     assert shown.getvalue().count("[/bold] is float32[samples]") == 4

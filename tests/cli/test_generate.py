@@ -43,13 +43,13 @@ async def test_several_servers_are_asked_in_turn(orchestrator: ScriptedOrchestra
     orchestrator.scripts.append([admitted(), text("Hi"), finished()])
     ran = await stagemesh("generate", "hello", "--server", f"127.0.0.1:1, {orchestrator.endpoint}")
     assert (ran.exit_code, ran.stdout) == (0, "Hi\n")
-    assert "it names no HOST:PORT" in (await stagemesh("generate", "hello", "--server", ",")).stderr
+    assert "it does not contain an address HOST:PORT" in (await stagemesh("generate", "hello", "--server", ",")).stderr
 
 
 async def test_one_that_waits_says_so(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([queued(3, expected_wait_s=4.4), admitted(), text("Hi"), finished()])
     ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--caller", "me", "--priority", "2")
-    assert (ran.stdout, ran.stderr.splitlines()[0]) == ("Hi\n", "queued: place 3, about 4 s")
+    assert (ran.stdout, ran.stderr.splitlines()[0]) == ("Hi\n", "queued: position 3, about 4 s")
     assert (orchestrator.requests[0].caller, orchestrator.requests[0].priority) == ("me", 2)
     silent = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--json")
     assert "queued" not in silent.stderr
@@ -145,4 +145,4 @@ async def test_stages_shows_the_replicas(orchestrator: ScriptedOrchestrator) -> 
     stage.replicas.add(name="thinker-0", endpoint="127.0.0.1:20001", state="REPLICA_STATE_READY", running=2)
     ran = await stagemesh("stages", "--server", orchestrator.endpoint, "--json")
     replica = json.loads(ran.stdout)["stages"][0]["replicas"][0]
-    assert (replica["name"], replica["state"], replica["running"]) == ("thinker-0", "ready", 2)
+    assert (replica["name"], replica["state"], replica["running"]) == ("thinker-0", "REPLICA_STATE_READY", 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.added_connector import add_connector
+from tests.cli.added_connector import NUMBER, add_connector
 from tests.cli.commands import COMMAND, stagemesh
 from tests.launcher.processes import ended
 
@@ -99,7 +99,7 @@ async def test_what_the_edges_use_is_told_when_it_is_ready(tiny: Path) -> None:
     async with _up(tiny) as up:
         ran = await stagemesh("stages", "--server", up.endpoint)
         document = json.loads((await stagemesh("stages", "--server", up.endpoint, "--json")).stdout)
-    assert [(edge["name"], edge["links"][0]["connector"]) for edge in up.edges] == [("first->second", "shm")]
+    assert [(edge["name"], edge["links"][0]["connector"]) for edge in up.edges] == [("first->second", "CONNECTOR_SHM")]
     assert document["edges"] == up.edges
     assert ["first->second", "first-0", "to", "second-0", "shm"] in [line.split() for line in ran.stdout.splitlines()]
 
@@ -121,7 +121,9 @@ async def test_better_connectors_are_told_with_why_not(tiny: Path, monkeypatch: 
     add_connector(tiny.parent, monkeypatch)
     async with _up(tiny) as up:
         link = up.edges[0]["links"][0]
-    assert (link["connector"], list(link["refusals"])) == ("shm", ["pigeon"])
+    (refusal,) = link["refusals"]
+    assert (link["connector"], refusal["connector"]) == ("CONNECTOR_SHM", NUMBER)
+    assert "pigeon" in refusal["error"]["message"]
 
 
 async def test_the_demo_runs_asks_and_stops(tiny: Path) -> None:

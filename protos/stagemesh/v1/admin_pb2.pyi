@@ -32,31 +32,31 @@ class _RequestStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestS
     REQUEST_STATE_UNSPECIFIED: _RequestState.ValueType  # 0
     """Not set; never sent."""
     REQUEST_STATE_QUEUED: _RequestState.ValueType  # 1
-    """It waits to be admitted and planned."""
+    """The request waits to be admitted and planned."""
     REQUEST_STATE_RUNNING: _RequestState.ValueType  # 2
-    """It runs."""
+    """The request runs."""
     REQUEST_STATE_FINISHED: _RequestState.ValueType  # 3
-    """It succeeded."""
+    """The request succeeded."""
     REQUEST_STATE_FAILED: _RequestState.ValueType  # 4
-    """It failed."""
+    """The request failed."""
     REQUEST_STATE_CANCELLED: _RequestState.ValueType  # 5
-    """It was cancelled, or its client went away."""
+    """The request was cancelled, or its client disconnected."""
 
 class RequestState(_RequestState, metaclass=_RequestStateEnumTypeWrapper):
-    """RequestState is how far a request is."""
+    """RequestState is the state of a request."""
 
 REQUEST_STATE_UNSPECIFIED: RequestState.ValueType  # 0
 """Not set; never sent."""
 REQUEST_STATE_QUEUED: RequestState.ValueType  # 1
-"""It waits to be admitted and planned."""
+"""The request waits to be admitted and planned."""
 REQUEST_STATE_RUNNING: RequestState.ValueType  # 2
-"""It runs."""
+"""The request runs."""
 REQUEST_STATE_FINISHED: RequestState.ValueType  # 3
-"""It succeeded."""
+"""The request succeeded."""
 REQUEST_STATE_FAILED: RequestState.ValueType  # 4
-"""It failed."""
+"""The request failed."""
 REQUEST_STATE_CANCELLED: RequestState.ValueType  # 5
-"""It was cancelled, or its client went away."""
+"""The request was cancelled, or its client disconnected."""
 Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
 
 class _RestartPhase:
@@ -68,27 +68,27 @@ class _RestartPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RestartP
     RESTART_PHASE_UNSPECIFIED: _RestartPhase.ValueType  # 0
     """Not set; never sent."""
     RESTART_PHASE_DRAINING: _RestartPhase.ValueType  # 1
-    """What runs there finishes."""
+    """Its running requests finish."""
     RESTART_PHASE_ENDING: _RestartPhase.ValueType  # 2
-    """It was asked to end."""
+    """Its process was asked to end."""
     RESTART_PHASE_STARTING: _RestartPhase.ValueType  # 3
-    """Its next process is there, and loads."""
+    """Its new process has started and is loading."""
     RESTART_PHASE_READY: _RestartPhase.ValueType  # 4
-    """It takes requests again."""
+    """It accepts requests again."""
 
 class RestartPhase(_RestartPhase, metaclass=_RestartPhaseEnumTypeWrapper):
-    """RestartPhase is how far a replica's restart is."""
+    """RestartPhase is the phase of a replica's restart."""
 
 RESTART_PHASE_UNSPECIFIED: RestartPhase.ValueType  # 0
 """Not set; never sent."""
 RESTART_PHASE_DRAINING: RestartPhase.ValueType  # 1
-"""What runs there finishes."""
+"""Its running requests finish."""
 RESTART_PHASE_ENDING: RestartPhase.ValueType  # 2
-"""It was asked to end."""
+"""Its process was asked to end."""
 RESTART_PHASE_STARTING: RestartPhase.ValueType  # 3
-"""Its next process is there, and loads."""
+"""Its new process has started and is loading."""
 RESTART_PHASE_READY: RestartPhase.ValueType  # 4
-"""It takes requests again."""
+"""It accepts requests again."""
 Global___RestartPhase: _TypeAlias = RestartPhase  # noqa: Y015
 
 @_typing.final
@@ -100,9 +100,9 @@ class ListPipelinesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most so many."""
+    """The maximum number of items."""
     page_token: _builtins.str
-    """Where to go on: the next_page_token of the page before; empty for the first."""
+    """The next_page_token of the previous page. Empty for the first page."""
     def __init__(
         self,
         *,
@@ -126,7 +126,7 @@ class ListPipelinesResponse(_message.Message):
     PIPELINES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """For the next page; empty when this is the last."""
+    """The token of the next page. Empty on the last page."""
     @_builtins.property
     def pipelines(self) -> _containers.RepeatedCompositeFieldContainer[Global___PipelineStatus]:
         """The pipelines."""
@@ -147,7 +147,7 @@ Global___ListPipelinesResponse: _TypeAlias = ListPipelinesResponse  # noqa: Y015
 
 @_typing.final
 class PipelineStatus(_message.Message):
-    """PipelineStatus is a pipeline as it is now. Totals count since this orchestrator started."""
+    """PipelineStatus is the current state of a pipeline. Totals count from the start of this orchestrator."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -167,36 +167,36 @@ class PipelineStatus(_message.Message):
     RETURNING_FIELD_NUMBER: _builtins.int
     CALLERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """The pipeline's name."""
     generation: _builtins.str
-    """Changes with every change of its stages."""
+    """An identifier that changes whenever the pipeline's stages change."""
     ready: _builtins.bool
-    """Whether every stage has a replica that takes requests, and every edge can be crossed."""
+    """Whether every stage has a replica that accepts requests, and every edge has a connector that works."""
     uptime_s: _builtins.float
     """Seconds since this orchestrator started."""
     queued: _builtins.int
     """Requests that wait to be admitted."""
     in_flight: _builtins.int
-    """Requests that run."""
+    """Running requests."""
     max_in_flight: _builtins.int
-    """Requests that may run at once."""
+    """The maximum number of running requests."""
     finished: _builtins.int
-    """Requests that succeeded, in all."""
+    """The total number of requests that succeeded."""
     failed: _builtins.int
-    """Requests that failed, in all."""
+    """The total number of requests that failed."""
     cancelled: _builtins.int
-    """Requests that were cancelled, in all."""
+    """The total number of requests that were cancelled."""
     in_flight_bytes: _builtins.int
-    """Bytes that the requests that run are taken for."""
+    """The estimated bytes of the running requests."""
     queued_bytes: _builtins.int
-    """Input bytes of the requests that wait."""
+    """The input bytes of the queued requests."""
     expected_wait_s: _builtins.float
-    """Seconds that a request of priority 0 would wait now, of a caller who has nothing here."""
+    """The seconds that a request of priority 0 would wait now if its caller had no other request here."""
     returning: _builtins.int
-    """Requests that were refused, have been told when to come back, and may still."""
+    """Rejected requests that were told when to retry and may still do so."""
     @_builtins.property
     def callers(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallerStatus]:
-        """The callers that have requests here, who has most first; at most 100."""
+        """The callers that have requests here, those with most requests first. At most 100."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ Global___PipelineStatus: _TypeAlias = PipelineStatus  # noqa: Y015
 
 @_typing.final
 class CallerStatus(_message.Message):
-    """CallerStatus is what one caller has at an orchestrator now."""
+    """CallerStatus counts the requests that one caller currently has at an orchestrator."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -237,15 +237,15 @@ class CallerStatus(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     QUEUED_BYTES_FIELD_NUMBER: _builtins.int
     caller: _builtins.str
-    """Its name; empty for all who gave none."""
+    """The caller's name. Empty for all requests without a caller."""
     in_flight: _builtins.int
-    """Requests that run."""
+    """Running requests."""
     in_flight_bytes: _builtins.int
-    """Bytes that they are taken for."""
+    """The estimated bytes of the running requests."""
     queued: _builtins.int
     """Requests that wait to be admitted."""
     queued_bytes: _builtins.int
-    """Their input bytes."""
+    """The input bytes of the queued requests."""
     def __init__(
         self,
         *,
@@ -272,9 +272,9 @@ class ListStagesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most so many."""
+    """The maximum number of items."""
     page_token: _builtins.str
-    """Where to go on: the next_page_token of the page before; empty for the first."""
+    """The next_page_token of the previous page. Empty for the first page."""
     def __init__(
         self,
         *,
@@ -298,7 +298,7 @@ class ListStagesResponse(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """For the next page; empty when this is the last."""
+    """The token of the next page. Empty on the last page."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageStatus]:
         """The stages."""
@@ -319,8 +319,8 @@ Global___ListStagesResponse: _TypeAlias = ListStagesResponse  # noqa: Y015
 
 @_typing.final
 class StageStatus(_message.Message):
-    """StageStatus is a stage as it is now: sums over its replicas, whoever's the work is, and what this orchestrator has had of
-    it. Totals count since this orchestrator started.
+    """StageStatus is the current state of a stage. The work is summed over its replicas, for all orchestrators, as the
+    replicas last reported it. Totals count what this orchestrator received since its start.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -341,35 +341,35 @@ class StageStatus(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """The stage's name."""
     engine: _builtins.str
-    """Its engine."""
+    """The engine's name."""
     model: _builtins.str
-    """Its model; empty where it has none."""
+    """The model's name. Empty if the stage has none."""
     replicas: _builtins.int
-    """Replicas."""
+    """The number of replicas."""
     ready: _builtins.int
-    """Those that take requests."""
+    """The number of replicas that accept requests."""
     running: _builtins.int
-    """Steps that the engines work on."""
+    """Steps that the engines are processing."""
     queued: _builtins.int
-    """Steps that wait for them."""
+    """Steps that wait for the engines."""
     work_s: _builtins.float
-    """Seconds of work left on the replica that has most."""
+    """The remaining work in seconds, on the replica that has most."""
     arena_used_bytes: _builtins.int
-    """Arena bytes in use."""
+    """Bytes of the arenas in use."""
     arena_size_bytes: _builtins.int
-    """Arena bytes in all."""
+    """The total size of the arenas in bytes."""
     credit_bytes: _builtins.int
-    """Bytes that producers may send here still."""
+    """Bytes that producers may still send to the stage."""
     outputs: _builtins.int
-    """Pieces of output, in all."""
+    """The total number of output messages."""
     steps: _builtins.int
-    """Engine steps, as told so far, in all."""
+    """The total number of engine steps, as reported so far."""
     finished: _builtins.int
-    """Shares of requests that it has done, in all."""
+    """The total number of steps that finished."""
     failed: _builtins.int
-    """Shares of requests that ended in any other way, in all."""
+    """The total number of steps that ended in any other way."""
     def __init__(
         self,
         *,
@@ -408,13 +408,13 @@ class ListReplicasRequest(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most so many."""
+    """The maximum number of items."""
     page_token: _builtins.str
-    """Where to go on: the next_page_token of the page before; empty for the first."""
+    """The next_page_token of the previous page. Empty for the first page."""
     stage: _builtins.str
-    """Only those of this stage; empty for all. One that is not there fails (NOT_FOUND, UNKNOWN_TARGET)."""
+    """List only the replicas of this stage. Empty for all. An unknown stage fails (NOT_FOUND, UNKNOWN_TARGET)."""
     state: _stage_pb2.ReplicaState.ValueType
-    """Only those in this state; unset for any."""
+    """List only the replicas in this state. Unset for all."""
     def __init__(
         self,
         *,
@@ -440,7 +440,7 @@ class ListReplicasResponse(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """For the next page; empty when this is the last."""
+    """The token of the next page. Empty on the last page."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
         """The replicas."""
@@ -461,7 +461,7 @@ Global___ListReplicasResponse: _TypeAlias = ListReplicasResponse  # noqa: Y015
 
 @_typing.final
 class ReplicaStatus(_message.Message):
-    """ReplicaStatus is a replica as it is now."""
+    """ReplicaStatus is the current state of a replica."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -473,20 +473,20 @@ class ReplicaStatus(_message.Message):
     PLANNED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """The replica's name."""
     stage: _builtins.str
-    """Its stage."""
+    """The name of its stage."""
     endpoint: _builtins.str
-    """Where it serves, "host:port"."""
+    """The address at which it serves, "host:port"."""
     state: _stage_pb2.ReplicaState.ValueType
-    """Where it stands."""
+    """Its state."""
     detail: _builtins.str
-    """For people: what it loads, or why it fails."""
+    """A text for people: what it is loading, why it failed, or how old an overdue load report is."""
     planned: _builtins.int
-    """Requests of this orchestrator that are planned on it."""
+    """The number of requests of this orchestrator that are placed on it."""
     @_builtins.property
     def load(self) -> _stage_pb2.WatchLoadResponse:
-        """Its load, whoever's the work is; unset where it did not answer."""
+        """The load that it last reported, for all orchestrators. Unset if it has reported none, or does not answer."""
 
     def __init__(
         self,
@@ -516,9 +516,9 @@ class ListEdgesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most so many."""
+    """The maximum number of items."""
     page_token: _builtins.str
-    """Where to go on: the next_page_token of the page before; empty for the first."""
+    """The next_page_token of the previous page. Empty for the first page."""
     def __init__(
         self,
         *,
@@ -542,7 +542,7 @@ class ListEdgesResponse(_message.Message):
     EDGES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """For the next page; empty when this is the last."""
+    """The token of the next page. Empty on the last page."""
     @_builtins.property
     def edges(self) -> _containers.RepeatedCompositeFieldContainer[Global___EdgeStatus]:
         """The edges."""
@@ -563,8 +563,8 @@ Global___ListEdgesResponse: _TypeAlias = ListEdgesResponse  # noqa: Y015
 
 @_typing.final
 class EdgeStatus(_message.Message):
-    """EdgeStatus is an edge as it is now, and what it has carried for requests whose producing stage is done, since this
-    orchestrator started.
+    """EdgeStatus is the current state of an edge. Its totals count the requests whose producing stage has finished, from
+    the start of this orchestrator.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -573,9 +573,9 @@ class EdgeStatus(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     chunks: _builtins.int
-    """Chunks."""
+    """The total number of chunks."""
     size_bytes: _builtins.int
-    """Their payload bytes."""
+    """The total payload bytes of the chunks."""
     @_builtins.property
     def edge(self) -> _orchestrator_pb2.EdgeDescription:
         """The edge and its links."""
@@ -606,14 +606,14 @@ class ListRequestsRequest(_message.Message):
     STATES_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most so many."""
+    """The maximum number of items."""
     page_token: _builtins.str
-    """Where to go on: the next_page_token of the page before; empty for the first."""
+    """The next_page_token of the previous page. Empty for the first page."""
     target: _builtins.str
-    """Only those of which the target has a share now, or had one when they ended; empty for all."""
+    """List only the requests that have a step on this target, or had one when they ended. Empty for all."""
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___RequestState.ValueType]:
-        """Only those in one of these states; none for those that wait or run."""
+        """List only the requests in one of these states. Empty for queued and running requests."""
 
     def __init__(
         self,
@@ -640,7 +640,7 @@ class ListRequestsResponse(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """For the next page; empty when this is the last."""
+    """The token of the next page. Empty on the last page."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStatus]:
         """The requests."""
@@ -661,7 +661,7 @@ Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
 
 @_typing.final
 class RequestStatus(_message.Message):
-    """RequestStatus is a request as it is now."""
+    """RequestStatus is the current state of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -677,32 +677,32 @@ class RequestStatus(_message.Message):
     AT_WORK_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Its name."""
+    """The request's id."""
     state: Global___RequestState.ValueType
-    """How far it is."""
+    """Its state."""
     received_at_s: _builtins.float
-    """When it was received, in seconds since 1970."""
+    """The time at which it was received, in seconds since 1970."""
     age_s: _builtins.float
-    """Seconds since then, or until its end."""
+    """Seconds since it was received, until now or until its end."""
     left_s: _builtins.float
-    """Seconds that it has until its deadline; 0 when it has ended."""
+    """Seconds until its deadline. 0 after its end."""
     priority: _builtins.int
     """Its priority."""
     pieces: _builtins.int
-    """Pieces of output that it has made."""
+    """The number of output messages that it has produced."""
     size_bytes: _builtins.int
-    """Bytes that this orchestrator keeps of them."""
+    """The bytes of these messages that this orchestrator keeps."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The outputs that it asked for."""
+        """The names of the requested outputs."""
 
     @_builtins.property
     def at_work(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The stages that are at work for it, the one that was heard of longest ago first."""
+        """The stages with a running step, those that have not reported for the longest time first."""
 
     @_builtins.property
     def error(self) -> _chunk_pb2.Error:
-        """What it failed of; unset where it did not."""
+        """The cause of its failure. Unset if it did not fail."""
 
     def __init__(
         self,
@@ -735,7 +735,7 @@ class GetRequestRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request; one that is not known, or is so no longer, fails (NOT_FOUND, UNKNOWN_REQUEST)."""
+    """The request. Fails if it is unknown or no longer recorded (NOT_FOUND, UNKNOWN_REQUEST)."""
     def __init__(
         self,
         *,
@@ -751,7 +751,7 @@ Global___GetRequestRequest: _TypeAlias = GetRequestRequest  # noqa: Y015
 
 @_typing.final
 class GetRequestResponse(_message.Message):
-    """GetRequestResponse is a request in full."""
+    """GetRequestResponse contains all that is known about a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -760,18 +760,18 @@ class GetRequestResponse(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     FLOWS_FIELD_NUMBER: _builtins.int
     planned_s: _builtins.float
-    """Seconds from when it was received until it was planned; absent while it waits."""
+    """Seconds from its receipt until it was planned. Absent while it is queued."""
     @_builtins.property
     def request(self) -> Global___RequestStatus:
         """The request."""
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepStatus]:
-        """Every attempt at every stage's share, in the order in which they began."""
+        """All attempts at all stages' parts, in the order in which they started."""
 
     @_builtins.property
     def flows(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlowStatus]:
-        """Its flows that are under way."""
+        """Its flows that have not ended."""
 
     def __init__(
         self,
@@ -793,8 +793,8 @@ Global___GetRequestResponse: _TypeAlias = GetRequestResponse  # noqa: Y015
 
 @_typing.final
 class StepStatus(_message.Message):
-    """StepStatus is an attempt at a stage's share of a request. Times are seconds since the request was received; those of what
-    has not happened are absent.
+    """StepStatus is one attempt at a stage's part of a request. Times are seconds since the request was received. The time
+    of an event that has not occurred is absent.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -823,46 +823,46 @@ class StepStatus(_message.Message):
     replica: _builtins.str
     """The replica."""
     attempt: _builtins.int
-    """The try, from 1."""
+    """The number of the attempt, from 1."""
     planned_s: _builtins.float
-    """When its turn came: it is planned, and waits for its consumers to be ready."""
+    """When it was planned. From then on it waits until its consumers are ready."""
     sent_s: _builtins.float
     """When it was sent to its replica."""
     accepted_s: _builtins.float
-    """When the replica accepted it."""
+    """When its replica accepted it."""
     queue_position: _builtins.int
-    """The requests that were before it then."""
+    """The number of requests before it in the engine's queue at that time."""
     first_output_s: _builtins.float
-    """When its first output came."""
+    """When its first output was received."""
     heard_s: _builtins.float
-    """When something was heard of it last."""
+    """When its last event was received."""
     ended_s: _builtins.float
     """When it ended."""
     outputs: _builtins.int
-    """Pieces of output that came."""
+    """The number of output messages received."""
     steps: _builtins.int
-    """Engine steps that are done."""
+    """The number of completed engine steps."""
     total_steps: _builtins.int
-    """Engine steps in all, where the engine knows."""
+    """The total number of engine steps, if the engine knows it."""
     waits_for: _builtins.str
-    """For people: what it waits for; empty where it computes, or has ended."""
+    """A text for people: what the step waits for. Empty while it computes and after its end."""
     resumed_steps: _builtins.int
-    """The engine steps of the checkpoint that it goes on from; unset where it began at the start."""
+    """The number of engine steps in the checkpoint from which it resumed. Absent if it started at the beginning."""
     @_builtins.property
     def report(self) -> _control_pb2.StepReport:
-        """What its replica says of it; unset where it has ended, or the replica did not answer."""
+        """The replica's report about it. Unset after its end, or if the replica did not answer."""
 
     @_builtins.property
     def finished(self) -> _stage_pb2.StepFinished:
-        """What it did; unset where it has not finished."""
+        """Its result. Unset if it has not finished."""
 
     @_builtins.property
     def error(self) -> _chunk_pb2.Error:
-        """What it failed of; unset where it did not."""
+        """The cause of its failure. Unset if it did not fail."""
 
     @_builtins.property
     def rebindings(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRebinding]:
-        """When neighbours of it were replaced, in order."""
+        """When its edges were connected to other replicas, in order."""
 
     def __init__(
         self,
@@ -924,14 +924,14 @@ Global___StepStatus: _TypeAlias = StepStatus  # noqa: Y015
 
 @_typing.final
 class StepRebinding(_message.Message):
-    """StepRebinding is a moment from which a step goes on with others at the far end of some edges."""
+    """StepRebinding records that some edges of a step were connected to other replicas."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     AT_S_FIELD_NUMBER: _builtins.int
     EDGES_FIELD_NUMBER: _builtins.int
     at_s: _builtins.float
-    """When."""
+    """The time."""
     @_builtins.property
     def edges(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The edges."""
@@ -952,7 +952,7 @@ Global___StepRebinding: _TypeAlias = StepRebinding  # noqa: Y015
 
 @_typing.final
 class FlowStatus(_message.Message):
-    """FlowStatus is a flow of a request, seen from both ends."""
+    """FlowStatus is a flow of a request, as reported by both of its ends."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -969,11 +969,11 @@ class FlowStatus(_message.Message):
     """The consuming replica."""
     @_builtins.property
     def sent(self) -> _control_pb2.FlowReport:
-        """The producer's end; unset where it has ended, or did not answer."""
+        """The producer's report. Unset if the flow has ended there, or the producer did not answer."""
 
     @_builtins.property
     def received(self) -> _control_pb2.FlowReport:
-        """The consumer's end; unset where it has ended, or did not answer."""
+        """The consumer's report. Unset if the flow has ended there, or the consumer did not answer."""
 
     def __init__(
         self,
@@ -994,16 +994,16 @@ Global___FlowStatus: _TypeAlias = FlowStatus  # noqa: Y015
 
 @_typing.final
 class WatchPipelineRequest(_message.Message):
-    """WatchPipelineRequest says how often."""
+    """WatchPipelineRequest sets the interval and the content of snapshots."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INTERVAL_S_FIELD_NUMBER: _builtins.int
     SLOWEST_FIELD_NUMBER: _builtins.int
     interval_s: _builtins.float
-    """Seconds between snapshots, from 0.2; 0 is 1."""
+    """Seconds between snapshots, at least 0.2. 0 means 1."""
     slowest: _builtins.int
-    """So many of the requests that have taken longest; 0 is 10."""
+    """The maximum number of slowest requests in a snapshot. 0 means 10."""
     def __init__(
         self,
         *,
@@ -1020,7 +1020,9 @@ Global___WatchPipelineRequest: _TypeAlias = WatchPipelineRequest  # noqa: Y015
 
 @_typing.final
 class WatchPipelineResponse(_message.Message):
-    """WatchPipelineResponse is a snapshot. Rates are differences of its totals over those of clock_s."""
+    """WatchPipelineResponse is a snapshot. A rate is the difference of a total between two snapshots, divided by the
+    difference of their clock_s.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1031,7 +1033,7 @@ class WatchPipelineResponse(_message.Message):
     EDGES_FIELD_NUMBER: _builtins.int
     SLOWEST_FIELD_NUMBER: _builtins.int
     clock_s: _builtins.float
-    """Seconds by a clock that never jumps."""
+    """The time of the snapshot in seconds, on a clock that is never adjusted."""
     @_builtins.property
     def pipeline(self) -> Global___PipelineStatus:
         """The pipeline."""
@@ -1050,7 +1052,7 @@ class WatchPipelineResponse(_message.Message):
 
     @_builtins.property
     def slowest(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStatus]:
-        """The requests that wait or run and have taken longest, those first."""
+        """The queued and running requests that have taken longest, longest first."""
 
     def __init__(
         self,
@@ -1072,7 +1074,7 @@ Global___WatchPipelineResponse: _TypeAlias = WatchPipelineResponse  # noqa: Y015
 
 @_typing.final
 class DrainReplicasRequest(_message.Message):
-    """DrainReplicasRequest names what to drain."""
+    """DrainReplicasRequest names the target to drain."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1083,14 +1085,14 @@ class DrainReplicasRequest(_message.Message):
     target: _builtins.str
     """A replica or a stage."""
     force: _builtins.bool
-    """Drain also where no ready replica is left: requests that need the stage are then refused."""
+    """Drain even if no ready replica would remain. Requests that need the stage are then rejected."""
     wait: _builtins.bool
-    """Return only when nothing runs there any more. Where that takes longer than the call may, it fails (DEADLINE_EXCEEDED,
-    STILL_RUNNING), and the target stays drained.
+    """Return only after everything that runs there has ended. If that takes longer than the call's deadline, the call
+    fails (DEADLINE_EXCEEDED, STILL_RUNNING), and the target stays drained.
     """
     move_after_s: _builtins.float
-    """What runs there still after so many seconds goes on on another replica, from its newest checkpoint or else from its
-    start; clients do not notice. 0 is at once; absent, it finishes where it is.
+    """The seconds after which running requests move to another replica. They resume from their newest checkpoint, or else
+    restart. Clients do not notice. 0 moves them at once. If absent, they finish where they are.
     """
     def __init__(
         self,
@@ -1112,7 +1114,7 @@ Global___DrainReplicasRequest: _TypeAlias = DrainReplicasRequest  # noqa: Y015
 
 @_typing.final
 class DrainReplicasResponse(_message.Message):
-    """DrainReplicasResponse shows what was drained."""
+    """DrainReplicasResponse lists the drained replicas."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1136,7 +1138,7 @@ Global___DrainReplicasResponse: _TypeAlias = DrainReplicasResponse  # noqa: Y015
 
 @_typing.final
 class ResumeReplicasRequest(_message.Message):
-    """ResumeReplicasRequest names what to resume."""
+    """ResumeReplicasRequest names the target to resume."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1158,7 +1160,7 @@ Global___ResumeReplicasRequest: _TypeAlias = ResumeReplicasRequest  # noqa: Y015
 
 @_typing.final
 class ResumeReplicasResponse(_message.Message):
-    """ResumeReplicasResponse shows what was resumed."""
+    """ResumeReplicasResponse lists the resumed replicas."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1182,7 +1184,7 @@ Global___ResumeReplicasResponse: _TypeAlias = ResumeReplicasResponse  # noqa: Y0
 
 @_typing.final
 class RestartReplicasRequest(_message.Message):
-    """RestartReplicasRequest names what to restart."""
+    """RestartReplicasRequest names the target to restart."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1192,10 +1194,10 @@ class RestartReplicasRequest(_message.Message):
     target: _builtins.str
     """A replica or a stage."""
     force: _builtins.bool
-    """Restart also where no ready replica is left meanwhile, and where requests run still after drain_s: those are stopped."""
+    """Restart even if no ready replica would remain, and stop requests that are still running after drain_s."""
     drain_s: _builtins.float
-    """Seconds that what runs on a replica may take to end; 0 is 300. Past that the replica is resumed and the call fails
-    (DEADLINE_EXCEEDED, STILL_RUNNING), unless it is forced.
+    """The seconds that requests running on a replica have to end. 0 means 300. After that, the replica is resumed and the
+    call fails (DEADLINE_EXCEEDED, STILL_RUNNING), unless it is forced.
     """
     def __init__(
         self,
@@ -1214,7 +1216,7 @@ Global___RestartReplicasRequest: _TypeAlias = RestartReplicasRequest  # noqa: Y0
 
 @_typing.final
 class RestartReplicasResponse(_message.Message):
-    """RestartReplicasResponse tells of a change."""
+    """RestartReplicasResponse reports a new phase."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1224,9 +1226,9 @@ class RestartReplicasResponse(_message.Message):
     replica: _builtins.str
     """The replica."""
     phase: Global___RestartPhase.ValueType
-    """How far it is."""
+    """The phase."""
     running: _builtins.int
-    """Requests that it finishes still."""
+    """The number of requests that are still running on it."""
     def __init__(
         self,
         *,
@@ -1244,7 +1246,7 @@ Global___RestartReplicasResponse: _TypeAlias = RestartReplicasResponse  # noqa: 
 
 @_typing.final
 class AdminServiceCancelRequestRequest(_message.Message):
-    """AdminServiceCancelRequestRequest names what to stop."""
+    """AdminServiceCancelRequestRequest names the request to cancel."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1266,7 +1268,7 @@ Global___AdminServiceCancelRequestRequest: _TypeAlias = AdminServiceCancelReques
 
 @_typing.final
 class AdminServiceCancelRequestResponse(_message.Message):
-    """AdminServiceCancelRequestResponse is sent once every stage has let go."""
+    """AdminServiceCancelRequestResponse is sent after every stage has released the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1283,7 +1285,7 @@ Global___AdminServiceCancelRequestResponse: _TypeAlias = AdminServiceCancelReque
 
 @_typing.final
 class AdminServiceProbeEdgeRequest(_message.Message):
-    """AdminServiceProbeEdgeRequest names an edge, and which of its pairs of replicas."""
+    """AdminServiceProbeEdgeRequest names an edge and, optionally, one pair of its replicas."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1291,11 +1293,11 @@ class AdminServiceProbeEdgeRequest(_message.Message):
     PRODUCER_FIELD_NUMBER: _builtins.int
     CONSUMER_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
-    """The edge; one that is not there fails (NOT_FOUND, UNKNOWN_EDGE)."""
+    """The edge. An unknown one fails (NOT_FOUND, UNKNOWN_EDGE)."""
     producer: _builtins.str
-    """The producing replica; empty for all. One that is not there fails (NOT_FOUND, UNKNOWN_TARGET)."""
+    """The producing replica. Empty for all. An unknown one fails (NOT_FOUND, UNKNOWN_TARGET)."""
     consumer: _builtins.str
-    """The consuming replica; the same."""
+    """The consuming replica. Empty for all. An unknown one fails (NOT_FOUND, UNKNOWN_TARGET)."""
     def __init__(
         self,
         *,
@@ -1313,14 +1315,14 @@ Global___AdminServiceProbeEdgeRequest: _TypeAlias = AdminServiceProbeEdgeRequest
 
 @_typing.final
 class AdminServiceProbeEdgeResponse(_message.Message):
-    """AdminServiceProbeEdgeResponse is what the producers answered."""
+    """AdminServiceProbeEdgeResponse contains the producers' answers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EDGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def edge(self) -> _orchestrator_pb2.EdgeDescription:
-        """The edge, with those of its links that were probed; a replica that is not ready is an error of its link."""
+        """The edge with the links that were probed. A replica that is not ready is reported as the error of its link."""
 
     def __init__(
         self,

@@ -26,14 +26,15 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """AdminService is what operators call: what runs where, and what to do about it. An orchestrator serves it on a port of its
-    own, never on that of clients. It knows the requests of its own orchestrator, and all replicas. The same port forwards
-    StageControlService to the replica that the metadata "stagemesh-replica" names: one that is not there fails (NOT_FOUND,
-    UNKNOWN_TARGET), none at all too (INVALID_ARGUMENT, NO_TARGET).
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
+    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
+    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
+    missing.
 
-    Where a call names a target, that is a replica's name, or else a stage's for all of its replicas; what is neither fails
-    (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order; page_size 0 is 100, and more than 1000 is 1000; a page_token that
-    no list gave fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
+    fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
+    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
     """
 
     def __init__(self, channel):
@@ -105,102 +106,105 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """AdminService is what operators call: what runs where, and what to do about it. An orchestrator serves it on a port of its
-    own, never on that of clients. It knows the requests of its own orchestrator, and all replicas. The same port forwards
-    StageControlService to the replica that the metadata "stagemesh-replica" names: one that is not there fails (NOT_FOUND,
-    UNKNOWN_TARGET), none at all too (INVALID_ARGUMENT, NO_TARGET).
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
+    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
+    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
+    missing.
 
-    Where a call names a target, that is a replica's name, or else a stage's for all of its replicas; what is neither fails
-    (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order; page_size 0 is 100, and more than 1000 is 1000; a page_token that
-    no list gave fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
+    fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
+    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
     """
 
     def ListPipelines(self, request, context):
-        """ListPipelines shows the pipelines that are served, with what became of their requests.
+        """ListPipelines lists the pipelines that are served, with the counts of their requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListStages(self, request, context):
-        """ListStages shows the stages, producers before consumers.
+        """ListStages lists the stages, producers before consumers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListReplicas(self, request, context):
-        """ListReplicas shows the replicas, by stage, each with its load.
+        """ListReplicas lists the replicas by stage, each with the load that it last reported.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListEdges(self, request, context):
-        """ListEdges shows the edges, what carries them between which replicas, and what they have carried.
+        """ListEdges lists the edges, the connectors between their replicas, and the amount of data transferred.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """ListRequests shows the requests that wait and run, and for a while those that have ended; the oldest first.
+        """ListRequests lists the queued and running requests and, for a limited time, those that have ended, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRequest(self, request, context):
-        """GetRequest shows one request: what each stage said when, what it waits for, and its chunks in flight, for which the
-        replicas are asked.
+        """GetRequest returns one request: the events of its steps, what each step waits for, and its chunks in flight, which
+        are queried from the replicas.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchPipeline(self, request, context):
-        """WatchPipeline shows the whole pipeline at once and then at every interval, until the caller goes.
+        """WatchPipeline returns a snapshot of the whole pipeline at once and then at every interval, until the caller
+        disconnects.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainReplicas(self, request, context):
-        """DrainReplicas has no orchestrator plan new requests on the target; those that run there finish
-        (StageControlService.Drain). A drain lasts until ResumeReplicas, or until the replica's process ends. Where no ready
-        replica of the stage would be left, the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
+        """DrainReplicas stops all orchestrators from placing new requests on the target. Requests that run there finish
+        (StageControlService.Drain). A drain lasts until ResumeReplicas, or until the replica's process ends. If no ready
+        replica of the stage would remain, the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeReplicas(self, request, context):
-        """ResumeReplicas ends DrainReplicas; harmless where there was none.
+        """ResumeReplicas ends DrainReplicas. Without a drain it has no effect.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RestartReplicas(self, request, context):
-        """RestartReplicas restarts the target, one replica after the other: each is drained, asked to end once nothing runs on it
-        (StageControlService.Shutdown), and waited for until its supervisor has started it again and it is ready. Streams each
-        change. A caller that goes leaves what is drained drained. Where no ready replica would be left meanwhile, the call
-        fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
+        """RestartReplicas restarts the replicas of the target one after the other. Each is drained, asked to end when nothing
+        runs on it (StageControlService.Shutdown), and awaited until its supervisor has started it again and it is ready.
+        Streams each phase. If the caller disconnects, a drained replica stays drained. If no ready replica would remain,
+        the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelRequest(self, request, context):
-        """CancelRequest stops a request on every stage and returns once all have let go. One that is not known fails (NOT_FOUND,
-        UNKNOWN_REQUEST), one that has ended too (FAILED_PRECONDITION, REQUEST_ENDED), and says how.
+        """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
+        (NOT_FOUND, UNKNOWN_REQUEST). A request that has ended fails (FAILED_PRECONDITION, REQUEST_ENDED), and the error
+        says how it ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ProbeEdge(self, request, context):
-        """ProbeEdge asks producers anew by which connector they would feed their consumers (StageService.ProbeEdge).
+        """ProbeEdge asks producers again which connector they would use to their consumers (StageService.ProbeEdge).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -278,14 +282,15 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """AdminService is what operators call: what runs where, and what to do about it. An orchestrator serves it on a port of its
-    own, never on that of clients. It knows the requests of its own orchestrator, and all replicas. The same port forwards
-    StageControlService to the replica that the metadata "stagemesh-replica" names: one that is not there fails (NOT_FOUND,
-    UNKNOWN_TARGET), none at all too (INVALID_ARGUMENT, NO_TARGET).
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
+    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
+    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
+    missing.
 
-    Where a call names a target, that is a replica's name, or else a stage's for all of its replicas; what is neither fails
-    (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order; page_size 0 is 100, and more than 1000 is 1000; a page_token that
-    no list gave fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
+    fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
+    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
     """
 
     @staticmethod

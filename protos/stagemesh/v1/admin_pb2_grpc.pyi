@@ -27,14 +27,15 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """AdminService is what operators call: what runs where, and what to do about it. An orchestrator serves it on a port of its
-    own, never on that of clients. It knows the requests of its own orchestrator, and all replicas. The same port forwards
-    StageControlService to the replica that the metadata "stagemesh-replica" names: one that is not there fails (NOT_FOUND,
-    UNKNOWN_TARGET), none at all too (INVALID_ARGUMENT, NO_TARGET).
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
+    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
+    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
+    missing.
 
-    Where a call names a target, that is a replica's name, or else a stage's for all of its replicas; what is neither fails
-    (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order; page_size 0 is 100, and more than 1000 is 1000; a page_token that
-    no list gave fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
+    fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
+    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
     """
 
     @_typing.overload
@@ -42,99 +43,107 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     ListPipelines: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListPipelinesRequest, _admin_pb2.ListPipelinesResponse]
-    """ListPipelines shows the pipelines that are served, with what became of their requests."""
+    """ListPipelines lists the pipelines that are served, with the counts of their requests."""
     ListStages: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListStagesRequest, _admin_pb2.ListStagesResponse]
-    """ListStages shows the stages, producers before consumers."""
+    """ListStages lists the stages, producers before consumers."""
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListReplicasRequest, _admin_pb2.ListReplicasResponse]
-    """ListReplicas shows the replicas, by stage, each with its load."""
+    """ListReplicas lists the replicas by stage, each with the load that it last reported."""
     ListEdges: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListEdgesRequest, _admin_pb2.ListEdgesResponse]
-    """ListEdges shows the edges, what carries them between which replicas, and what they have carried."""
+    """ListEdges lists the edges, the connectors between their replicas, and the amount of data transferred."""
     ListRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]
-    """ListRequests shows the requests that wait and run, and for a while those that have ended; the oldest first."""
+    """ListRequests lists the queued and running requests and, for a limited time, those that have ended, oldest first."""
     GetRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetRequestRequest, _admin_pb2.GetRequestResponse]
-    """GetRequest shows one request: what each stage said when, what it waits for, and its chunks in flight, for which the
-    replicas are asked.
+    """GetRequest returns one request: the events of its steps, what each step waits for, and its chunks in flight, which
+    are queried from the replicas.
     """
     WatchPipeline: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchPipelineRequest, _admin_pb2.WatchPipelineResponse]
-    """WatchPipeline shows the whole pipeline at once and then at every interval, until the caller goes."""
+    """WatchPipeline returns a snapshot of the whole pipeline at once and then at every interval, until the caller
+    disconnects.
+    """
     DrainReplicas: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainReplicasRequest, _admin_pb2.DrainReplicasResponse]
-    """DrainReplicas has no orchestrator plan new requests on the target; those that run there finish
-    (StageControlService.Drain). A drain lasts until ResumeReplicas, or until the replica's process ends. Where no ready
-    replica of the stage would be left, the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
+    """DrainReplicas stops all orchestrators from placing new requests on the target. Requests that run there finish
+    (StageControlService.Drain). A drain lasts until ResumeReplicas, or until the replica's process ends. If no ready
+    replica of the stage would remain, the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
     """
     ResumeReplicas: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeReplicasRequest, _admin_pb2.ResumeReplicasResponse]
-    """ResumeReplicas ends DrainReplicas; harmless where there was none."""
+    """ResumeReplicas ends DrainReplicas. Without a drain it has no effect."""
     RestartReplicas: _grpc.UnaryStreamMultiCallable[_admin_pb2.RestartReplicasRequest, _admin_pb2.RestartReplicasResponse]
-    """RestartReplicas restarts the target, one replica after the other: each is drained, asked to end once nothing runs on it
-    (StageControlService.Shutdown), and waited for until its supervisor has started it again and it is ready. Streams each
-    change. A caller that goes leaves what is drained drained. Where no ready replica would be left meanwhile, the call
-    fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
+    """RestartReplicas restarts the replicas of the target one after the other. Each is drained, asked to end when nothing
+    runs on it (StageControlService.Shutdown), and awaited until its supervisor has started it again and it is ready.
+    Streams each phase. If the caller disconnects, a drained replica stays drained. If no ready replica would remain,
+    the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
     """
     CancelRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceCancelRequestRequest, _admin_pb2.AdminServiceCancelRequestResponse]
-    """CancelRequest stops a request on every stage and returns once all have let go. One that is not known fails (NOT_FOUND,
-    UNKNOWN_REQUEST), one that has ended too (FAILED_PRECONDITION, REQUEST_ENDED), and says how.
+    """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
+    (NOT_FOUND, UNKNOWN_REQUEST). A request that has ended fails (FAILED_PRECONDITION, REQUEST_ENDED), and the error
+    says how it ended.
     """
     ProbeEdge: _grpc.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceProbeEdgeRequest, _admin_pb2.AdminServiceProbeEdgeResponse]
-    """ProbeEdge asks producers anew by which connector they would feed their consumers (StageService.ProbeEdge)."""
+    """ProbeEdge asks producers again which connector they would use to their consumers (StageService.ProbeEdge)."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """AdminService is what operators call: what runs where, and what to do about it. An orchestrator serves it on a port of its
-    own, never on that of clients. It knows the requests of its own orchestrator, and all replicas. The same port forwards
-    StageControlService to the replica that the metadata "stagemesh-replica" names: one that is not there fails (NOT_FOUND,
-    UNKNOWN_TARGET), none at all too (INVALID_ARGUMENT, NO_TARGET).
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
+    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
+    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
+    missing.
 
-    Where a call names a target, that is a replica's name, or else a stage's for all of its replicas; what is neither fails
-    (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order; page_size 0 is 100, and more than 1000 is 1000; a page_token that
-    no list gave fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
+    fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
+    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListPipelines: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListPipelinesRequest, _admin_pb2.ListPipelinesResponse]  # type: ignore[assignment]
-    """ListPipelines shows the pipelines that are served, with what became of their requests."""
+    """ListPipelines lists the pipelines that are served, with the counts of their requests."""
     ListStages: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListStagesRequest, _admin_pb2.ListStagesResponse]  # type: ignore[assignment]
-    """ListStages shows the stages, producers before consumers."""
+    """ListStages lists the stages, producers before consumers."""
     ListReplicas: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListReplicasRequest, _admin_pb2.ListReplicasResponse]  # type: ignore[assignment]
-    """ListReplicas shows the replicas, by stage, each with its load."""
+    """ListReplicas lists the replicas by stage, each with the load that it last reported."""
     ListEdges: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListEdgesRequest, _admin_pb2.ListEdgesResponse]  # type: ignore[assignment]
-    """ListEdges shows the edges, what carries them between which replicas, and what they have carried."""
+    """ListEdges lists the edges, the connectors between their replicas, and the amount of data transferred."""
     ListRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]  # type: ignore[assignment]
-    """ListRequests shows the requests that wait and run, and for a while those that have ended; the oldest first."""
+    """ListRequests lists the queued and running requests and, for a limited time, those that have ended, oldest first."""
     GetRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetRequestRequest, _admin_pb2.GetRequestResponse]  # type: ignore[assignment]
-    """GetRequest shows one request: what each stage said when, what it waits for, and its chunks in flight, for which the
-    replicas are asked.
+    """GetRequest returns one request: the events of its steps, what each step waits for, and its chunks in flight, which
+    are queried from the replicas.
     """
     WatchPipeline: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchPipelineRequest, _admin_pb2.WatchPipelineResponse]  # type: ignore[assignment]
-    """WatchPipeline shows the whole pipeline at once and then at every interval, until the caller goes."""
+    """WatchPipeline returns a snapshot of the whole pipeline at once and then at every interval, until the caller
+    disconnects.
+    """
     DrainReplicas: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainReplicasRequest, _admin_pb2.DrainReplicasResponse]  # type: ignore[assignment]
-    """DrainReplicas has no orchestrator plan new requests on the target; those that run there finish
-    (StageControlService.Drain). A drain lasts until ResumeReplicas, or until the replica's process ends. Where no ready
-    replica of the stage would be left, the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
+    """DrainReplicas stops all orchestrators from placing new requests on the target. Requests that run there finish
+    (StageControlService.Drain). A drain lasts until ResumeReplicas, or until the replica's process ends. If no ready
+    replica of the stage would remain, the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
     """
     ResumeReplicas: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeReplicasRequest, _admin_pb2.ResumeReplicasResponse]  # type: ignore[assignment]
-    """ResumeReplicas ends DrainReplicas; harmless where there was none."""
+    """ResumeReplicas ends DrainReplicas. Without a drain it has no effect."""
     RestartReplicas: _aio.UnaryStreamMultiCallable[_admin_pb2.RestartReplicasRequest, _admin_pb2.RestartReplicasResponse]  # type: ignore[assignment]
-    """RestartReplicas restarts the target, one replica after the other: each is drained, asked to end once nothing runs on it
-    (StageControlService.Shutdown), and waited for until its supervisor has started it again and it is ready. Streams each
-    change. A caller that goes leaves what is drained drained. Where no ready replica would be left meanwhile, the call
-    fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
+    """RestartReplicas restarts the replicas of the target one after the other. Each is drained, asked to end when nothing
+    runs on it (StageControlService.Shutdown), and awaited until its supervisor has started it again and it is ready.
+    Streams each phase. If the caller disconnects, a drained replica stays drained. If no ready replica would remain,
+    the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
     """
     CancelRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceCancelRequestRequest, _admin_pb2.AdminServiceCancelRequestResponse]  # type: ignore[assignment]
-    """CancelRequest stops a request on every stage and returns once all have let go. One that is not known fails (NOT_FOUND,
-    UNKNOWN_REQUEST), one that has ended too (FAILED_PRECONDITION, REQUEST_ENDED), and says how.
+    """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
+    (NOT_FOUND, UNKNOWN_REQUEST). A request that has ended fails (FAILED_PRECONDITION, REQUEST_ENDED), and the error
+    says how it ended.
     """
     ProbeEdge: _aio.UnaryUnaryMultiCallable[_admin_pb2.AdminServiceProbeEdgeRequest, _admin_pb2.AdminServiceProbeEdgeResponse]  # type: ignore[assignment]
-    """ProbeEdge asks producers anew by which connector they would feed their consumers (StageService.ProbeEdge)."""
+    """ProbeEdge asks producers again which connector they would use to their consumers (StageService.ProbeEdge)."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """AdminService is what operators call: what runs where, and what to do about it. An orchestrator serves it on a port of its
-    own, never on that of clients. It knows the requests of its own orchestrator, and all replicas. The same port forwards
-    StageControlService to the replica that the metadata "stagemesh-replica" names: one that is not there fails (NOT_FOUND,
-    UNKNOWN_TARGET), none at all too (INVALID_ARGUMENT, NO_TARGET).
+    """AdminService is the API for operators: it shows and controls what runs. An orchestrator serves it on a port of its
+    own, never on the port for clients. It knows the requests of its own orchestrator, and all replicas. The same port
+    forwards StageControlService to the replica that the metadata "stagemesh-replica" names. Such a call fails with
+    NOT_FOUND (UNKNOWN_TARGET) if there is no such replica, and with INVALID_ARGUMENT (NO_TARGET) if the metadata is
+    missing.
 
-    Where a call names a target, that is a replica's name, or else a stage's for all of its replicas; what is neither fails
-    (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order; page_size 0 is 100, and more than 1000 is 1000; a page_token that
-    no list gave fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
+    A target is the name of a replica, or else the name of a stage, which means all of its replicas. An unknown target
+    fails (NOT_FOUND, UNKNOWN_TARGET). Lists are in a fixed order. A page_size of 0 means 100, and more than 1000 means
+    1000. A page_token that did not come from a list fails (INVALID_ARGUMENT, INVALID_PAGE_TOKEN).
     """
 
     @_abc_1.abstractmethod
@@ -143,7 +152,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListPipelinesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListPipelinesResponse, _abc.Awaitable[_admin_pb2.ListPipelinesResponse]]:
-        """ListPipelines shows the pipelines that are served, with what became of their requests."""
+        """ListPipelines lists the pipelines that are served, with the counts of their requests."""
 
     @_abc_1.abstractmethod
     def ListStages(
@@ -151,7 +160,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListStagesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListStagesResponse, _abc.Awaitable[_admin_pb2.ListStagesResponse]]:
-        """ListStages shows the stages, producers before consumers."""
+        """ListStages lists the stages, producers before consumers."""
 
     @_abc_1.abstractmethod
     def ListReplicas(
@@ -159,7 +168,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListReplicasResponse, _abc.Awaitable[_admin_pb2.ListReplicasResponse]]:
-        """ListReplicas shows the replicas, by stage, each with its load."""
+        """ListReplicas lists the replicas by stage, each with the load that it last reported."""
 
     @_abc_1.abstractmethod
     def ListEdges(
@@ -167,7 +176,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListEdgesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListEdgesResponse, _abc.Awaitable[_admin_pb2.ListEdgesResponse]]:
-        """ListEdges shows the edges, what carries them between which replicas, and what they have carried."""
+        """ListEdges lists the edges, the connectors between their replicas, and the amount of data transferred."""
 
     @_abc_1.abstractmethod
     def ListRequests(
@@ -175,7 +184,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListRequestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListRequestsResponse, _abc.Awaitable[_admin_pb2.ListRequestsResponse]]:
-        """ListRequests shows the requests that wait and run, and for a while those that have ended; the oldest first."""
+        """ListRequests lists the queued and running requests and, for a limited time, those that have ended, oldest first."""
 
     @_abc_1.abstractmethod
     def GetRequest(
@@ -183,8 +192,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.GetRequestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetRequestResponse, _abc.Awaitable[_admin_pb2.GetRequestResponse]]:
-        """GetRequest shows one request: what each stage said when, what it waits for, and its chunks in flight, for which the
-        replicas are asked.
+        """GetRequest returns one request: the events of its steps, what each step waits for, and its chunks in flight, which
+        are queried from the replicas.
         """
 
     @_abc_1.abstractmethod
@@ -193,7 +202,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.WatchPipelineRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchPipelineResponse], _abc.AsyncIterator[_admin_pb2.WatchPipelineResponse]]:
-        """WatchPipeline shows the whole pipeline at once and then at every interval, until the caller goes."""
+        """WatchPipeline returns a snapshot of the whole pipeline at once and then at every interval, until the caller
+        disconnects.
+        """
 
     @_abc_1.abstractmethod
     def DrainReplicas(
@@ -201,9 +212,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainReplicasResponse, _abc.Awaitable[_admin_pb2.DrainReplicasResponse]]:
-        """DrainReplicas has no orchestrator plan new requests on the target; those that run there finish
-        (StageControlService.Drain). A drain lasts until ResumeReplicas, or until the replica's process ends. Where no ready
-        replica of the stage would be left, the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
+        """DrainReplicas stops all orchestrators from placing new requests on the target. Requests that run there finish
+        (StageControlService.Drain). A drain lasts until ResumeReplicas, or until the replica's process ends. If no ready
+        replica of the stage would remain, the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
         """
 
     @_abc_1.abstractmethod
@@ -212,7 +223,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ResumeReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ResumeReplicasResponse, _abc.Awaitable[_admin_pb2.ResumeReplicasResponse]]:
-        """ResumeReplicas ends DrainReplicas; harmless where there was none."""
+        """ResumeReplicas ends DrainReplicas. Without a drain it has no effect."""
 
     @_abc_1.abstractmethod
     def RestartReplicas(
@@ -220,10 +231,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.RestartReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_admin_pb2.RestartReplicasResponse], _abc.AsyncIterator[_admin_pb2.RestartReplicasResponse]]:
-        """RestartReplicas restarts the target, one replica after the other: each is drained, asked to end once nothing runs on it
-        (StageControlService.Shutdown), and waited for until its supervisor has started it again and it is ready. Streams each
-        change. A caller that goes leaves what is drained drained. Where no ready replica would be left meanwhile, the call
-        fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
+        """RestartReplicas restarts the replicas of the target one after the other. Each is drained, asked to end when nothing
+        runs on it (StageControlService.Shutdown), and awaited until its supervisor has started it again and it is ready.
+        Streams each phase. If the caller disconnects, a drained replica stays drained. If no ready replica would remain,
+        the call fails (FAILED_PRECONDITION, LAST_REPLICA) unless it is forced.
         """
 
     @_abc_1.abstractmethod
@@ -232,8 +243,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.AdminServiceCancelRequestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.AdminServiceCancelRequestResponse, _abc.Awaitable[_admin_pb2.AdminServiceCancelRequestResponse]]:
-        """CancelRequest stops a request on every stage and returns once all have let go. One that is not known fails (NOT_FOUND,
-        UNKNOWN_REQUEST), one that has ended too (FAILED_PRECONDITION, REQUEST_ENDED), and says how.
+        """CancelRequest cancels a request on every stage, and returns after all have released it. An unknown request fails
+        (NOT_FOUND, UNKNOWN_REQUEST). A request that has ended fails (FAILED_PRECONDITION, REQUEST_ENDED), and the error
+        says how it ended.
         """
 
     @_abc_1.abstractmethod
@@ -242,6 +254,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.AdminServiceProbeEdgeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.AdminServiceProbeEdgeResponse, _abc.Awaitable[_admin_pb2.AdminServiceProbeEdgeResponse]]:
-        """ProbeEdge asks producers anew by which connector they would feed their consumers (StageService.ProbeEdge)."""
+        """ProbeEdge asks producers again which connector they would use to their consumers (StageService.ProbeEdge)."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

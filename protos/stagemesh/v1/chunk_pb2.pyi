@@ -27,36 +27,36 @@ class _Connector:
 class _ConnectorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Connector.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     CONNECTOR_UNSPECIFIED: _Connector.ValueType  # 0
-    """Not set; read as AUTO in a request, an error in an answer."""
+    """Not set. In a request it means AUTO. In an answer it is an error."""
     CONNECTOR_AUTO: _Connector.ValueType  # 1
-    """The best that both replicas can do, settled when they meet."""
+    """The best connector that both replicas support. Chosen when they connect."""
     CONNECTOR_SHM: _Connector.ValueType  # 2
-    """Shared memory on one host."""
+    """Shared memory within one host."""
     CONNECTOR_NIXL: _Connector.ValueType  # 3
-    """RDMA (or TCP) by NIXL."""
+    """RDMA or TCP, by NIXL."""
     CONNECTOR_GRPC: _Connector.ValueType  # 4
     """The PutChunk stream itself."""
 
 class Connector(_Connector, metaclass=_ConnectorEnumTypeWrapper):
-    """Connector is a way for a chunk's bytes to cross an edge. Numbers from 1000 on are for connectors that are added from
-    outside; both replicas must know them.
+    """Connector is a mechanism that transfers a chunk's bytes across an edge. Numbers from 1000 on are for connectors of
+    plug-ins. Both replicas must have the plug-in installed.
     """
 
 CONNECTOR_UNSPECIFIED: Connector.ValueType  # 0
-"""Not set; read as AUTO in a request, an error in an answer."""
+"""Not set. In a request it means AUTO. In an answer it is an error."""
 CONNECTOR_AUTO: Connector.ValueType  # 1
-"""The best that both replicas can do, settled when they meet."""
+"""The best connector that both replicas support. Chosen when they connect."""
 CONNECTOR_SHM: Connector.ValueType  # 2
-"""Shared memory on one host."""
+"""Shared memory within one host."""
 CONNECTOR_NIXL: Connector.ValueType  # 3
-"""RDMA (or TCP) by NIXL."""
+"""RDMA or TCP, by NIXL."""
 CONNECTOR_GRPC: Connector.ValueType  # 4
 """The PutChunk stream itself."""
 Global___Connector: _TypeAlias = Connector  # noqa: Y015
 
 @_typing.final
 class EdgeKey(_message.Message):
-    """EdgeKey names the flow of one request over one edge in one attempt."""
+    """EdgeKey identifies a flow: one request on one edge in one attempt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -64,11 +64,11 @@ class EdgeKey(_message.Message):
     EDGE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request, 1 to 128 characters."""
+    """The request's id, 1 to 128 characters."""
     edge: _builtins.str
-    """The edge's name in the pipeline, "from->to" unless the pipeline file names it."""
+    """The edge's name. It is "from->to", unless the pipeline file sets another name."""
     attempt: _builtins.int
-    """The producing stage's attempt, from 1. A lower one than the consumer knows is refused (STALE_ATTEMPT)."""
+    """The flow's attempt, from 1. A consumer rejects an attempt lower than the highest one that it knows (STALE_ATTEMPT)."""
     def __init__(
         self,
         *,
@@ -86,7 +86,7 @@ Global___EdgeKey: _TypeAlias = EdgeKey  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
-    """Chunk is what an edge delivers at a time."""
+    """Chunk is the unit in which an edge delivers tensors."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -96,10 +96,10 @@ class Chunk(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
-    """Its number within the key, from 0 without gaps; End and Abort have one too."""
+    """The chunk's number within its flow, from 0 without gaps. End and Abort are numbered, too."""
     @_builtins.property
     def key(self) -> Global___EdgeKey:
-        """Whose chunk it is."""
+        """The flow that the chunk belongs to."""
 
     @_builtins.property
     def data(self) -> Global___ChunkData:
@@ -107,11 +107,11 @@ class Chunk(_message.Message):
 
     @_builtins.property
     def end(self) -> Global___ChunkEnd:
-        """The last of the flow: all chunks were sent."""
+        """The end of the flow: all chunks were sent."""
 
     @_builtins.property
     def abort(self) -> Global___ChunkAbort:
-        """The last of the flow: the producer failed or was cancelled."""
+        """The end of the flow: the producer failed or was cancelled."""
 
     def __init__(
         self,
@@ -164,18 +164,18 @@ class ChunkData(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
-    """The right to read the regions that the tensors name, returned once by PutChunkResponse.Release.
-    0 when no tensor lies in the producer's arena.
+    """The lease on the regions that the tensors refer to. The consumer returns it once, by LeaseRelease. 0 if no tensor
+    is in the producer's arena.
     """
     size_bytes: _builtins.int
-    """The bytes that this chunk takes from its edge's credit."""
+    """The number of bytes by which this chunk reduces its flow's credit."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Tensor]:
-        """The tensors, with names unique within the chunk."""
+        """The tensors. Their names are unique within the chunk."""
 
     @_builtins.property
     def metadata(self) -> _containers.MessageMap[_builtins.str, Global___MetadataValue]:
-        """Facts about them, a few dozen bytes each."""
+        """Small values that describe the tensors, each a few dozen bytes."""
 
     def __init__(
         self,
@@ -204,13 +204,13 @@ class MetadataValue(_message.Message):
     FLAG_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     integer: _builtins.int
-    """Whole numbers and positions."""
+    """A whole number."""
     number: _builtins.float
-    """Any other number."""
+    """A number that need not be whole."""
     flag: _builtins.bool
     """A truth value."""
     text: _builtins.str
-    """Up to 1,024 characters."""
+    """Text of at most 1,024 characters."""
     def __init__(
         self,
         *,
@@ -231,16 +231,18 @@ Global___MetadataValue: _TypeAlias = MetadataValue  # noqa: Y015
 
 @_typing.final
 class ChunkEnd(_message.Message):
-    """ChunkEnd closes a flow in order."""
+    """ChunkEnd ends a flow whose chunks were all sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     COUNT_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     count: _builtins.int
-    """How many data chunks went before it."""
+    """The number of data chunks before it."""
     digest: _builtins.bytes
-    """BLAKE2b-128 over the runs of data chunks that are alike, in order: how many, and tensor names, types and shapes."""
+    """BLAKE2b-128 over the data chunks in order. Consecutive chunks with the same tensor names, types and shapes form a
+    run, and each run contributes its length and those names, types and shapes.
+    """
     def __init__(
         self,
         *,
@@ -257,7 +259,7 @@ Global___ChunkEnd: _TypeAlias = ChunkEnd  # noqa: Y015
 
 @_typing.final
 class ChunkAbort(_message.Message):
-    """ChunkAbort closes a flow with the cause."""
+    """ChunkAbort ends a flow whose producer failed or was cancelled."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -281,7 +283,7 @@ Global___ChunkAbort: _TypeAlias = ChunkAbort  # noqa: Y015
 
 @_typing.final
 class Error(_message.Message):
-    """Error is one flow's or one call's error inside a stream that others share, where a gRPC status would end them all."""
+    """Error is the error of one flow or one call within a shared stream. A gRPC status would end the whole stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -313,14 +315,14 @@ class Error(_message.Message):
     code: _builtins.int
     """A google.rpc.Code value."""
     reason: _builtins.str
-    """UPPER_SNAKE, stable, for programs."""
+    """A stable reason in UPPER_SNAKE case, for programs."""
     message: _builtins.str
-    """For people: what is wrong and what to do."""
+    """A message for people that says what is wrong and what to do."""
     retry_after_s: _builtins.float
-    """After how many seconds it helps to try again; absent where it does not."""
+    """The seconds after which a retry may succeed. Absent if a retry cannot help."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Where: stage, edge, seq and the like."""
+        """The context of the error, such as stage, edge and seq."""
 
     def __init__(
         self,
@@ -343,7 +345,9 @@ Global___Error: _TypeAlias = Error  # noqa: Y015
 
 @_typing.final
 class ChunkPiece(_message.Message):
-    """ChunkPiece is a part of a large chunk's bytes, sent ahead of the chunk between other messages."""
+    """ChunkPiece is a fragment of a large chunk's bytes. It is sent before the chunk, and messages of other flows may be
+    sent in between.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -353,16 +357,16 @@ class ChunkPiece(_message.Message):
     PAYLOAD_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.int
-    """Chosen by the sender, unique within the stream, from 1."""
+    """The transfer's number, chosen by the sender. From 1, unique within the stream."""
     total_bytes: _builtins.int
-    """The transfer's whole length in bytes, the same in each of its pieces."""
+    """The length of the whole transfer in bytes. The same in all of its fragments."""
     offset: _builtins.int
-    """Where in the transfer these bytes go. Pieces come in order."""
+    """The offset of these bytes within the transfer. The fragments of a transfer are sent in order."""
     payload: _builtins.bytes
     """The bytes, at most 1 MiB."""
     @_builtins.property
     def key(self) -> Global___EdgeKey:
-        """Whose credit the bytes use."""
+        """The flow whose credit the bytes use."""
 
     def __init__(
         self,

@@ -27,21 +27,25 @@ class _BusyPolicy:
 class _BusyPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BusyPolicy.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     BUSY_POLICY_UNSPECIFIED: _BusyPolicy.ValueType  # 0
-    """As REFUSE."""
+    """Means REFUSE."""
     BUSY_POLICY_REFUSE: _BusyPolicy.ValueType  # 1
-    """It fails (FAILED_PRECONDITION), with how many are in the way, and changes nothing."""
+    """The call fails (FAILED_PRECONDITION), reports how many steps or requests prevent it, and changes nothing."""
     BUSY_POLICY_DRAIN: _BusyPolicy.ValueType  # 2
-    """It refuses newcomers and waits for those that run, up to its deadline; past that all is as before."""
+    """The call rejects new work and waits for the running work, up to its deadline. After the deadline, the previous
+    state is restored.
+    """
 
 class BusyPolicy(_BusyPolicy, metaclass=_BusyPolicyEnumTypeWrapper):
-    """BusyPolicy says what becomes of a call that what runs stands in the way of."""
+    """BusyPolicy says what a call does if running work prevents it."""
 
 BUSY_POLICY_UNSPECIFIED: BusyPolicy.ValueType  # 0
-"""As REFUSE."""
+"""Means REFUSE."""
 BUSY_POLICY_REFUSE: BusyPolicy.ValueType  # 1
-"""It fails (FAILED_PRECONDITION), with how many are in the way, and changes nothing."""
+"""The call fails (FAILED_PRECONDITION), reports how many steps or requests prevent it, and changes nothing."""
 BUSY_POLICY_DRAIN: BusyPolicy.ValueType  # 2
-"""It refuses newcomers and waits for those that run, up to its deadline; past that all is as before."""
+"""The call rejects new work and waits for the running work, up to its deadline. After the deadline, the previous
+state is restored.
+"""
 Global___BusyPolicy: _TypeAlias = BusyPolicy  # noqa: Y015
 
 @_typing.final
@@ -56,15 +60,15 @@ class Adapter(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """What requests call it (Parameters.adapter)."""
+    """The name by which requests select it (Parameters.adapter)."""
     path: _builtins.str
-    """The folder that it was read from."""
+    """The folder from which it was loaded."""
     rank: _builtins.int
     """Its rank."""
     pinned: _builtins.bool
-    """Whether PinAdapter holds it."""
+    """Whether PinAdapter keeps it in a slot."""
     running: _builtins.int
-    """Requests that use it now."""
+    """The number of requests that use it now."""
     def __init__(
         self,
         *,
@@ -84,17 +88,17 @@ Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class LoadAdapterRequest(_message.Message):
-    """LoadAdapterRequest names an adapter and says where it is."""
+    """LoadAdapterRequest names an adapter and its folder."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """What requests will call it: 1 to 128 letters, digits, '.', '_', ':', '-' or '/'."""
+    """The name by which requests will select it: 1 to 128 letters, digits, '.', '_', ':', '-' or '/'."""
     path: _builtins.str
-    """A folder on the replica's machine, absolute, in the format of PEFT: adapter_config.json and
-    adapter_model.safetensors. What is no adapter, or one of another model or of too high a rank, fails
+    """The absolute path of a folder on the replica's machine, in PEFT's format: adapter_config.json and
+    adapter_model.safetensors. Fails if it is not an adapter, belongs to another model, or has too high a rank
     (INVALID_ARGUMENT, INVALID_ADAPTER).
     """
     def __init__(
@@ -113,7 +117,7 @@ Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
 
 @_typing.final
 class LoadAdapterResponse(_message.Message):
-    """LoadAdapterResponse describes the adapter, which requests can use from now on."""
+    """LoadAdapterResponse describes the adapter. Requests can use it from now on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -137,16 +141,16 @@ Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
 
 @_typing.final
 class UnloadAdapterRequest(_message.Message):
-    """UnloadAdapterRequest names the adapter to forget."""
+    """UnloadAdapterRequest names the adapter to unload."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     WHEN_BUSY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name; one that is not loaded fails (NOT_FOUND, UNKNOWN_ADAPTER)."""
+    """The adapter's name. Fails if it is not loaded (NOT_FOUND, UNKNOWN_ADAPTER)."""
     when_busy: Global___BusyPolicy.ValueType
-    """What to do while requests use it; REFUSE fails with ADAPTER_IN_USE."""
+    """What to do while requests use it. REFUSE fails with ADAPTER_IN_USE."""
     def __init__(
         self,
         *,
@@ -163,7 +167,7 @@ Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
 
 @_typing.final
 class UnloadAdapterResponse(_message.Message):
-    """UnloadAdapterResponse says that the adapter is gone."""
+    """UnloadAdapterResponse confirms that the adapter is unloaded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -187,9 +191,9 @@ class ListAdaptersRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most so many; 0 is 100, and more than 1000 is 1000."""
+    """The maximum number of items. 0 means 100. More than 1000 means 1000."""
     page_token: _builtins.str
-    """Where to go on: the next_page_token of the page before; empty for the first."""
+    """The next_page_token of the previous page. Empty for the first page."""
     def __init__(
         self,
         *,
@@ -213,7 +217,7 @@ class ListAdaptersResponse(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """For the next page; empty when this is the last."""
+    """The token of the next page. Empty on the last page."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
         """The adapters."""
@@ -234,14 +238,14 @@ Global___ListAdaptersResponse: _TypeAlias = ListAdaptersResponse  # noqa: Y015
 
 @_typing.final
 class PinAdapterRequest(_message.Message):
-    """PinAdapterRequest names the adapter to hold."""
+    """PinAdapterRequest names the adapter to pin."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name; one that is not loaded fails (NOT_FOUND, UNKNOWN_ADAPTER). One that would leave the others no slot fails
-    (RESOURCE_EXHAUSTED, ADAPTERS_FULL).
+    """The adapter's name. Fails if it is not loaded (NOT_FOUND, UNKNOWN_ADAPTER), or if the other adapters would have no
+    slot left (RESOURCE_EXHAUSTED, ADAPTERS_FULL).
     """
     def __init__(
         self,
@@ -258,7 +262,7 @@ Global___PinAdapterRequest: _TypeAlias = PinAdapterRequest  # noqa: Y015
 
 @_typing.final
 class PinAdapterResponse(_message.Message):
-    """PinAdapterResponse describes the adapter, which is pinned."""
+    """PinAdapterResponse describes the pinned adapter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -282,18 +286,18 @@ Global___PinAdapterResponse: _TypeAlias = PinAdapterResponse  # noqa: Y015
 
 @_typing.final
 class SleepRequest(_message.Message):
-    """SleepRequest says how deep to sleep."""
+    """SleepRequest sets the level of the sleep."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LEVEL_FIELD_NUMBER: _builtins.int
     WHEN_BUSY_FIELD_NUMBER: _builtins.int
     level: _builtins.int
-    """1 keeps the weights in host memory; 2 drops them too, and Wake reads them again. Anything else fails
+    """1 keeps the weights in host memory. 2 drops them as well, and Wake reads them again. Any other level fails
     (INVALID_ARGUMENT).
     """
     when_busy: Global___BusyPolicy.ValueType
-    """What to do while steps run; REFUSE fails with STEPS_RUNNING."""
+    """What to do while steps run. REFUSE fails with STEPS_RUNNING."""
     def __init__(
         self,
         *,
@@ -310,14 +314,16 @@ Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
 
 @_typing.final
 class SleepResponse(_message.Message):
-    """SleepResponse says that the replica sleeps."""
+    """SleepResponse lists what sleeps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ASLEEP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def asleep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What sleeps, for Wake: the engine's own words, for example "weights" and "kv_cache"."""
+        """The parts of the memory that were freed, as tags for Wake, in the engine's own words, for example "weights" and
+        "kv_cache".
+        """
 
     def __init__(
         self,
@@ -334,14 +340,14 @@ Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
 
 @_typing.final
 class WakeRequest(_message.Message):
-    """WakeRequest says what to wake."""
+    """WakeRequest lists what to wake."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TAGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Some of what Sleep answered; empty for all. One that does not sleep fails (INVALID_ARGUMENT, UNKNOWN_TAG)."""
+        """Some of the tags in SleepResponse. Empty for all. A tag that is not asleep fails (INVALID_ARGUMENT, UNKNOWN_TAG)."""
 
     def __init__(
         self,
@@ -358,14 +364,14 @@ Global___WakeRequest: _TypeAlias = WakeRequest  # noqa: Y015
 
 @_typing.final
 class WakeResponse(_message.Message):
-    """WakeResponse says what is left to wake."""
+    """WakeResponse lists what is still asleep."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ASLEEP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def asleep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What sleeps still; empty when steps are taken again."""
+        """The tags that are still asleep. Empty if steps are accepted again."""
 
     def __init__(
         self,
@@ -382,18 +388,18 @@ Global___WakeResponse: _TypeAlias = WakeResponse  # noqa: Y015
 
 @_typing.final
 class StartProfileRequest(_message.Message):
-    """StartProfileRequest says what to record."""
+    """StartProfileRequest configures a recording."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FOLDER_FIELD_NUMBER: _builtins.int
     MAX_STEPS_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
-    """Where StopProfile is to put the files: a folder within the one that the stage's option profile_dir names, relative to
-    it or absolute; made where it is missing. One outside fails (INVALID_ARGUMENT, INVALID_FOLDER).
+    """The folder to which StopProfile writes the files: within the folder of the stage's option profile_dir, relative to
+    it or absolute. Created if missing. A folder outside fails (INVALID_ARGUMENT, INVALID_FOLDER).
     """
     max_steps: _builtins.int
-    """Engine steps after which the recording ends by itself; absent: it goes on, and grows, until StopProfile."""
+    """The number of engine steps after which the recording ends. If absent, it continues and grows until StopProfile."""
     def __init__(
         self,
         *,
@@ -412,13 +418,13 @@ Global___StartProfileRequest: _TypeAlias = StartProfileRequest  # noqa: Y015
 
 @_typing.final
 class StartProfileResponse(_message.Message):
-    """StartProfileResponse says that the engine records."""
+    """StartProfileResponse confirms that the engine is recording."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FOLDER_FIELD_NUMBER: _builtins.int
     folder: _builtins.str
-    """The folder, absolute."""
+    """The absolute path of the folder."""
     def __init__(
         self,
         *,
@@ -434,7 +440,7 @@ Global___StartProfileResponse: _TypeAlias = StartProfileResponse  # noqa: Y015
 
 @_typing.final
 class StopProfileRequest(_message.Message):
-    """StopProfileRequest ends the recording; where there is none it fails (FAILED_PRECONDITION, NO_PROFILE)."""
+    """StopProfileRequest ends the recording. Fails if none is running (FAILED_PRECONDITION, NO_PROFILE)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -451,14 +457,16 @@ Global___StopProfileRequest: _TypeAlias = StopProfileRequest  # noqa: Y015
 
 @_typing.final
 class StopProfileResponse(_message.Message):
-    """StopProfileResponse says what was recorded."""
+    """StopProfileResponse lists the recorded files."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FILES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def files(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The files, absolute, by name: a trace for each worker of the engine, and its summary."""
+        """The absolute paths of the files in the order of their names: a trace for each worker of the engine, and its
+        summary.
+        """
 
     def __init__(
         self,
@@ -475,14 +483,14 @@ Global___StopProfileResponse: _TypeAlias = StopProfileResponse  # noqa: Y015
 
 @_typing.final
 class ClearCachesRequest(_message.Message):
-    """ClearCachesRequest says what to do about requests under way."""
+    """ClearCachesRequest says what to do about running requests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PREEMPT_RUNNING_FIELD_NUMBER: _builtins.int
     preempt_running: _builtins.bool
-    """Whether running requests give their part of the cache up too, and compute it again. Without it the call fails
-    (FAILED_PRECONDITION, CACHE_IN_USE) as long as one holds any.
+    """Whether running requests also give up their part of the cache and compute it again. Otherwise the call fails while
+    a request uses the cache (FAILED_PRECONDITION, CACHE_IN_USE).
     """
     def __init__(
         self,
@@ -499,7 +507,7 @@ Global___ClearCachesRequest: _TypeAlias = ClearCachesRequest  # noqa: Y015
 
 @_typing.final
 class ClearCachesResponse(_message.Message):
-    """ClearCachesResponse says that nothing is left of earlier requests."""
+    """ClearCachesResponse confirms that the cache contains nothing from earlier requests."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -516,7 +524,7 @@ Global___ClearCachesResponse: _TypeAlias = ClearCachesResponse  # noqa: Y015
 
 @_typing.final
 class GetCacheStatisticsRequest(_message.Message):
-    """GetCacheStatisticsRequest asks for the figures."""
+    """GetCacheStatisticsRequest asks for the cache's statistics."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -533,8 +541,9 @@ Global___GetCacheStatisticsRequest: _TypeAlias = GetCacheStatisticsRequest  # no
 
 @_typing.final
 class GetCacheStatisticsResponse(_message.Message):
-    """GetCacheStatisticsResponse is the engine's cache in figures: a key-value cache by blocks and tokens, one of whole
-    results, such as a diffusion engine's prompt embeddings, by entries and bytes. Those of the other kind are 0.
+    """GetCacheStatisticsResponse contains the statistics of the engine's cache. A key-value cache has blocks and tokens. A
+    cache of whole results, such as a diffusion engine's prompt embeddings, has entries and bytes. The fields of the
+    other kind are 0.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -550,25 +559,25 @@ class GetCacheStatisticsResponse(_message.Message):
     HITS_FIELD_NUMBER: _builtins.int
     MISSES_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
-    """Blocks in all."""
+    """The total number of blocks."""
     block_tokens: _builtins.int
-    """Tokens that a block takes."""
+    """The number of tokens per block."""
     prefix_caching: _builtins.bool
-    """Whether prompts are looked up at all."""
+    """Whether prompts are looked up in the cache."""
     prompt_tokens: _builtins.int
-    """Tokens of the prompts that were computed or found, since the engine started."""
+    """The number of prompt tokens since the engine started, both computed and cached."""
     cached_tokens: _builtins.int
-    """Those of them that were found, and not computed again."""
+    """The number of those tokens that were in the cache."""
     entries: _builtins.int
-    """Results that it holds."""
+    """The number of cached results."""
     size_bytes: _builtins.int
-    """The memory that they take."""
+    """The memory that the cached results use, in bytes."""
     limit_bytes: _builtins.int
-    """The memory that they may take; 0 where nothing is kept."""
+    """The maximum memory of cached results, in bytes. 0 if nothing is cached."""
     hits: _builtins.int
-    """How often what was asked for was found, since the engine started."""
+    """The number of lookups since the engine started that found a result."""
     misses: _builtins.int
-    """How often it was not."""
+    """The number of lookups since the engine started that found none."""
     def __init__(
         self,
         *,
@@ -593,15 +602,15 @@ Global___GetCacheStatisticsResponse: _TypeAlias = GetCacheStatisticsResponse  # 
 
 @_typing.final
 class DrainRequest(_message.Message):
-    """DrainRequest asks for no new work."""
+    """DrainRequest asks a replica to drain."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MOVE_AFTER_S_FIELD_NUMBER: _builtins.int
     move_after_s: _builtins.float
-    """What runs still after so many seconds is to go on elsewhere: a step is paused (ExecuteStepResponse.paused) where the
-    engine can, and fails otherwise (UNAVAILABLE, DRAINED), upon which its orchestrator has it run on another replica.
-    Steps that come later are refused (NOT_READY). 0 is at once; absent, what runs finishes here.
+    """The seconds after which running steps move to other replicas. Each step is paused (ExecuteStepResponse.paused) if
+    the engine supports that, or else fails (UNAVAILABLE, DRAINED), and its orchestrator runs it on another replica.
+    Steps that arrive later are rejected (NOT_READY). 0 moves them at once. If absent, running steps finish here.
     """
     def __init__(
         self,
@@ -620,13 +629,13 @@ Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
 class DrainResponse(_message.Message):
-    """DrainResponse says what is left."""
+    """DrainResponse reports the remaining work."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUNNING_FIELD_NUMBER: _builtins.int
     running: _builtins.int
-    """Steps that run still."""
+    """The number of steps that are still running."""
     def __init__(
         self,
         *,
@@ -642,7 +651,7 @@ Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
 @_typing.final
 class ResumeRequest(_message.Message):
-    """ResumeRequest asks for new work again."""
+    """ResumeRequest asks a replica to end its drain."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -659,7 +668,7 @@ Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
 
 @_typing.final
 class ResumeResponse(_message.Message):
-    """ResumeResponse says that steps are planned here again as soon as orchestrators have heard of it."""
+    """ResumeResponse confirms it. Orchestrators place steps on the replica again as soon as they receive its new state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -693,7 +702,7 @@ Global___ShutdownRequest: _TypeAlias = ShutdownRequest  # noqa: Y015
 
 @_typing.final
 class ShutdownResponse(_message.Message):
-    """ShutdownResponse says that it is about to."""
+    """ShutdownResponse confirms that the process is about to end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -710,7 +719,7 @@ Global___ShutdownResponse: _TypeAlias = ShutdownResponse  # noqa: Y015
 
 @_typing.final
 class ListStepsRequest(_message.Message):
-    """ListStepsRequest asks for a page of the steps under way."""
+    """ListStepsRequest asks for a page of the running steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -718,11 +727,11 @@ class ListStepsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Only those of this request; empty for all."""
+    """List only the steps of this request. Empty for all."""
     page_size: _builtins.int
-    """At most so many; 0 is 100, and more than 1000 is 1000."""
+    """The maximum number of items. 0 means 100. More than 1000 means 1000."""
     page_token: _builtins.str
-    """Where to go on: the next_page_token of the page before; empty for the first."""
+    """The next_page_token of the previous page. Empty for the first page."""
     def __init__(
         self,
         *,
@@ -740,14 +749,14 @@ Global___ListStepsRequest: _TypeAlias = ListStepsRequest  # noqa: Y015
 
 @_typing.final
 class ListStepsResponse(_message.Message):
-    """ListStepsResponse is a page of the steps under way, in the order of their ids."""
+    """ListStepsResponse is a page of the running steps, in the order of their ids."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STEPS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """For the next page; empty when this is the last."""
+    """The token of the next page. Empty on the last page."""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepReport]:
         """The steps."""
@@ -768,7 +777,7 @@ Global___ListStepsResponse: _TypeAlias = ListStepsResponse  # noqa: Y015
 
 @_typing.final
 class StepReport(_message.Message):
-    """StepReport is a step that is under way, seen from its replica."""
+    """StepReport is the state of a running step on its replica."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -780,22 +789,22 @@ class StepReport(_message.Message):
     INLETS_FIELD_NUMBER: _builtins.int
     OUTLETS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request."""
+    """The request's id."""
     step_id: _builtins.str
-    """The call's name."""
+    """The step's id."""
     attempt: _builtins.int
-    """The try."""
+    """The attempt."""
     age_s: _builtins.float
-    """Seconds since it was accepted."""
+    """Seconds since the step was accepted."""
     started: _builtins.bool
-    """Whether the engine has had something of it to work on."""
+    """Whether the engine has received any input of the step."""
     @_builtins.property
     def inlets(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlowReport]:
-        """The flows that feed it."""
+        """The incoming flows."""
 
     @_builtins.property
     def outlets(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlowReport]:
-        """The flows that it feeds."""
+        """The outgoing flows."""
 
     def __init__(
         self,
@@ -818,8 +827,8 @@ Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
 
 @_typing.final
 class FlowReport(_message.Message):
-    """FlowReport is one end of a flow at one moment. What is waiting at the producer's end and has been received at the
-    consumer's is on its way back as an acknowledgement.
+    """FlowReport is the current state of one end of a flow. Chunks that have arrived at the consumer and still wait at the
+    producer are those whose acknowledgement is under way.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -839,19 +848,21 @@ class FlowReport(_message.Message):
     peer: _builtins.str
     """The replica at the other end."""
     connector: _chunk_pb2.Connector.ValueType
-    """What carries the bytes; AUTO while that is not settled."""
+    """The connector in use. AUTO until it is chosen."""
     connected: _builtins.bool
-    """Whether the other end has taken part in it, and the connection holds."""
+    """Whether the other end has joined the flow and the connection is up."""
     chunks: _builtins.int
-    """Chunks so far, End and Abort included: sent, at the producer's end; arrived, at the consumer's."""
+    """The number of chunks, including End and Abort: sent, at the producer; received, at the consumer."""
     waiting_chunks: _builtins.int
-    """Of these, those that wait: at the producer's end for the consumer's acknowledgement, at the consumer's for the engine."""
+    """The number of these chunks that wait: for the consumer's acknowledgement, at the producer; for the engine, at the
+    consumer.
+    """
     waiting_bytes: _builtins.int
-    """Their payload bytes."""
+    """The payload bytes of the waiting chunks."""
     credit_bytes: _builtins.int
-    """Bytes that may be sent still before the consumer reads on."""
+    """The bytes that may still be sent before the consumer reads on."""
     wanted_bytes: _builtins.int
-    """The size of a chunk that waits for more credit than there is; 0 where none does. At the producer's end only."""
+    """The size of a chunk that waits for more credit than is left. 0 if none waits. Set at the producer only."""
     ended: _builtins.bool
     """Whether End or Abort is among the chunks."""
     def __init__(

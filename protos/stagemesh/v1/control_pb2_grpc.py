@@ -26,12 +26,13 @@ if _version_not_supported:
 
 
 class StageControlServiceStub(object):
-    """StageControlService is a replica's own controls: what an operator may change while it serves. Every stage process
-    serves it on the port of StageService; operators' tools and the orchestrator call it. What the engine cannot do fails
-    (UNIMPLEMENTED, UNSUPPORTED) with the engine and the ability named. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded, and
-    ListSteps, Resume and Shutdown not even that. The port of AdminService forwards these calls to the replica that the
-    metadata "stagemesh-replica" names, but for Drain, Resume and Shutdown, for which AdminService has its own.
+    """StageControlService controls one replica while it serves. Every stage process serves it on the port of StageService.
+    Operators' tools and the orchestrator call it. A call that the engine does not support fails (UNIMPLEMENTED,
+    UNSUPPORTED) and names the engine and the ability. While the replica loads, sleeps or drains, calls fail
+    (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile and GetCacheStatistics only require
+    that the replica has loaded, and ListSteps, Resume and Shutdown always work. The port of AdminService forwards these
+    calls to the replica that the metadata "stagemesh-replica" names, except Drain, Resume and Shutdown, for which
+    AdminService has calls of its own.
     """
 
     def __init__(self, channel):
@@ -113,117 +114,121 @@ class StageControlServiceStub(object):
 
 
 class StageControlServiceServicer(object):
-    """StageControlService is a replica's own controls: what an operator may change while it serves. Every stage process
-    serves it on the port of StageService; operators' tools and the orchestrator call it. What the engine cannot do fails
-    (UNIMPLEMENTED, UNSUPPORTED) with the engine and the ability named. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded, and
-    ListSteps, Resume and Shutdown not even that. The port of AdminService forwards these calls to the replica that the
-    metadata "stagemesh-replica" names, but for Drain, Resume and Shutdown, for which AdminService has its own.
+    """StageControlService controls one replica while it serves. Every stage process serves it on the port of StageService.
+    Operators' tools and the orchestrator call it. A call that the engine does not support fails (UNIMPLEMENTED,
+    UNSUPPORTED) and names the engine and the ability. While the replica loads, sleeps or drains, calls fail
+    (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile and GetCacheStatistics only require
+    that the replica has loaded, and ListSteps, Resume and Shutdown always work. The port of AdminService forwards these
+    calls to the replica that the metadata "stagemesh-replica" names, except Drain, Resume and Shutdown, for which
+    AdminService has calls of its own.
     """
 
     def LoadAdapter(self, request, context):
-        """LoadAdapter reads a LoRA adapter from the replica's disk and checks it against the model; requests choose it by name.
-        Called by operators. The same name with the same folder is no second adapter; with another one it fails
-        (ALREADY_EXISTS, ADAPTER_EXISTS).
+        """LoadAdapter reads a LoRA adapter from the replica's disk and checks that it fits the model. Requests select it by
+        its name. Operators call it. Loading the same folder again under the same name has no effect. Another folder under
+        the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """UnloadAdapter forgets an adapter and frees its room. Called by operators.
+        """UnloadAdapter removes an adapter and frees its slot. Operators call it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """ListAdapters says which adapters are loaded, by name. Called by operators and by the orchestrator.
+        """ListAdapters lists the loaded adapters in the order of their names. Operators and the orchestrator call it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinAdapter(self, request, context):
-        """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it. Called by
-        operators.
+        """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it.
+        Operators call it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Sleep frees the device's memory; steps are refused (NOT_READY) until Wake. Called by operators and by the
-        orchestrator. An engine whose device cannot fails (UNIMPLEMENTED, UNSUPPORTED).
+        """Sleep frees the device's memory. Steps are rejected (NOT_READY) until Wake. Operators and the orchestrator call it.
+        Fails if the engine's device does not support it (UNIMPLEMENTED, UNSUPPORTED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Wake(self, request, context):
-        """Wake takes the memory back; steps are taken once all of it is. Called by whoever called Sleep.
+        """Wake allocates the memory again. Steps are accepted after all of it is allocated. The caller of Sleep calls it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """StartProfile has the engine record what it computes. Called by operators. One at a time.
+        """StartProfile starts a recording of the engine's computation. Operators call it. Only one recording can run at a
+        time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """StopProfile ends the recording and puts its files into the folder that StartProfile named. Called by operators.
+        """StopProfile ends the recording and writes its files to the folder given to StartProfile. Operators call it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ClearCaches(self, request, context):
-        """ClearCaches forgets what the engine keeps of earlier requests. Called by operators.
+        """ClearCaches deletes the data that the engine caches from earlier requests. Operators call it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCacheStatistics(self, request, context):
-        """GetCacheStatistics says how large the engine's cache is and how much it has spared. Called by operators and by the
-        orchestrator.
+        """GetCacheStatistics returns the size and the hit counts of the engine's cache. Operators and the orchestrator call
+        it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Drain asks for no new work: the replica says of itself that it drains (REPLICA_STATE_DRAINING, its health NOT_SERVING),
-        upon which no orchestrator plans anything more on it. What runs goes on, and steps that come still are taken: they
-        were planned before their orchestrator heard of it. It lasts until Resume, or the end of the process. Called by
-        AdminService and by operators; draining twice is harmless.
+        """Drain stops new work: the replica reports REPLICA_STATE_DRAINING and health NOT_SERVING, so that no orchestrator
+        places more steps on it. Running steps continue. Steps that still arrive are accepted, because they were planned
+        before their orchestrator received the report. The drain lasts until Resume, or until the process ends.
+        AdminService and operators call it. Draining twice is harmless.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Resume ends Drain; harmless where there was none. Called by whoever called Drain. A replica that shuts down does not come
-        back (FAILED_PRECONDITION, NOT_READY).
+        """Resume ends a drain. Without a drain it has no effect. The caller of Drain calls it. Fails for a replica that shuts
+        down (FAILED_PRECONDITION, NOT_READY).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Shutdown(self, request, context):
-        """Shutdown ends the process as SIGTERM does: new steps are refused, those that run have ten seconds, and whoever
-        supervises the process starts it again. Drain and wait first. Called by AdminService and by operators.
+        """Shutdown ends the process as SIGTERM does: new steps are rejected, running steps have ten seconds to finish, and
+        the supervisor of the process starts it again. Drain the replica and wait before. AdminService and operators call
+        it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSteps(self, request, context):
-        """ListSteps shows what the replica works on, and how far its flows are. Called by AdminService and by operators.
+        """ListSteps lists the steps that run on the replica, and the state of their flows. AdminService and operators call
+        it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -311,12 +316,13 @@ def add_StageControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StageControlService(object):
-    """StageControlService is a replica's own controls: what an operator may change while it serves. Every stage process
-    serves it on the port of StageService; operators' tools and the orchestrator call it. What the engine cannot do fails
-    (UNIMPLEMENTED, UNSUPPORTED) with the engine and the ability named. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded, and
-    ListSteps, Resume and Shutdown not even that. The port of AdminService forwards these calls to the replica that the
-    metadata "stagemesh-replica" names, but for Drain, Resume and Shutdown, for which AdminService has its own.
+    """StageControlService controls one replica while it serves. Every stage process serves it on the port of StageService.
+    Operators' tools and the orchestrator call it. A call that the engine does not support fails (UNIMPLEMENTED,
+    UNSUPPORTED) and names the engine and the ability. While the replica loads, sleeps or drains, calls fail
+    (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile and GetCacheStatistics only require
+    that the replica has loaded, and ListSteps, Resume and Shutdown always work. The port of AdminService forwards these
+    calls to the replica that the metadata "stagemesh-replica" names, except Drain, Resume and Shutdown, for which
+    AdminService has calls of its own.
     """
 
     @staticmethod

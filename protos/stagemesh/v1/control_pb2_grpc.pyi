@@ -27,12 +27,13 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class StageControlServiceStub:
-    """StageControlService is a replica's own controls: what an operator may change while it serves. Every stage process
-    serves it on the port of StageService; operators' tools and the orchestrator call it. What the engine cannot do fails
-    (UNIMPLEMENTED, UNSUPPORTED) with the engine and the ability named. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded, and
-    ListSteps, Resume and Shutdown not even that. The port of AdminService forwards these calls to the replica that the
-    metadata "stagemesh-replica" names, but for Drain, Resume and Shutdown, for which AdminService has its own.
+    """StageControlService controls one replica while it serves. Every stage process serves it on the port of StageService.
+    Operators' tools and the orchestrator call it. A call that the engine does not support fails (UNIMPLEMENTED,
+    UNSUPPORTED) and names the engine and the ability. While the replica loads, sleeps or drains, calls fail
+    (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile and GetCacheStatistics only require
+    that the replica has loaded, and ListSteps, Resume and Shutdown always work. The port of AdminService forwards these
+    calls to the replica that the metadata "stagemesh-replica" names, except Drain, Resume and Shutdown, for which
+    AdminService has calls of its own.
     """
 
     @_typing.overload
@@ -40,115 +41,127 @@ class StageControlServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> StageControlServiceAsyncStub: ...
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_control_pb2.LoadAdapterRequest, _control_pb2.LoadAdapterResponse]
-    """LoadAdapter reads a LoRA adapter from the replica's disk and checks it against the model; requests choose it by name.
-    Called by operators. The same name with the same folder is no second adapter; with another one it fails
-    (ALREADY_EXISTS, ADAPTER_EXISTS).
+    """LoadAdapter reads a LoRA adapter from the replica's disk and checks that it fits the model. Requests select it by
+    its name. Operators call it. Loading the same folder again under the same name has no effect. Another folder under
+    the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_control_pb2.UnloadAdapterRequest, _control_pb2.UnloadAdapterResponse]
-    """UnloadAdapter forgets an adapter and frees its room. Called by operators."""
+    """UnloadAdapter removes an adapter and frees its slot. Operators call it."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListAdaptersRequest, _control_pb2.ListAdaptersResponse]
-    """ListAdapters says which adapters are loaded, by name. Called by operators and by the orchestrator."""
+    """ListAdapters lists the loaded adapters in the order of their names. Operators and the orchestrator call it."""
     PinAdapter: _grpc.UnaryUnaryMultiCallable[_control_pb2.PinAdapterRequest, _control_pb2.PinAdapterResponse]
-    """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it. Called by
-    operators.
+    """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it.
+    Operators call it.
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_control_pb2.SleepRequest, _control_pb2.SleepResponse]
-    """Sleep frees the device's memory; steps are refused (NOT_READY) until Wake. Called by operators and by the
-    orchestrator. An engine whose device cannot fails (UNIMPLEMENTED, UNSUPPORTED).
+    """Sleep frees the device's memory. Steps are rejected (NOT_READY) until Wake. Operators and the orchestrator call it.
+    Fails if the engine's device does not support it (UNIMPLEMENTED, UNSUPPORTED).
     """
     Wake: _grpc.UnaryUnaryMultiCallable[_control_pb2.WakeRequest, _control_pb2.WakeResponse]
-    """Wake takes the memory back; steps are taken once all of it is. Called by whoever called Sleep."""
+    """Wake allocates the memory again. Steps are accepted after all of it is allocated. The caller of Sleep calls it."""
     StartProfile: _grpc.UnaryUnaryMultiCallable[_control_pb2.StartProfileRequest, _control_pb2.StartProfileResponse]
-    """StartProfile has the engine record what it computes. Called by operators. One at a time."""
+    """StartProfile starts a recording of the engine's computation. Operators call it. Only one recording can run at a
+    time.
+    """
     StopProfile: _grpc.UnaryUnaryMultiCallable[_control_pb2.StopProfileRequest, _control_pb2.StopProfileResponse]
-    """StopProfile ends the recording and puts its files into the folder that StartProfile named. Called by operators."""
+    """StopProfile ends the recording and writes its files to the folder given to StartProfile. Operators call it."""
     ClearCaches: _grpc.UnaryUnaryMultiCallable[_control_pb2.ClearCachesRequest, _control_pb2.ClearCachesResponse]
-    """ClearCaches forgets what the engine keeps of earlier requests. Called by operators."""
+    """ClearCaches deletes the data that the engine caches from earlier requests. Operators call it."""
     GetCacheStatistics: _grpc.UnaryUnaryMultiCallable[_control_pb2.GetCacheStatisticsRequest, _control_pb2.GetCacheStatisticsResponse]
-    """GetCacheStatistics says how large the engine's cache is and how much it has spared. Called by operators and by the
-    orchestrator.
+    """GetCacheStatistics returns the size and the hit counts of the engine's cache. Operators and the orchestrator call
+    it.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
-    """Drain asks for no new work: the replica says of itself that it drains (REPLICA_STATE_DRAINING, its health NOT_SERVING),
-    upon which no orchestrator plans anything more on it. What runs goes on, and steps that come still are taken: they
-    were planned before their orchestrator heard of it. It lasts until Resume, or the end of the process. Called by
-    AdminService and by operators; draining twice is harmless.
+    """Drain stops new work: the replica reports REPLICA_STATE_DRAINING and health NOT_SERVING, so that no orchestrator
+    places more steps on it. Running steps continue. Steps that still arrive are accepted, because they were planned
+    before their orchestrator received the report. The drain lasts until Resume, or until the process ends.
+    AdminService and operators call it. Draining twice is harmless.
     """
     Resume: _grpc.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]
-    """Resume ends Drain; harmless where there was none. Called by whoever called Drain. A replica that shuts down does not come
-    back (FAILED_PRECONDITION, NOT_READY).
+    """Resume ends a drain. Without a drain it has no effect. The caller of Drain calls it. Fails for a replica that shuts
+    down (FAILED_PRECONDITION, NOT_READY).
     """
     Shutdown: _grpc.UnaryUnaryMultiCallable[_control_pb2.ShutdownRequest, _control_pb2.ShutdownResponse]
-    """Shutdown ends the process as SIGTERM does: new steps are refused, those that run have ten seconds, and whoever
-    supervises the process starts it again. Drain and wait first. Called by AdminService and by operators.
+    """Shutdown ends the process as SIGTERM does: new steps are rejected, running steps have ten seconds to finish, and
+    the supervisor of the process starts it again. Drain the replica and wait before. AdminService and operators call
+    it.
     """
     ListSteps: _grpc.UnaryUnaryMultiCallable[_control_pb2.ListStepsRequest, _control_pb2.ListStepsResponse]
-    """ListSteps shows what the replica works on, and how far its flows are. Called by AdminService and by operators."""
+    """ListSteps lists the steps that run on the replica, and the state of their flows. AdminService and operators call
+    it.
+    """
 
 @_typing.type_check_only
 class StageControlServiceAsyncStub(StageControlServiceStub):
-    """StageControlService is a replica's own controls: what an operator may change while it serves. Every stage process
-    serves it on the port of StageService; operators' tools and the orchestrator call it. What the engine cannot do fails
-    (UNIMPLEMENTED, UNSUPPORTED) with the engine and the ability named. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded, and
-    ListSteps, Resume and Shutdown not even that. The port of AdminService forwards these calls to the replica that the
-    metadata "stagemesh-replica" names, but for Drain, Resume and Shutdown, for which AdminService has its own.
+    """StageControlService controls one replica while it serves. Every stage process serves it on the port of StageService.
+    Operators' tools and the orchestrator call it. A call that the engine does not support fails (UNIMPLEMENTED,
+    UNSUPPORTED) and names the engine and the ability. While the replica loads, sleeps or drains, calls fail
+    (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile and GetCacheStatistics only require
+    that the replica has loaded, and ListSteps, Resume and Shutdown always work. The port of AdminService forwards these
+    calls to the replica that the metadata "stagemesh-replica" names, except Drain, Resume and Shutdown, for which
+    AdminService has calls of its own.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.LoadAdapterRequest, _control_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """LoadAdapter reads a LoRA adapter from the replica's disk and checks it against the model; requests choose it by name.
-    Called by operators. The same name with the same folder is no second adapter; with another one it fails
-    (ALREADY_EXISTS, ADAPTER_EXISTS).
+    """LoadAdapter reads a LoRA adapter from the replica's disk and checks that it fits the model. Requests select it by
+    its name. Operators call it. Loading the same folder again under the same name has no effect. Another folder under
+    the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.UnloadAdapterRequest, _control_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """UnloadAdapter forgets an adapter and frees its room. Called by operators."""
+    """UnloadAdapter removes an adapter and frees its slot. Operators call it."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_control_pb2.ListAdaptersRequest, _control_pb2.ListAdaptersResponse]  # type: ignore[assignment]
-    """ListAdapters says which adapters are loaded, by name. Called by operators and by the orchestrator."""
+    """ListAdapters lists the loaded adapters in the order of their names. Operators and the orchestrator call it."""
     PinAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.PinAdapterRequest, _control_pb2.PinAdapterResponse]  # type: ignore[assignment]
-    """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it. Called by
-    operators.
+    """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it.
+    Operators call it.
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_control_pb2.SleepRequest, _control_pb2.SleepResponse]  # type: ignore[assignment]
-    """Sleep frees the device's memory; steps are refused (NOT_READY) until Wake. Called by operators and by the
-    orchestrator. An engine whose device cannot fails (UNIMPLEMENTED, UNSUPPORTED).
+    """Sleep frees the device's memory. Steps are rejected (NOT_READY) until Wake. Operators and the orchestrator call it.
+    Fails if the engine's device does not support it (UNIMPLEMENTED, UNSUPPORTED).
     """
     Wake: _aio.UnaryUnaryMultiCallable[_control_pb2.WakeRequest, _control_pb2.WakeResponse]  # type: ignore[assignment]
-    """Wake takes the memory back; steps are taken once all of it is. Called by whoever called Sleep."""
+    """Wake allocates the memory again. Steps are accepted after all of it is allocated. The caller of Sleep calls it."""
     StartProfile: _aio.UnaryUnaryMultiCallable[_control_pb2.StartProfileRequest, _control_pb2.StartProfileResponse]  # type: ignore[assignment]
-    """StartProfile has the engine record what it computes. Called by operators. One at a time."""
+    """StartProfile starts a recording of the engine's computation. Operators call it. Only one recording can run at a
+    time.
+    """
     StopProfile: _aio.UnaryUnaryMultiCallable[_control_pb2.StopProfileRequest, _control_pb2.StopProfileResponse]  # type: ignore[assignment]
-    """StopProfile ends the recording and puts its files into the folder that StartProfile named. Called by operators."""
+    """StopProfile ends the recording and writes its files to the folder given to StartProfile. Operators call it."""
     ClearCaches: _aio.UnaryUnaryMultiCallable[_control_pb2.ClearCachesRequest, _control_pb2.ClearCachesResponse]  # type: ignore[assignment]
-    """ClearCaches forgets what the engine keeps of earlier requests. Called by operators."""
+    """ClearCaches deletes the data that the engine caches from earlier requests. Operators call it."""
     GetCacheStatistics: _aio.UnaryUnaryMultiCallable[_control_pb2.GetCacheStatisticsRequest, _control_pb2.GetCacheStatisticsResponse]  # type: ignore[assignment]
-    """GetCacheStatistics says how large the engine's cache is and how much it has spared. Called by operators and by the
-    orchestrator.
+    """GetCacheStatistics returns the size and the hit counts of the engine's cache. Operators and the orchestrator call
+    it.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
-    """Drain asks for no new work: the replica says of itself that it drains (REPLICA_STATE_DRAINING, its health NOT_SERVING),
-    upon which no orchestrator plans anything more on it. What runs goes on, and steps that come still are taken: they
-    were planned before their orchestrator heard of it. It lasts until Resume, or the end of the process. Called by
-    AdminService and by operators; draining twice is harmless.
+    """Drain stops new work: the replica reports REPLICA_STATE_DRAINING and health NOT_SERVING, so that no orchestrator
+    places more steps on it. Running steps continue. Steps that still arrive are accepted, because they were planned
+    before their orchestrator received the report. The drain lasts until Resume, or until the process ends.
+    AdminService and operators call it. Draining twice is harmless.
     """
     Resume: _aio.UnaryUnaryMultiCallable[_control_pb2.ResumeRequest, _control_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Resume ends Drain; harmless where there was none. Called by whoever called Drain. A replica that shuts down does not come
-    back (FAILED_PRECONDITION, NOT_READY).
+    """Resume ends a drain. Without a drain it has no effect. The caller of Drain calls it. Fails for a replica that shuts
+    down (FAILED_PRECONDITION, NOT_READY).
     """
     Shutdown: _aio.UnaryUnaryMultiCallable[_control_pb2.ShutdownRequest, _control_pb2.ShutdownResponse]  # type: ignore[assignment]
-    """Shutdown ends the process as SIGTERM does: new steps are refused, those that run have ten seconds, and whoever
-    supervises the process starts it again. Drain and wait first. Called by AdminService and by operators.
+    """Shutdown ends the process as SIGTERM does: new steps are rejected, running steps have ten seconds to finish, and
+    the supervisor of the process starts it again. Drain the replica and wait before. AdminService and operators call
+    it.
     """
     ListSteps: _aio.UnaryUnaryMultiCallable[_control_pb2.ListStepsRequest, _control_pb2.ListStepsResponse]  # type: ignore[assignment]
-    """ListSteps shows what the replica works on, and how far its flows are. Called by AdminService and by operators."""
+    """ListSteps lists the steps that run on the replica, and the state of their flows. AdminService and operators call
+    it.
+    """
 
 class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
-    """StageControlService is a replica's own controls: what an operator may change while it serves. Every stage process
-    serves it on the port of StageService; operators' tools and the orchestrator call it. What the engine cannot do fails
-    (UNIMPLEMENTED, UNSUPPORTED) with the engine and the ability named. While the replica loads, sleeps or drains, calls fail
-    (FAILED_PRECONDITION, NOT_READY); ListAdapters, Wake, StopProfile and GetCacheStatistics need it only to have loaded, and
-    ListSteps, Resume and Shutdown not even that. The port of AdminService forwards these calls to the replica that the
-    metadata "stagemesh-replica" names, but for Drain, Resume and Shutdown, for which AdminService has its own.
+    """StageControlService controls one replica while it serves. Every stage process serves it on the port of StageService.
+    Operators' tools and the orchestrator call it. A call that the engine does not support fails (UNIMPLEMENTED,
+    UNSUPPORTED) and names the engine and the ability. While the replica loads, sleeps or drains, calls fail
+    (FAILED_PRECONDITION, NOT_READY). As exceptions, ListAdapters, Wake, StopProfile and GetCacheStatistics only require
+    that the replica has loaded, and ListSteps, Resume and Shutdown always work. The port of AdminService forwards these
+    calls to the replica that the metadata "stagemesh-replica" names, except Drain, Resume and Shutdown, for which
+    AdminService has calls of its own.
     """
 
     @_abc_1.abstractmethod
@@ -157,9 +170,9 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.LoadAdapterResponse, _abc.Awaitable[_control_pb2.LoadAdapterResponse]]:
-        """LoadAdapter reads a LoRA adapter from the replica's disk and checks it against the model; requests choose it by name.
-        Called by operators. The same name with the same folder is no second adapter; with another one it fails
-        (ALREADY_EXISTS, ADAPTER_EXISTS).
+        """LoadAdapter reads a LoRA adapter from the replica's disk and checks that it fits the model. Requests select it by
+        its name. Operators call it. Loading the same folder again under the same name has no effect. Another folder under
+        the same name fails (ALREADY_EXISTS, ADAPTER_EXISTS).
         """
 
     @_abc_1.abstractmethod
@@ -168,7 +181,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.UnloadAdapterResponse, _abc.Awaitable[_control_pb2.UnloadAdapterResponse]]:
-        """UnloadAdapter forgets an adapter and frees its room. Called by operators."""
+        """UnloadAdapter removes an adapter and frees its slot. Operators call it."""
 
     @_abc_1.abstractmethod
     def ListAdapters(
@@ -176,7 +189,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ListAdaptersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ListAdaptersResponse, _abc.Awaitable[_control_pb2.ListAdaptersResponse]]:
-        """ListAdapters says which adapters are loaded, by name. Called by operators and by the orchestrator."""
+        """ListAdapters lists the loaded adapters in the order of their names. Operators and the orchestrator call it."""
 
     @_abc_1.abstractmethod
     def PinAdapter(
@@ -184,8 +197,8 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.PinAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.PinAdapterResponse, _abc.Awaitable[_control_pb2.PinAdapterResponse]]:
-        """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it. Called by
-        operators.
+        """PinAdapter keeps an adapter in a slot of the engine until it is unloaded, so that no request waits for it.
+        Operators call it.
         """
 
     @_abc_1.abstractmethod
@@ -194,8 +207,8 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.SleepResponse, _abc.Awaitable[_control_pb2.SleepResponse]]:
-        """Sleep frees the device's memory; steps are refused (NOT_READY) until Wake. Called by operators and by the
-        orchestrator. An engine whose device cannot fails (UNIMPLEMENTED, UNSUPPORTED).
+        """Sleep frees the device's memory. Steps are rejected (NOT_READY) until Wake. Operators and the orchestrator call it.
+        Fails if the engine's device does not support it (UNIMPLEMENTED, UNSUPPORTED).
         """
 
     @_abc_1.abstractmethod
@@ -204,7 +217,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.WakeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.WakeResponse, _abc.Awaitable[_control_pb2.WakeResponse]]:
-        """Wake takes the memory back; steps are taken once all of it is. Called by whoever called Sleep."""
+        """Wake allocates the memory again. Steps are accepted after all of it is allocated. The caller of Sleep calls it."""
 
     @_abc_1.abstractmethod
     def StartProfile(
@@ -212,7 +225,9 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.StartProfileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.StartProfileResponse, _abc.Awaitable[_control_pb2.StartProfileResponse]]:
-        """StartProfile has the engine record what it computes. Called by operators. One at a time."""
+        """StartProfile starts a recording of the engine's computation. Operators call it. Only one recording can run at a
+        time.
+        """
 
     @_abc_1.abstractmethod
     def StopProfile(
@@ -220,7 +235,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.StopProfileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.StopProfileResponse, _abc.Awaitable[_control_pb2.StopProfileResponse]]:
-        """StopProfile ends the recording and puts its files into the folder that StartProfile named. Called by operators."""
+        """StopProfile ends the recording and writes its files to the folder given to StartProfile. Operators call it."""
 
     @_abc_1.abstractmethod
     def ClearCaches(
@@ -228,7 +243,7 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ClearCachesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ClearCachesResponse, _abc.Awaitable[_control_pb2.ClearCachesResponse]]:
-        """ClearCaches forgets what the engine keeps of earlier requests. Called by operators."""
+        """ClearCaches deletes the data that the engine caches from earlier requests. Operators call it."""
 
     @_abc_1.abstractmethod
     def GetCacheStatistics(
@@ -236,8 +251,8 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.GetCacheStatisticsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.GetCacheStatisticsResponse, _abc.Awaitable[_control_pb2.GetCacheStatisticsResponse]]:
-        """GetCacheStatistics says how large the engine's cache is and how much it has spared. Called by operators and by the
-        orchestrator.
+        """GetCacheStatistics returns the size and the hit counts of the engine's cache. Operators and the orchestrator call
+        it.
         """
 
     @_abc_1.abstractmethod
@@ -246,10 +261,10 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainResponse, _abc.Awaitable[_control_pb2.DrainResponse]]:
-        """Drain asks for no new work: the replica says of itself that it drains (REPLICA_STATE_DRAINING, its health NOT_SERVING),
-        upon which no orchestrator plans anything more on it. What runs goes on, and steps that come still are taken: they
-        were planned before their orchestrator heard of it. It lasts until Resume, or the end of the process. Called by
-        AdminService and by operators; draining twice is harmless.
+        """Drain stops new work: the replica reports REPLICA_STATE_DRAINING and health NOT_SERVING, so that no orchestrator
+        places more steps on it. Running steps continue. Steps that still arrive are accepted, because they were planned
+        before their orchestrator received the report. The drain lasts until Resume, or until the process ends.
+        AdminService and operators call it. Draining twice is harmless.
         """
 
     @_abc_1.abstractmethod
@@ -258,8 +273,8 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ResumeResponse, _abc.Awaitable[_control_pb2.ResumeResponse]]:
-        """Resume ends Drain; harmless where there was none. Called by whoever called Drain. A replica that shuts down does not come
-        back (FAILED_PRECONDITION, NOT_READY).
+        """Resume ends a drain. Without a drain it has no effect. The caller of Drain calls it. Fails for a replica that shuts
+        down (FAILED_PRECONDITION, NOT_READY).
         """
 
     @_abc_1.abstractmethod
@@ -268,8 +283,9 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ShutdownRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ShutdownResponse, _abc.Awaitable[_control_pb2.ShutdownResponse]]:
-        """Shutdown ends the process as SIGTERM does: new steps are refused, those that run have ten seconds, and whoever
-        supervises the process starts it again. Drain and wait first. Called by AdminService and by operators.
+        """Shutdown ends the process as SIGTERM does: new steps are rejected, running steps have ten seconds to finish, and
+        the supervisor of the process starts it again. Drain the replica and wait before. AdminService and operators call
+        it.
         """
 
     @_abc_1.abstractmethod
@@ -278,6 +294,8 @@ class StageControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.ListStepsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.ListStepsResponse, _abc.Awaitable[_control_pb2.ListStepsResponse]]:
-        """ListSteps shows what the replica works on, and how far its flows are. Called by AdminService and by operators."""
+        """ListSteps lists the steps that run on the replica, and the state of their flows. AdminService and operators call
+        it.
+        """
 
 def add_StageControlServiceServicer_to_server(servicer: StageControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

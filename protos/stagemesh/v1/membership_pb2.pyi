@@ -18,14 +18,14 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class RegisterRequest(_message.Message):
-    """RegisterRequest begins a lease or renews it."""
+    """RegisterRequest starts a lease or renews it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICA_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def replica(self) -> Global___ReplicaIdentity:
-        """Who registers. In the first message only; one that does not begin with it fails (INVALID_ARGUMENT)."""
+        """The replica. Set in the first message only. A stream whose first message does not set it fails (INVALID_ARGUMENT)."""
 
     def __init__(
         self,
@@ -42,7 +42,9 @@ Global___RegisterRequest: _TypeAlias = RegisterRequest  # noqa: Y015
 
 @_typing.final
 class ReplicaIdentity(_message.Message):
-    """ReplicaIdentity is what an orchestrator must know of a replica to take it in. The rest is asked by Describe."""
+    """ReplicaIdentity contains the facts that an orchestrator needs to accept a replica. The orchestrator asks for all
+    others by Describe.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -54,7 +56,7 @@ class ReplicaIdentity(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     wire_version: _builtins.int
-    """The contract's version, 1."""
+    """The version of this API: 1."""
     pipeline: _builtins.str
     """The pipeline's name."""
     generation: _builtins.str
@@ -62,11 +64,11 @@ class ReplicaIdentity(_message.Message):
     stage: _builtins.str
     """The stage's name."""
     replica: _builtins.str
-    """The replica's name, unique in the pipeline."""
+    """The replica's name. Unique within the pipeline."""
     incarnation: _builtins.str
-    """Drawn anew at every start."""
+    """Generated at random each time the replica starts."""
     endpoint: _builtins.str
-    """Where it serves, "host:port", as orchestrators and other replicas reach it."""
+    """The address, "host:port", at which orchestrators and other replicas reach it."""
     def __init__(
         self,
         *,
@@ -88,13 +90,13 @@ Global___ReplicaIdentity: _TypeAlias = ReplicaIdentity  # noqa: Y015
 
 @_typing.final
 class RegisterResponse(_message.Message):
-    """RegisterResponse says that the replica is registered."""
+    """RegisterResponse confirms that the replica is registered."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_S_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
-    """Seconds from now until the lease ends unless it is renewed. A replica renews it three times in that time."""
+    """The seconds until the lease ends unless it is renewed. A replica renews it three times within that time."""
     def __init__(
         self,
         *,

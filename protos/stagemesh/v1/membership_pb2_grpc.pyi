@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class MembershipServiceStub:
-    """MembershipService is where the replicas of stages tell an orchestrator that they are there. It is for deployments that do
-    not list them.
+    """MembershipService registers replicas with an orchestrator. It serves deployments whose configuration does not list
+    the replicas.
     """
 
     @_typing.overload
@@ -36,39 +36,43 @@ class MembershipServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> MembershipServiceAsyncStub: ...
     Register: _grpc.StreamStreamMultiCallable[_membership_pb2.RegisterRequest, _membership_pb2.RegisterResponse]
-    """Register keeps a replica among those that take requests. Called by each replica, with every orchestrator that its config
-    names, as soon as it listens. The first message says who it is, every later one renews its lease, and each is
-    answered. A replica that ends its side of the stream leaves at once; one whose stream breaks, or that renews no more,
-    leaves when its lease ends, and may register again before. Steps that it runs go on in either case.
+    """Register keeps a replica in the set of those that receive requests. Each replica calls it at every orchestrator
+    that its configuration names, as soon as the replica listens. The first message identifies the replica. Every later
+    message renews its lease. Each message is answered. A replica that ends its side of the stream is deregistered at
+    once. A replica whose stream breaks, or that stops renewing, is deregistered when its lease ends, unless it
+    registers again before. Steps that it runs continue in either case.
 
-    Fails with FAILED_PRECONDITION: REPLICA_REFUSED where the replica is of another wire version, pipeline or generation, or of a
-    stage that is not there; REGISTRATION_CLOSED where the orchestrator's config has no registration; NOT_RUNNING while the
-    orchestrator starts or stops, and LEASE_ENDED where a renewal came too late: register again. With ALREADY_EXISTS
-    (REPLICA_EXISTS) while another replica of the same name keeps itself registered from another address.
+    Fails with FAILED_PRECONDITION: REPLICA_REFUSED if the replica's wire version, pipeline or generation differs, or
+    its stage does not exist; REGISTRATION_CLOSED if the orchestrator's configuration does not enable registration;
+    NOT_RUNNING while the orchestrator starts or stops; LEASE_ENDED if a renewal arrived after the end of the lease, in
+    which case the replica registers again. Fails with ALREADY_EXISTS (REPLICA_EXISTS) while another replica with the
+    same name is registered from another address.
     """
 
 @_typing.type_check_only
 class MembershipServiceAsyncStub(MembershipServiceStub):
-    """MembershipService is where the replicas of stages tell an orchestrator that they are there. It is for deployments that do
-    not list them.
+    """MembershipService registers replicas with an orchestrator. It serves deployments whose configuration does not list
+    the replicas.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.StreamStreamMultiCallable[_membership_pb2.RegisterRequest, _membership_pb2.RegisterResponse]  # type: ignore[assignment]
-    """Register keeps a replica among those that take requests. Called by each replica, with every orchestrator that its config
-    names, as soon as it listens. The first message says who it is, every later one renews its lease, and each is
-    answered. A replica that ends its side of the stream leaves at once; one whose stream breaks, or that renews no more,
-    leaves when its lease ends, and may register again before. Steps that it runs go on in either case.
+    """Register keeps a replica in the set of those that receive requests. Each replica calls it at every orchestrator
+    that its configuration names, as soon as the replica listens. The first message identifies the replica. Every later
+    message renews its lease. Each message is answered. A replica that ends its side of the stream is deregistered at
+    once. A replica whose stream breaks, or that stops renewing, is deregistered when its lease ends, unless it
+    registers again before. Steps that it runs continue in either case.
 
-    Fails with FAILED_PRECONDITION: REPLICA_REFUSED where the replica is of another wire version, pipeline or generation, or of a
-    stage that is not there; REGISTRATION_CLOSED where the orchestrator's config has no registration; NOT_RUNNING while the
-    orchestrator starts or stops, and LEASE_ENDED where a renewal came too late: register again. With ALREADY_EXISTS
-    (REPLICA_EXISTS) while another replica of the same name keeps itself registered from another address.
+    Fails with FAILED_PRECONDITION: REPLICA_REFUSED if the replica's wire version, pipeline or generation differs, or
+    its stage does not exist; REGISTRATION_CLOSED if the orchestrator's configuration does not enable registration;
+    NOT_RUNNING while the orchestrator starts or stops; LEASE_ENDED if a renewal arrived after the end of the lease, in
+    which case the replica registers again. Fails with ALREADY_EXISTS (REPLICA_EXISTS) while another replica with the
+    same name is registered from another address.
     """
 
 class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
-    """MembershipService is where the replicas of stages tell an orchestrator that they are there. It is for deployments that do
-    not list them.
+    """MembershipService registers replicas with an orchestrator. It serves deployments whose configuration does not list
+    the replicas.
     """
 
     @_abc_1.abstractmethod
@@ -77,15 +81,17 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_membership_pb2.RegisterRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_membership_pb2.RegisterResponse], _abc.AsyncIterator[_membership_pb2.RegisterResponse]]:
-        """Register keeps a replica among those that take requests. Called by each replica, with every orchestrator that its config
-        names, as soon as it listens. The first message says who it is, every later one renews its lease, and each is
-        answered. A replica that ends its side of the stream leaves at once; one whose stream breaks, or that renews no more,
-        leaves when its lease ends, and may register again before. Steps that it runs go on in either case.
+        """Register keeps a replica in the set of those that receive requests. Each replica calls it at every orchestrator
+        that its configuration names, as soon as the replica listens. The first message identifies the replica. Every later
+        message renews its lease. Each message is answered. A replica that ends its side of the stream is deregistered at
+        once. A replica whose stream breaks, or that stops renewing, is deregistered when its lease ends, unless it
+        registers again before. Steps that it runs continue in either case.
 
-        Fails with FAILED_PRECONDITION: REPLICA_REFUSED where the replica is of another wire version, pipeline or generation, or of a
-        stage that is not there; REGISTRATION_CLOSED where the orchestrator's config has no registration; NOT_RUNNING while the
-        orchestrator starts or stops, and LEASE_ENDED where a renewal came too late: register again. With ALREADY_EXISTS
-        (REPLICA_EXISTS) while another replica of the same name keeps itself registered from another address.
+        Fails with FAILED_PRECONDITION: REPLICA_REFUSED if the replica's wire version, pipeline or generation differs, or
+        its stage does not exist; REGISTRATION_CLOSED if the orchestrator's configuration does not enable registration;
+        NOT_RUNNING while the orchestrator starts or stops; LEASE_ENDED if a renewal arrived after the end of the lease, in
+        which case the replica registers again. Fails with ALREADY_EXISTS (REPLICA_EXISTS) while another replica with the
+        same name is registered from another address.
         """
 
 def add_MembershipServiceServicer_to_server(servicer: MembershipServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

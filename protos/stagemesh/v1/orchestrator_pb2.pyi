@@ -23,7 +23,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class GenerateRequest(_message.Message):
-    """GenerateRequest is one client call."""
+    """GenerateRequest is one call of a client."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -79,50 +79,50 @@ class GenerateRequest(_message.Message):
     LINGER_S_FIELD_NUMBER: _builtins.int
     EARLIER_CALLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Names the request everywhere; 1 to 128 characters of letters, digits, '.', '_', ':' and '-'. Empty: the orchestrator
-    draws one and reports it.
+    """The id that identifies the request in every service: 1 to 128 characters of letters, digits, '.', '_', ':' and '-'.
+    If empty, the orchestrator generates one and reports it.
     """
     pipeline: _builtins.str
-    """The pipeline; empty for the only one that is served. Another fails (NOT_FOUND, UNKNOWN_PIPELINE)."""
+    """The pipeline. Empty for the only one that is served. An unknown one fails (NOT_FOUND, UNKNOWN_PIPELINE)."""
     priority: _builtins.int
-    """Higher goes first where requests queue; there, beyond -10 and 10 counts as those. Nobody waits for ever: every eighth
-    place goes to who has waited longest.
+    """The priority, from -10 to 10. Larger and smaller values count as these. Requests of a higher priority leave the
+    queue first, but every eighth admission takes the request that has waited longest.
     """
     caller: _builtins.str
-    """In whose name, up to 128 characters of letters, digits and "._:@/-"; another is refused (INVALID_ARGUMENT,
-    INVALID_CALLER). Callers of equal priority share the pipeline and its queue evenly, and limits by caller count for
-    each. Empty: one caller that all without a name share.
+    """The caller's name: at most 128 characters of letters, digits and "._:@/-". Anything else is rejected
+    (INVALID_ARGUMENT, INVALID_CALLER). Callers with the same priority get equal shares of the pipeline and of its
+    queue, and limits per caller apply to each. All requests with an empty caller count as one caller.
     """
     linger_s: _builtins.int
-    """For how many seconds the request goes on without a caller, for one that comes back; more than 60 count as 60. That of
-    the latest call counts. 0: not at all.
+    """For how many seconds the request continues without a caller. More than 60 counts as 60. The value of the latest
+    call is in force. 0 cancels the request when its last caller disconnects.
     """
     earlier_calls: _builtins.int
-    """How many calls of this request the caller has made before that may have got as far as to run, wherever they went; at
-    most 1000000 (INVALID_ARGUMENT, INVALID_EARLIER_CALLS). What a call with more of them starts takes over from what one
-    with fewer has left on the stages.
+    """How many earlier calls of this request, at any orchestrator, may have started it. At most 1000000
+    (INVALID_ARGUMENT, INVALID_EARLIER_CALLS). Steps started by a call with a higher number supersede those of a call
+    with a lower number.
     """
     @_builtins.property
     def input(self) -> _request_pb2.Input:
-        """What to work on."""
+        """The input."""
 
     @_builtins.property
     def parameters(self) -> _request_pb2.Parameters:
-        """How."""
+        """The parameters of the stages."""
 
     @_builtins.property
     def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The pipeline's outputs wanted, by name; empty for all. Stages that serve none of them do not run."""
+        """The names of the wanted outputs. Empty for all. Stages that contribute to none of them do not run."""
 
     @_builtins.property
     def next_seqs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """When attaching again: for each output, the first seq not yet received."""
+        """When attaching again: for each output, the first seq that has not been received."""
 
     @_builtins.property
     def next_positions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """When attaching again, to this orchestrator or another one of the pipeline, which may have to run the request anew: how
-        much of each output has been received, in code points of text, tokens, samples of sound, rows of a tensor, or images.
-        What lies before is not sent again. An output that is named here goes by it, not by next_seqs.
+        """When attaching again, to the same or another orchestrator of the pipeline: how much of each output has been
+        received, in code points of text, tokens, audio samples, rows of a tensor, or images. The orchestrator, which may
+        have to restart the request, does not send earlier parts again. An output named here ignores next_seqs.
         """
 
     def __init__(
@@ -150,7 +150,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """GenerateResponse is an event in the life of a request."""
+    """GenerateResponse is an event of a running request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -161,23 +161,23 @@ class GenerateResponse(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admitted(self) -> Global___RequestAdmitted:
-        """First, but for queued."""
+        """The first event, apart from queued."""
 
     @_builtins.property
     def progress(self) -> Global___RequestProgress:
-        """A stage's progress."""
+        """The progress of a stage."""
 
     @_builtins.property
     def output(self) -> _request_pb2.Output:
-        """A piece of an output."""
+        """A part of an output."""
 
     @_builtins.property
     def finished(self) -> Global___RequestFinished:
-        """Last."""
+        """The last event."""
 
     @_builtins.property
     def queued(self) -> Global___RequestQueued:
-        """Before admitted, where the request has to wait; again while it waits, when its place is another."""
+        """Sent before admitted if the request has to wait, and again each time its position changes."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class RequestQueued(_message.Message):
-    """RequestQueued says that the request waits to be admitted."""
+    """RequestQueued reports that the request waits to be admitted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -208,11 +208,13 @@ class RequestQueued(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     EXPECTED_WAIT_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request's name."""
+    """The request's id."""
     position: _builtins.int
-    """Its place in the order as it stands, from 1. It may fall back: others may be more urgent or have had less so far."""
+    """Its current position in the queue, from 1. It can grow, because requests with a higher priority, or of callers that
+    have had less, move ahead.
+    """
     expected_wait_s: _builtins.float
-    """About how long it will wait, in seconds from now, as requests took so far."""
+    """The expected wait in seconds from now, estimated from the durations of past requests."""
     def __init__(
         self,
         *,
@@ -230,7 +232,7 @@ Global___RequestQueued: _TypeAlias = RequestQueued  # noqa: Y015
 
 @_typing.final
 class RequestAdmitted(_message.Message):
-    """RequestAdmitted says that the request is planned and runs."""
+    """RequestAdmitted reports that the request is planned and runs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -258,12 +260,12 @@ class RequestAdmitted(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request's name."""
+    """The request's id."""
     seed: _builtins.int
     """The seed in force."""
     @_builtins.property
     def replicas(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """The replica chosen for each stage that runs, by stage."""
+        """The replica chosen for each stage that runs, by stage name."""
 
     def __init__(
         self,
@@ -282,7 +284,7 @@ Global___RequestAdmitted: _TypeAlias = RequestAdmitted  # noqa: Y015
 
 @_typing.final
 class RequestProgress(_message.Message):
-    """RequestProgress tells how far a stage is."""
+    """RequestProgress reports the progress of a stage."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -339,11 +341,11 @@ class RequestFinished(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def stages(self) -> _containers.MessageMap[_builtins.str, _stage_pb2.StepFinished]:
-        """What each stage did, by stage."""
+        """The report of each stage, by stage name."""
 
     @_builtins.property
     def timings(self) -> _request_pb2.Timings:
-        """Times over all."""
+        """The times of the whole request."""
 
     def __init__(
         self,
@@ -361,17 +363,17 @@ Global___RequestFinished: _TypeAlias = RequestFinished  # noqa: Y015
 
 @_typing.final
 class CancelRequestRequest(_message.Message):
-    """CancelRequestRequest names what to stop."""
+    """CancelRequestRequest names the request to cancel."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     WHEN_LEFT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request; an unknown one fails (NOT_FOUND, UNKNOWN_REQUEST)."""
+    """The request. An unknown one fails (NOT_FOUND, UNKNOWN_REQUEST)."""
     when_left: _builtins.bool
-    """Not at once, but as soon as no caller follows it: for a caller that goes for good although it asked for
-    GenerateRequest.linger_s, which is taken back. The answer does not wait for that.
+    """Cancel the request when no caller follows it any more, instead of at once. This revokes GenerateRequest.linger_s
+    for a caller that will not return. The response does not wait for the cancellation.
     """
     def __init__(
         self,
@@ -389,7 +391,7 @@ Global___CancelRequestRequest: _TypeAlias = CancelRequestRequest  # noqa: Y015
 
 @_typing.final
 class CancelRequestResponse(_message.Message):
-    """CancelRequestResponse is sent once every stage has let go, but for when_left."""
+    """CancelRequestResponse is sent after every stage has released the request, or at once with when_left."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -412,7 +414,7 @@ class DescribePipelineRequest(_message.Message):
 
     PIPELINE_FIELD_NUMBER: _builtins.int
     pipeline: _builtins.str
-    """The pipeline; empty for the only one that is served."""
+    """The pipeline. Empty for the only one that is served."""
     def __init__(
         self,
         *,
@@ -428,7 +430,7 @@ Global___DescribePipelineRequest: _TypeAlias = DescribePipelineRequest  # noqa: 
 
 @_typing.final
 class DescribePipelineResponse(_message.Message):
-    """DescribePipelineResponse is a pipeline as it is now."""
+    """DescribePipelineResponse is the current state of a pipeline."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -442,28 +444,28 @@ class DescribePipelineResponse(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_FIELD_NUMBER: _builtins.int
     pipeline: _builtins.str
-    """Its name."""
+    """The pipeline's name."""
     generation: _builtins.str
-    """Changes with every change of its stages."""
+    """An identifier that changes whenever the pipeline's stages change."""
     in_flight: _builtins.int
-    """Requests that run now."""
+    """The number of running requests."""
     max_in_flight: _builtins.int
-    """Requests that may run at once."""
+    """The maximum number of running requests."""
     queued: _builtins.int
-    """Requests that wait to run."""
+    """The number of queued requests."""
     max_queued: _builtins.int
-    """Requests that may wait at once."""
+    """The maximum number of queued requests."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageDescription]:
-        """Its stages, producers before consumers."""
+        """The stages, producers before consumers."""
 
     @_builtins.property
     def edges(self) -> _containers.RepeatedCompositeFieldContainer[Global___EdgeDescription]:
-        """Its edges."""
+        """The edges."""
 
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputDescription]:
-        """Its outputs."""
+        """The outputs."""
 
     def __init__(
         self,
@@ -488,7 +490,7 @@ Global___DescribePipelineResponse: _TypeAlias = DescribePipelineResponse  # noqa
 
 @_typing.final
 class StageDescription(_message.Message):
-    """StageDescription is a stage as it is now."""
+    """StageDescription is the current state of a stage."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -497,14 +499,14 @@ class StageDescription(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """The stage's name."""
     engine: _builtins.str
-    """Its engine."""
+    """The engine's name."""
     model: _builtins.str
-    """Its model."""
+    """The model's name or path."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaDescription]:
-        """Its replicas."""
+        """The replicas."""
 
     def __init__(
         self,
@@ -524,7 +526,7 @@ Global___StageDescription: _TypeAlias = StageDescription  # noqa: Y015
 
 @_typing.final
 class ReplicaDescription(_message.Message):
-    """ReplicaDescription is a replica as it is now."""
+    """ReplicaDescription is the current state of a replica."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -534,15 +536,15 @@ class ReplicaDescription(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """The replica's name."""
     endpoint: _builtins.str
-    """Where it serves, "host:port"."""
+    """The address at which it serves, "host:port"."""
     state: _stage_pb2.ReplicaState.ValueType
-    """Where it stands."""
+    """Its state."""
     detail: _builtins.str
-    """For people: what it loads, or why it fails."""
+    """A text for people: what it is loading, or why it failed."""
     running: _builtins.int
-    """Steps of this orchestrator that it works on."""
+    """The number of steps that it runs for this orchestrator."""
     def __init__(
         self,
         *,
@@ -572,16 +574,16 @@ class EdgeDescription(_message.Message):
     CONNECTOR_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """The edge's name."""
     from_stage: _builtins.str
     """The producing stage."""
     to_stage: _builtins.str
     """The consuming stage."""
     connector: _chunk_pb2.Connector.ValueType
-    """What the pipeline file asks for."""
+    """The connector that the pipeline file sets."""
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___EdgeLink]:
-        """How it crosses now, for each pair of ready replicas that it joins."""
+        """The connectors in use, for each pair of ready replicas that the edge connects."""
 
     def __init__(
         self,
@@ -602,8 +604,8 @@ Global___EdgeDescription: _TypeAlias = EdgeDescription  # noqa: Y015
 
 @_typing.final
 class EdgeLink(_message.Message):
-    """EdgeLink is an edge between two replicas as it is now. While the producer has not answered yet, it has neither
-    connector nor error.
+    """EdgeLink is the current state of an edge between two replicas. It has neither connector nor error until the producer
+    has answered.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -618,16 +620,16 @@ class EdgeLink(_message.Message):
     consumer: _builtins.str
     """The consuming replica's name."""
     connector: _chunk_pb2.Connector.ValueType
-    """What carries the bytes; unset where that is not known."""
+    """The connector in use. Unset if it is not known."""
     @_builtins.property
     def error(self) -> _chunk_pb2.Error:
-        """Why that is not known: UNAVAILABLE and DEADLINE_EXCEEDED may pass; with any other, a fixed connector cannot work, and
-        requests over the edge are refused.
+        """Why the connector is not known. UNAVAILABLE and DEADLINE_EXCEEDED may be temporary. With any other code, a fixed
+        connector cannot be used, and requests over the edge are rejected.
         """
 
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[_stage_pb2.ConnectorRefusal]:
-        """Better connectors that cannot be used here, best first."""
+        """The better connectors that cannot be used here, best first."""
 
     def __init__(
         self,
@@ -657,13 +659,13 @@ class OutputDescription(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     SAMPLE_RATE_HZ_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """The output's name."""
     stage: _builtins.str
-    """The stage that makes it."""
+    """The stage that produces it."""
     kind: _builtins.str
-    """What it is: "text", "audio", "image" or "tensor"."""
+    """Its kind: "text", "audio", "image" or "tensor"."""
     sample_rate_hz: _builtins.int
-    """Samples a second, for audio."""
+    """The number of samples per second. 0 unless the output is audio."""
     def __init__(
         self,
         *,

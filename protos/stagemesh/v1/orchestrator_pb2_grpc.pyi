@@ -27,63 +27,67 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class OrchestratorServiceStub:
-    """OrchestratorService is what clients call."""
+    """OrchestratorService is the API for clients."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> OrchestratorServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_orchestrator_pb2.GenerateRequest, _orchestrator_pb2.GenerateResponse]
-    """Generate runs a request through a pipeline and streams its outputs as they are made. A second call with the
-    same request_id and content attaches to the first; with other content it fails (ALREADY_EXISTS,
-    REQUEST_EXISTS). A seed that the second call leaves out is no other content, nor one that is in force. The request is
-    cancelled when its last caller goes, or GenerateRequest.linger_s later.
+    """Generate runs a request through a pipeline and streams its outputs while they are produced. A second call with the
+    same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
+    REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
+    content. The request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
 
-    A caller that lost its connection or its orchestrator calls again, here or at another orchestrator of the pipeline,
-    with the seed that RequestAdmitted told and with what it has (next_positions). One that still knows the request goes on
-    with it; any other runs it anew, and what was left of it elsewhere is stopped. An orchestrator that stops before a request
-    is done says so (UNAVAILABLE, NOT_RUNNING).
+    A caller that lost its connection or its orchestrator calls again, at the same or at another orchestrator of the
+    pipeline, with the seed from RequestAdmitted and with the positions that it has received (next_positions). An
+    orchestrator that knows the request continues it. Any other orchestrator restarts it, and the stages stop what
+    remains of the earlier run. An orchestrator that stops before the request is done ends the call (UNAVAILABLE,
+    NOT_RUNNING).
 
-    A request beyond the pipeline's limits waits in a bounded queue and hears where it stands. Beyond that queue it is refused
-    (RESOURCE_EXHAUSTED; ADMISSION_LIMIT, or CALLER_LIMIT for a limit of its caller's), with RetryInfo: who comes back
-    then, under the same request_id, finds a place. One that cannot be done by its deadline any more is refused
-    (DEADLINE_EXCEEDED, DEADLINE_UNREACHABLE), on arrival or while it waits. When the orchestrator stops, what waits is refused
-    (UNAVAILABLE, NOT_RUNNING). A request that never ran is forgotten: its request_id is free again.
+    A request above the pipeline's limits waits in a bounded queue, and the caller receives its position. If the queue
+    is full, the request is rejected (RESOURCE_EXHAUSTED, with reason ADMISSION_LIMIT, or CALLER_LIMIT for a limit of
+    its caller) with RetryInfo. A slot is reserved for a caller that retries at that time with the same request_id. A
+    request that cannot finish by its deadline is rejected (DEADLINE_EXCEEDED, DEADLINE_UNREACHABLE), on arrival or
+    while it waits. When the orchestrator stops, queued requests are rejected (UNAVAILABLE, NOT_RUNNING). The
+    orchestrator keeps no record of a request that never ran, so its request_id can be used again.
     """
     CancelRequest: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelRequestRequest, _orchestrator_pb2.CancelRequestResponse]
     """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED."""
     DescribePipeline: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.DescribePipelineRequest, _orchestrator_pb2.DescribePipelineResponse]
-    """DescribePipeline shows the pipeline, its stages and its replicas as they are now."""
+    """DescribePipeline returns the current state of the pipeline, its stages and its replicas."""
 
 @_typing.type_check_only
 class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
-    """OrchestratorService is what clients call."""
+    """OrchestratorService is the API for clients."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_orchestrator_pb2.GenerateRequest, _orchestrator_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate runs a request through a pipeline and streams its outputs as they are made. A second call with the
-    same request_id and content attaches to the first; with other content it fails (ALREADY_EXISTS,
-    REQUEST_EXISTS). A seed that the second call leaves out is no other content, nor one that is in force. The request is
-    cancelled when its last caller goes, or GenerateRequest.linger_s later.
+    """Generate runs a request through a pipeline and streams its outputs while they are produced. A second call with the
+    same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
+    REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
+    content. The request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
 
-    A caller that lost its connection or its orchestrator calls again, here or at another orchestrator of the pipeline,
-    with the seed that RequestAdmitted told and with what it has (next_positions). One that still knows the request goes on
-    with it; any other runs it anew, and what was left of it elsewhere is stopped. An orchestrator that stops before a request
-    is done says so (UNAVAILABLE, NOT_RUNNING).
+    A caller that lost its connection or its orchestrator calls again, at the same or at another orchestrator of the
+    pipeline, with the seed from RequestAdmitted and with the positions that it has received (next_positions). An
+    orchestrator that knows the request continues it. Any other orchestrator restarts it, and the stages stop what
+    remains of the earlier run. An orchestrator that stops before the request is done ends the call (UNAVAILABLE,
+    NOT_RUNNING).
 
-    A request beyond the pipeline's limits waits in a bounded queue and hears where it stands. Beyond that queue it is refused
-    (RESOURCE_EXHAUSTED; ADMISSION_LIMIT, or CALLER_LIMIT for a limit of its caller's), with RetryInfo: who comes back
-    then, under the same request_id, finds a place. One that cannot be done by its deadline any more is refused
-    (DEADLINE_EXCEEDED, DEADLINE_UNREACHABLE), on arrival or while it waits. When the orchestrator stops, what waits is refused
-    (UNAVAILABLE, NOT_RUNNING). A request that never ran is forgotten: its request_id is free again.
+    A request above the pipeline's limits waits in a bounded queue, and the caller receives its position. If the queue
+    is full, the request is rejected (RESOURCE_EXHAUSTED, with reason ADMISSION_LIMIT, or CALLER_LIMIT for a limit of
+    its caller) with RetryInfo. A slot is reserved for a caller that retries at that time with the same request_id. A
+    request that cannot finish by its deadline is rejected (DEADLINE_EXCEEDED, DEADLINE_UNREACHABLE), on arrival or
+    while it waits. When the orchestrator stops, queued requests are rejected (UNAVAILABLE, NOT_RUNNING). The
+    orchestrator keeps no record of a request that never ran, so its request_id can be used again.
     """
     CancelRequest: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelRequestRequest, _orchestrator_pb2.CancelRequestResponse]  # type: ignore[assignment]
     """CancelRequest stops a request on every stage. Its Generate calls end with CANCELLED."""
     DescribePipeline: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.DescribePipelineRequest, _orchestrator_pb2.DescribePipelineResponse]  # type: ignore[assignment]
-    """DescribePipeline shows the pipeline, its stages and its replicas as they are now."""
+    """DescribePipeline returns the current state of the pipeline, its stages and its replicas."""
 
 class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """OrchestratorService is what clients call."""
+    """OrchestratorService is the API for clients."""
 
     @_abc_1.abstractmethod
     def Generate(
@@ -91,21 +95,23 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_orchestrator_pb2.GenerateResponse], _abc.AsyncIterator[_orchestrator_pb2.GenerateResponse]]:
-        """Generate runs a request through a pipeline and streams its outputs as they are made. A second call with the
-        same request_id and content attaches to the first; with other content it fails (ALREADY_EXISTS,
-        REQUEST_EXISTS). A seed that the second call leaves out is no other content, nor one that is in force. The request is
-        cancelled when its last caller goes, or GenerateRequest.linger_s later.
+        """Generate runs a request through a pipeline and streams its outputs while they are produced. A second call with the
+        same request_id and content attaches to the running request. With other content it fails (ALREADY_EXISTS,
+        REQUEST_EXISTS). Omitting the seed in the second call, or setting it to the seed in force, does not count as other
+        content. The request is cancelled when its last caller disconnects, or GenerateRequest.linger_s after that.
 
-        A caller that lost its connection or its orchestrator calls again, here or at another orchestrator of the pipeline,
-        with the seed that RequestAdmitted told and with what it has (next_positions). One that still knows the request goes on
-        with it; any other runs it anew, and what was left of it elsewhere is stopped. An orchestrator that stops before a request
-        is done says so (UNAVAILABLE, NOT_RUNNING).
+        A caller that lost its connection or its orchestrator calls again, at the same or at another orchestrator of the
+        pipeline, with the seed from RequestAdmitted and with the positions that it has received (next_positions). An
+        orchestrator that knows the request continues it. Any other orchestrator restarts it, and the stages stop what
+        remains of the earlier run. An orchestrator that stops before the request is done ends the call (UNAVAILABLE,
+        NOT_RUNNING).
 
-        A request beyond the pipeline's limits waits in a bounded queue and hears where it stands. Beyond that queue it is refused
-        (RESOURCE_EXHAUSTED; ADMISSION_LIMIT, or CALLER_LIMIT for a limit of its caller's), with RetryInfo: who comes back
-        then, under the same request_id, finds a place. One that cannot be done by its deadline any more is refused
-        (DEADLINE_EXCEEDED, DEADLINE_UNREACHABLE), on arrival or while it waits. When the orchestrator stops, what waits is refused
-        (UNAVAILABLE, NOT_RUNNING). A request that never ran is forgotten: its request_id is free again.
+        A request above the pipeline's limits waits in a bounded queue, and the caller receives its position. If the queue
+        is full, the request is rejected (RESOURCE_EXHAUSTED, with reason ADMISSION_LIMIT, or CALLER_LIMIT for a limit of
+        its caller) with RetryInfo. A slot is reserved for a caller that retries at that time with the same request_id. A
+        request that cannot finish by its deadline is rejected (DEADLINE_EXCEEDED, DEADLINE_UNREACHABLE), on arrival or
+        while it waits. When the orchestrator stops, queued requests are rejected (UNAVAILABLE, NOT_RUNNING). The
+        orchestrator keeps no record of a request that never ran, so its request_id can be used again.
         """
 
     @_abc_1.abstractmethod
@@ -122,6 +128,6 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.DescribePipelineRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.DescribePipelineResponse, _abc.Awaitable[_orchestrator_pb2.DescribePipelineResponse]]:
-        """DescribePipeline shows the pipeline, its stages and its replicas as they are now."""
+        """DescribePipeline returns the current state of the pipeline, its stages and its replicas."""
 
 def add_OrchestratorServiceServicer_to_server(servicer: OrchestratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Input(_message.Message):
-    """Input is what a client gives a request; the pipeline's first stages receive it."""
+    """Input is the input of a request. The pipeline's first stages receive it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -31,22 +31,22 @@ class Input(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     NEGATIVE_PROMPT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """One user message, put through the model's chat template where it has one."""
+    """One user message. The model's chat template is applied if it has one."""
     negative_prompt: _builtins.str
-    """What the output is not to show, beside a prompt, for stages that make pictures or films. Where no stage does, it is
-    refused (UNSUPPORTED).
+    """Text that describes what the output must not show, in addition to a prompt. Accepted by stages that generate images
+    or video. Rejected (UNSUPPORTED) if no stage of the request accepts it.
     """
     @_builtins.property
     def conversation(self) -> Global___Conversation:
-        """A conversation, put through the model's chat template. Pictures, sound and films come in its parts."""
+        """A conversation. The model's chat template is applied. Images, audio and video are parts of its messages."""
 
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Tokens of the model's own vocabulary, taken as they are."""
+        """Tokens of the model's own vocabulary. No template is applied."""
 
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Tensor]:
-        """Tensors by name, all inline."""
+        """Tensors by name, all of them inline."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ Global___Input: _TypeAlias = Input  # noqa: Y015
 
 @_typing.final
 class Conversation(_message.Message):
-    """Conversation is a list of messages, oldest first, at least one."""
+    """Conversation is a list of messages, oldest first. It contains at least one message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -101,12 +101,12 @@ class Message(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks: "system", "user" or "assistant"."""
+    """The role of the speaker: "system", "user" or "assistant"."""
     content: _builtins.str
-    """What is said, where it is text alone. Beside parts it is refused (INVALID_PROMPT)."""
+    """The content, if it is only text. Rejected together with parts (INVALID_PROMPT)."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]:
-        """What is said and shown, in order; the model's chat template gives each piece its place."""
+        """The content as text and media in order. The model's chat template places each part."""
 
     def __init__(
         self,
@@ -125,8 +125,9 @@ Global___Message: _TypeAlias = Message  # noqa: Y015
 
 @_typing.final
 class Part(_message.Message):
-    """Part is a piece of a message. A stage refuses kinds that its model does not take (UNSUPPORTED), more of a kind than it
-    takes (TOO_MANY_MEDIA), more than it would hold decoded (MEDIA_TOO_LARGE), and what cannot be read (INVALID_MEDIA).
+    """Part is one part of a message. A stage rejects kinds that its model does not accept (UNSUPPORTED), more parts of a
+    kind than its limit (TOO_MANY_MEDIA), media that exceed its size limit when decoded (MEDIA_TOO_LARGE), and media that
+    cannot be decoded (INVALID_MEDIA).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -140,19 +141,19 @@ class Part(_message.Message):
     """Text."""
     @_builtins.property
     def image(self) -> Global___Image:
-        """A picture: image/png, image/jpeg, image/webp, image/gif (its first frame) or image/bmp."""
+        """An image: image/png, image/jpeg, image/webp, image/gif (its first frame) or image/bmp."""
 
     @_builtins.property
     def audio(self) -> Global___Audio:
-        """Sound as samples, finite, at 1,000 to 384,000 Hz; channels are averaged."""
+        """Audio as finite samples, at 1,000 to 384,000 Hz. Several channels are averaged."""
 
     @_builtins.property
     def audio_file(self) -> Global___MediaFile:
-        """Sound as a file, for example audio/wav, audio/mpeg, audio/flac, audio/ogg or audio/mp4."""
+        """Audio as a file, for example audio/wav, audio/mpeg, audio/flac, audio/ogg or audio/mp4."""
 
     @_builtins.property
     def video_file(self) -> Global___MediaFile:
-        """A film without its sound, for example video/mp4, video/webm, video/quicktime or image/gif."""
+        """A video, whose audio track is ignored, for example video/mp4, video/webm, video/quicktime or image/gif."""
 
     def __init__(
         self,
@@ -175,16 +176,16 @@ Global___Part: _TypeAlias = Part  # noqa: Y015
 
 @_typing.final
 class MediaFile(_message.Message):
-    """MediaFile is an encoded sound or film."""
+    """MediaFile is an encoded audio or video file."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_FIELD_NUMBER: _builtins.int
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """The encoded bytes, at least one."""
+    """The encoded bytes. Must not be empty."""
     media_type: _builtins.str
-    """Their media type, for example "audio/wav"."""
+    """The media type, for example "audio/wav"."""
     def __init__(
         self,
         *,
@@ -201,7 +202,7 @@ Global___MediaFile: _TypeAlias = MediaFile  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
-    """TokenIds is a sequence of vocabulary positions."""
+    """TokenIds is a sequence of token ids of the model's vocabulary."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -225,7 +226,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Parameters(_message.Message):
-    """Parameters steer every stage of a request; a stage takes what it knows."""
+    """Parameters control the stages of a request. Each stage uses the parameters that it supports."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -254,19 +255,22 @@ class Parameters(_message.Message):
     OPTIONS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
-    """The seed of all randomness. Absent: drawn by the orchestrator and reported, so that a repeat repeats."""
+    """The random seed. The same seed reproduces the output. If absent, the orchestrator chooses one at random and reports
+    it in RequestAdmitted.
+    """
     adapter: _builtins.str
-    """The LoRA adapter for stages that take adapters, by the name that StageControlService.LoadAdapter gave it. One that such
-    a stage has not loaded fails (NOT_FOUND, UNKNOWN_ADAPTER). Absent: the model as it is.
+    """The LoRA adapter that stages with adapters use, by the name given to StageControlService.LoadAdapter. A request
+    fails if such a stage has not loaded it (NOT_FOUND, UNKNOWN_ADAPTER). If absent, the model is used without an
+    adapter.
     """
     @_builtins.property
     def sampling(self) -> Global___Sampling:
-        """For autoregressive stages."""
+        """Parameters of autoregressive stages."""
 
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Options that stages declare, by name, for example speed or num_inference_steps. Unknown names are refused
-        (UNKNOWN_OPTION).
+        """Options that the pipeline's stages declare, by name, for example speed or num_inference_steps. Unknown names are
+        rejected (UNKNOWN_OPTION).
         """
 
     def __init__(
@@ -294,7 +298,7 @@ Global___Parameters: _TypeAlias = Parameters  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """Sampling says how an autoregressive stage picks tokens. Absent fields take the stage's defaults."""
+    """Sampling controls how an autoregressive stage chooses tokens. An absent field has the stage's default."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -317,50 +321,56 @@ class Sampling(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """At most so many new tokens."""
+    """The maximum number of new tokens."""
     temperature: _builtins.float
-    """0 is greedy."""
+    """The sampling temperature. 0 always chooses the most probable token."""
     top_p: _builtins.float
-    """The least set of tokens whose probabilities reach this, in (0, 1]."""
+    """Sample only from the smallest set of most probable tokens whose probabilities add up to at least this value, in (0,
+    1].
+    """
     top_k: _builtins.int
-    """The most probable so many tokens; 0 is all."""
+    """Sample only from this number of most probable tokens. 0 means all tokens."""
     repetition_penalty: _builtins.float
-    """Factor on the logits of tokens already present, over 0; 1 is none."""
+    """The factor by which the logits of tokens in the prompt or the output are reduced. Above 0; 1 has no effect."""
     min_p: _builtins.float
-    """Only tokens at least this times as probable as the most probable one, in [0, 1]; 0 is all."""
+    """Drop tokens less probable than this fraction of the most probable token's probability, in [0, 1]. 0 drops none."""
     presence_penalty: _builtins.float
-    """Taken off the logits of tokens that were sampled before, in [-2, 2]; 0 is none."""
+    """Subtracted from the logits of tokens that were sampled before, in [-2, 2]. 0 has no effect."""
     frequency_penalty: _builtins.float
-    """Taken off the logits of tokens for each time that they were sampled before, in [-2, 2]; 0 is none."""
+    """Subtracted from the logits of a token once for each time that it was sampled before, in [-2, 2]. 0 has no effect."""
     min_tokens: _builtins.int
-    """No token ends the output before there are so many, at most max_tokens; 0 is no such limit. Stop texts still end it."""
+    """The minimum number of tokens before a token can end the output, at most max_tokens. 0 sets no minimum. Stop texts
+    end the output regardless of it.
+    """
     ignore_eos: _builtins.bool
-    """Whether to go on where the model ends; stop texts and stop_token_ids still end the output."""
+    """Whether to continue after the model's end-of-sequence token. Stop texts and stop_token_ids still end the output."""
     logprobs: _builtins.int
-    """Output.logprobs of sampled tokens, with so many of the most probable ones each, up to what the stage allows (usually
-    20); 0 is the sampled tokens' own alone. Absent: none.
+    """Return Output.logprobs for each sampled token, with this number of the most probable tokens, up to the stage's
+    limit (usually 20). 0 returns the sampled token's alone. If absent, none are returned.
     """
     json_schema: _builtins.str
-    """JSON that fulfils this JSON schema, an object in JSON."""
+    """JSON that conforms to this JSON schema, which is itself a JSON object."""
     regex: _builtins.str
-    """Text that this regular expression matches from end to end; without look-around and back references."""
+    """Text that this regular expression matches in full. Look-around and back references are not supported."""
     grammar: _builtins.str
     """Text of this context-free grammar, in the notation of Lark or GBNF."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that end the output, not part of it."""
+        """Texts that end the output. The text itself is not part of the output."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that end the output, beside the model's own end. One outside the vocabulary is refused (UNKNOWN_TOKEN)."""
+        """Tokens that end the output, in addition to the model's end-of-sequence token. A token outside the vocabulary is
+        rejected (UNKNOWN_TOKEN).
+        """
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Words and sequences that are not to be sampled, none of them empty."""
+        """Words and phrases that must not be generated. None may be empty."""
 
     @_builtins.property
     def choice(self) -> Global___Choice:
-        """One of some texts."""
+        """One of several texts."""
 
     def __init__(
         self,
@@ -433,14 +443,14 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class Choice(_message.Message):
-    """Choice is a list of texts of which one is to be taken."""
+    """Choice is a list of texts, one of which becomes the output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The texts, at least one, none of them empty."""
+        """The texts. At least one; none may be empty."""
 
     def __init__(
         self,
@@ -457,7 +467,7 @@ Global___Choice: _TypeAlias = Choice  # noqa: Y015
 
 @_typing.final
 class Output(_message.Message):
-    """Output is a piece of what a request gives its client."""
+    """Output is a part of an output that is sent while the request runs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -470,9 +480,11 @@ class Output(_message.Message):
     TENSOR_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The output's name: a stage's tensor in StageService, the pipeline's output in OrchestratorService."""
+    """The output's name: in StageService the name of a stage's tensor, in OrchestratorService the name of a pipeline's
+    output.
+    """
     seq: _builtins.int
-    """Its number within (request, name), from 0 without gaps."""
+    """Its number among the messages with this request and name, from 0 without gaps."""
     text: _builtins.str
     """Text to append."""
     @_builtins.property
@@ -481,19 +493,19 @@ class Output(_message.Message):
 
     @_builtins.property
     def audio(self) -> Global___Audio:
-        """Samples to append."""
+        """Audio samples to append."""
 
     @_builtins.property
     def image(self) -> Global___Image:
-        """A whole picture, which replaces an earlier one of the same name."""
+        """A complete image, which replaces an earlier one with the same name."""
 
     @_builtins.property
     def tensor(self) -> _tensor_pb2.Tensor:
-        """Any other tensor, inline."""
+        """A tensor of any other kind, inline."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Beside token_ids, one for each of them, where the request asked for it (Sampling.logprobs); empty otherwise."""
+        """With token_ids, one element for each token if the request asked for them (Sampling.logprobs). Otherwise empty."""
 
     def __init__(
         self,
@@ -519,7 +531,7 @@ Global___Output: _TypeAlias = Output  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
-    """TokenLogprobs says how probable the model itself, before all that Sampling does, took a sampled token to be."""
+    """TokenLogprobs contains log-probabilities of the model itself, before any change by Sampling."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -527,14 +539,14 @@ class TokenLogprobs(_message.Message):
     TOP_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
-    """The natural logarithm of its probability."""
+    """The natural logarithm of the sampled token's probability."""
     @_builtins.property
     def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The most probable tokens in its place, the first one first; as many as the request asked for."""
+        """The most probable tokens at this position, most probable first. Their number is Sampling.logprobs."""
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """The natural logarithms of their probabilities."""
+        """The natural logarithms of the probabilities of top_ids."""
 
     def __init__(
         self,
@@ -553,17 +565,17 @@ Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class Audio(_message.Message):
-    """Audio is a stretch of sound."""
+    """Audio is a sequence of audio samples."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLE_RATE_HZ_FIELD_NUMBER: _builtins.int
     sample_rate_hz: _builtins.int
-    """Samples a second."""
+    """The number of samples per second."""
     @_builtins.property
     def samples(self) -> _tensor_pb2.Tensor:
-        """Samples, float32 in [-1, 1], [samples] for one channel or [samples, channels], inline."""
+        """The samples: inline float32 in [-1, 1], [samples] for one channel or [samples, channels]."""
 
     def __init__(
         self,
@@ -581,7 +593,7 @@ Global___Audio: _TypeAlias = Audio  # noqa: Y015
 
 @_typing.final
 class Image(_message.Message):
-    """Image is an encoded picture."""
+    """Image is an encoded image."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -590,7 +602,7 @@ class Image(_message.Message):
     data: _builtins.bytes
     """The encoded bytes."""
     media_type: _builtins.str
-    """Their media type, for example "image/png"."""
+    """The media type, for example "image/png"."""
     def __init__(
         self,
         *,
@@ -607,7 +619,7 @@ Global___Image: _TypeAlias = Image  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """Usage counts what a stage did for a request."""
+    """Usage counts the work of a stage for a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -617,7 +629,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens in the prompt."""
     output_tokens: _builtins.int
-    """Tokens sampled."""
+    """Sampled tokens."""
     steps: _builtins.int
     """Engine steps."""
     def __init__(
@@ -637,7 +649,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Timings of one request, in seconds since it was accepted."""
+    """Timings are times in seconds since the request was accepted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -645,11 +657,11 @@ class Timings(_message.Message):
     FIRST_OUTPUT_S_FIELD_NUMBER: _builtins.int
     FINISHED_S_FIELD_NUMBER: _builtins.int
     started_s: _builtins.float
-    """Until its first engine step began."""
+    """When its first engine step started."""
     first_output_s: _builtins.float
-    """Until its first output or chunk; absent when it made none."""
+    """When its first output or chunk was produced. Absent if there was none."""
     finished_s: _builtins.float
-    """Until its end."""
+    """When it ended."""
     def __init__(
         self,
         *,
@@ -669,7 +681,7 @@ Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
 @_typing.final
 class EdgeUsage(_message.Message):
-    """EdgeUsage counts what crossed an edge for a request."""
+    """EdgeUsage counts the data that an edge transferred for a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -680,7 +692,7 @@ class EdgeUsage(_message.Message):
     edge: _builtins.str
     """The edge."""
     connector: _builtins.str
-    """How: "shm", "nixl" or "grpc"."""
+    """The connector's name, for example "shm", "nixl" or "grpc"."""
     chunks: _builtins.int
     """Data chunks sent."""
     size_bytes: _builtins.int

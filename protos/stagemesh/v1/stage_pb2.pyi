@@ -34,21 +34,23 @@ class _TokenSelection:
 class _TokenSelectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenSelection.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TOKEN_SELECTION_UNSPECIFIED: _TokenSelection.ValueType  # 0
-    """Not set; read as ALL."""
+    """Not set. Means ALL."""
     TOKEN_SELECTION_ALL: _TokenSelection.ValueType  # 1
-    """Every token that went through the model: the prompt's, and all sampled ones but the last."""
+    """Every token that the model processed: all tokens of the prompt, and all sampled tokens except the last."""
     TOKEN_SELECTION_LAST: _TokenSelection.ValueType  # 2
-    """Those from which a token was sampled: the prompt's last, and all sampled ones but the last."""
+    """Every token from which another was sampled: the last token of the prompt, and all sampled tokens except the last."""
 
 class TokenSelection(_TokenSelection, metaclass=_TokenSelectionEnumTypeWrapper):
-    """TokenSelection picks rows of tensors that have one for each token of a request, its prompt included. Others pass."""
+    """TokenSelection selects rows of tensors that have one row for each token of a request, including its prompt. Other
+    tensors are sent in full.
+    """
 
 TOKEN_SELECTION_UNSPECIFIED: TokenSelection.ValueType  # 0
-"""Not set; read as ALL."""
+"""Not set. Means ALL."""
 TOKEN_SELECTION_ALL: TokenSelection.ValueType  # 1
-"""Every token that went through the model: the prompt's, and all sampled ones but the last."""
+"""Every token that the model processed: all tokens of the prompt, and all sampled tokens except the last."""
 TOKEN_SELECTION_LAST: TokenSelection.ValueType  # 2
-"""Those from which a token was sampled: the prompt's last, and all sampled ones but the last."""
+"""Every token from which another was sampled: the last token of the prompt, and all sampled tokens except the last."""
 Global___TokenSelection: _TypeAlias = TokenSelection  # noqa: Y015
 
 class _ReplicaState:
@@ -60,44 +62,44 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     REPLICA_STATE_UNSPECIFIED: _ReplicaState.ValueType  # 0
     """Not set; never sent."""
     REPLICA_STATE_LOADING: _ReplicaState.ValueType  # 1
-    """The engine loads; steps are refused (NOT_READY)."""
+    """The engine is loading. Steps are rejected (NOT_READY)."""
     REPLICA_STATE_READY: _ReplicaState.ValueType  # 2
-    """Steps are taken."""
+    """Steps are accepted."""
     REPLICA_STATE_DRAINING: _ReplicaState.ValueType  # 3
-    """Running steps finish. After StageControlService.Drain, steps that were planned before are taken still; after SIGTERM
-    new ones are refused (NOT_READY).
+    """Running steps finish. After StageControlService.Drain, steps that were planned before are still accepted. After
+    SIGTERM, new steps are rejected (NOT_READY).
     """
     REPLICA_STATE_FAILED: _ReplicaState.ValueType  # 4
-    """The engine failed; the process is about to end."""
+    """The engine failed. The process is about to exit."""
     REPLICA_STATE_UNREACHABLE: _ReplicaState.ValueType  # 5
     """The replica does not answer. Never sent by the replica itself."""
     REPLICA_STATE_ASLEEP: _ReplicaState.ValueType  # 6
-    """The engine sleeps, or is about to; steps are refused (NOT_READY) until StageControlService.Wake."""
+    """The engine sleeps, or is about to. Steps are rejected (NOT_READY) until StageControlService.Wake."""
 
 class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper):
-    """ReplicaState is where a replica stands in its life."""
+    """ReplicaState is the state of a replica."""
 
 REPLICA_STATE_UNSPECIFIED: ReplicaState.ValueType  # 0
 """Not set; never sent."""
 REPLICA_STATE_LOADING: ReplicaState.ValueType  # 1
-"""The engine loads; steps are refused (NOT_READY)."""
+"""The engine is loading. Steps are rejected (NOT_READY)."""
 REPLICA_STATE_READY: ReplicaState.ValueType  # 2
-"""Steps are taken."""
+"""Steps are accepted."""
 REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 3
-"""Running steps finish. After StageControlService.Drain, steps that were planned before are taken still; after SIGTERM
-new ones are refused (NOT_READY).
+"""Running steps finish. After StageControlService.Drain, steps that were planned before are still accepted. After
+SIGTERM, new steps are rejected (NOT_READY).
 """
 REPLICA_STATE_FAILED: ReplicaState.ValueType  # 4
-"""The engine failed; the process is about to end."""
+"""The engine failed. The process is about to exit."""
 REPLICA_STATE_UNREACHABLE: ReplicaState.ValueType  # 5
 """The replica does not answer. Never sent by the replica itself."""
 REPLICA_STATE_ASLEEP: ReplicaState.ValueType  # 6
-"""The engine sleeps, or is about to; steps are refused (NOT_READY) until StageControlService.Wake."""
+"""The engine sleeps, or is about to. Steps are rejected (NOT_READY) until StageControlService.Wake."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 @_typing.final
 class ExecuteStepRequest(_message.Message):
-    """ExecuteStepRequest is one stage's share of a request."""
+    """ExecuteStepRequest describes one stage's part of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -114,52 +116,53 @@ class ExecuteStepRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     ABSENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'."""
+    """The request's id, 1 to 128 characters of letters, digits, '.', '_', ':' and '-'."""
     step_id: _builtins.str
-    """Names this call for idempotency, 1 to 256 such characters or '/'."""
+    """The id of this call, which makes it idempotent: 1 to 256 characters of the same set or '/'."""
     attempt: _builtins.int
-    """The try at this stage's share, from 1. Lower than one seen before fails (STALE_ATTEMPT; the error's metadata say which
-    `attempt` that was).
+    """The number of the attempt at this stage's part, from 1. An attempt lower than the highest one seen fails
+    (STALE_ATTEMPT; the error's metadata contains that `attempt`).
     """
     max_steps: _builtins.int
-    """Stop after so many engine steps with the state kept, unless that is the end. Absent: run to the end. An engine that
-    cannot pause refuses it (UNSUPPORTED), and so is 0 (INVALID_ARGUMENT). Outgoing edges are bound by the call that runs
-    to the end alone, incoming ones by the first; but an outgoing edge "@state" takes the state to another replica, where
-    an incoming one of that name, beside resume_from with its steps, has the request go on.
+    """Pause after this number of engine steps and keep the state, unless the step ends before. If absent, run to the end.
+    Rejected by an engine that cannot pause (UNSUPPORTED), and if 0 (INVALID_ARGUMENT). Incoming edges are bound by the
+    first call, outgoing edges only by the call that runs to the end. As an exception, an outgoing edge "@state" sends
+    the state to another replica. There, an incoming edge "@state" together with resume_from, which names its steps,
+    continues the request.
     """
     priority: _builtins.int
-    """Higher goes first where steps wait for each other."""
+    """Steps of a higher priority run first when steps compete."""
     @_builtins.property
     def input(self) -> _request_pb2.Input:
-        """The client's input; unset for stages fed by edges alone."""
+        """The client's input. Unset for stages that only edges feed."""
 
     @_builtins.property
     def parameters(self) -> _request_pb2.Parameters:
-        """How to run."""
+        """The request's parameters."""
 
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___InputBinding]:
-        """The edges that feed this stage."""
+        """The incoming edges of this stage."""
 
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputBinding]:
-        """The edges that this stage feeds."""
+        """The outgoing edges of this stage."""
 
     @_builtins.property
     def streamed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The emitted tensors to send back as Output, by name."""
+        """The names of the emitted tensors to return as Output."""
 
     @_builtins.property
     def resume_from(self) -> Global___Checkpoint:
-        """Continue from here instead of the start. An engine that cannot resume refuses it (UNSUPPORTED). Steps alone stand for
-        what this replica kept when it paused the request there; an engine that needs more refuses them where that is gone
-        (INVALID_CHECKPOINT).
+        """Resume from this checkpoint instead of the start. Rejected by an engine that cannot resume (UNSUPPORTED). A
+        checkpoint that contains only `steps` refers to the state that this replica kept when it paused the request there.
+        It is rejected if the engine needs that state and it is no longer kept (INVALID_CHECKPOINT).
         """
 
     @_builtins.property
     def absent(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Tensors that this stage accepts and that no edge brings it in this request. One that it cannot do without is refused
-        (MISSING_INPUT).
+        """Tensors that this stage accepts but that no edge supplies in this request. Rejected if the stage requires one of
+        them (MISSING_INPUT).
         """
 
     def __init__(
@@ -190,7 +193,7 @@ Global___ExecuteStepRequest: _TypeAlias = ExecuteStepRequest  # noqa: Y015
 
 @_typing.final
 class InputBinding(_message.Message):
-    """InputBinding ties an incoming edge to the replica that feeds it."""
+    """InputBinding connects an incoming edge to the replica that produces for it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -202,15 +205,15 @@ class InputBinding(_message.Message):
     edge: _builtins.str
     """The edge's name."""
     producer: _builtins.str
-    """The only replica whose chunks are taken."""
+    """The name of the producing replica. Chunks from other replicas are rejected."""
     transform: _builtins.str
-    """The transform that turns what comes into what the engine takes; empty for none."""
+    """The transform that converts packets into the engine's input. Empty for none."""
     apart: _builtins.bool
-    """Its packets are inputs of their own, taken as they come. Otherwise a packet waits until each other edge that is not
-    apart has one, and all make one input.
+    """Whether each packet of this edge is an input of its own, processed on arrival. Otherwise a packet waits until each
+    other edge that is not apart has a packet, and together they form one input.
     """
     attempt: _builtins.int
-    """The attempt of the edge's flow, by which its two ends know each other; 0 is the step's."""
+    """The flow's attempt, by which both ends identify it. 0 means the step's attempt."""
     def __init__(
         self,
         *,
@@ -230,7 +233,7 @@ Global___InputBinding: _TypeAlias = InputBinding  # noqa: Y015
 
 @_typing.final
 class OutputBinding(_message.Message):
-    """OutputBinding ties an outgoing edge to the replica that it feeds."""
+    """OutputBinding connects an outgoing edge to the replica that consumes from it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -247,20 +250,22 @@ class OutputBinding(_message.Message):
     consumer: _builtins.str
     """The consuming replica's name."""
     endpoint: _builtins.str
-    """Where that replica serves StageService, "host:port"."""
+    """The address at which the consuming replica serves StageService, "host:port"."""
     connector: _chunk_pb2.Connector.ValueType
-    """How the bytes are to cross."""
+    """The connector to use."""
     tokens: Global___TokenSelection.ValueType
-    """Which tokens' rows it carries, of tensors that have a row for each token, as hidden states have."""
+    """The tokens whose rows the edge carries, for tensors that have one row per token, such as hidden states."""
     attempt: _builtins.int
-    """The attempt of the edge's flow, by which its two ends know each other; 0 is the step's."""
+    """The flow's attempt, by which both ends identify it. 0 means the step's attempt."""
     @_builtins.property
     def policy(self) -> Global___ChunkPolicy:
-        """How the flow is cut into chunks."""
+        """The policy that divides the flow into chunks."""
 
     @_builtins.property
     def tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The emitted tensors that it carries; none is all of them. One that the stage does not emit is refused (UNKNOWN_TENSOR)."""
+        """The names of the emitted tensors that the edge carries. Empty for all. Rejected if the stage does not emit one of
+        them (UNKNOWN_TENSOR).
+        """
 
     def __init__(
         self,
@@ -284,7 +289,7 @@ Global___OutputBinding: _TypeAlias = OutputBinding  # noqa: Y015
 
 @_typing.final
 class ChunkPolicy(_message.Message):
-    """ChunkPolicy says how what an engine emits is cut into chunks."""
+    """ChunkPolicy determines how the emissions of an engine are divided into chunks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -292,11 +297,11 @@ class ChunkPolicy(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def whole(self) -> Global___WholePolicy:
-        """Everything in a single chunk at the end."""
+        """All emissions form a single chunk at the end."""
 
     @_builtins.property
     def frames(self) -> Global___FramesPolicy:
-        """Along the first axis of the tensors, which must agree in its length."""
+        """The tensors are divided along their first axis, whose length must be the same for all of them."""
 
     def __init__(
         self,
@@ -316,7 +321,7 @@ Global___ChunkPolicy: _TypeAlias = ChunkPolicy  # noqa: Y015
 
 @_typing.final
 class WholePolicy(_message.Message):
-    """WholePolicy joins all emissions along their first axis and sends them once."""
+    """WholePolicy concatenates all emissions along their first axis into one chunk."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -333,7 +338,7 @@ Global___WholePolicy: _TypeAlias = WholePolicy  # noqa: Y015
 
 @_typing.final
 class FramesPolicy(_message.Message):
-    """FramesPolicy sends a fixed number of frames at a time; the last chunk may be shorter."""
+    """FramesPolicy sends a fixed number of frames per chunk. The last chunk may be shorter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -341,11 +346,13 @@ class FramesPolicy(_message.Message):
     INITIAL_FRAMES_FIELD_NUMBER: _builtins.int
     LEFT_CONTEXT_FRAMES_FIELD_NUMBER: _builtins.int
     frames: _builtins.int
-    """Frames a chunk, at least 1."""
+    """The number of frames per chunk, at least 1."""
     initial_frames: _builtins.int
-    """Frames of the first chunk, for an early start; 0 is as the others."""
+    """The number of frames in the first chunk, which is typically smaller so that it is sent early. 0 means `frames`."""
     left_context_frames: _builtins.int
-    """Frames repeated from before a chunk at its front; the chunk's metadata "context_frames" says how many there are."""
+    """The number of frames before a chunk that are repeated at its start. The chunk's metadata value "context_frames" is
+    their actual number.
+    """
     def __init__(
         self,
         *,
@@ -363,7 +370,7 @@ Global___FramesPolicy: _TypeAlias = FramesPolicy  # noqa: Y015
 
 @_typing.final
 class Checkpoint(_message.Message):
-    """Checkpoint is enough of a request's state to continue it elsewhere."""
+    """Checkpoint is the part of a request's state that is needed to resume the request on another replica."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -413,26 +420,26 @@ class Checkpoint(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
-    """Engine steps done."""
+    """The number of completed engine steps."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens sampled so far: an autoregressive stage's state."""
+        """The tokens sampled so far. This is the state of an autoregressive stage."""
 
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.Tensor]:
-        """The state of other stages, by name. Left out where they take more than 6 MiB: GetChunk reads them, from edge
-        "@state", and so does a step that is bound to such an edge. Tokens and tensors are left out, too, where a caller
-        hears of a checkpoint only after a newer one, or the end of the step, has taken its place: it is kept no more.
+        """The state of other stages, by name. Omitted if it is larger than 6 MiB. It is then available on edge "@state", by
+        GetChunk or by a step that is bound to that edge. Tokens and tensors are also omitted if, by the time a caller
+        receives the checkpoint, a newer one or the end of the step has replaced it.
         """
 
     @_builtins.property
     def outputs(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """How many outputs of each name the steps have made."""
+        """For each name, the number of outputs that these steps produced."""
 
     @_builtins.property
     def rows(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """How many rows of each emitted tensor the steps have made, along its first axis: a step that resumes emits those after
-        them.
+        """For each emitted tensor, the number of rows along its first axis that these steps produced. A step that resumes
+        here emits the rows after them.
         """
 
     def __init__(
@@ -454,7 +461,7 @@ Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
 
 @_typing.final
 class RebindStepRequest(_message.Message):
-    """RebindStepRequest says who is at the other end of some of a step's edges from now on."""
+    """RebindStepRequest names the replicas to which some edges of a step are connected from now on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -463,16 +470,16 @@ class RebindStepRequest(_message.Message):
     INPUTS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request."""
+    """The request's id."""
     step_id: _builtins.str
-    """The step, as ExecuteStep named it."""
+    """The step's id, as in ExecuteStepRequest."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___InputRebinding]:
-        """Incoming edges, each with its new producer."""
+        """The incoming edges, each with its new producer."""
 
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputBinding]:
-        """Outgoing edges, each with its new consumer, who is sent all chunks from the first on."""
+        """The outgoing edges, each with its new consumer. The new consumer receives all chunks from the first one on."""
 
     def __init__(
         self,
@@ -492,8 +499,8 @@ Global___RebindStepRequest: _TypeAlias = RebindStepRequest  # noqa: Y015
 
 @_typing.final
 class InputRebinding(_message.Message):
-    """InputRebinding has another producer feed an incoming edge. What the step has taken is not taken again: the rows of a
-    tensor are counted along its first axis, over all of the edge's packets.
+    """InputRebinding connects an incoming edge to another producer. Rows that the step has already received are dropped.
+    They are counted for each tensor along its first axis, over all packets of the edge.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -522,13 +529,14 @@ class InputRebinding(_message.Message):
     FIRST_ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def binding(self) -> Global___InputBinding:
-        """The edge, its new producer, and the flow's new attempt; the transform stays what it was."""
+        """The edge, its new producer and the flow's new attempt. The transform cannot change."""
 
     @_builtins.property
     def first_rows(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Rows of each tensor that lie before the first that the new flow brings: those of the checkpoint that its producer
-        resumes from. 0 where a tensor is not named; one that the edge does not carry must not be. More than the step has taken
-        is refused (ROWS_MISSING), and so is anything but 0 on an edge whose chunks repeat left context.
+        """For each tensor, the number of rows before the first one of the new flow, which is that of the checkpoint from
+        which the producer resumes. 0 for a tensor that is not listed. Naming a tensor that the edge does not carry is an
+        error. Rejected if it is more than the step has received (ROWS_MISSING), and if it is not 0 on an edge whose chunks
+        repeat left context.
         """
 
     def __init__(
@@ -547,7 +555,9 @@ Global___InputRebinding: _TypeAlias = InputRebinding  # noqa: Y015
 
 @_typing.final
 class RebindStepResponse(_message.Message):
-    """RebindStepResponse says that the edges are bound: the new producer may start, and the new consumer is being fed."""
+    """RebindStepResponse confirms that the edges are bound. The new producer may start, and the new consumer is being
+    supplied.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -564,7 +574,7 @@ Global___RebindStepResponse: _TypeAlias = RebindStepResponse  # noqa: Y015
 
 @_typing.final
 class ExecuteStepResponse(_message.Message):
-    """ExecuteStepResponse is an event in the life of a step."""
+    """ExecuteStepResponse is an event of a step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -576,27 +586,29 @@ class ExecuteStepResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___StepAccepted:
-        """First: the step is known here; its input edges can be opened."""
+        """The first event: the step is registered, and its input edges can be opened."""
 
     @_builtins.property
     def progress(self) -> Global___StepProgress:
-        """How far it is."""
+        """The progress of the step."""
 
     @_builtins.property
     def output(self) -> _request_pb2.Output:
-        """Something for the client."""
+        """A part of an output for the client."""
 
     @_builtins.property
     def checkpoint(self) -> Global___Checkpoint:
-        """A state to resume from."""
+        """A state from which the step can resume."""
 
     @_builtins.property
     def paused(self) -> Global___StepPaused:
-        """Last: max_steps is reached, or the replica hands the step on (DrainRequest.move_after_s); the state is kept."""
+        """The last event if max_steps is reached, or if the draining replica releases the step (DrainRequest.move_after_s).
+        The state is kept.
+        """
 
     @_builtins.property
     def finished(self) -> Global___StepFinished:
-        """Last: the stage is done and all its chunks have arrived."""
+        """The last event if the stage is done and all of its chunks have arrived."""
 
     def __init__(
         self,
@@ -620,7 +632,7 @@ Global___ExecuteStepResponse: _TypeAlias = ExecuteStepResponse  # noqa: Y015
 
 @_typing.final
 class ExecuteStepsRequest(_message.Message):
-    """ExecuteStepsRequest begins a call, or hangs it up."""
+    """ExecuteStepsRequest starts or cancels a call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -628,15 +640,15 @@ class ExecuteStepsRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     call: _builtins.int
-    """Numbers the call; each number is used for one call of the stream. One that still runs is refused, and with it the stream
-    (INVALID_ARGUMENT).
+    """The call's number. Each number is used for one call of the stream. Starting a call with the number of a running one
+    fails the whole stream (INVALID_ARGUMENT).
     """
     timeout_s: _builtins.float
-    """How long the call may take, in seconds, as a gRPC deadline would say. Absent: as long as it takes."""
+    """The call's deadline in seconds from now. If absent, the call has no deadline."""
     @_builtins.property
     def step(self) -> Global___ExecuteStepRequest:
-        """What ExecuteStep would be called with. Absent: the caller hangs up; harmless where the call has ended. Nothing is said
-        of a call that was hung up but what was on its way.
+        """The request of ExecuteStep. If absent, the call is cancelled, which has no effect if it has ended. After a
+        cancellation, the caller receives only those messages of the call that were already sent.
         """
 
     def __init__(
@@ -658,20 +670,20 @@ Global___ExecuteStepsRequest: _TypeAlias = ExecuteStepsRequest  # noqa: Y015
 
 @_typing.final
 class ExecuteStepsResponse(_message.Message):
-    """ExecuteStepsResponse carries what calls have to say, in order."""
+    """ExecuteStepsResponse carries messages of calls, in order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     CLOSING_FIELD_NUMBER: _builtins.int
     closing: _builtins.bool
-    """The replica shuts down, and all calls that it knows of have ended; of one that crosses this nothing more is said. The
-    caller ends its side of the stream and reads on to the end; the replica ends it a moment later anyway. What a caller
-    writes once a stream has ended would cost it what it has not read yet.
+    """The replica shuts down, and all calls that it received have ended. A call that was sent at the same time gets no
+    answer. The caller ends its side of the stream and reads the rest, because writing to a stream that has ended would
+    discard what the caller has not read. The replica ends the stream shortly after in any case.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepMessage]:
-        """At least one, unless `closing`."""
+        """The messages, at least one unless `closing` is set."""
 
     def __init__(
         self,
@@ -689,7 +701,7 @@ Global___ExecuteStepsResponse: _TypeAlias = ExecuteStepsResponse  # noqa: Y015
 
 @_typing.final
 class StepMessage(_message.Message):
-    """StepMessage is what one call has to say."""
+    """StepMessage is a message of one call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -697,14 +709,14 @@ class StepMessage(_message.Message):
     EVENT_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     call: _builtins.int
-    """The call."""
+    """The call's number."""
     @_builtins.property
     def event(self) -> Global___ExecuteStepResponse:
-        """What ExecuteStep would stream."""
+        """An event, as ExecuteStep would stream it."""
 
     @_builtins.property
     def ended(self) -> Global___StepEnded:
-        """Last: the call is over, and its caller has not hung up."""
+        """The last message of a call that the caller has not cancelled."""
 
     def __init__(
         self,
@@ -725,14 +737,14 @@ Global___StepMessage: _TypeAlias = StepMessage  # noqa: Y015
 
 @_typing.final
 class StepEnded(_message.Message):
-    """StepEnded ends a call, as a status ends an RPC."""
+    """StepEnded ends a call, like the status of an RPC."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> _chunk_pb2.Error:
-        """Why it failed; unset where it did not."""
+        """The cause of a failure. Unset if the call succeeded."""
 
     def __init__(
         self,
@@ -749,13 +761,13 @@ Global___StepEnded: _TypeAlias = StepEnded  # noqa: Y015
 
 @_typing.final
 class StepAccepted(_message.Message):
-    """StepAccepted says that the step waits for the engine or runs."""
+    """StepAccepted reports that the step waits for the engine, or runs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     queue_position: _builtins.int
-    """Requests before it in the engine's queue; 0 when it starts at once."""
+    """The number of requests before it in the engine's queue. 0 if it starts at once."""
     def __init__(
         self,
         *,
@@ -778,9 +790,9 @@ class StepProgress(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     TOTAL_STEPS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
-    """Steps done."""
+    """The number of completed steps."""
     total_steps: _builtins.int
-    """Steps in all, where the engine knows."""
+    """The total number of steps, if the engine knows it."""
     def __init__(
         self,
         *,
@@ -799,14 +811,14 @@ Global___StepProgress: _TypeAlias = StepProgress  # noqa: Y015
 
 @_typing.final
 class StepPaused(_message.Message):
-    """StepPaused ends a call that had max_steps, or whose replica drains."""
+    """StepPaused ends a call that had max_steps, or whose replica is drained."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def checkpoint(self) -> Global___Checkpoint:
-        """The state, also kept here for a while, for a call with the same request_id and resume_from."""
+        """The state. The replica also keeps it for a limited time, for a call with the same request_id and resume_from."""
 
     def __init__(
         self,
@@ -823,7 +835,7 @@ Global___StepPaused: _TypeAlias = StepPaused  # noqa: Y015
 
 @_typing.final
 class StepFinished(_message.Message):
-    """StepFinished ends a call."""
+    """StepFinished ends a call that succeeded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -832,15 +844,15 @@ class StepFinished(_message.Message):
     EDGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def usage(self) -> _request_pb2.Usage:
-        """What was done."""
+        """The amount of work."""
 
     @_builtins.property
     def timings(self) -> _request_pb2.Timings:
-        """How long it took."""
+        """The times of the step."""
 
     @_builtins.property
     def edges(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.EdgeUsage]:
-        """What was sent on each outgoing edge."""
+        """The data sent on each outgoing edge."""
 
     def __init__(
         self,
@@ -867,11 +879,11 @@ class PutChunkRequest(_message.Message):
     ITEMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
-        """In the stream's first message only."""
+        """Set in the stream's first message only."""
 
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___PutItem]:
-        """One engine step's worth for all its requests, or less."""
+        """At most the output of one engine step for all of its requests."""
 
     def __init__(
         self,
@@ -889,7 +901,7 @@ Global___PutChunkRequest: _TypeAlias = PutChunkRequest  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """Hello introduces a producing replica."""
+    """Hello identifies a producing replica."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -899,17 +911,17 @@ class Hello(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     ARENA_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
-    """Its name in the pipeline, for example "thinker-0"."""
+    """The replica's name in the pipeline, for example "thinker-0"."""
     incarnation: _builtins.str
-    """Drawn anew at every start of the replica."""
+    """Generated at random each time the replica starts."""
     pipeline: _builtins.str
-    """The pipeline that it serves; another than the consumer's is refused (WRONG_PIPELINE)."""
+    """The pipeline that it serves. Rejected if it is not the consumer's (WRONG_PIPELINE)."""
     generation: _builtins.str
-    """The pipeline's generation; another than the consumer's is refused (WRONG_GENERATION)."""
+    """The pipeline's generation. Rejected if it is not the consumer's (WRONG_GENERATION)."""
     @_builtins.property
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def arena(self) -> Global___ArenaAdvertisement:
-        """Not read: an arena is offered by Offer."""
+        """Not used. Offer announces an arena."""
 
     def __init__(
         self,
@@ -930,8 +942,8 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class ArenaAdvertisement(_message.Message):
-    """ArenaAdvertisement is what the shm connector offers: by it a consumer knows the memory file, which the producer handed
-    over on the local stream, for the right one.
+    """ArenaAdvertisement is the offer of the shm connector. It lets the consumer verify the memory file that the producer
+    passed over the local stream.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -941,21 +953,21 @@ class ArenaAdvertisement(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     process_id: _builtins.int
-    """The process that owns it, as numbered on its own host; for people."""
+    """The id of the process that owns it, on its own host. For people."""
     @_builtins.property
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def file_descriptor(self) -> _builtins.int:
-        """Not read: the file is handed over."""
+        """Not used. The file is passed over the local stream."""
 
     @file_descriptor.setter
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def file_descriptor(self, value: _builtins.int) -> None:
-        """Not read: the file is handed over."""
+        """Not used. The file is passed over the local stream."""
 
     size_bytes: _builtins.int
     """The arena's length in bytes."""
     token: _builtins.bytes
-    """Random bytes that also stand at the arena's start."""
+    """Random bytes, which are also at the start of the arena."""
     def __init__(
         self,
         *,
@@ -974,7 +986,7 @@ Global___ArenaAdvertisement: _TypeAlias = ArenaAdvertisement  # noqa: Y015
 
 @_typing.final
 class PutItem(_message.Message):
-    """PutItem is one thing on its way to a consumer."""
+    """PutItem is one message of a producer to a consumer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -985,23 +997,23 @@ class PutItem(_message.Message):
     OFFER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenEdge:
-        """A flow begins, or goes on after a reconnect."""
+        """A flow starts, or resumes after a reconnect."""
 
     @_builtins.property
     def chunk(self) -> _chunk_pb2.Chunk:
-        """A chunk, whose pieces went before it."""
+        """A chunk, whose fragments were sent before it."""
 
     @_builtins.property
     def piece(self) -> _chunk_pb2.ChunkPiece:
-        """A piece of a chunk to come."""
+        """A fragment of a later chunk."""
 
     @_builtins.property
     def demand(self) -> Global___CreditDemand:
-        """The next chunk is larger than the credit left can ever be."""
+        """The next chunk is larger than the credit window of the flow."""
 
     @_builtins.property
     def offer(self) -> Global___Offer:
-        """The producer's arena can be read by a connector."""
+        """A connector can read the producer's arena."""
 
     def __init__(
         self,
@@ -1024,8 +1036,8 @@ Global___PutItem: _TypeAlias = PutItem  # noqa: Y015
 
 @_typing.final
 class Offer(_message.Message):
-    """Offer says how a producer's arena is read by a connector. Sent before the first flow that is to use it; answered by
-    Meeting.
+    """Offer describes how a connector reads a producer's arena. Sent before the first flow that uses the connector.
+    Answered by Meeting.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1035,7 +1047,7 @@ class Offer(_message.Message):
     connector: _chunk_pb2.Connector.ValueType
     """The connector."""
     offer: _builtins.bytes
-    """What a consumer needs, in the connector's own form."""
+    """The data that a consumer needs, in the connector's own format."""
     def __init__(
         self,
         *,
@@ -1052,7 +1064,7 @@ Global___Offer: _TypeAlias = Offer  # noqa: Y015
 
 @_typing.final
 class Meeting(_message.Message):
-    """Meeting answers Offer."""
+    """Meeting answers an Offer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1062,7 +1074,7 @@ class Meeting(_message.Message):
     """The connector."""
     @_builtins.property
     def error(self) -> _chunk_pb2.Error:
-        """Why the consumer cannot read by it; unset where it can."""
+        """The reason why the consumer cannot read by this connector. Unset if it can."""
 
     def __init__(
         self,
@@ -1080,7 +1092,9 @@ Global___Meeting: _TypeAlias = Meeting  # noqa: Y015
 
 @_typing.final
 class OpenEdge(_message.Message):
-    """OpenEdge asks the consumer to take a flow, from the start or from where it stands. Answered by EdgeOpened or EdgeRejected."""
+    """OpenEdge asks the consumer to accept a flow, from the start or from its current position. Answered by EdgeOpened or
+    EdgeRejected.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1088,10 +1102,10 @@ class OpenEdge(_message.Message):
     CONNECTOR_FIELD_NUMBER: _builtins.int
     OPENING_FIELD_NUMBER: _builtins.int
     connector: _chunk_pb2.Connector.ValueType
-    """The connector that it will use: GRPC, or one that a Meeting agreed to."""
+    """The connector that the flow will use: GRPC, or one that a Meeting accepted."""
     opening: _builtins.int
-    """How often the producer has opened the flow before; the answer repeats it, so that an answer to an earlier call is
-    known for one.
+    """The number of times that the producer has opened the flow before. The answer repeats it, so that a delayed answer
+    to an earlier OpenEdge is recognized.
     """
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
@@ -1114,8 +1128,8 @@ Global___OpenEdge: _TypeAlias = OpenEdge  # noqa: Y015
 
 @_typing.final
 class CreditDemand(_message.Message):
-    """CreditDemand asks for credit enough for one chunk that exceeds the usual window. Answered by CreditGrant
-    once what came before has been taken, or by EdgeRejected (CHUNK_TOO_LARGE).
+    """CreditDemand asks for enough credit for one chunk that exceeds the credit window. Answered by CreditGrant after the
+    earlier chunks have been consumed, or by EdgeRejected (CHUNK_TOO_LARGE).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1123,7 +1137,7 @@ class CreditDemand(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
-    """The chunk's size."""
+    """The chunk's size in bytes."""
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow."""
@@ -1152,7 +1166,7 @@ class PutChunkResponse(_message.Message):
     REPLIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
-        """In the stream's first answer only."""
+        """Set in the stream's first answer only."""
 
     @_builtins.property
     def replies(self) -> _containers.RepeatedCompositeFieldContainer[Global___PutReply]:
@@ -1174,7 +1188,7 @@ Global___PutChunkResponse: _TypeAlias = PutChunkResponse  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
-    """Welcome introduces a consuming replica."""
+    """Welcome identifies a consuming replica."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1185,24 +1199,24 @@ class Welcome(_message.Message):
     HELD_LEASE_IDS_FIELD_NUMBER: _builtins.int
     LOCAL_SOCKET_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
-    """Its name in the pipeline."""
+    """The replica's name in the pipeline."""
     incarnation: _builtins.str
-    """Drawn anew at every start of the replica."""
+    """Generated at random each time the replica starts."""
     inline_limit_bytes: _builtins.int
-    """Chunks up to this many bytes are sent inline whatever the connector."""
+    """Chunks of at most this number of bytes are sent inline with every connector."""
     local_socket: _builtins.str
-    """The abstract unix socket on which a producer on the same host can open a second, faster stream to this incarnation.
-    There, each message has its length before it (4 bytes, little-endian), the first byte brings the arena's memory
-    file, and Hello and Welcome come first as here. Empty where there is none.
+    """The abstract unix socket at which a producer on the same host can open a second, faster stream to this incarnation.
+    On that stream, each message is preceded by its length (4 bytes, little-endian), the first byte carries the
+    descriptor of the arena's memory file, and Hello and Welcome are exchanged first as here. Empty if there is none.
     """
     @_builtins.property
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def connectors(self) -> _containers.RepeatedScalarFieldContainer[_chunk_pb2.Connector.ValueType]:
-        """Not read: connectors are settled by Offer and Meeting."""
+        """Not used. Offer and Meeting negotiate connectors."""
 
     @_builtins.property
     def held_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """After a reconnect: the leases that are still held here; the producer takes all others back."""
+        """After a reconnect: the leases that the consumer still holds. The producer releases all others."""
 
     def __init__(
         self,
@@ -1224,7 +1238,7 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class PutReply(_message.Message):
-    """PutReply is one thing on its way back to a producer."""
+    """PutReply is one message of a consumer to a producer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1242,31 +1256,31 @@ class PutReply(_message.Message):
 
     @_builtins.property
     def ack(self) -> Global___ChunkAck:
-        """Chunks have arrived and are checked."""
+        """Chunks have arrived and were checked."""
 
     @_builtins.property
     def credit(self) -> Global___CreditGrant:
-        """More may be sent."""
+        """The flow may send more bytes."""
 
     @_builtins.property
     def commit(self) -> Global___EdgeCommit:
-        """The flow's result is safe; whatever is retained for it can go."""
+        """The flow's result is complete. The producer can release what it retains for it."""
 
     @_builtins.property
     def rejected(self) -> Global___EdgeRejected:
-        """The flow is refused or broken off; nothing more of it is read."""
+        """The flow is rejected or aborted. The consumer reads nothing more of it."""
 
     @_builtins.property
     def release(self) -> Global___LeaseRelease:
-        """Regions are no longer read."""
+        """The consumer no longer reads these regions."""
 
     @_builtins.property
     def meeting(self) -> Global___Meeting:
-        """The consumer can, or cannot, read by a connector."""
+        """Whether the consumer can read by a connector."""
 
     @_builtins.property
     def resync(self) -> Global___EdgeResync:
-        """The flow must be opened again."""
+        """The producer must open the flow again."""
 
     def __init__(
         self,
@@ -1302,13 +1316,13 @@ class EdgeOpened(_message.Message):
     CONNECTOR_FIELD_NUMBER: _builtins.int
     OPENING_FIELD_NUMBER: _builtins.int
     next_seq: _builtins.int
-    """The next chunk to send; 0 for a new flow."""
+    """The number of the next chunk to send. 0 for a new flow."""
     credit_limit_bytes: _builtins.int
-    """Bytes that may be sent in all, counted from the flow's first chunk."""
+    """The total number of bytes that may be sent, counted from the flow's first chunk."""
     connector: _chunk_pb2.Connector.ValueType
-    """That of OpenEdge."""
+    """The connector of the OpenEdge."""
     opening: _builtins.int
-    """That of OpenEdge."""
+    """The opening of the OpenEdge."""
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow."""
@@ -1332,7 +1346,7 @@ Global___EdgeOpened: _TypeAlias = EdgeOpened  # noqa: Y015
 
 @_typing.final
 class ChunkAck(_message.Message):
-    """ChunkAck says how far a flow has arrived."""
+    """ChunkAck reports how many chunks of a flow have arrived."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1340,9 +1354,9 @@ class ChunkAck(_message.Message):
     NEXT_SEQ_FIELD_NUMBER: _builtins.int
     CREDIT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     next_seq: _builtins.int
-    """All chunks below this have arrived."""
+    """All chunks with a lower number have arrived."""
     credit_limit_bytes: _builtins.int
-    """Bytes that may be sent in all, as in CreditGrant; 0 where that has not changed."""
+    """The total number of bytes that may be sent, as in CreditGrant. 0 if it has not changed."""
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow."""
@@ -1364,14 +1378,14 @@ Global___ChunkAck: _TypeAlias = ChunkAck  # noqa: Y015
 
 @_typing.final
 class CreditGrant(_message.Message):
-    """CreditGrant raises what may be sent. Limits are totals, so that a repeat does no harm."""
+    """CreditGrant raises the number of bytes that may be sent. It is a total, so a repeated message has no effect."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
     LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     limit_bytes: _builtins.int
-    """Bytes that may be sent in all, counted from the flow's first chunk."""
+    """The total number of bytes that may be sent, counted from the flow's first chunk."""
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow."""
@@ -1392,8 +1406,8 @@ Global___CreditGrant: _TypeAlias = CreditGrant  # noqa: Y015
 
 @_typing.final
 class EdgeResync(_message.Message):
-    """EdgeResync asks a producer to open a flow again, because something of it was lost or could not be read. Whatever comes of
-    the flow before that is ignored.
+    """EdgeResync asks a producer to open a flow again, because a message was lost or could not be read. The consumer
+    ignores messages of the flow that arrive before the new OpenEdge.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1402,14 +1416,14 @@ class EdgeResync(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     failed: _chunk_pb2.Connector.ValueType
-    """A connector that failed and is not to be used again while the stream lasts; unset where none did."""
+    """A connector that failed and must not be used again on this stream. Unset if none failed."""
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow."""
 
     @_builtins.property
     def error(self) -> _chunk_pb2.Error:
-        """Why."""
+        """The cause."""
 
     def __init__(
         self,
@@ -1428,7 +1442,7 @@ Global___EdgeResync: _TypeAlias = EdgeResync  # noqa: Y015
 
 @_typing.final
 class EdgeCommit(_message.Message):
-    """EdgeCommit lets a producer forget a flow."""
+    """EdgeCommit lets a producer release a flow."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1452,7 +1466,7 @@ Global___EdgeCommit: _TypeAlias = EdgeCommit  # noqa: Y015
 
 @_typing.final
 class EdgeRejected(_message.Message):
-    """EdgeRejected tells a producer why its flow cannot go on."""
+    """EdgeRejected reports to a producer why its flow cannot continue."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1489,7 +1503,7 @@ class LeaseRelease(_message.Message):
     LEASE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The leases, each returned once."""
+        """The leases. Each is returned once."""
 
     def __init__(
         self,
@@ -1506,14 +1520,14 @@ Global___LeaseRelease: _TypeAlias = LeaseRelease  # noqa: Y015
 
 @_typing.final
 class GetChunkRequest(_message.Message):
-    """GetChunkRequest asks for what an edge still holds."""
+    """GetChunkRequest asks for the retained chunks of an edge."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
     FIRST_SEQ_FIELD_NUMBER: _builtins.int
     first_seq: _builtins.int
-    """The first chunk wanted. One that is no longer retained fails (CHUNK_GONE)."""
+    """The first chunk wanted. Fails if it is no longer retained (CHUNK_GONE)."""
     @_builtins.property
     def key(self) -> _chunk_pb2.EdgeKey:
         """The flow."""
@@ -1534,7 +1548,7 @@ Global___GetChunkRequest: _TypeAlias = GetChunkRequest  # noqa: Y015
 
 @_typing.final
 class GetChunkResponse(_message.Message):
-    """GetChunkResponse is a chunk with streamed tensors, or a piece of the next one."""
+    """GetChunkResponse is a chunk with streamed tensors, or a fragment of the next one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1542,11 +1556,11 @@ class GetChunkResponse(_message.Message):
     PIECE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chunk(self) -> _chunk_pb2.Chunk:
-        """A chunk, whose pieces went before it."""
+        """A chunk, whose fragments were sent before it."""
 
     @_builtins.property
     def piece(self) -> _chunk_pb2.ChunkPiece:
-        """A piece of the chunk to come."""
+        """A fragment of the next chunk."""
 
     def __init__(
         self,
@@ -1566,7 +1580,7 @@ Global___GetChunkResponse: _TypeAlias = GetChunkResponse  # noqa: Y015
 
 @_typing.final
 class DescribeRequest(_message.Message):
-    """DescribeRequest asks a replica what it is."""
+    """DescribeRequest asks a replica for its identity and state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1583,7 +1597,7 @@ Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
 
 @_typing.final
 class DescribeResponse(_message.Message):
-    """DescribeResponse is a replica's self-portrait."""
+    """DescribeResponse is the identity and state of a replica."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1611,34 +1625,34 @@ class DescribeResponse(_message.Message):
     replica: _builtins.str
     """The replica's name."""
     incarnation: _builtins.str
-    """Drawn anew at every start."""
+    """Generated at random each time the replica starts."""
     engine: _builtins.str
     """The engine's name."""
     model: _builtins.str
     """The model's name or path."""
     state: Global___ReplicaState.ValueType
-    """Where it stands."""
+    """The replica's state."""
     detail: _builtins.str
-    """For people: what it loads, or why it failed."""
+    """A text for people: what it is loading, or why it failed."""
     wire_version: _builtins.int
-    """The contract's version, 1."""
+    """The version of this API: 1."""
     host: _builtins.str
-    """Replicas that say the same can share memory: they are on one host, in one network namespace, and of one user. Drawn anew
-    when the host starts. Empty: not known.
+    """An identifier shared by replicas that can share memory, because they are on one host, in one network namespace, and
+    run as one user. Generated at random when the host starts. Empty if not known.
     """
     zone: _builtins.str
-    """Where the host stands, as its operator calls it; replicas of one zone are near each other. Empty: not known."""
+    """The zone of the host, as its operator named it. Replicas in one zone are treated as co-located. Empty if not known."""
     @_builtins.property
     def accepts(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorSpec]:
-        """What it must be fed, empty for a stage that takes the client's input."""
+        """The tensors that it requires as input. Empty for a stage that accepts the client's input."""
 
     @_builtins.property
     def emits(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorSpec]:
-        """What it makes."""
+        """The tensors that it produces."""
 
     @_builtins.property
     def connectors(self) -> _containers.RepeatedScalarFieldContainer[_chunk_pb2.Connector.ValueType]:
-        """The connectors that it can use at all."""
+        """The connectors that it supports."""
 
     def __init__(
         self,
@@ -1676,10 +1690,10 @@ class WatchLoadRequest(_message.Message):
     INTERVAL_S_FIELD_NUMBER: _builtins.int
     IDLE_INTERVAL_S_FIELD_NUMBER: _builtins.int
     interval_s: _builtins.float
-    """Seconds between reports, from 0.05; 0 is 1."""
+    """Seconds between reports, at least 0.05. 0 means 1."""
     idle_interval_s: _builtins.float
-    """Seconds between reports while no step runs or waits; 0, and anything shorter than interval_s, is interval_s. A replica
-    that gets work reports again within interval_s.
+    """Seconds between reports while no step runs or waits. 0, or less than interval_s, means interval_s. A replica that
+    receives work reports again within interval_s.
     """
     def __init__(
         self,
@@ -1697,7 +1711,7 @@ Global___WatchLoadRequest: _TypeAlias = WatchLoadRequest  # noqa: Y015
 
 @_typing.final
 class WatchLoadResponse(_message.Message):
-    """WatchLoadResponse is a replica's load at one moment."""
+    """WatchLoadResponse is the current load of a replica."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1713,27 +1727,29 @@ class WatchLoadResponse(_message.Message):
     LANDING_USED_BYTES_FIELD_NUMBER: _builtins.int
     LANDING_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     running: _builtins.int
-    """Steps that the engine works on."""
+    """Steps that the engine is processing."""
     queued: _builtins.int
     """Steps that wait for the engine."""
     work_s: _builtins.float
-    """Seconds of work left, as the engine estimates; 0 where it is idle."""
+    """The engine's estimate of the remaining work in seconds. 0 if it is idle."""
     arena_used_bytes: _builtins.int
-    """Arena bytes in use."""
+    """Bytes of the arena in use."""
     arena_size_bytes: _builtins.int
-    """Arena bytes in all."""
+    """The size of the arena in bytes."""
     credit_bytes: _builtins.int
-    """Bytes that producers may still send here."""
+    """Bytes that producers may still send to this replica."""
     free_memory_bytes: _builtins.int
     """Host memory free for this process, in bytes."""
     arena_largest_free_bytes: _builtins.int
-    """The largest piece of the arena that is free; far below what is free in all, the arena is fragmented."""
+    """The largest contiguous free range of the arena in bytes. If it is far below the total free bytes, the arena is
+    fragmented.
+    """
     arena_waiting: _builtins.int
-    """Chunks that wait for room in the arena."""
+    """Chunks that wait for free space in the arena."""
     landing_used_bytes: _builtins.int
-    """Bytes in use of the memory that chunks are fetched into, by a connector that copies."""
+    """Bytes in use of the memory into which connectors that copy read chunks."""
     landing_size_bytes: _builtins.int
-    """The same in all; 0 where no such connector is in use."""
+    """The size of that memory in bytes. 0 if no such connector is in use."""
     def __init__(
         self,
         *,
@@ -1759,7 +1775,7 @@ Global___WatchLoadResponse: _TypeAlias = WatchLoadResponse  # noqa: Y015
 
 @_typing.final
 class CancelStepRequest(_message.Message):
-    """CancelStepRequest names what to stop."""
+    """CancelStepRequest names the steps to cancel."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1769,9 +1785,9 @@ class CancelStepRequest(_message.Message):
     request_id: _builtins.str
     """The request."""
     attempt: _builtins.int
-    """The attempt and all before it; 0 is all."""
+    """Cancel this attempt and all earlier ones. 0 cancels all attempts."""
     reason: _builtins.str
-    """Why, for the log and the Abort sent downstream."""
+    """The reason, for the log and for the Abort that is sent downstream."""
     def __init__(
         self,
         *,
@@ -1789,13 +1805,13 @@ Global___CancelStepRequest: _TypeAlias = CancelStepRequest  # noqa: Y015
 
 @_typing.final
 class CancelStepResponse(_message.Message):
-    """CancelStepResponse is sent once the engine has let go."""
+    """CancelStepResponse is sent after the engine has released the steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STOPPED_FIELD_NUMBER: _builtins.int
     stopped: _builtins.int
-    """How many steps were stopped; 0 when none ran."""
+    """The number of steps that were cancelled. 0 if none ran."""
     def __init__(
         self,
         *,
@@ -1811,7 +1827,7 @@ Global___CancelStepResponse: _TypeAlias = CancelStepResponse  # noqa: Y015
 
 @_typing.final
 class ProbeEdgeRequest(_message.Message):
-    """ProbeEdgeRequest names an edge between two replicas, as OutputBinding does."""
+    """ProbeEdgeRequest names an edge between two replicas, like OutputBinding."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1820,13 +1836,13 @@ class ProbeEdgeRequest(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
     edge: _builtins.str
-    """The edge's name; for people."""
+    """The edge's name, for messages to people."""
     consumer: _builtins.str
     """The consuming replica's name."""
     endpoint: _builtins.str
-    """Where that replica serves StageService, "host:port"."""
+    """The address at which that replica serves StageService, "host:port"."""
     connector: _chunk_pb2.Connector.ValueType
-    """How the bytes are to cross."""
+    """The connector to probe."""
     def __init__(
         self,
         *,
@@ -1845,17 +1861,17 @@ Global___ProbeEdgeRequest: _TypeAlias = ProbeEdgeRequest  # noqa: Y015
 
 @_typing.final
 class ProbeEdgeResponse(_message.Message):
-    """ProbeEdgeResponse says what a flow would use."""
+    """ProbeEdgeResponse names the connector that a flow would use."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CONNECTOR_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
     connector: _chunk_pb2.Connector.ValueType
-    """The connector: the one asked for, or the best that both replicas can do."""
+    """The requested connector or, for AUTO, the best one that both replicas support."""
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConnectorRefusal]:
-        """The better ones that they cannot, best first; empty where a fixed one was asked for."""
+        """The better connectors that cannot be used, best first. Empty if a fixed connector was requested."""
 
     def __init__(
         self,
@@ -1873,7 +1889,7 @@ Global___ProbeEdgeResponse: _TypeAlias = ProbeEdgeResponse  # noqa: Y015
 
 @_typing.final
 class ConnectorRefusal(_message.Message):
-    """ConnectorRefusal says why a connector is not used."""
+    """ConnectorRefusal says why a connector cannot be used."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

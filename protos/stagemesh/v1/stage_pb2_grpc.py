@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class StageServiceStub(object):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad, CancelStep
-    and ProbeEdge; other stages call PutChunk and GetChunk; tools that run one step call ExecuteStep.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
+    CancelStep and ProbeEdge. Other stages call PutChunk and GetChunk. Tools that run a single step call ExecuteStep.
     """
 
     def __init__(self, channel):
@@ -84,85 +84,86 @@ class StageServiceStub(object):
 
 
 class StageServiceServicer(object):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad, CancelStep
-    and ProbeEdge; other stages call PutChunk and GetChunk; tools that run one step call ExecuteStep.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
+    CancelStep and ProbeEdge. Other stages call PutChunk and GetChunk. Tools that run a single step call ExecuteStep.
     """
 
     def ExecuteStep(self, request, context):
-        """ExecuteStep advances a request on this stage. It is called once a stage and attempt. A second
-        call with the same step_id and content attaches to the first and hears its events from the start; with other content
-        it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller went, unless one
-        comes back.
+        """ExecuteStep runs this stage's part of a request. It is called once for each stage and attempt. A second call with
+        the same step_id and content attaches to the running step and receives its events from the start. With other
+        content it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller
+        disconnects, unless a caller attaches again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExecuteSteps(self, request_iterator, context):
-        """ExecuteSteps makes any number of ExecuteStep's calls over one stream, where one message carries what all of them have to
-        say at once: an engine that advances its requests together says so once, and not once a request. Orchestrators hold
-        one such stream to each replica. Whoever ends it hangs up all calls that it carries.
+        """ExecuteSteps carries any number of ExecuteStep calls over one stream. One message carries the events of all calls
+        that are due at the same time, so an engine that advances many requests together sends one message instead of one
+        per request. An orchestrator keeps one such stream to each replica. Ending the stream cancels all of its calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RebindStep(self, request, context):
-        """RebindStep has a running step go on with another replica, or another attempt, at the other end of some of its edges.
-        Called by orchestrators once a neighbour of the step is gone. A step that has finished is rebound too, as long as one of
-        its consumers has not: its outgoing edges alone. One that does not run here and has left nothing is not found
-        (NOT_FOUND, UNKNOWN_STEP), nor is an edge that it does not have (UNKNOWN_EDGE). Refused (FAILED_PRECONDITION) are an
-        outgoing edge whose first chunks are kept no more (CHUNK_GONE), an incoming one that would lose rows (ROWS_MISSING; the
-        error's metadata say `edge`, `tensor`, and how many `rows` of it were taken), and an attempt of an edge that is lower
-        than the one that holds (STALE_ATTEMPT). Nothing is rebound then. What is bound so already stays as it is.
+        """RebindStep connects some edges of a step to another replica, or to another attempt. Orchestrators call it after the
+        upstream or downstream replica of the step has failed. For a step that has finished, the outgoing edges can be
+        rebound as long as one of its consumers has not finished. Fails with NOT_FOUND if the step does not run here and
+        has left nothing (UNKNOWN_STEP), or does not have the edge (UNKNOWN_EDGE). Fails with FAILED_PRECONDITION if the
+        first chunks of an outgoing edge are no longer retained (CHUNK_GONE), if an incoming edge would lose rows
+        (ROWS_MISSING; the error's metadata names the `edge`, the `tensor`, and how many of its `rows` were received), or
+        if the attempt of an edge is lower than its current one (STALE_ATTEMPT). A call that fails changes nothing. Edges
+        that already have the requested binding keep it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutChunk(self, request_iterator, context):
-        """PutChunk carries chunks from a producing replica, which calls, to a consuming one. One long-lived
-        stream a pair of replicas. The first message holds Hello, the first answer Welcome.
+        """PutChunk carries chunks from a producing replica, which is the caller, to a consuming replica. Each pair of
+        replicas has one long-lived stream. The first message contains Hello, and the first answer contains Welcome.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetChunk(self, request, context):
-        """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its end.
-        Called by a consuming replica, a client or an orchestrator. Edge "@state" is the state that a request was last paused or
-        checkpointed with.
+        """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its
+        end. A consuming replica, a client or an orchestrator calls it. Edge "@state" contains the state at the request's
+        last pause or checkpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """Describe says what this replica is. Called by orchestrators and tools.
+        """Describe returns the identity and the state of this replica. Orchestrators and tools call it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """WatchLoad reports the load at once and then at every interval, less often while there is nothing to do. Called by
-        orchestrators.
+        """WatchLoad reports the load at once and then at every interval, less often while the replica is idle. Orchestrators
+        call it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelStep(self, request, context):
-        """CancelStep stops a request on this stage within one engine step. Called by orchestrators.
+        """CancelStep stops a request on this stage within one engine step. Orchestrators call it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ProbeEdge(self, request, context):
-        """ProbeEdge settles by which connector this replica would feed a consumer, and sends nothing. Called by orchestrators once
-        both are ready. A fixed connector that cannot work fails (FAILED_PRECONDITION, CONNECTOR_UNAVAILABLE), a consumer
-        out of reach too (UNAVAILABLE).
+        """ProbeEdge determines the connector by which this replica would send to a consumer, without sending anything.
+        Orchestrators call it after both replicas are ready. Fails with FAILED_PRECONDITION (CONNECTOR_UNAVAILABLE) if a
+        fixed connector cannot be used, and with UNAVAILABLE if the consumer is unreachable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -225,8 +226,8 @@ def add_StageServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StageService(object):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad, CancelStep
-    and ProbeEdge; other stages call PutChunk and GetChunk; tools that run one step call ExecuteStep.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
+    CancelStep and ProbeEdge. Other stages call PutChunk and GetChunk. Tools that run a single step call ExecuteStep.
     """
 
     @staticmethod

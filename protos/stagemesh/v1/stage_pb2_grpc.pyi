@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class StageServiceStub:
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad, CancelStep
-    and ProbeEdge; other stages call PutChunk and GetChunk; tools that run one step call ExecuteStep.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
+    CancelStep and ProbeEdge. Other stages call PutChunk and GetChunk. Tools that run a single step call ExecuteStep.
     """
 
     @_typing.overload
@@ -36,101 +36,103 @@ class StageServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> StageServiceAsyncStub: ...
     ExecuteStep: _grpc.UnaryStreamMultiCallable[_stage_pb2.ExecuteStepRequest, _stage_pb2.ExecuteStepResponse]
-    """ExecuteStep advances a request on this stage. It is called once a stage and attempt. A second
-    call with the same step_id and content attaches to the first and hears its events from the start; with other content
-    it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller went, unless one
-    comes back.
+    """ExecuteStep runs this stage's part of a request. It is called once for each stage and attempt. A second call with
+    the same step_id and content attaches to the running step and receives its events from the start. With other
+    content it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller
+    disconnects, unless a caller attaches again.
     """
     ExecuteSteps: _grpc.StreamStreamMultiCallable[_stage_pb2.ExecuteStepsRequest, _stage_pb2.ExecuteStepsResponse]
-    """ExecuteSteps makes any number of ExecuteStep's calls over one stream, where one message carries what all of them have to
-    say at once: an engine that advances its requests together says so once, and not once a request. Orchestrators hold
-    one such stream to each replica. Whoever ends it hangs up all calls that it carries.
+    """ExecuteSteps carries any number of ExecuteStep calls over one stream. One message carries the events of all calls
+    that are due at the same time, so an engine that advances many requests together sends one message instead of one
+    per request. An orchestrator keeps one such stream to each replica. Ending the stream cancels all of its calls.
     """
     RebindStep: _grpc.UnaryUnaryMultiCallable[_stage_pb2.RebindStepRequest, _stage_pb2.RebindStepResponse]
-    """RebindStep has a running step go on with another replica, or another attempt, at the other end of some of its edges.
-    Called by orchestrators once a neighbour of the step is gone. A step that has finished is rebound too, as long as one of
-    its consumers has not: its outgoing edges alone. One that does not run here and has left nothing is not found
-    (NOT_FOUND, UNKNOWN_STEP), nor is an edge that it does not have (UNKNOWN_EDGE). Refused (FAILED_PRECONDITION) are an
-    outgoing edge whose first chunks are kept no more (CHUNK_GONE), an incoming one that would lose rows (ROWS_MISSING; the
-    error's metadata say `edge`, `tensor`, and how many `rows` of it were taken), and an attempt of an edge that is lower
-    than the one that holds (STALE_ATTEMPT). Nothing is rebound then. What is bound so already stays as it is.
+    """RebindStep connects some edges of a step to another replica, or to another attempt. Orchestrators call it after the
+    upstream or downstream replica of the step has failed. For a step that has finished, the outgoing edges can be
+    rebound as long as one of its consumers has not finished. Fails with NOT_FOUND if the step does not run here and
+    has left nothing (UNKNOWN_STEP), or does not have the edge (UNKNOWN_EDGE). Fails with FAILED_PRECONDITION if the
+    first chunks of an outgoing edge are no longer retained (CHUNK_GONE), if an incoming edge would lose rows
+    (ROWS_MISSING; the error's metadata names the `edge`, the `tensor`, and how many of its `rows` were received), or
+    if the attempt of an edge is lower than its current one (STALE_ATTEMPT). A call that fails changes nothing. Edges
+    that already have the requested binding keep it.
     """
     PutChunk: _grpc.StreamStreamMultiCallable[_stage_pb2.PutChunkRequest, _stage_pb2.PutChunkResponse]
-    """PutChunk carries chunks from a producing replica, which calls, to a consuming one. One long-lived
-    stream a pair of replicas. The first message holds Hello, the first answer Welcome.
+    """PutChunk carries chunks from a producing replica, which is the caller, to a consuming replica. Each pair of
+    replicas has one long-lived stream. The first message contains Hello, and the first answer contains Welcome.
     """
     GetChunk: _grpc.UnaryStreamMultiCallable[_stage_pb2.GetChunkRequest, _stage_pb2.GetChunkResponse]
-    """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its end.
-    Called by a consuming replica, a client or an orchestrator. Edge "@state" is the state that a request was last paused or
-    checkpointed with.
+    """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its
+    end. A consuming replica, a client or an orchestrator calls it. Edge "@state" contains the state at the request's
+    last pause or checkpoint.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeResponse]
-    """Describe says what this replica is. Called by orchestrators and tools."""
+    """Describe returns the identity and the state of this replica. Orchestrators and tools call it."""
     WatchLoad: _grpc.UnaryStreamMultiCallable[_stage_pb2.WatchLoadRequest, _stage_pb2.WatchLoadResponse]
-    """WatchLoad reports the load at once and then at every interval, less often while there is nothing to do. Called by
-    orchestrators.
+    """WatchLoad reports the load at once and then at every interval, less often while the replica is idle. Orchestrators
+    call it.
     """
     CancelStep: _grpc.UnaryUnaryMultiCallable[_stage_pb2.CancelStepRequest, _stage_pb2.CancelStepResponse]
-    """CancelStep stops a request on this stage within one engine step. Called by orchestrators."""
+    """CancelStep stops a request on this stage within one engine step. Orchestrators call it."""
     ProbeEdge: _grpc.UnaryUnaryMultiCallable[_stage_pb2.ProbeEdgeRequest, _stage_pb2.ProbeEdgeResponse]
-    """ProbeEdge settles by which connector this replica would feed a consumer, and sends nothing. Called by orchestrators once
-    both are ready. A fixed connector that cannot work fails (FAILED_PRECONDITION, CONNECTOR_UNAVAILABLE), a consumer
-    out of reach too (UNAVAILABLE).
+    """ProbeEdge determines the connector by which this replica would send to a consumer, without sending anything.
+    Orchestrators call it after both replicas are ready. Fails with FAILED_PRECONDITION (CONNECTOR_UNAVAILABLE) if a
+    fixed connector cannot be used, and with UNAVAILABLE if the consumer is unreachable.
     """
 
 @_typing.type_check_only
 class StageServiceAsyncStub(StageServiceStub):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad, CancelStep
-    and ProbeEdge; other stages call PutChunk and GetChunk; tools that run one step call ExecuteStep.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
+    CancelStep and ProbeEdge. Other stages call PutChunk and GetChunk. Tools that run a single step call ExecuteStep.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ExecuteStep: _aio.UnaryStreamMultiCallable[_stage_pb2.ExecuteStepRequest, _stage_pb2.ExecuteStepResponse]  # type: ignore[assignment]
-    """ExecuteStep advances a request on this stage. It is called once a stage and attempt. A second
-    call with the same step_id and content attaches to the first and hears its events from the start; with other content
-    it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller went, unless one
-    comes back.
+    """ExecuteStep runs this stage's part of a request. It is called once for each stage and attempt. A second call with
+    the same step_id and content attaches to the running step and receives its events from the start. With other
+    content it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller
+    disconnects, unless a caller attaches again.
     """
     ExecuteSteps: _aio.StreamStreamMultiCallable[_stage_pb2.ExecuteStepsRequest, _stage_pb2.ExecuteStepsResponse]  # type: ignore[assignment]
-    """ExecuteSteps makes any number of ExecuteStep's calls over one stream, where one message carries what all of them have to
-    say at once: an engine that advances its requests together says so once, and not once a request. Orchestrators hold
-    one such stream to each replica. Whoever ends it hangs up all calls that it carries.
+    """ExecuteSteps carries any number of ExecuteStep calls over one stream. One message carries the events of all calls
+    that are due at the same time, so an engine that advances many requests together sends one message instead of one
+    per request. An orchestrator keeps one such stream to each replica. Ending the stream cancels all of its calls.
     """
     RebindStep: _aio.UnaryUnaryMultiCallable[_stage_pb2.RebindStepRequest, _stage_pb2.RebindStepResponse]  # type: ignore[assignment]
-    """RebindStep has a running step go on with another replica, or another attempt, at the other end of some of its edges.
-    Called by orchestrators once a neighbour of the step is gone. A step that has finished is rebound too, as long as one of
-    its consumers has not: its outgoing edges alone. One that does not run here and has left nothing is not found
-    (NOT_FOUND, UNKNOWN_STEP), nor is an edge that it does not have (UNKNOWN_EDGE). Refused (FAILED_PRECONDITION) are an
-    outgoing edge whose first chunks are kept no more (CHUNK_GONE), an incoming one that would lose rows (ROWS_MISSING; the
-    error's metadata say `edge`, `tensor`, and how many `rows` of it were taken), and an attempt of an edge that is lower
-    than the one that holds (STALE_ATTEMPT). Nothing is rebound then. What is bound so already stays as it is.
+    """RebindStep connects some edges of a step to another replica, or to another attempt. Orchestrators call it after the
+    upstream or downstream replica of the step has failed. For a step that has finished, the outgoing edges can be
+    rebound as long as one of its consumers has not finished. Fails with NOT_FOUND if the step does not run here and
+    has left nothing (UNKNOWN_STEP), or does not have the edge (UNKNOWN_EDGE). Fails with FAILED_PRECONDITION if the
+    first chunks of an outgoing edge are no longer retained (CHUNK_GONE), if an incoming edge would lose rows
+    (ROWS_MISSING; the error's metadata names the `edge`, the `tensor`, and how many of its `rows` were received), or
+    if the attempt of an edge is lower than its current one (STALE_ATTEMPT). A call that fails changes nothing. Edges
+    that already have the requested binding keep it.
     """
     PutChunk: _aio.StreamStreamMultiCallable[_stage_pb2.PutChunkRequest, _stage_pb2.PutChunkResponse]  # type: ignore[assignment]
-    """PutChunk carries chunks from a producing replica, which calls, to a consuming one. One long-lived
-    stream a pair of replicas. The first message holds Hello, the first answer Welcome.
+    """PutChunk carries chunks from a producing replica, which is the caller, to a consuming replica. Each pair of
+    replicas has one long-lived stream. The first message contains Hello, and the first answer contains Welcome.
     """
     GetChunk: _aio.UnaryStreamMultiCallable[_stage_pb2.GetChunkRequest, _stage_pb2.GetChunkResponse]  # type: ignore[assignment]
-    """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its end.
-    Called by a consuming replica, a client or an orchestrator. Edge "@state" is the state that a request was last paused or
-    checkpointed with.
+    """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its
+    end. A consuming replica, a client or an orchestrator calls it. Edge "@state" contains the state at the request's
+    last pause or checkpoint.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_stage_pb2.DescribeRequest, _stage_pb2.DescribeResponse]  # type: ignore[assignment]
-    """Describe says what this replica is. Called by orchestrators and tools."""
+    """Describe returns the identity and the state of this replica. Orchestrators and tools call it."""
     WatchLoad: _aio.UnaryStreamMultiCallable[_stage_pb2.WatchLoadRequest, _stage_pb2.WatchLoadResponse]  # type: ignore[assignment]
-    """WatchLoad reports the load at once and then at every interval, less often while there is nothing to do. Called by
-    orchestrators.
+    """WatchLoad reports the load at once and then at every interval, less often while the replica is idle. Orchestrators
+    call it.
     """
     CancelStep: _aio.UnaryUnaryMultiCallable[_stage_pb2.CancelStepRequest, _stage_pb2.CancelStepResponse]  # type: ignore[assignment]
-    """CancelStep stops a request on this stage within one engine step. Called by orchestrators."""
+    """CancelStep stops a request on this stage within one engine step. Orchestrators call it."""
     ProbeEdge: _aio.UnaryUnaryMultiCallable[_stage_pb2.ProbeEdgeRequest, _stage_pb2.ProbeEdgeResponse]  # type: ignore[assignment]
-    """ProbeEdge settles by which connector this replica would feed a consumer, and sends nothing. Called by orchestrators once
-    both are ready. A fixed connector that cannot work fails (FAILED_PRECONDITION, CONNECTOR_UNAVAILABLE), a consumer
-    out of reach too (UNAVAILABLE).
+    """ProbeEdge determines the connector by which this replica would send to a consumer, without sending anything.
+    Orchestrators call it after both replicas are ready. Fails with FAILED_PRECONDITION (CONNECTOR_UNAVAILABLE) if a
+    fixed connector cannot be used, and with UNAVAILABLE if the consumer is unreachable.
     """
 
 class StageServiceServicer(metaclass=_abc_1.ABCMeta):
-    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad, CancelStep
-    and ProbeEdge; other stages call PutChunk and GetChunk; tools that run one step call ExecuteStep.
+    """StageService runs one stage of a pipeline. Orchestrators call ExecuteSteps, RebindStep, Describe, WatchLoad,
+    CancelStep and ProbeEdge. Other stages call PutChunk and GetChunk. Tools that run a single step call ExecuteStep.
     """
 
     @_abc_1.abstractmethod
@@ -139,10 +141,10 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stage_pb2.ExecuteStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_stage_pb2.ExecuteStepResponse], _abc.AsyncIterator[_stage_pb2.ExecuteStepResponse]]:
-        """ExecuteStep advances a request on this stage. It is called once a stage and attempt. A second
-        call with the same step_id and content attaches to the first and hears its events from the start; with other content
-        it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller went, unless one
-        comes back.
+        """ExecuteStep runs this stage's part of a request. It is called once for each stage and attempt. A second call with
+        the same step_id and content attaches to the running step and receives its events from the start. With other
+        content it fails (ALREADY_EXISTS, STEP_EXISTS). The step is cancelled a few seconds after its last caller
+        disconnects, unless a caller attaches again.
         """
 
     @_abc_1.abstractmethod
@@ -151,9 +153,9 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_stage_pb2.ExecuteStepsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_stage_pb2.ExecuteStepsResponse], _abc.AsyncIterator[_stage_pb2.ExecuteStepsResponse]]:
-        """ExecuteSteps makes any number of ExecuteStep's calls over one stream, where one message carries what all of them have to
-        say at once: an engine that advances its requests together says so once, and not once a request. Orchestrators hold
-        one such stream to each replica. Whoever ends it hangs up all calls that it carries.
+        """ExecuteSteps carries any number of ExecuteStep calls over one stream. One message carries the events of all calls
+        that are due at the same time, so an engine that advances many requests together sends one message instead of one
+        per request. An orchestrator keeps one such stream to each replica. Ending the stream cancels all of its calls.
         """
 
     @_abc_1.abstractmethod
@@ -162,13 +164,14 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stage_pb2.RebindStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_stage_pb2.RebindStepResponse, _abc.Awaitable[_stage_pb2.RebindStepResponse]]:
-        """RebindStep has a running step go on with another replica, or another attempt, at the other end of some of its edges.
-        Called by orchestrators once a neighbour of the step is gone. A step that has finished is rebound too, as long as one of
-        its consumers has not: its outgoing edges alone. One that does not run here and has left nothing is not found
-        (NOT_FOUND, UNKNOWN_STEP), nor is an edge that it does not have (UNKNOWN_EDGE). Refused (FAILED_PRECONDITION) are an
-        outgoing edge whose first chunks are kept no more (CHUNK_GONE), an incoming one that would lose rows (ROWS_MISSING; the
-        error's metadata say `edge`, `tensor`, and how many `rows` of it were taken), and an attempt of an edge that is lower
-        than the one that holds (STALE_ATTEMPT). Nothing is rebound then. What is bound so already stays as it is.
+        """RebindStep connects some edges of a step to another replica, or to another attempt. Orchestrators call it after the
+        upstream or downstream replica of the step has failed. For a step that has finished, the outgoing edges can be
+        rebound as long as one of its consumers has not finished. Fails with NOT_FOUND if the step does not run here and
+        has left nothing (UNKNOWN_STEP), or does not have the edge (UNKNOWN_EDGE). Fails with FAILED_PRECONDITION if the
+        first chunks of an outgoing edge are no longer retained (CHUNK_GONE), if an incoming edge would lose rows
+        (ROWS_MISSING; the error's metadata names the `edge`, the `tensor`, and how many of its `rows` were received), or
+        if the attempt of an edge is lower than its current one (STALE_ATTEMPT). A call that fails changes nothing. Edges
+        that already have the requested binding keep it.
         """
 
     @_abc_1.abstractmethod
@@ -177,8 +180,8 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_stage_pb2.PutChunkRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_stage_pb2.PutChunkResponse], _abc.AsyncIterator[_stage_pb2.PutChunkResponse]]:
-        """PutChunk carries chunks from a producing replica, which calls, to a consuming one. One long-lived
-        stream a pair of replicas. The first message holds Hello, the first answer Welcome.
+        """PutChunk carries chunks from a producing replica, which is the caller, to a consuming replica. Each pair of
+        replicas has one long-lived stream. The first message contains Hello, and the first answer contains Welcome.
         """
 
     @_abc_1.abstractmethod
@@ -187,9 +190,9 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stage_pb2.GetChunkRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_stage_pb2.GetChunkResponse], _abc.AsyncIterator[_stage_pb2.GetChunkResponse]]:
-        """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its end.
-        Called by a consuming replica, a client or an orchestrator. Edge "@state" is the state that a request was last paused or
-        checkpointed with.
+        """GetChunk reads retained chunks of an edge from a sequence number on, byte for byte, and follows the flow to its
+        end. A consuming replica, a client or an orchestrator calls it. Edge "@state" contains the state at the request's
+        last pause or checkpoint.
         """
 
     @_abc_1.abstractmethod
@@ -198,7 +201,7 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stage_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_stage_pb2.DescribeResponse, _abc.Awaitable[_stage_pb2.DescribeResponse]]:
-        """Describe says what this replica is. Called by orchestrators and tools."""
+        """Describe returns the identity and the state of this replica. Orchestrators and tools call it."""
 
     @_abc_1.abstractmethod
     def WatchLoad(
@@ -206,8 +209,8 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stage_pb2.WatchLoadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_stage_pb2.WatchLoadResponse], _abc.AsyncIterator[_stage_pb2.WatchLoadResponse]]:
-        """WatchLoad reports the load at once and then at every interval, less often while there is nothing to do. Called by
-        orchestrators.
+        """WatchLoad reports the load at once and then at every interval, less often while the replica is idle. Orchestrators
+        call it.
         """
 
     @_abc_1.abstractmethod
@@ -216,7 +219,7 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stage_pb2.CancelStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_stage_pb2.CancelStepResponse, _abc.Awaitable[_stage_pb2.CancelStepResponse]]:
-        """CancelStep stops a request on this stage within one engine step. Called by orchestrators."""
+        """CancelStep stops a request on this stage within one engine step. Orchestrators call it."""
 
     @_abc_1.abstractmethod
     def ProbeEdge(
@@ -224,9 +227,9 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _stage_pb2.ProbeEdgeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_stage_pb2.ProbeEdgeResponse, _abc.Awaitable[_stage_pb2.ProbeEdgeResponse]]:
-        """ProbeEdge settles by which connector this replica would feed a consumer, and sends nothing. Called by orchestrators once
-        both are ready. A fixed connector that cannot work fails (FAILED_PRECONDITION, CONNECTOR_UNAVAILABLE), a consumer
-        out of reach too (UNAVAILABLE).
+        """ProbeEdge determines the connector by which this replica would send to a consumer, without sending anything.
+        Orchestrators call it after both replicas are ready. Fails with FAILED_PRECONDITION (CONNECTOR_UNAVAILABLE) if a
+        fixed connector cannot be used, and with UNAVAILABLE if the consumer is unreachable.
         """
 
 def add_StageServiceServicer_to_server(servicer: StageServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

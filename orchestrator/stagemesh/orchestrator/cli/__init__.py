@@ -1,1 +1,1 @@
-"""The command line: one module a group of commands; what is heavy is imported inside the commands."""
+"""The command line: one module for each group of commands. Heavy modules are imported inside the commands."""

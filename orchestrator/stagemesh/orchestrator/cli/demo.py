@@ -1,4 +1,4 @@
-"""`stagemesh demo`: everything that the README shows, in one command."""
+"""`stagemesh demo`: starts a pipeline, runs one prompt, and stops the pipeline."""
 
 import asyncio
 from typing import TYPE_CHECKING, Annotated
@@ -7,9 +7,9 @@ import typer
 
 from stagemesh.common.errors import InternalError
 from stagemesh.orchestrator.cli.error_output import EXIT_INTERRUPTED, AsJson
-from stagemesh.orchestrator.cli.generate import Audio, NegativePrompt, Picture, show_result, stream
+from stagemesh.orchestrator.cli.generate import Audio, ImagePath, NegativePrompt, show_result, stream
 from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings, read_overrides
-from stagemesh.orchestrator.cli.sampling import MaxTokens, Seed
+from stagemesh.orchestrator.cli.sampling_options import MaxTokens, Seed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,18 +22,20 @@ if TYPE_CHECKING:
 
 def demo(
     pipeline: PipelineName,
-    prompt: Annotated[str, typer.Option(help="What to ask.")],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Set the prompt to send to the pipeline.")],
     audio: Audio = None,
-    image: Picture = None,
+    image: ImagePath = None,
     negative_prompt: NegativePrompt = None,
     max_tokens: MaxTokens = None,
     seed: Seed = None,
     settings: Settings = None,
     replicas: Replicas = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that the request may take.")] = 300.0,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Fail if the request takes longer than this.")
+    ] = 300.0,
     as_json: AsJson = False,
 ) -> None:
-    """Starts a pipeline, sends it a prompt, shows what comes, and stops."""
+    """Start a pipeline on this machine, send it a prompt, print the outputs, and stop the pipeline."""
     from stagemesh.orchestrator.cli.output_sinks import Sinks
     from stagemesh.orchestrator.cli.process_display import make_display
     from stagemesh.orchestrator.spec import load_pipeline
@@ -47,23 +49,25 @@ def demo(
     }
     display = make_display(as_json=as_json)
     with Sinks(folder=None, audio=audio, image=image, quiet=as_json) as sinks:
-        show = _Show(prompt, arguments=arguments, timeout_s=timeout, sinks=sinks, display=display)
+        run = _DemoRun(prompt, arguments=arguments, timeout_s=timeout, sinks=sinks, display=display)
         try:
-            asyncio.run(show.run(loaded, overrides=overrides))
+            asyncio.run(run.run(loaded, overrides=overrides))
         finally:
             display.close()
-    if show.result is None:
+    if run.result is None:
         raise typer.Exit(EXIT_INTERRUPTED)
-    show_result(show.result, sinks, as_json=as_json)
-    for what, path, given in (("audio", audio, show.result.audios), ("picture", image, show.result.images)):
-        if path is not None and not given:
+    show_result(run.result, sinks, as_json=as_json)
+    for kind, path, produced in (("audio", audio, run.result.audios), ("image", image, run.result.images)):
+        if path is not None and not produced:
             raise InternalError(
-                f"the pipeline gave no {what}, so that {path} was not written; see `stagemesh pipeline graph`"
+                f"the pipeline produced no {kind}, so {path} was not written; run `stagemesh pipeline graph` to see "
+                f"its "
+                "outputs"
             )
 
 
-class _Show:
-    """One run of the demo; `result` is None when it was interrupted."""
+class _DemoRun:
+    """One run of the demo. `result` is None if the run was interrupted."""
 
     def __init__(
         self,
@@ -83,7 +87,7 @@ class _Show:
         self.result: Result | None = None
 
     async def run(self, pipeline: "Pipeline", *, overrides: "Mapping[str, str]") -> None:
-        """Starts the pipeline, asks, stops it."""
+        """Starts the pipeline, sends the prompt, and stops the pipeline."""
         from stagemesh.orchestrator.cli.signals import done_before, stop_on_signals
         from stagemesh.orchestrator.launcher import Launcher
 
@@ -92,7 +96,7 @@ class _Show:
         self._endpoint = launcher.endpoint
         async with launcher.running():
             if await done_before(stopping, launcher.wait_ready):
-                self._display.ready(launcher.endpoint, edges=launcher.edges, hint=f"asking: {self._prompt}")
+                self._display.ready(launcher.endpoint, edges=launcher.edges, hint=f"prompt: {self._prompt}")
                 await done_before(stopping, self._ask)
 
     async def _ask(self) -> None:

@@ -1,4 +1,4 @@
-"""What a person, or with --json a program, sees of an error: one line and what to do, never a traceback."""
+"""The output of errors: one line and a remedy for people, one JSON document with --json, and never a traceback."""
 
 import json
 import sys
@@ -13,45 +13,54 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _JSON_KEY = "stagemesh.json"
 
-# Remedies that the one who raises cannot know: they are about this command line.
+# Remedies by the error's reason. They name options of this command line, which the code that raises does not know.
 _REMEDIES: dict[str, str] = {
-    "ADMIN_UNREACHABLE": "start a pipeline with `stagemesh up`, which shows where operators are served, for --server",
-    "LAST_REPLICA": "wait until another replica of the stage is ready, or say --force",
-    "REQUEST_ENDED": "see `stagemesh admin request ID` for how it went",
-    "STILL_RUNNING": "see `stagemesh admin requests --on REPLICA`; allow more time, or cancel them",
-    "UNKNOWN_EDGE": "see `stagemesh admin edges`",
-    "UNKNOWN_REQUEST": "see `stagemesh admin requests`",
-    "UNKNOWN_TARGET": "see `stagemesh admin replicas`",
-    "REQUEST_EXISTS": "choose another --request-id, or leave it out",
-    "UNKNOWN_MODEL": "see `stagemesh models list`",
-    "UNKNOWN_OUTPUT": "see `stagemesh stages` for what is served",
+    "ADMIN_UNREACHABLE": "start a pipeline with `stagemesh up`, and set --server to the address for operators it "
+    "prints",
+    "LAST_REPLICA": "wait until another replica of the stage is ready, or add --force",
+    "REQUEST_ENDED": "run `stagemesh admin request ID` to see how the request ended",
+    "STILL_RUNNING": "run `stagemesh admin requests --on REPLICA`, then allow more time or cancel the requests",
+    "UNKNOWN_EDGE": "run `stagemesh admin edges` to list the edges",
+    "UNKNOWN_REQUEST": "run `stagemesh admin requests` to list the requests",
+    "UNKNOWN_TARGET": "run `stagemesh admin replicas` to list the replicas",
+    "REQUEST_EXISTS": "choose another --request-id, or omit it",
+    "UNKNOWN_MODEL": "run `stagemesh models list` to list the models",
+    "UNKNOWN_OUTPUT": "run `stagemesh pipeline graph PIPELINE` to see the outputs of the pipeline",
 }
 
 
-def _remember(ctx: typer.Context, value: bool) -> bool:
+def _store_json_flag(ctx: typer.Context, value: bool) -> bool:
     ctx.meta[_JSON_KEY] = value
     return value
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Write JSON, errors included.", callback=_remember, is_eager=True)]
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print JSON instead of text. Errors are printed to stderr as JSON, too.",
+        callback=_store_json_flag,
+        is_eager=True,
+    ),
+]
 
 
-class FailureGroup(TyperGroup):
-    """The root group: turns errors that are meant for people into output and an exit status."""
+class ErrorGroup(TyperGroup):
+    """The root command group, which turns a StagemeshError into output and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command; exits with 1 on a StagemeshError and with 130 on Ctrl-C."""
+        """Runs the command. Exits with status 1 on a StagemeshError, and with 130 on Ctrl-C."""
         try:
             return super().invoke(ctx)
         except StagemeshError as exc:
-            show_failure(exc, as_json=bool(ctx.meta.get(_JSON_KEY)))
+            show_error(exc, as_json=bool(ctx.meta.get(_JSON_KEY)))
             raise typer.Exit(EXIT_FAILED) from None
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def show_failure(error: StagemeshError, *, as_json: bool) -> None:
-    """Writes `error` and its remedy to stderr."""
+def show_error(error: StagemeshError, *, as_json: bool) -> None:
+    """Prints `error` and its remedy to stderr."""
     remedy = _remedy(error)
     if as_json:
         _show_json(error, remedy)
@@ -86,9 +95,11 @@ def _remedy(error: StagemeshError) -> str:
     if error.reason in _REMEDIES:
         return _REMEDIES[error.reason]
     if isinstance(error, UnavailableError) and "peer" in error.metadata:
-        return "start it with `stagemesh up speech`, or say where it is with --server host:port"
+        return (
+            "start the pipeline with `stagemesh up speech`, or set the orchestrator's address with --server HOST:PORT"
+        )
     if isinstance(error, DeadlineError):
-        return "allow more time with --timeout SECONDS"
+        return "increase --timeout SECONDS"
     if error.retry_after_s is not None:
         return f"try again in {error.retry_after_s:.1f} s"
     return ""

@@ -2,28 +2,26 @@
 
 import typer
 
-from stagemesh.orchestrator.cli import (
-    admin,
-    demo,
-    generate,
-    models,
-    pipeline,
-    probe_transport,
-    stages,
-    top,
-    up,
-    version,
-)
-from stagemesh.orchestrator.cli.error_output import FailureGroup
+from stagemesh.orchestrator.cli import admin, demo, generate, models, pipeline, probe_transport, stages, top, up
+from stagemesh.orchestrator.cli.error_output import ErrorGroup
 
 app = typer.Typer(
     name="stagemesh",
-    cls=FailureGroup,
-    help="Serves generative models that are pipelines of stages, each stage its own gRPC service.",
+    cls=ErrorGroup,
+    help="Serve generative models that are pipelines of stages. Each stage is its own gRPC service.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def version() -> None:
+    """Print the installed version of Stagemesh."""
+    from importlib.metadata import version as installed_version
+
+    typer.echo(f"stagemesh {installed_version('stagemesh')}")
+
+
 app.command("up")(up.up)
 app.command("generate")(generate.generate)
 app.add_typer(pipeline.app, name="pipeline")
@@ -33,11 +31,11 @@ app.command("top")(top.top)
 app.add_typer(models.app, name="models")
 app.command("demo")(demo.demo)
 app.command("probe-transport")(probe_transport.probe_transport)
-app.command("version")(version.version)
+app.command("version")(version)
 
 
 def main() -> None:
-    """The entry point."""
+    """Runs the command line."""
     app()
 
 

@@ -1,6 +1,5 @@
-"""`stagemesh models`: what prepares models runs in a process of its own, for it may import what is heavy."""
+"""`stagemesh models`. Models are prepared in a separate process, because preparation may import heavy packages."""
 
-import json
 import subprocess
 import sys
 from typing import Annotated
@@ -8,40 +7,45 @@ from typing import Annotated
 import typer
 
 from stagemesh.orchestrator.cli.error_output import AsJson
+from stagemesh.orchestrator.cli.output import Cell, Column, make_table, print_all, print_json
 
-app = typer.Typer(help="Fetches and lists models.", no_args_is_help=True)
+app = typer.Typer(help="Download and list the models of the built-in pipelines.", no_args_is_help=True)
 
 
 @app.command()
 def fetch(
-    pipeline: Annotated[str, typer.Argument(metavar="PIPELINE", help="A shipped pipeline, for all of its models.")],
-    force: Annotated[bool, typer.Option("--force", help="Make them anew, also where they are there.")] = False,
+    pipeline: Annotated[
+        str, typer.Argument(metavar="PIPELINE", help="The name of the built-in pipeline whose models are downloaded.")
+    ],
+    force: Annotated[
+        bool, typer.Option("--force", help="Download and convert the models again, even if they are already present.")
+    ] = False,
 ) -> None:
-    """Fetches and prepares the models of a pipeline, once."""
+    """Download and convert the models of a built-in pipeline. Skips models that are already present."""
     command = [sys.executable, "-m", "stagemesh.services.models", "fetch", pipeline, *(["--force"] if force else [])]
     raise typer.Exit(subprocess.run(command, check=False).returncode)  # noqa: S603 - our own module
 
 
 @app.command("list")
 def list_models(as_json: AsJson = False) -> None:
-    """Lists the models of the shipped pipelines, and where they are."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from stagemesh.orchestrator.cli.tables import print_whole
-
-    found = _places()
+    """List the models of the built-in pipelines and the folders that contain them."""
+    columns = (
+        Column("model", lambda model: model["model"]),
+        Column("pipeline", lambda model: model["pipeline"]),
+        Column("folder", _folder),
+    )
+    models = _models()
     if as_json:
-        typer.echo(json.dumps(found, ensure_ascii=False))
-        return
-    table = Table("model", "pipeline", "where", box=None, padding=(0, 2, 0, 0))
-    for model in found:
-        missing = Text(f"missing: stagemesh models fetch {model['pipeline']}", style="yellow")
-        table.add_row(model["model"], model["pipeline"], Text(model["path"]) if model["path"] else missing)
-    print_whole(table)
+        print_json(models)
+    else:
+        print_all(make_table(columns, models))
 
 
-def _places() -> list[dict[str, str]]:
+def _folder(model: dict[str, str]) -> Cell:
+    return model["path"] or [(f"missing: stagemesh models fetch {model['pipeline']}", "yellow")]
+
+
+def _models() -> list[dict[str, str]]:
     from stagemesh.common.settings import find_model
     from stagemesh.orchestrator.spec import built_in_pipelines, load_pipeline
 

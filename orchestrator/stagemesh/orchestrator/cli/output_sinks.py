@@ -1,4 +1,4 @@
-"""Where `generate` puts what it receives, while it is received."""
+"""The destinations of a request's outputs: stdout, stderr and files, written while the outputs arrive."""
 
 import sys
 from contextlib import ExitStack
@@ -15,10 +15,11 @@ _SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
 
 
 class Sinks:
-    """Text goes to stdout, and what a waiting request hears to stderr (unless `quiet`); audio, images and tensors to
-    files named after their outputs in `folder`.
+    """Writes the outputs of a request.
 
-    `audio` is the file for the first audio output, `image` for the first picture. `files` are those written, by output.
+    Text goes to stdout, and the queue position to stderr, unless `quiet` is set. The first audio output goes to the
+    file `audio`, and the first image output to the file `image`. Other audio, images and tensors go to files in
+    `folder`, which are named after their outputs. `files` lists the written files by output.
     """
 
     def __init__(self, *, folder: Path | None, audio: Path | None, image: Path | None = None, quiet: bool) -> None:
@@ -33,8 +34,8 @@ class Sinks:
         self._mid_line = False
         self.files: dict[str, list[Path]] = {}
 
-    def take(self, event: Event) -> None:
-        """Puts the event where it belongs."""
+    def write(self, event: Event) -> None:
+        """Writes an event to its destination."""
         match event:
             case Queued():
                 self._write_queued(event)
@@ -72,7 +73,7 @@ class Sinks:
 
     def _write_queued(self, event: Queued) -> None:
         if not self._quiet:
-            sys.stderr.write(f"queued: place {event.position}, about {event.expected_wait_s:.0f} s\n")
+            sys.stderr.write(f"queued: position {event.position}, about {event.expected_wait_s:.0f} s\n")
             sys.stderr.flush()
 
     def _write_text(self, event: Text) -> None:
@@ -103,7 +104,7 @@ class Sinks:
             self.files[event.output] = [path]
 
     def _image_path(self, event: Image) -> Path | None:
-        """A picture replaces the one before it."""
+        """Returns the file of an output's images. A later image replaces an earlier one of the same output."""
         if self._image is not None and self._image_output in (None, event.output):
             self._image_output = event.output
             return self._image

@@ -1,6 +1,5 @@
-"""`stagemesh pipeline`: looks at pipeline files without running them."""
+"""`stagemesh pipeline`: checks and explains pipeline files without running them."""
 
-import json
 from dataclasses import asdict
 from enum import Enum
 from typing import Annotated
@@ -9,14 +8,15 @@ import typer
 
 from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings, read_overrides
+from stagemesh.orchestrator.cli.output import Column, make_table, print_all, print_json
 
-app = typer.Typer(help="Checks and explains pipeline files.", no_args_is_help=True)
+app = typer.Typer(help="Check, explain and draw pipeline files without running them.", no_args_is_help=True)
 
 
 class GraphFormat(Enum):
-    """How `graph` draws."""
+    """The formats of `graph`."""
 
-    PICTURE = "picture"
+    TREE = "tree"
     MERMAID = "mermaid"
     DOT = "dot"
 
@@ -25,16 +25,22 @@ class GraphFormat(Enum):
 def validate(
     name: PipelineName,
     settings: Settings = None,
-    models: Annotated[bool, typer.Option(help="Check also that the models are here.")] = True,
+    models: Annotated[
+        bool,
+        typer.Option(
+            "--models/--no-models",
+            help="Check that the models are on this machine and fit their stages, or skip this check.",
+        ),
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Checks a pipeline file; every mistake is named by file and line."""
+    """Check a pipeline file. Reports every mistake with its file, line and remedy."""
     from stagemesh.orchestrator.spec import load_pipeline
 
     pipeline = load_pipeline(name, overrides=read_overrides(settings), check_models=models)
     if as_json:
         document = {"pipeline": pipeline.name, "generation": pipeline.generation, "source": str(pipeline.source)}
-        typer.echo(json.dumps(document))
+        print_json(document)
     else:
         counts = f"{len(pipeline.stages)} stages, {len(pipeline.edges)} edges, {len(pipeline.outputs)} outputs"
         typer.echo(f"{pipeline.source}: {pipeline.name} is valid ({counts})")
@@ -44,38 +50,42 @@ def validate(
 def explain_pipeline(
     name: PipelineName, settings: Settings = None, replicas: Replicas = None, as_json: AsJson = False
 ) -> None:
-    """Shows each value of a pipeline and where it came from."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from stagemesh.orchestrator.cli.tables import print_whole
+    """List every value of a pipeline with its origin: a line of the file, an override, or a default."""
     from stagemesh.orchestrator.spec import load_pipeline
 
     pipeline = load_pipeline(name, overrides=read_overrides(settings, replicas), check_models=False)
     if as_json:
-        typer.echo(json.dumps([asdict(row) for row in pipeline.explanation], ensure_ascii=False))
+        print_json([asdict(row) for row in pipeline.explanation])
         return
     folder = f"{pipeline.source.parent}/"
-    table = Table("key", "value", "origin", box=None, padding=(0, 2, 0, 0))
-    for row in pipeline.explanation:
-        table.add_row(Text(row.key), Text(row.value), Text(row.origin.replace(folder, ""), style="dim"))
-    print_whole(table)
+    columns = (
+        Column("key", lambda row: row.key),
+        Column("value", lambda row: row.value),
+        Column("origin", lambda row: [(row.origin.replace(folder, ""), "dim")]),
+    )
+    print_all(make_table(columns, pipeline.explanation))
 
 
 @app.command()
 def graph(
     name: PipelineName,
     settings: Settings = None,
-    form: Annotated[GraphFormat, typer.Option("--format", help="How to draw.")] = GraphFormat.PICTURE,
+    form: Annotated[
+        GraphFormat,
+        typer.Option(
+            "--format",
+            help="Set the format: a tree for the terminal, a mermaid flowchart for Markdown, or dot for Graphviz.",
+        ),
+    ] = GraphFormat.TREE,
 ) -> None:
-    """Draws a pipeline."""
+    """Draw the stages, edges and outputs of a pipeline."""
     from rich.console import Console
 
-    from stagemesh.orchestrator.cli.pipeline_graph import draw_dot, draw_mermaid, draw_picture
+    from stagemesh.orchestrator.cli.pipeline_graph import draw_dot, draw_mermaid, draw_tree
     from stagemesh.orchestrator.spec import load_pipeline
 
     pipeline = load_pipeline(name, overrides=read_overrides(settings), check_models=False)
-    if form is GraphFormat.PICTURE:
-        Console(highlight=False).print(draw_picture(pipeline))
+    if form is GraphFormat.TREE:
+        Console(highlight=False).print(draw_tree(pipeline))
     else:
         typer.echo(draw_mermaid(pipeline) if form is GraphFormat.MERMAID else draw_dot(pipeline))

@@ -1,48 +1,59 @@
 """`stagemesh probe-transport`."""
 
-import json
 import os
 import socket
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stagemesh.orchestrator.cli.error_output import AsJson
+from stagemesh.orchestrator.cli.output import Column, make_table, number, print_all, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.table import Table
 
-    from stagemesh.connectors.transport_probe import ConnectorFigures, TransportReport
+    from stagemesh.connectors.transport_probe import TransportReport
 
 _KIB, _MIB, _GB = 1 << 10, 1 << 20, 1e9
 
 
 def probe_transport(
     peer: Annotated[
-        str, typer.Argument(metavar="[HOST:PORT]", help="A host that serves probes; without it, this host is measured.")
+        str,
+        typer.Argument(
+            metavar="[HOST:PORT]",
+            help="The address of a host that runs `probe-transport --serve`. Measures within this host if omitted.",
+            show_default=False,
+        ),
     ] = "",
     serve: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Serve probes here until Ctrl-C, for another host to measure.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Serve probes at this address until Ctrl-C, so that another host can measure to this one.",
+            show_default=False,
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Measures each connector on this host, or to another one, and says which `connector: auto` uses."""
+    """Measure the latency and throughput of each connector, within this host or to another one. Prints which connector
+    `connector: auto` selects.
+    """
     import uvloop
 
-    # What gRPC itself would log comes as errors.
+    # Errors that gRPC would log itself are raised and reported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if peer and serve:
-        raise typer.BadParameter("either measure a peer or be one", param_hint="--serve")
+        raise typer.BadParameter("give either HOST:PORT to measure or --serve, not both", param_hint="--serve")
     if serve:
         uvloop.run(_serve(serve, as_json=as_json))
         return
-    report = uvloop.run(_measure(peer, progress=_silent if as_json else _tell))
+    report = uvloop.run(_measure(peer, progress=(lambda _: None) if as_json else _print_progress))
     if as_json:
-        typer.echo(json.dumps(asdict(report), ensure_ascii=False))
+        print_json(asdict(report))
     else:
         _show(report)
 
@@ -69,74 +80,55 @@ async def _serve(listen: str, *, as_json: bool) -> None:
         host = listen.rpartition(":")[0]
         endpoint = f"{host}:{port}"
         if as_json:
-            typer.echo(json.dumps({"event": "ready", "endpoint": endpoint}))
-            sys.stdout.flush()
+            print_json({"event": "ready", "endpoint": endpoint})
         else:
             reached_at = f"{_name_of(host)}:{port}"
-            _tell(f"serving probes at {endpoint}; on the other host: stagemesh probe-transport {reached_at}")
+            _print_progress(f"serving probes at {endpoint}; on the other host: stagemesh probe-transport {reached_at}")
         await stopping.wait()
         await server.stop(grace_s=0)
 
 
 def _name_of(host: str) -> str:
-    """How another host calls this one, where it listens at all of its addresses."""
-    return socket.gethostname() if host in {"0.0.0.0", "[::]"} else host  # noqa: S104 - it is compared
+    """Returns the host name by which another host reaches this one if it listens at all addresses."""
+    return socket.gethostname() if host in {"0.0.0.0", "[::]"} else host  # noqa: S104 - only compared
 
 
-def _tell(what: str) -> None:
-    typer.echo(what, err=True)
-
-
-def _silent(_: str) -> None:
-    """For programs, which want the result alone."""
+def _print_progress(message: str) -> None:
+    typer.echo(message, err=True)
 
 
 def _show(report: "TransportReport") -> None:
-    from stagemesh.orchestrator.cli.tables import print_whole
-
-    print_whole(_table(report))
+    print_all(_table(report))
     typer.echo(_choice(report))
     if report.clock_error_s:
         typer.echo(
-            f"times are by two clocks, and may all be off by the same, up to {report.clock_error_s * 1e6:,.0f} µs"
+            f"the hosts' clocks differ by at most {report.clock_error_s * 1e6:,.0f} µs; all times share this error"
         )
 
 
 def _table(report: "TransportReport") -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
     from stagemesh.connectors.transport_probe import SIZES
 
-    where = "within this host" if report.same_host else f"to {report.peer}"
-    table = Table(
-        "connector", *(_size(size) for size in SIZES), "GB/s", "CPU s/GB", "how", title=f"one way, medians, {where}"
+    scope = "within this host" if report.same_host else f"to {report.peer}"
+    columns = (
+        Column("connector", lambda figures: figures.connector),
+        *map(_latency_column, SIZES),
+        number("GB/s", lambda each: "" if each.refusal else f"{each.bytes_per_s / _GB:.2f}"),
+        number("CPU s/GB", lambda each: "" if each.refusal else f"{each.cpu_s_per_gb:.2f}"),
+        Column("how", lambda each: [(f"not usable: {each.refusal}", "yellow")] if each.refusal else each.how),
     )
-    table.title_justify = "left"
-    for column in table.columns[1:-1]:
-        column.justify = "right"
-    for figures in report.connectors:
-        if figures.refusal:
-            blank = [""] * (len(table.columns) - 2)
-            table.add_row(figures.connector, *blank, Text(f"not usable: {figures.refusal}", style="yellow"))
-        else:
-            table.add_row(figures.connector, *_cells(figures), Text(figures.how))
-    return table
+    return make_table(columns, report.connectors, title=f"one-way latency, median, {scope}")
 
 
-def _cells(figures: "ConnectorFigures") -> list[str]:
-    return [
-        *(_time(seconds) for seconds in figures.one_way_s.values()),
-        f"{figures.bytes_per_s / _GB:.2f}",
-        f"{figures.cpu_s_per_gb:.2f}",
-    ]
+def _latency_column(size_bytes: int) -> Column:
+    return number(_size(size_bytes), lambda each: "" if each.refusal else _time(each.one_way_s[size_bytes]))
 
 
 def _choice(report: "TransportReport") -> str:
     if not report.passed_over:
-        return f"auto uses {report.choice}, the best there is"
+        return f"auto selects {report.choice}, the best of all connectors"
     reasons = "; ".join(f"{name}: {why}" for name, why in report.passed_over.items())
-    return f"auto uses {report.choice}, for what is better cannot be used ({reasons})"
+    return f"auto selects {report.choice}, because better connectors cannot be used ({reasons})"
 
 
 def _size(size_bytes: int) -> str:

@@ -1,10 +1,7 @@
-"""How `up` and `demo` show processes: a live table, lines, or JSON lines."""
+"""The displays of `up` and `demo` for the processes that they run: a live table, lines of text, or lines of JSON."""
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from enum import Enum
 from typing import Protocol
 
 from rich.console import Console
@@ -12,27 +9,39 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from stagemesh.client import EdgeInfo
 from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER
-from stagemesh.orchestrator.cli.tables import links_table, styled_state
+from stagemesh.orchestrator.cli.output import (
+    Cell,
+    Column,
+    links_table,
+    make_table,
+    print_json,
+    state_cell,
+    to_json,
+    to_text,
+)
 from stagemesh.orchestrator.launcher import ProcessState, ProcessStatus
+from stagemesh.v1.orchestrator_pb2 import EdgeDescription
 
 
 class Display(Protocol):
-    """Shows what a launcher tells."""
+    """Shows the processes of a launcher."""
 
     def show(self, status: ProcessStatus) -> None:
-        """A process has changed."""
+        """Shows the new status of a process."""
 
-    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str, admin_endpoint: str = "") -> None:
-        """Everything is up; `hint` says how to go on. Operators are served at `admin_endpoint`, if anywhere."""
+    def ready(self, endpoint: str, *, edges: Sequence[EdgeDescription], hint: str, admin_endpoint: str = "") -> None:
+        """Shows that all processes are ready, and a hint about the next command.
+
+        Clients are served at `endpoint`, operators at `admin_endpoint` unless that is empty.
+        """
 
     def close(self, message: str = "") -> None:
-        """Nothing more comes; `message` sums up. Closing twice is harmless."""
+        """Ends the display with a summary. Closing twice is harmless."""
 
 
 def make_display(*, as_json: bool) -> Display:
-    """The display that suits where the output goes."""
+    """Returns the display for JSON, for a terminal or, if stderr is not a terminal, for plain text."""
     if as_json:
         return JsonDisplay()
     console = Console(stderr=True, highlight=False)
@@ -40,17 +49,17 @@ def make_display(*, as_json: bool) -> Display:
 
 
 class LineDisplay:
-    """A line for each change, for logs and pipes."""
+    """Prints a line for each change, for logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def show(self, status: ProcessStatus) -> None:
-        """Writes a line."""
-        self._print(Text.assemble(f"{status.name}: ", styled_state(status.state.value, status.detail)))
+        """Prints the status on a line."""
+        self._print(Text.assemble(f"{status.name}: ", to_text(_state(status))))
 
-    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str, admin_endpoint: str = "") -> None:
-        """Says what the edges use, where it is, and how to go on."""
+    def ready(self, endpoint: str, *, edges: Sequence[EdgeDescription], hint: str, admin_endpoint: str = "") -> None:
+        """Prints the connectors of the edges, the addresses, and the hint."""
         if edges:
             self._console.print(links_table(edges), soft_wrap=True)
         self._print(Text.assemble(("ready", "bold green"), f" at {endpoint}; {hint}"))
@@ -59,7 +68,7 @@ class LineDisplay:
             self._print(Text(f"operators at {admin_endpoint}; try: stagemesh top{where}"))
 
     def close(self, message: str = "") -> None:
-        """Says how it ended."""
+        """Prints the summary."""
         if message:
             self._print(Text(message))
 
@@ -68,7 +77,7 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """A table that changes in place until everything is ready, then lines."""
+    """Updates a table in place until all processes are ready, and prints lines after that."""
 
     def __init__(self, console: Console) -> None:
         self._lines = LineDisplay(console)
@@ -78,20 +87,20 @@ class LiveDisplay:
         self._live.start()
 
     def show(self, status: ProcessStatus) -> None:
-        """Changes a row, or writes a line."""
+        """Updates the row of a process, or prints a line."""
         if not self._loading:
             self._lines.show(status)
             return
         self._statuses[status.name] = status
         self._live.update(self._table())
 
-    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str, admin_endpoint: str = "") -> None:
-        """Leaves the table as it is and says how to go on."""
+    def ready(self, endpoint: str, *, edges: Sequence[EdgeDescription], hint: str, admin_endpoint: str = "") -> None:
+        """Stops updating the table, and prints the addresses and the hint."""
         self._stop()
         self._lines.ready(endpoint, edges=edges, hint=hint, admin_endpoint=admin_endpoint)
 
     def close(self, message: str = "") -> None:
-        """Gives the terminal back."""
+        """Stops updating the terminal, and prints the summary."""
         self._stop()
         self._lines.close(message)
 
@@ -100,55 +109,53 @@ class LiveDisplay:
         self._live.stop()
 
     def _table(self) -> Table:
-        table = Table("process", "endpoint", "state", box=None, padding=(0, 2, 0, 0))
-        for status in self._statuses.values():
-            table.add_row(status.name, status.endpoint, styled_state(status.state.value, status.detail))
-        return table
+        return make_table(_PROCESSES, self._statuses.values())
 
 
 class JsonDisplay:
-    """A JSON document a line, on stdout."""
+    """Prints one JSON document per line to stdout."""
 
     def show(self, status: ProcessStatus) -> None:
-        """Writes the status."""
-        _write({"event": "process", **asdict(status)})
+        """Prints an event "process" with the status."""
+        print_json({"event": "process", **asdict(status), "state": status.state.value})
 
-    def ready(self, endpoint: str, *, edges: Sequence[EdgeInfo], hint: str, admin_endpoint: str = "") -> None:
-        """Says where to call."""
-        _write(
+    def ready(self, endpoint: str, *, edges: Sequence[EdgeDescription], hint: str, admin_endpoint: str = "") -> None:
+        """Prints an event "ready" with the addresses and the edges, which are in protobuf's JSON mapping."""
+        print_json(
             {
                 "event": "ready",
                 "endpoint": endpoint,
                 "admin_endpoint": admin_endpoint,
-                "edges": [asdict(edge) for edge in edges],
+                "edges": [to_json(edge) for edge in edges],
                 "hint": hint,
             }
         )
 
     def close(self, message: str = "") -> None:
-        """Says how it ended."""
+        """Prints an event "stopped" with the summary."""
         if message:
-            _write({"event": "stopped", "message": message})
+            print_json({"event": "stopped", "message": message})
 
 
 class RestartCounter:
-    """A display's neighbour: counts what a summary tells."""
+    """Passes statuses to a display, and counts the restarts for its summary."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
         self.restarts = 0
 
     def __call__(self, status: ProcessStatus) -> None:
-        """Counts and passes on."""
+        """Counts a restart, and shows the status."""
         self.restarts += status.state is ProcessState.RESTARTING
         self._display.show(status)
 
 
-def _write(document: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(document, ensure_ascii=False, default=_word) + "\n")
-    sys.stdout.flush()
+def _state(status: ProcessStatus) -> Cell:
+    return state_cell(status.state.value, status.detail)
 
 
-def _word(value: object) -> object:
-    assert isinstance(value, Enum)
-    return value.value
+_PROCESSES = (
+    Column("process", lambda status: status.name),
+    Column("endpoint", lambda status: status.endpoint),
+    Column("state", _state),
+)

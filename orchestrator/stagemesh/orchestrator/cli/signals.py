@@ -1,4 +1,4 @@
-"""What `up` and `demo` share while processes run."""
+"""Stopping a command that runs until SIGINT or SIGTERM."""
 
 import asyncio
 import signal
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 
 def stop_on_signals() -> asyncio.Event:
-    """An event that SIGINT and SIGTERM set, in place of what they did."""
+    """Returns an event that SIGINT and SIGTERM set. The signals have no other effect after this call."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -15,7 +15,7 @@ def stop_on_signals() -> asyncio.Event:
 
 
 async def done_before(stopping: asyncio.Event, work: Callable[[], Awaitable[None]]) -> bool:
-    """Runs `work` and returns True, or cancels it once `stopping` is set and returns False."""
+    """Runs `work` and returns True. If `stopping` is set first, cancels `work` and returns False."""
     async with asyncio.TaskGroup() as tasks:
         working = tasks.create_task(_run(work))
         waiting = tasks.create_task(stopping.wait())

@@ -1,50 +1,68 @@
 """`stagemesh stages`."""
 
-import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import typer
 
 from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.options import DEFAULT_SERVER, Server, read_endpoints
+from stagemesh.orchestrator.cli.output import (
+    Column,
+    enum_word,
+    links_table,
+    make_table,
+    number,
+    print_all,
+    print_json,
+    state_cell,
+    to_json,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from stagemesh.client import PipelineInfo
+    from stagemesh.v1 import orchestrator_pb2
+
+_TIMEOUT_S = 10.0
 
 
 def stages(server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> None:
-    """Shows the stages and replicas of a running pipeline, and what its edges use."""
+    """List the stages and replicas of a running pipeline, and the connectors that its edges use."""
     from stagemesh.client import Client
-    from stagemesh.orchestrator.cli.tables import links_table, print_whole
+    from stagemesh.v1 import orchestrator_pb2
 
+    request = orchestrator_pb2.DescribePipelineRequest()
     with Client(*read_endpoints(server)) as client:
-        pipeline = client.describe()
+        pipeline = client.call(lambda stub: stub.DescribePipeline(request, timeout=_TIMEOUT_S))
     if as_json:
-        typer.echo(json.dumps(asdict(pipeline), default=lambda state: state.value, ensure_ascii=False))
-    else:
-        print_whole(_table(pipeline))
-        if pipeline.edges:
-            typer.echo()
-            print_whole(links_table(pipeline.edges))
+        print_json(to_json(pipeline))
+        return
+    print_all(_table(pipeline))
+    if pipeline.edges:
+        typer.echo()
+        print_all(links_table(pipeline.edges))
 
 
-def _table(pipeline: "PipelineInfo") -> "Table":
-    from rich.table import Table
-
-    from stagemesh.orchestrator.cli.tables import styled_state
+def _table(pipeline: "orchestrator_pb2.DescribePipelineResponse") -> "Table":
+    from stagemesh.v1 import orchestrator_pb2, stage_pb2
 
     title = (
-        f"{pipeline.name} {pipeline.generation}: {pipeline.in_flight} of {pipeline.max_in_flight} requests in flight, "
-        f"{pipeline.queued} of {pipeline.max_queued} queued"
+        f"{pipeline.pipeline} {pipeline.generation}: {pipeline.in_flight} of {pipeline.max_in_flight} requests in "
+        f"flight, {pipeline.queued} of {pipeline.max_queued} queued"
     )
-    table = Table("stage", "engine", "replica", "endpoint", "state", "running", title=title, title_justify="left")
-    for stage in pipeline.stages:
-        for replica in stage.replicas:
-            state = styled_state(replica.state.value, replica.detail)
-            table.add_row(stage.name, stage.engine, replica.name, replica.endpoint, state, str(replica.running))
-        if not stage.replicas:
-            table.add_row(stage.name, stage.engine, "none", "", "", "")
-    return table
+    none = orchestrator_pb2.ReplicaDescription(name="none")
+    columns = (
+        Column("stage", lambda row: row[0].name),
+        Column("engine", lambda row: row[0].engine),
+        Column("replica", lambda row: row[1].name),
+        Column("endpoint", lambda row: row[1].endpoint),
+        Column(
+            "state",
+            lambda row: state_cell(
+                enum_word(stage_pb2.ReplicaState.DESCRIPTOR, row[1].state) if row[1].state else "", row[1].detail
+            ),
+        ),
+        number("running", lambda row: row[1].running),
+    )
+    rows = [(stage, replica) for stage in pipeline.stages for replica in stage.replicas or (none,)]
+    return make_table(columns, rows, title=title)

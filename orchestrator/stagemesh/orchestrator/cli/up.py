@@ -27,19 +27,24 @@ _HOST = "127.0.0.1"
 def up(
     pipeline: PipelineName,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Where to serve; 0 takes any that is free.")
+        int, typer.Option(min=0, max=65535, help="Serve clients on this port. 0 chooses a free port.")
     ] = DEFAULT_PORT,
     admin_port: Annotated[
         int | None,
         typer.Option(
-            min=0, max=65535, help="Where operators are served; 0 takes any that is free.", show_default="the next one"
+            min=0,
+            max=65535,
+            help="Serve operators on this port. 0 chooses a free port.",
+            show_default="the port after --port",
         ),
     ] = None,
     settings: Settings = None,
     replicas: Replicas = None,
     as_json: AsJson = False,
 ) -> None:
-    """Runs a pipeline on this machine until Ctrl-C: the orchestrator and every stage, restarted when they die."""
+    """Run a pipeline on this machine until Ctrl-C. Starts the orchestrator and every stage, and restarts processes that
+    end.
+    """
     from stagemesh.orchestrator.cli.process_display import make_display
     from stagemesh.orchestrator.spec import load_pipeline
 

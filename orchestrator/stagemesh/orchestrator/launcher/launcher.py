@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import cast
 
-from stagemesh.client import EdgeInfo
 from stagemesh.common import settings
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.launcher.plan import plan_processes
@@ -17,6 +16,7 @@ from stagemesh.orchestrator.launcher.run_folder import RunFolder
 from stagemesh.orchestrator.launcher.supervisor import Listener, ProcessSpec, Supervisor
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.rpc.channels import open_channel
+from stagemesh.v1.orchestrator_pb2 import EdgeDescription
 
 _POLL_S = 0.1
 
@@ -48,7 +48,7 @@ class Launcher:
         self.endpoint = self._with_port(listen)
         self.admin_endpoint = self._next_to_clients() if admin_listen is None else self._with_port(admin_listen)
         self.processes: dict[str, ProcessStatus] = {}
-        self.edges: tuple[EdgeInfo, ...] = ()
+        self.edges: tuple[EdgeDescription, ...] = ()
         """The edges with their connectors, once the pipeline is ready."""
         self._ready = asyncio.Event()
 

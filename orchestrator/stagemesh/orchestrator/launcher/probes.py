@@ -8,8 +8,6 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from stagemesh.client import EdgeInfo
-from stagemesh.client.descriptions import decode_pipeline
 from stagemesh.common.errors import NotReadyError
 from stagemesh.orchestrator.launcher.process_states import ProcessState
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
@@ -63,7 +61,7 @@ async def probe_health(channel: grpc.aio.Channel) -> Observation | None:
     return Observation(ProcessState.READY if serving else ProcessState.LOADING, "")
 
 
-async def probe_edges(channel: grpc.aio.Channel) -> tuple[EdgeInfo, ...] | None:
+async def probe_edges(channel: grpc.aio.Channel) -> tuple[orchestrator_pb2.EdgeDescription, ...] | None:
     """Asks the orchestrator for its edges.
 
     Returns None until all replicas are ready and the connector of every link is known. Raises NotReadyError
@@ -79,7 +77,7 @@ async def probe_edges(channel: grpc.aio.Channel) -> tuple[EdgeInfo, ...] | None:
     replicas = chain.from_iterable(stage.replicas for stage in described.stages)
     ready = all(replica.state == stage_pb2.REPLICA_STATE_READY for replica in replicas)
     if ready and all(_is_known(edge) for edge in described.edges):
-        return decode_pipeline(described).edges
+        return tuple(described.edges)
     return None
 
 

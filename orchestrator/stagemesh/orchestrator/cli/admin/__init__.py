@@ -1,23 +1,94 @@
-"""`stagemesh admin`: what runs where, and what to do about it."""
+"""`stagemesh admin`: builds the commands for operators from their table and runs them."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from stagemesh.orchestrator.cli.admin import controls, lifecycle, lists, lora, profile, request
+from stagemesh.orchestrator.cli.admin.commands import COMMANDS, GROUPS, REQUIRED, Command
+from stagemesh.orchestrator.cli.error_output import EXIT_FAILED, AsJson
+from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER, AdminServer
+from stagemesh.orchestrator.cli.output import print_all, print_json, to_json
 
-app = typer.Typer(help="Shows and changes what runs: for operators.", no_args_is_help=True)
-app.command("pipelines")(lists.pipelines)
-app.command("stages")(lists.stages)
-app.command("replicas")(lists.replicas)
-app.command("edges")(lists.edges)
-app.command("requests")(lists.requests)
-app.command("request")(request.request)
-app.command("drain")(lifecycle.drain)
-app.command("resume")(lifecycle.resume)
-app.command("restart")(lifecycle.restart)
-app.command("cancel")(request.cancel)
-app.command("probe")(request.probe)
-app.command("sleep")(controls.sleep)
-app.command("wake")(controls.wake)
-app.command("cache")(controls.cache)
-app.add_typer(lora.app, name="lora")
-app.add_typer(profile.app, name="profile")
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+app = typer.Typer(help="Show and control a running pipeline, as an operator.", no_args_is_help=True)
+
+
+def _callback(command: Command) -> Callable[..., None]:
+    """Returns the function of a command, with the signature from which typer reads its parameters."""
+
+    def callback(*, server: str, as_json: bool, **values: Any) -> None:
+        _run(command, values, server=server, as_json=as_json)
+
+    parameters = {
+        **command.parameters,
+        "server": (AdminServer, DEFAULT_ADMIN_SERVER),
+        "as_json": (AsJson, False),
+    }
+    function = cast("Any", callback)
+    function.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
+    function.__signature__ = inspect.Signature(
+        [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=annotation,
+                default=inspect.Parameter.empty if default is REQUIRED else default,
+            )
+            for name, (annotation, default) in parameters.items()
+        ]
+    )
+    return callback
+
+
+def _run(command: Command, values: dict[str, Any], *, server: str, as_json: bool) -> None:
+    failed = False
+    for answer, replica in _answers(command, values, server=server):
+        if as_json:
+            print_json({"replica": replica, **to_json(answer)} if replica else to_json(answer))
+        else:
+            _show(command, answer, values, replica=replica)
+        failed = failed or command.fails(answer)
+    if failed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _answers(command: Command, values: dict[str, Any], *, server: str) -> "Iterator[tuple[Message, str]]":
+    """Yields each answer with the name of the replica that gave it, which is empty for AdminService."""
+    from contextlib import closing
+
+    from stagemesh.orchestrator.cli.admin.client import TIMEOUT_S, connected, is_control, is_stream, make_request
+
+    rpc = command.rpc if isinstance(command.rpc, str) else command.rpc(values)
+    timeout_s = values.get("timeout", TIMEOUT_S)
+    with connected(server) as admin:
+        for replica in admin.replicas_of(values["target"]) if is_control(rpc) else ("",):
+            values["replica"] = replica
+            request = make_request(rpc, {**values, **command.fields(values)})
+            if is_stream(rpc):
+                with closing(admin.stream(rpc, request, timeout_s=timeout_s)) as events:
+                    yield from ((event, replica) for event in events)
+            else:
+                yield admin.call(rpc, request, replica=replica, timeout_s=timeout_s), replica
+
+
+def _show(command: Command, answer: Any, values: dict[str, Any], *, replica: str) -> None:
+    output = command.display(answer, values)
+    if isinstance(output, str):
+        typer.echo(f"{replica}: {output}" if replica else output)
+    else:
+        print_all(output)
+    if getattr(answer, "next_page_token", ""):
+        sys.stderr.write(f"there are more: --page-token {answer.next_page_token}\n")
+
+
+_groups = {name: typer.Typer(help=text, no_args_is_help=True) for name, text in GROUPS.items()}
+for _command in COMMANDS:
+    _group, _, _name = _command.name.rpartition(" ")
+    _groups.get(_group, app).command(_name, help=_command.help)(_callback(_command))
+for _name, _app in _groups.items():
+    app.add_typer(_app, name=_name)

@@ -1,57 +1,68 @@
-"""A connection to the port for operators."""
+"""The connection of the command line to AdminService, and through it to the controls of replicas."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message_factory import GetMessageClass
 
-from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.errors import NotFoundError, StagemeshError, UnavailableError
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.v1 import admin_pb2, control_pb2
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
 from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
 
 if TYPE_CHECKING:
+    from google.protobuf.descriptor import MethodDescriptor
     from google.protobuf.message import Message
 
-CALL_S = 15.0
+TIMEOUT_S = 15.0
 UNREACHABLE = "ADMIN_UNREACHABLE"
 _REPLICA_KEY = "stagemesh-replica"
+_PAGE = 1000
 
-Answer = TypeVar("Answer", bound="Message")
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].methods_by_name
+_CONTROL = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].methods_by_name
+
+
+def is_control(rpc: str) -> bool:
+    """Whether an RPC belongs to StageControlService, which each replica serves, and not to AdminService."""
+    return rpc not in _ADMIN
+
+
+def is_stream(rpc: str) -> bool:
+    """Whether an RPC answers with a stream of messages."""
+    return bool(_method(rpc).server_streaming)
+
+
+def make_request(rpc: str, values: dict[str, Any]) -> "Message":
+    """Returns the request of an RPC with those of `values` that are set and name one of its fields."""
+    message = _method(rpc).input_type
+    fields = {name: value for name, value in values.items() if value is not None and name in message.fields_by_name}
+    return GetMessageClass(message)(**fields)
 
 
 class AdminConnection:
-    """Calls AdminService, and a replica's controls through it. Every method raises a StagemeshError."""
+    """Calls RPCs of AdminService and of StageControlService by their names. Every method raises a StagemeshError."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
-        self.admin = AdminServiceStub(self._channel)
-        self.controls = StageControlServiceStub(self._channel)
+        self._stubs = AdminServiceStub(self._channel), StageControlServiceStub(self._channel)
 
-    def call(self, method: Callable[..., Answer], request: "Message", *, timeout_s: float = CALL_S) -> Answer:
-        """The answer of AdminService."""
+    def call(self, rpc: str, request: "Message", *, replica: str = "", timeout_s: float = TIMEOUT_S) -> Any:
+        """Returns the answer of AdminService or, for an RPC of StageControlService, of `replica`."""
+        metadata = ((_REPLICA_KEY, replica),) if replica else ()
         try:
-            return method(request, timeout=timeout_s)
+            return getattr(self._stubs[is_control(rpc)], rpc)(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as exc:
             raise self._error(exc) from exc
 
-    def control(
-        self, method: Callable[..., Answer], request: "Message", *, replica: str, timeout_s: float = CALL_S
-    ) -> Answer:
-        """The answer of a replica's own controls."""
-        try:
-            return method(request, timeout=timeout_s, metadata=((_REPLICA_KEY, replica),))
-        except grpc.RpcError as exc:
-            raise self._error(exc) from exc
-
-    def stream(
-        self, method: Callable[..., Any], request: "Message", *, timeout_s: float | None = None
-    ) -> Generator[Any]:
-        """The answers of AdminService; closing the generator hangs up."""
-        call = method(request, timeout=timeout_s)
+    def stream(self, rpc: str, request: "Message", *, timeout_s: float | None = None) -> Generator[Any]:
+        """Yields the answers of a streaming RPC of AdminService. Closing the generator cancels the call."""
+        call = getattr(self._stubs[0], rpc)(request, timeout=timeout_s)
         try:
             yield from call
         except grpc.RpcError as exc:
@@ -59,9 +70,29 @@ class AdminConnection:
         finally:
             call.cancel()
 
+    def replicas_of(self, target: str) -> list[str]:
+        """Returns the replica with this name, or else the replicas of the stage with this name.
+
+        Raises NotFoundError (UNKNOWN_TARGET) if there is neither.
+        """
+        known = {replica.name: replica.stage for replica in self._replicas()}
+        found = [target] if target in known else [name for name, stage in known.items() if stage == target]
+        if not found:
+            raise NotFoundError(f"no replica or stage {target!r} here", reason="UNKNOWN_TARGET")
+        return found
+
     def close(self) -> None:
         """Disconnects."""
         self._channel.close()
+
+    def _replicas(self) -> Iterator[admin_pb2.ReplicaStatus]:
+        request = admin_pb2.ListReplicasRequest(page_size=_PAGE)
+        while True:
+            answer = self.call("ListReplicas", request)
+            yield from answer.replicas
+            if not answer.next_page_token:
+                return
+            request.page_token = answer.next_page_token
 
     def _error(self, exc: grpc.RpcError) -> StagemeshError:
         error = from_rpc_error(exc, peer=f"AdminService at {self._endpoint}")
@@ -72,9 +103,13 @@ class AdminConnection:
 
 @contextmanager
 def connected(endpoint: str) -> Generator[AdminConnection]:
-    """A connection, closed at the end."""
+    """Opens a connection and closes it at the end."""
     connection = AdminConnection(endpoint)
     try:
         yield connection
     finally:
         connection.close()
+
+
+def _method(rpc: str) -> "MethodDescriptor":
+    return (_ADMIN if rpc in _ADMIN else _CONTROL)[rpc]

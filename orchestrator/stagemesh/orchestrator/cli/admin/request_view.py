@@ -1,59 +1,63 @@
-"""One request in full: its head, its time line, its flows."""
+"""The display of one request: its summary, the steps on its stages, its flows, and its timeline."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from stagemesh.orchestrator.cli.admin.formatting import duration, size
-from stagemesh.orchestrator.cli.admin.json_output import word_of
-from stagemesh.orchestrator.cli.admin.output import make_table
-from stagemesh.orchestrator.cli.admin.tables import request_state
-from stagemesh.v1 import admin_pb2, chunk_pb2, control_pb2
+from stagemesh.orchestrator.cli.admin.views import request_state
+from stagemesh.orchestrator.cli.output import (
+    Cell,
+    Column,
+    connector_name,
+    duration,
+    make_table,
+    number,
+    size,
+    to_text,
+)
+from stagemesh.v1 import admin_pb2, control_pb2
 
-_CONNECTORS = chunk_pb2.DESCRIPTOR.enum_types_by_name["Connector"]
-
-_HANDED_ON = "DRAINED"
+# The reason that a drained replica reports for a step that continues on another replica.
+_MOVED = "DRAINED"
 
 
 class Moment(NamedTuple):
-    """Something that happened, in seconds since the request was received."""
+    """One entry of the timeline. `at_s` is in seconds since the request was received."""
 
     at_s: float
-    who: str
-    what: str
+    source: str
+    event: str
 
 
 def request_view(answer: admin_pb2.GetRequestResponse) -> RenderableType:
-    """A request in full."""
-    parts: list[RenderableType] = [_head(answer), "", _steps_table(answer.steps)]
+    """Returns all that the server knows about a request."""
+    parts: list[RenderableType] = [_summary(answer.request), "", make_table(_STEPS, answer.steps)]
     if answer.flows:
-        parts += ["", _flows_table(answer.flows)]
-    return Group(*parts, "", _moments_table(answer))
+        parts += ["", make_table(_FLOWS, answer.flows)]
+    return Group(*parts, "", make_table(_TIMELINE, moments(answer)))
 
 
 def moments(answer: admin_pb2.GetRequestResponse) -> list[Moment]:
-    """What happened, in order."""
-    found = [Moment(0.0, "", "received")]
+    """Returns the timeline, earliest entry first."""
+    timeline = [Moment(0.0, "", "received")]
     if answer.HasField("planned_s"):
-        found.append(Moment(answer.planned_s, "", "admitted and planned"))
+        timeline.append(Moment(answer.planned_s, "", "admitted and planned"))
     for step in answer.steps:
-        found.extend(_step_moments(step))
-    return sorted(found, key=lambda moment: moment.at_s)
+        timeline.extend(_step_moments(step))
+    return sorted(timeline, key=lambda moment: moment.at_s)
 
 
-def _head(answer: admin_pb2.GetRequestResponse) -> RenderableType:
-    request = answer.request
+def _summary(request: admin_pb2.RequestStatus) -> RenderableType:
     received = datetime.fromtimestamp(request.received_at_s).astimezone().isoformat(sep=" ", timespec="seconds")
-    left = f", {duration(request.left_s)} left" if request.left_s else ""
+    left = f", {duration(request.left_s)} until its deadline" if request.left_s else ""
     lines = [
-        Text.assemble((request.request_id, "bold"), "  ", request_state(request.state)),
+        Text.assemble((request.request_id, "bold"), "  ", to_text(request_state(request))),
         Text(
-            f"received {received}, {duration(request.age_s)} old{left}; priority {request.priority}; "
-            f"outputs {', '.join(request.outputs)}; {request.pieces:,} pieces, {size(request.size_bytes)}"
+            f"received {received}, age {duration(request.age_s)}{left}; priority {request.priority}; "
+            f"outputs {', '.join(request.outputs)}: {request.pieces:,} messages, {size(request.size_bytes)}"
         ),
     ]
     if request.HasField("error"):
@@ -61,84 +65,85 @@ def _head(answer: admin_pb2.GetRequestResponse) -> RenderableType:
     return Group(*lines)
 
 
-def _steps_table(steps: Sequence[admin_pb2.StepStatus]) -> Table:
-    figures = ("try", "outputs", "steps", "last heard")
-    table = make_table("stage", "replica", *figures, "state", right=figures)
-    for step in steps:
-        total = f" of {step.total_steps}" if step.HasField("total_steps") else ""
-        table.add_row(
-            step.stage,
-            step.replica,
-            str(step.attempt),
-            f"{step.outputs:,}",
-            f"{step.steps:,}{total}",
-            f"at {duration(step.heard_s)}" if step.HasField("heard_s") else "",
-            _standing(step),
-        )
-    return table
+def _step_count(step: Any) -> str:
+    return f"{step.steps:,}" + (f" of {step.total_steps}" if step.HasField("total_steps") else "")
 
 
-def _standing(step: admin_pb2.StepStatus) -> Text:
-    if step.error.reason == _HANDED_ON:
-        return Text("handed on", "dim")
+def _step_state(step: Any) -> Cell:
+    if step.error.reason == _MOVED:
+        return [("moved to another replica", "dim")]
     if step.HasField("error"):
-        return Text(f"failed: {step.error.message}", "red")
+        return [(f"failed: {step.error.message}", "red")]
     if step.HasField("ended_s"):
-        return Text("finished" if step.HasField("finished") else "ended", "dim")
-    return Text(f"waits for {step.waits_for}", "yellow") if step.waits_for else Text("computes", "green")
+        return [("finished" if step.HasField("finished") else "ended", "dim")]
+    return [(f"waits for {step.waits_for}", "yellow") if step.waits_for else ("computes", "green")]
 
 
-def _flows_table(flows: Sequence[admin_pb2.FlowStatus]) -> Table:
-    figures = ("sent", "in flight", "unread", "credit left")
-    table = make_table("edge", "from", "to", "connector", *figures, right=figures)
-    for flow in flows:
-        sent, received = flow.sent, flow.received
-        known_sent, known_received = flow.HasField("sent"), flow.HasField("received")
-        table.add_row(
-            Text(flow.edge),
-            flow.producer,
-            flow.consumer,
-            word_of(_CONNECTORS, (sent if known_sent else received).connector),
-            f"{sent.chunks:,}{' (all)' if sent.ended else ''}" if known_sent else "",
-            _waiting(sent) if known_sent else "",
-            _waiting(received) if known_received else "",
-            size((sent if known_sent else received).credit_bytes),
-        )
-    return table
+_STEPS = (
+    Column("stage", lambda step: step.stage),
+    Column("replica", lambda step: step.replica),
+    number("attempt", lambda step: step.attempt),
+    number("outputs", lambda step: step.outputs),
+    number("steps", _step_count),
+    number("last report", lambda step: f"at {duration(step.heard_s)}" if step.HasField("heard_s") else ""),
+    Column("state", _step_state),
+)
 
 
-def _waiting(flow: control_pb2.FlowReport) -> str:
-    return f"{flow.waiting_chunks:,} ({size(flow.waiting_bytes)})" if flow.waiting_chunks else "0"
+def _newest(flow: Any) -> control_pb2.FlowReport:
+    """The producer's report, or the consumer's if the producer gave none."""
+    report: control_pb2.FlowReport = flow.sent if flow.HasField("sent") else flow.received
+    return report
 
 
-def _moments_table(answer: admin_pb2.GetRequestResponse) -> Table:
-    table = make_table("when", "who", "what", right=("when",))
-    for moment in moments(answer):
-        table.add_row(duration(moment.at_s), moment.who, Text(moment.what))
-    return table
+def _waiting(flow: Any, end: str) -> str:
+    if not flow.HasField(end):
+        return ""
+    report: control_pb2.FlowReport = getattr(flow, end)
+    return f"{report.waiting_chunks:,} ({size(report.waiting_bytes)})" if report.waiting_chunks else "0"
+
+
+_FLOWS = (
+    Column("edge", lambda flow: flow.edge),
+    Column("from", lambda flow: flow.producer),
+    Column("to", lambda flow: flow.consumer),
+    Column("connector", lambda flow: connector_name(_newest(flow).connector)),
+    number(
+        "sent",
+        lambda flow: f"{flow.sent.chunks:,}{' (all)' if flow.sent.ended else ''}" if flow.HasField("sent") else "",
+    ),
+    number("in flight", lambda flow: _waiting(flow, "sent")),
+    number("unread", lambda flow: _waiting(flow, "received")),
+    number("credit left", lambda flow: size(_newest(flow).credit_bytes)),
+)
+_TIMELINE = (
+    number("time", lambda moment: duration(moment.at_s)),
+    Column("source", lambda moment: moment.source),
+    Column("event", lambda moment: moment.event),
+)
 
 
 def _step_moments(step: admin_pb2.StepStatus) -> Iterator[Moment]:
-    who = step.replica if step.attempt == 1 else f"{step.replica} (try {step.attempt})"
+    source = step.replica if step.attempt == 1 else f"{step.replica} (attempt {step.attempt})"
     if step.HasField("sent_s"):
-        yield Moment(step.sent_s, who, "was sent its share")
+        yield Moment(step.sent_s, source, "was sent the step")
     if step.HasField("accepted_s"):
-        before = f", {step.queue_position} before it" if step.queue_position else ""
-        resumed = f" and goes on behind step {step.resumed_steps:,}" if step.HasField("resumed_steps") else ""
-        yield Moment(step.accepted_s, who, f"accepted it{resumed}{before}")
+        queued = f", {step.queue_position} before it in the queue" if step.queue_position else ""
+        resumed = f" and resumes after engine step {step.resumed_steps:,}" if step.HasField("resumed_steps") else ""
+        yield Moment(step.accepted_s, source, f"accepted the step{resumed}{queued}")
     for each in step.rebindings:
-        yield Moment(each.at_s, who, f"goes on with another neighbour on {' and '.join(each.edges)}")
+        yield Moment(each.at_s, source, f"was connected to another replica on {' and '.join(each.edges)}")
     if step.HasField("first_output_s"):
-        yield Moment(step.first_output_s, who, "gave its first output")
+        yield Moment(step.first_output_s, source, "sent its first output")
     if step.HasField("ended_s"):
-        yield Moment(step.ended_s, who, _ending(step))
+        yield Moment(step.ended_s, source, _ending(step))
     elif step.HasField("heard_s") and step.outputs + step.steps:
-        yield Moment(step.heard_s, who, f"was heard of last: {step.outputs:,} outputs, {step.steps:,} steps")
+        yield Moment(step.heard_s, source, f"last report: {step.outputs:,} outputs, {step.steps:,} engine steps")
 
 
 def _ending(step: admin_pb2.StepStatus) -> str:
-    if step.error.reason == _HANDED_ON:
-        return "handed it on: it is drained"
+    if step.error.reason == _MOVED:
+        return "released the step for another replica, because it is drained"
     if step.HasField("error"):
         return f"failed: {step.error.message}"
     if not step.HasField("finished"):
@@ -147,4 +152,4 @@ def _ending(step: admin_pb2.StepStatus) -> str:
         f"; sent {edge.chunks:,} chunks ({size(edge.size_bytes)}) on {edge.edge} by {edge.connector}"
         for edge in step.finished.edges
     )
-    return f"finished: {step.outputs:,} outputs, {step.steps:,} steps{sent}"
+    return f"finished: {step.outputs:,} outputs, {step.steps:,} engine steps{sent}"

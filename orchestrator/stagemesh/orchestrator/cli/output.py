@@ -1,0 +1,164 @@
+"""Output that several commands share: JSON of protobuf messages, tables, states, sizes and durations."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import typer
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import EnumDescriptor
+    from google.protobuf.message import Message
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+    from stagemesh.v1 import orchestrator_pb2
+
+_PIPE_COLUMNS = 240
+_MINUTE_S = 60
+_STYLES = {
+    "ready": "green",
+    "running": "green",
+    "starting": "cyan",
+    "loading": "cyan",
+    "queued": "cyan",
+    "draining": "yellow",
+    "asleep": "yellow",
+    "restarting": "yellow",
+    "cancelled": "yellow",
+    "failed": "red",
+    "unreachable": "red",
+    "stopped": "dim",
+    "finished": "dim",
+}
+
+Cell: TypeAlias = "str | int | list[tuple[str, str]]"
+"""The content of a table cell: plain text, a count, or segments of (text, style)."""
+
+
+class Column(NamedTuple):
+    """A column of a table: its title, the cell of a row, and whether cells are aligned to the right."""
+
+    title: str
+    cell: Callable[[Any], Cell]
+    right: bool = False
+
+
+def number(title: str, cell: Callable[[Any], Cell]) -> Column:
+    """Returns a column of numbers, aligned to the right."""
+    return Column(title, cell, right=True)
+
+
+def make_table(columns: Sequence[Column], rows: Iterable[object], *, title: str | None = None) -> "Table":
+    """Returns a table with one line for each row."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column.title, justify="right" if column.right else "left")
+    for row in rows:
+        table.add_row(*(to_text(column.cell(row)) for column in columns))
+    return table
+
+
+def to_text(cell: Cell) -> "Text":
+    """Returns a cell's content as rich text. Brackets in it are printed as they are, not read as markup."""
+    from rich.text import Text
+
+    if isinstance(cell, list):
+        return Text.assemble(*cell)
+    return Text(f"{cell:,}" if isinstance(cell, int) else cell)
+
+
+def print_all(output: "RenderableType") -> None:
+    """Prints to stdout. Only a terminal's width truncates lines; a pipe receives them in full."""
+    from rich.console import Console
+
+    Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(output)
+
+
+def to_json(message: "Message") -> dict[str, Any]:
+    """Converts a message by protobuf's JSON mapping, with the field names of the .proto files.
+
+    Unset scalars and lists are included with their default. Unset messages and optional fields are left out.
+    """
+    from google.protobuf.json_format import MessageToDict
+
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def print_json(document: object) -> None:
+    """Prints one JSON document on a line of its own, at once."""
+    typer.echo(json.dumps(document, ensure_ascii=False))
+    sys.stdout.flush()
+
+
+def enum_word(enum: "EnumDescriptor", value: int) -> str:
+    """Returns an enum value's name in lower case without the enum's prefix, or the number if it is unknown here."""
+    named = enum.values_by_number.get(value)
+    prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
+    return str(value) if named is None else named.name.removeprefix(prefix).lower()
+
+
+def state_cell(state: str, detail: str = "") -> Cell:
+    """Returns a state in its color, followed by its detail."""
+    return [(state, _STYLES.get(state, "")), (f"  {detail}" if detail else "", "dim")]
+
+
+def size(size_bytes: float) -> str:
+    """Formats a number of bytes in decimal units, for example "17 bytes" or "1.5 MB"."""
+    from rich.filesize import decimal
+
+    return decimal(int(size_bytes))
+
+
+def duration(seconds: float) -> str:
+    """Formats seconds, for example "12 ms", "3.20 s", "0:04:05" or "3 days, 4:00:00"."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < _MINUTE_S else str(timedelta(seconds=round(seconds)))
+
+
+def connector_name(connector: int) -> str:
+    """Returns the name of a connector on the wire, or "not known" if the replicas have not reported one."""
+    from stagemesh.common.errors import InvalidRequestError
+    from stagemesh.connectors.registry import name_of
+
+    try:
+        return name_of(connector) if connector else "not known"
+    except InvalidRequestError:
+        return f"connector {connector}"
+
+
+def links_table(edges: "Iterable[orchestrator_pb2.EdgeDescription]") -> "Table":
+    """Returns the connector that each edge uses between its replicas, and why better ones cannot be used.
+
+    Pairs of replicas with the same connector and the same reasons share a row.
+    """
+    columns = (
+        Column("edge", lambda row: row[0]),
+        Column("replicas", lambda row: row[1]),
+        Column("connector", lambda row: row[2]),
+    )
+    return make_table(columns, [row for edge in edges for row in _link_rows(edge)])
+
+
+def _link_rows(edge: "orchestrator_pb2.EdgeDescription") -> list[tuple[str, str, Cell]]:
+    pairs: dict[tuple[str, str], list[str]] = {}
+    for link in edge.links:
+        key = (connector_name(link.connector), _link_reasons(link))
+        pairs.setdefault(key, []).append(f"{link.producer} to {link.consumer}")
+    rows: list[tuple[str, str, Cell]] = []
+    for (connector, reasons), names in pairs.items():
+        replicas = "all" if len(pairs) == 1 and len(names) > 1 else ", ".join(names)
+        rows.append((edge.name, replicas, [(connector, ""), (reasons, "dim")]))
+    return rows or [(edge.name, "none are ready", f"the pipeline file sets {connector_name(edge.connector)}")]
+
+
+def _link_reasons(link: "orchestrator_pb2.EdgeLink") -> str:
+    reasons = [f"{connector_name(each.connector)}: {each.error.message}" for each in link.refusals]
+    reasons = reasons or [link.error.message] * link.HasField("error")
+    return f"  ({'; '.join(reasons)})" if reasons else ""
