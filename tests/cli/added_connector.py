@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 _MODULE = """\
-from stagemesh.connectors.registry import ConnectorCard
-DESCRIPTOR = ConnectorCard("pigeon", 1000, 5, "pigeon:Pigeon", module="not_there", remedy="feed it")
+from stagemesh.common.connector_descriptors import ConnectorDescriptor
+DESCRIPTOR = ConnectorDescriptor("pigeon", 1000, 5, "pigeon:Pigeon", module="not_there", remedy="feed it")
 """
 
 

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.connectors.edge import AUTO, GRPC, SHM, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM
+from stagemesh.connectors.edge import FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec import Bounds, Limits, Pipeline, explain, load_pipeline, shipped_pipelines
 from tests.orchestrator.catalog import CATALOG
 from tests.orchestrator.test_spec_errors import GOOD

@@ -18,7 +18,7 @@ from stagemesh.client.requests import GenerateArguments, build_request
 from stagemesh.client.results import Result, ResultBuilder
 from stagemesh.client.retries import RetryPolicy
 from stagemesh.common.errors import CancelledRequestError, StagemeshError
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import orchestrator_pb2
 from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 

@@ -1,7 +1,6 @@
 """`stagemesh probe-transport`."""
 
 import json
-import os
 import socket
 import sys
 from dataclasses import asdict
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stagemesh.common.settings import set_library_variables
 from stagemesh.orchestrator.cli.error_output import AsJson
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def probe_transport(
     import uvloop
 
     # What gRPC itself would log comes as errors.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    set_library_variables({"GRPC_VERBOSITY": "NONE"})
     if peer and serve:
         raise typer.BadParameter("either measure a peer or be one", param_hint="--serve")
     if serve:

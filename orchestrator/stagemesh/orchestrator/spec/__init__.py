@@ -4,7 +4,6 @@ from stagemesh.orchestrator.spec.checks.stages import Catalog
 from stagemesh.orchestrator.spec.explain import explain
 from stagemesh.orchestrator.spec.load import load_pipeline
 from stagemesh.orchestrator.spec.model import (
-    WIRE_VERSION,
     Bounds,
     Edge,
     ExplainedValue,
@@ -17,7 +16,6 @@ from stagemesh.orchestrator.spec.routes import Route
 from stagemesh.orchestrator.spec.source.files import shipped_pipelines
 
 __all__ = [
-    "WIRE_VERSION",
     "Bounds",
     "Catalog",
     "Edge",

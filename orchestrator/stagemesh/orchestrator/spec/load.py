@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from stagemesh.common import settings
 from stagemesh.common.errors import InvalidPipelineError
+from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.orchestrator.spec.checks.edges import EdgeResolver
 from stagemesh.orchestrator.spec.checks.flows import FlowChecker
 from stagemesh.orchestrator.spec.checks.limits import resolve_limits
@@ -16,7 +17,7 @@ from stagemesh.orchestrator.spec.checks.stages import Catalog, StageResolver
 from stagemesh.orchestrator.spec.checks.whens import WhenResolver, pipeline_options
 from stagemesh.orchestrator.spec.explain import explain_shape
 from stagemesh.orchestrator.spec.graph import topological_order
-from stagemesh.orchestrator.spec.model import WIRE_VERSION, Pipeline, Stage
+from stagemesh.orchestrator.spec.model import Pipeline, Stage
 from stagemesh.orchestrator.spec.source.document import read_document
 from stagemesh.orchestrator.spec.source.files import Source, find_source
 from stagemesh.orchestrator.spec.source.origins import Origins

@@ -8,14 +8,13 @@ from typing import Literal
 
 from pydantic import JsonValue
 
+from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.descriptors import OptionSpec, OutputKind, Signature
 from stagemesh.common.stage_config import STALL_S, DataPlaneConfig
-from stagemesh.connectors.edge import ChunkPolicy, ConnectorName
+from stagemesh.connectors.edge import ChunkPolicy
 from stagemesh.orchestrator.spec.conditions import Condition, Facts
 from stagemesh.orchestrator.spec.graph import Arc
 from stagemesh.orchestrator.spec.routes import Route, find_route
-
-WIRE_VERSION = 1
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import grpc
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
 from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
 

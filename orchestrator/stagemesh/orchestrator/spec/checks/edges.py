@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from stagemesh.common.connector_descriptors import AUTO, descriptors
 from stagemesh.common.tensors import TensorSpec
-from stagemesh.connectors.edge import AUTO, FramesPolicy
-from stagemesh.connectors.registry import descriptors
+from stagemesh.connectors.edge import FramesPolicy
 from stagemesh.orchestrator.spec.checks.edge_types import CarriedTensors, emitted, list_specs
 from stagemesh.orchestrator.spec.checks.problems import Problems, suggest
 from stagemesh.orchestrator.spec.checks.stages import Catalog
