@@ -6,7 +6,7 @@ import pytest
 
 from tests.repository.commands import ROOT, run
 
-PACKAGES = ("v1", "connectors", "services", "client", "orchestrator")
+PACKAGES = ("v1", "common", "rpc", "connectors", "services", "client", "orchestrator")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def sources(package: Path) -> set[str]:
     return {str(path.relative_to(package.parent)) for path in package.rglob("*.py")}
 
 
-@pytest.mark.parametrize("root", ["protos", "connectors", "services", "orchestrator"])
+@pytest.mark.parametrize("root", ["protos", "common", "connectors", "services", "orchestrator"])
 def test_every_module_is_packed(wheel: zipfile.Path, root: str) -> None:
     packed = set(wheel.root.namelist())
     assert sources(ROOT / root / "stagemesh") <= packed

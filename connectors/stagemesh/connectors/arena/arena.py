@@ -444,6 +444,8 @@ class Arena:
         wish = self._waiting.pop(turn, None)
         if wish is not None:
             wish.account.waiting -= 1
+        if not self._waiting:
+            self._blocked = False
 
     def _collect(self) -> None:
         self._collect_due = False
