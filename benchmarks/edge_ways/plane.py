@@ -11,12 +11,13 @@ import numpy as np
 
 from benchmarks.edge_ways.base import Bytes, Receiver, Sender, check_mark, mark, source
 from benchmarks.edge_ways.worker import readable, receive
+from stagemesh.common.connector_descriptors import GRPC, NIXL, SHM, ConnectorName
 from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import GRPC, NIXL, SHM, ConnectorName, EdgeKey, Inlet, Outlet, Packet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, Inlet, Outlet, Packet, StepPolicy
 from stagemesh.connectors.flow.fan_out import FanOut
 from stagemesh.rpc.channels import SERVER_OPTIONS
-from stagemesh.rpc.statuses import to_grpc_code, to_trailing_metadata
+from stagemesh.rpc.error_mapping import to_grpc_code, to_trailing_metadata
 
 ARENA_BYTES = 512 << 20
 WINDOW_BYTES = 128 << 20

@@ -15,8 +15,8 @@ from stagemesh.common.descriptors import import_factory, load_engine_descriptor
 from stagemesh.common.process_lifecycle import run_service
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.stream.stage_service import add_stage_service
 from stagemesh.orchestrator.spec import Pipeline, Stage, load_pipeline
+from stagemesh.rpc.raw_methods import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.engines.base import Engine
 from stagemesh.services.stage.replica.runtime import StageRuntime

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Protocol, Self
 
 from benchmarks.orchestrator_ways.relay import UPSTREAM
-from stagemesh.connectors.registry import number_of
+from stagemesh.common.connector_descriptors import number_of
 from stagemesh.orchestrator.planning.policy_conversion import policy_to_wire
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.rpc.channels import open_channel

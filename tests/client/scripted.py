@@ -11,7 +11,7 @@ import numpy as np
 
 from stagemesh.common.errors import NotFoundError, StagemeshError
 from stagemesh.common.tensors import inline_tensor
-from stagemesh.rpc.error_boundary import RpcContext, answering, streaming
+from stagemesh.rpc.handlers import RpcContext, answering, streaming
 from stagemesh.v1.orchestrator_pb2 import (
     CancelRequestRequest,
     CancelRequestResponse,

@@ -1,6 +1,6 @@
 """The connectors that every fault is tried on."""
 
-from stagemesh.connectors.edge import ConnectorName
+from stagemesh.common.connector_descriptors import ConnectorName
 
 CONNECTORS = ("shm", "nixl", "grpc")
 

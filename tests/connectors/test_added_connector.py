@@ -14,6 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from stagemesh.common.connector_descriptors import ConnectorDescriptor, ConnectorName
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, UnavailableError
 from stagemesh.connectors.arena.account import MemoryAccount
 from stagemesh.connectors.arena.arena import Arena
@@ -21,8 +22,6 @@ from stagemesh.connectors.arena.memory_file import TOKEN_BYTES, data_offset_in
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, Producer
 from stagemesh.connectors.conformance import ConnectorSuite
-from stagemesh.connectors.edge import ConnectorName
-from stagemesh.connectors.registry import ConnectorDescriptor
 
 _OFFER = struct.Struct(f"<II{TOKEN_BYTES}s")
 

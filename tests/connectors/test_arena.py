@@ -5,10 +5,8 @@ import gc
 import mmap
 import os
 import resource
-import sys
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -454,18 +452,6 @@ async def test_no_memory_is_a_clear_error_at_start() -> None:
 def test_more_than_the_host_has_is_refused_before_it_is_taken() -> None:
     with pytest.raises(NotReadyError, match="MiB are free"):
         Arena(1 << 46)
-
-
-def test_memory_cgroups_limit_the_arena(tmp_path: Path) -> None:
-    inner = tmp_path / "outer" / "inner"
-    inner.mkdir(parents=True)
-    for group, limit in ((inner, "max\n"), (inner.parent, f"{100 * MIB}\n")):
-        (group / "memory.max").write_text(limit)
-        (group / "memory.current").write_text(f"{30 * MIB}\n")
-        (group / "memory.stat").write_text(f"anon 1\ninactive_file {10 * MIB}\n")
-    names = ("memory.max", "memory.current", "inactive_file")
-    assert memory_file._cgroup_rooms(tmp_path, "/outer/inner", names) == [80 * MIB]
-    assert 0 < memory_file.available_bytes() < sys.maxsize
 
 
 def test_layout_is_aligned_and_gives_each_tensor_a_place() -> None:

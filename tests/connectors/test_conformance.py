@@ -1,7 +1,7 @@
 """The conformance kit, for each connector that comes with Stagemesh."""
 
+from stagemesh.common.connector_descriptors import GRPC, NIXL, SHM
 from stagemesh.connectors.conformance import ConnectorSuite, FlowSuite
-from stagemesh.connectors.edge import GRPC, NIXL, SHM
 
 
 class TestShm(ConnectorSuite):

@@ -5,9 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from stagemesh.common.connector_descriptors import AUTO, SHM
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.connectors.conformance import assert_same, receive_all, send_all
-from stagemesh.connectors.edge import AUTO, SHM, EdgeKey, FramesPolicy, Packet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, FramesPolicy, Packet, StepPolicy
 from tests.connectors.hosts import open_flow, packet, two_hosts
 
 

@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 import grpc
 import pytest
 
+from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM, ConnectorName
 from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import AUTO, GRPC, SHM, ConnectorName, EdgeKey, Outlet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, Outlet, StepPolicy
 from stagemesh.connectors.stream.wire import key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.connectors.hosts import packet

@@ -8,7 +8,7 @@ from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.edge import EdgeKey, Packet
 from stagemesh.connectors.stream.wire import FlowDigest, PacketShape, fill_inline, fill_metadata, key_to_wire
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc, tensor_pb2
 from tests.connectors.handmade_producers import KEY, OPEN, WIRE_KEY, dialled, open_peer, peer
 from tests.connectors.hosts import packet

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from stagemesh.common import connector_descriptors
+from stagemesh.common.connector_descriptors import AUTO, GRPC, NIXL, SHM, ConnectorName
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
-from stagemesh.connectors import registry
-from stagemesh.connectors.edge import AUTO, GRPC, NIXL, SHM, ConnectorName
 from stagemesh.connectors.shm import ShmConnector
 from stagemesh.connectors.stream.negotiation import EdgeProbe
 from tests.connectors.hosts import Host, open_flow, packet, two_hosts
@@ -114,4 +114,4 @@ def _without_shm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "find_spec", lambda _: None)
+    monkeypatch.setattr(connector_descriptors, "find_spec", lambda _: None)

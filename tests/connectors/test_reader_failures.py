@@ -7,10 +7,11 @@ from typing import ClassVar
 
 import pytest
 
+from stagemesh.common.connector_descriptors import NIXL, ConnectorName
 from stagemesh.common.errors import UnavailableError
 from stagemesh.connectors.arena.arena import MemoryAccount
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, Producer
-from stagemesh.connectors.edge import NIXL, ConnectorName, EdgeKey
+from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.stream.wire import key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from tests.connectors.handmade_producers import KEY, Peer, peer
@@ -62,7 +63,7 @@ async def _agreed() -> AsyncIterator[tuple[Peer, _FailingReader]]:
     """Two flows by a connector that both sides agreed on."""
     async with peer() as one:
         connector = _Failing()
-        one.host.plane._connectors._made[NIXL] = connector
+        one.host.plane._connectors._connectors[NIXL] = connector
         inlets = [one.host.plane.open_inlet(key, producer="a-0") for key in (KEY, OTHER)]
         await one.put(stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_NIXL)))
         assert not (await one.answer("meeting")).meeting.HasField("error")

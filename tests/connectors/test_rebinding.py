@@ -9,19 +9,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM
 from stagemesh.common.errors import InternalError, NotReadyError, StagemeshError
 from stagemesh.connectors.conformance import assert_same, receive_all, send_all
-from stagemesh.connectors.edge import (
-    AUTO,
-    GRPC,
-    SHM,
-    ChunkPolicy,
-    EdgeKey,
-    FramesPolicy,
-    Packet,
-    StepPolicy,
-    WholePolicy,
-)
+from stagemesh.connectors.edge import ChunkPolicy, EdgeKey, FramesPolicy, Packet, StepPolicy, WholePolicy
 from stagemesh.connectors.flow.inlet import RebindingInlet
 from stagemesh.connectors.flow.inlet_attempt import InletAttempt
 from stagemesh.connectors.flow.outlet import RebindingOutlet

@@ -8,10 +8,11 @@ from multiprocessing.connection import Connection
 
 import pytest
 
+from stagemesh.common.connector_descriptors import GRPC, NIXL, SHM, ConnectorName
 from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, PartitionTicket
 from stagemesh.connectors.conformance import assert_same, receive_all
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import GRPC, NIXL, SHM, ConnectorName, Outlet, Packet
+from stagemesh.connectors.edge import Outlet, Packet
 from stagemesh.connectors.flow.fan_out import FanOut
 from tests.connectors.hosts import open_flow, packet, two_hosts
 

@@ -9,19 +9,19 @@ from pathlib import Path
 import grpc
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.connectors.stream.stage_service import add_stage_service
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.orchestrator.service import serving
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.rpc.raw_methods import add_stage_service
 from stagemesh.rpc.server import Server
-from stagemesh.rpc.statuses import from_rpc_error
 from stagemesh.v1 import control_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc, request_pb2
 from tests.orchestrator.scripted_stage import Probed, Script, ScriptedStage, say_hello
-from tests.serving.health_calls import Request as HealthRequest
-from tests.serving.health_calls import Response as HealthResponse
-from tests.serving.health_calls import watch
+from tests.rpc.health_calls import Request as HealthRequest
+from tests.rpc.health_calls import Response as HealthResponse
+from tests.rpc.health_calls import watch
 
 CHAIN = """
 pipeline: chain

@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
+from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.common.notifier import Notifier
-from stagemesh.connectors.edge import ConnectorName
 from stagemesh.connectors.stream.negotiation import EdgeProbe
 from stagemesh.orchestrator.fleet.stage_client import REPLICA_LOST, StageClient
 from stagemesh.orchestrator.membership.base import Member, MembershipListener

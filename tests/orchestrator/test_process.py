@@ -17,7 +17,7 @@ from stagemesh.orchestrator.config import (
 )
 from stagemesh.rpc.channels import open_channel
 from tests.orchestrator.mesh import CHAIN
-from tests.serving.health_calls import Request, Response, watch
+from tests.rpc.health_calls import Request, Response, watch
 
 
 def _config(folder: Path, *, port: int, stages: str = "abc") -> Path:

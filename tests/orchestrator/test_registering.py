@@ -17,7 +17,7 @@ from stagemesh.orchestrator.config import OrchestratorConfig, Registration, Repl
 from stagemesh.orchestrator.service import serving
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.error_boundary import answering
+from stagemesh.rpc.handlers import answering
 from stagemesh.rpc.server import Server
 from stagemesh.services.stage.service.registration import registered
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc

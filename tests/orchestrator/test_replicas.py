@@ -13,7 +13,7 @@ from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import CHAIN, mesh, until_health
 from tests.orchestrator.replicas import ready_replica
-from tests.serving.health_calls import Request, Response, check
+from tests.rpc.health_calls import Request, Response, check
 
 
 @pytest.fixture

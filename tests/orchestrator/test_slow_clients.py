@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from stagemesh.orchestrator.request.record import RequestRecord
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, ask, mesh
 from tests.orchestrator.scripted_stage import ACCEPTED, Response, ScriptedStage, hang, said

@@ -10,7 +10,7 @@ import pytest
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.edge import Packet
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.services.engines.base import Emission, Task, Usage
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine

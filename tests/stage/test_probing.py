@@ -3,9 +3,9 @@
 import grpc
 import pytest
 
+from stagemesh.common import connector_descriptors
 from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
-from stagemesh.connectors import registry
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.replicas import Replica, served_stage, stage_config
 
@@ -29,7 +29,7 @@ async def test_the_choice_is_answered_and_nothing_is_sent() -> None:
 
 
 async def test_fixed_choice_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "find_spec", lambda _: None)
+    monkeypatch.setattr(connector_descriptors, "find_spec", lambda _: None)
     async with served_stage() as thinker, served_stage(stage_config("talker", function="relay")) as talker:
         error = await _failure(thinker, talker.endpoint, connector=chunk_pb2.CONNECTOR_NIXL)
     assert isinstance(error, NotReadyError)

@@ -11,10 +11,10 @@ import pytest
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.flow import inlet, inlet_attempt, outlet
-from stagemesh.connectors.stream.stage_service import add_stage_service
 from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.rpc.raw_methods import add_stage_service
 from stagemesh.rpc.server import Server
-from stagemesh.rpc.statuses import from_rpc_error
 from stagemesh.services.stage.service.servicer import StageServicer
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 from tests.stage.replicas import Replica, make_runtime, stage_config, step_request

@@ -16,7 +16,7 @@ from stagemesh.common.errors import (
     StagemeshError,
 )
 from stagemesh.common.host import host_token
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.services.stage.step import run
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.stage.gated_engine import GatedEngine

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from stagemesh.client import Client, Result
+from stagemesh.common.connector_descriptors import descriptors
 from stagemesh.common.tensors import Array
-from stagemesh.connectors.registry import descriptors
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.fake.outputs import frames_of, mixed, sized, source_text
 from tests.deployment import Deployment, deployed, eventually

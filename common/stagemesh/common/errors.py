@@ -15,7 +15,7 @@ StagemeshError
 ├── UnavailableError         UNAVAILABLE          try again: a peer is gone
 └── InternalError            INTERNAL             report it
 
-A gRPC status carries each as code, message and one google.rpc.ErrorInfo (see `stagemesh.rpc.statuses`).
+A gRPC status carries each as code, message and one google.rpc.ErrorInfo (see `stagemesh.rpc.error_mapping`).
 """
 
 from collections.abc import Mapping

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from stagemesh.rpc.error_boundary import streaming
+from stagemesh.rpc.handlers import streaming
 
 SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _Request: TypeAlias = health_pb2.HealthCheckRequest

@@ -13,7 +13,7 @@ import grpc
 
 from stagemesh.common.errors import InvalidChunkError, StagemeshError, UnavailableError
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 
 PUT_CHUNK = "/stagemesh.v1.StageService/PutChunk"
 _LENGTH_BYTES = 4

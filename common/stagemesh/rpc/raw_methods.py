@@ -1,13 +1,41 @@
-"""Registers a service some of whose methods have their messages as they are on the wire."""
+"""Registers services some of whose methods receive and send serialized messages."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import grpc
 
+from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
-class _Handlers:
-    """Stands in for a server, to see what the generated code would register."""
+_STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
+
+
+def add_stage_service(servicer: stage_pb2_grpc.StageServiceServicer, server: grpc.aio.Server) -> None:
+    """Adds a StageService whose PutChunk and ExecuteSteps take and yield serialized messages."""
+    raw_stream = cast("Any", grpc.stream_stream_rpc_method_handler)
+    add_with_raw_methods(
+        partial(stage_pb2_grpc.add_StageServiceServicer_to_server, servicer),
+        server,
+        service=_STAGE_SERVICE,
+        raw={"PutChunk": raw_stream(servicer.PutChunk), "ExecuteSteps": raw_stream(servicer.ExecuteSteps)},
+    )
+
+
+def add_with_raw_methods(
+    add: Callable[[grpc.aio.Server], None], server: grpc.aio.Server, *, service: str, raw: Mapping[str, Any]
+) -> None:
+    """Adds a service to `server` as the generated function `add` does, with some handlers replaced.
+
+    `service` is the full name of the service. `raw` maps method names to the handlers that replace the generated ones.
+    """
+    generated = _HandlerCollector()
+    add(cast("grpc.aio.Server", generated))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {**generated.by_method, **raw}),))
+
+
+class _HandlerCollector:
+    """Stands in for a server and collects the handlers that generated code registers."""
 
     def __init__(self) -> None:
         self.by_method: dict[str, Any] = {}
@@ -16,13 +44,4 @@ class _Handlers:
         self.by_method.update(handlers)
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """The same again, for servers without registered methods."""
-
-
-def add_with_raw_methods(
-    add: Callable[[grpc.aio.Server], None], server: grpc.aio.Server, *, service: str, raw: Mapping[str, Any]
-) -> None:
-    """Adds the service of that full name, as the generated `add` would, but for the handlers in `raw`, by method."""
-    generated = _Handlers()
-    add(cast("grpc.aio.Server", generated))
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {**generated.by_method, **raw}),))
+        """Does nothing: generated code passes the same handlers again, for servers without registered methods."""

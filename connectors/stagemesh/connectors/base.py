@@ -13,8 +13,8 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.connectors.arena.account import MemoryAccount
-from stagemesh.connectors.edge import ConnectorName
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """One dimension of bytes."""

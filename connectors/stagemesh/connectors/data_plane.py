@@ -7,6 +7,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 
+from stagemesh.common.connector_descriptors import AUTO, ConnectorName, descriptor_of
 from stagemesh.common.errors import (
     ExistsError,
     NotFoundError,
@@ -17,13 +18,13 @@ from stagemesh.common.errors import (
 from stagemesh.common.tensors import Tensors
 from stagemesh.connectors.arena.arena import Arena, ArenaStats
 from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
-from stagemesh.connectors.edge import AUTO, ChunkPolicy, ConnectorName, EdgeKey, Packet
+from stagemesh.connectors.edge import ChunkPolicy, EdgeKey, Packet
 from stagemesh.connectors.flow.fan_out import FanOut
 from stagemesh.connectors.flow.inlet_attempt import InletAttempt
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
 from stagemesh.connectors.flow.retention import Retention
 from stagemesh.connectors.flow.sent_chunk import SentChunk
-from stagemesh.connectors.registry import ReplicaConnectors, descriptor_of
+from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream import wire
 from stagemesh.connectors.stream.connection import Peer
 from stagemesh.connectors.stream.consumer_link import ConsumerLink

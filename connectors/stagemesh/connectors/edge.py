@@ -9,15 +9,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeAlias
 
+from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.tensors import Tensors
 
 MetadataValue: TypeAlias = int | float | bool | str
-
-ConnectorName: TypeAlias = str
-"""How bytes cross an edge: the word used in pipeline files, the CLI and metrics. `registry` knows them."""
-
-AUTO, SHM, NIXL, GRPC = "auto", "shm", "nixl", "grpc"
 
 
 class EdgeKey(NamedTuple):

@@ -14,13 +14,13 @@ from typing import ClassVar
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from stagemesh.common.connector_descriptors import SHM, ConnectorName
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.arena.arena import Arena, when_gone
 from stagemesh.connectors.arena.memory_file import LAYOUT_NAME, SEALS, TOKEN_BYTES, data_offset_in
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, InPlaceReader, Producer
-from stagemesh.connectors.edge import SHM, ConnectorName
 from stagemesh.v1 import stage_pb2
 
 

@@ -13,7 +13,7 @@ from stagemesh.client.position import ClientPosition
 from stagemesh.client.retries import Attempts, RetryPolicy
 from stagemesh.common.errors import CancelledRequestError, NotFoundError, StagemeshError, UnavailableError
 from stagemesh.rpc import channels
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import orchestrator_pb2
 
 CONTROL_TIMEOUT_S = 10.0

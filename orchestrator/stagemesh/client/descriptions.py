@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from stagemesh.common.connector_descriptors import name_of
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.connectors.registry import name_of
 from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
 
 

@@ -9,7 +9,7 @@ import grpc
 from stagemesh.orchestrator.describe import describe_pipeline
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.validation import check_pipeline
-from stagemesh.rpc.error_boundary import answering, time_left_s
+from stagemesh.rpc.handlers import answering, time_left_s
 from stagemesh.rpc.raw_methods import add_with_raw_methods
 from stagemesh.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 

@@ -5,7 +5,7 @@ from collections.abc import Awaitable
 import grpc
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 
 
 async def error_of(call: Awaitable[object]) -> StagemeshError:

@@ -15,9 +15,9 @@ from stagemesh.v1.control_pb2_grpc import StageControlServiceStub
 from tests.orchestrator.admin.calls import error_of
 from tests.orchestrator.mesh import Mesh, ask, mesh, until_health
 from tests.orchestrator.scripted_stage import Response, ScriptedStage, hang
-from tests.serving.health_calls import Request as HealthRequest
-from tests.serving.health_calls import Response as HealthResponse
-from tests.serving.health_calls import check
+from tests.rpc.health_calls import Request as HealthRequest
+from tests.rpc.health_calls import Response as HealthResponse
+from tests.rpc.health_calls import check
 
 HANG = dict.fromkeys("abc", hang)
 

@@ -15,7 +15,7 @@ from stagemesh.common.errors import (
     OverloadedError,
     UnavailableError,
 )
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import orchestrator_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, Mesh, ask, mesh, texts
 from tests.orchestrator.scripted_stage import Response, Script, ScriptedStage, hang, say_hello

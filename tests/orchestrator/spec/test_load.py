@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from stagemesh.connectors.edge import AUTO, GRPC, SHM, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM
+from stagemesh.connectors.edge import FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec import Bounds, Limits, Pipeline, built_in_pipelines, load_pipeline
 from tests.orchestrator.spec.catalog import CATALOG
 from tests.orchestrator.spec.test_errors import GOOD

@@ -10,12 +10,12 @@ import fcntl
 import mmap
 import os
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
+from stagemesh.common.memory import available_bytes
 from stagemesh.common.tensors import Array, Tensors
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 
@@ -25,8 +25,6 @@ LAYOUT_NAME = b"stagemesh-arena2"
 ALIGNMENT_BYTES = 64
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 GENERATION_BYTES = 8
-
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def data_offset(data_bytes: int) -> int:
@@ -119,8 +117,8 @@ def create_memory_file(data_bytes: int, token: bytes) -> tuple[int, mmap.mmap]:
     """
     size_bytes = data_offset(data_bytes) + data_bytes
     available = available_bytes()
-    if size_bytes > available:
-        # Asked for here, it would be the kernel that ends this process, or another one.
+    if available is not None and size_bytes > available:
+        # Allocated anyway, the kernel would kill this process or another one.
         raise _no_memory(size_bytes, f"{available >> 20} MiB are free")
     fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -135,41 +133,6 @@ def create_memory_file(data_bytes: int, token: bytes) -> tuple[int, mmap.mmap]:
         raise _no_memory(size_bytes, exc.strerror or str(exc)) from exc
     finally:
         os.close(fd)
-
-
-def available_bytes() -> int:
-    """Memory that this process can still have: what the host has free and what its memory cgroups leave it."""
-    rooms = [int(line.split()[1]) << 10 for line in _lines(Path("/proc/meminfo")) if line.startswith("MemAvailable:")]
-    for line in _lines(Path("/proc/self/cgroup")):
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            rooms += _cgroup_rooms(_CGROUPS, path, ("memory.max", "memory.current", "inactive_file"))
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            rooms += _cgroup_rooms(_CGROUPS / "memory", path, names)
-    return min(rooms, default=sys.maxsize)
-
-
-def _cgroup_rooms(root: Path, path: str, names: tuple[str, str, str]) -> list[int]:
-    """What a cgroup and those around it leave; those that cannot be seen from here or have no limit are left out."""
-    limit_name, usage_name, reclaimable_name = names
-    folder = root / path.lstrip("/")
-    rooms: list[int] = []
-    for group in (folder, *folder.parents[: len(folder.parents) - len(root.parents)]):
-        limit, usage = _lines(group / limit_name), _lines(group / usage_name)
-        if not (limit and usage and limit[0].isdigit()):
-            continue
-        stat = dict(line.split() for line in _lines(group / "memory.stat"))
-        # File pages that nobody uses make way.
-        rooms.append(max(0, int(limit[0]) - int(usage[0]) + int(stat.get(reclaimable_name, "0"))))
-    return rooms
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _no_memory(size_bytes: int, cause: str) -> NotReadyError:

@@ -11,7 +11,10 @@ It needs pytest and pytest-asyncio, and runs real data planes with real gRPC on 
 import pytest
 
 pytest.register_assert_rewrite(
-    *(f"{__name__}.{module}" for module in ("hosts", "ends", "suite", "data_suite", "fault_suite", "reader_suite"))
+    *(
+        f"{__name__}.{module}"
+        for module in ("replicas", "endpoints", "suite", "data_suite", "fault_suite", "reader_suite")
+    )
 )
 
 from stagemesh.connectors.conformance.data_suite import DataSuite  # noqa: E402 - its asserts are rewritten from here on

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Written
 from stagemesh.connectors.base import (
     ArenaRange,
@@ -17,8 +18,7 @@ from stagemesh.connectors.base import (
     Reader,
 )
 from stagemesh.connectors.conformance.replicas import emptied
-from stagemesh.connectors.edge import ConnectorName
-from stagemesh.connectors.registry import ReplicaConnectors
+from stagemesh.connectors.replica_connectors import ReplicaConnectors
 
 ARENA_BYTES = 8 << 20
 

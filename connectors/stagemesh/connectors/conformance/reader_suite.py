@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 
+from stagemesh.common.connector_descriptors import AUTO, descriptor_of, registered
 from stagemesh.common.errors import InvalidChunkError, NotReadyError, StagemeshError, UnavailableError
 from stagemesh.connectors.arena.account import MemoryAccount
 from stagemesh.connectors.arena.memory_file import data_offset
@@ -17,8 +18,6 @@ from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingRead
 from stagemesh.connectors.conformance.endpoints import ARENA_BYTES, End, Met, content, ends, met
 from stagemesh.connectors.conformance.replicas import assert_same, open_flow, packet, receive_all, send_all, until
 from stagemesh.connectors.conformance.suite import BOUND_S, Suite
-from stagemesh.connectors.edge import AUTO
-from stagemesh.connectors.registry import descriptor_of, registered
 
 MIB = 1 << 20
 _HUGE = (1 << 64) - 1

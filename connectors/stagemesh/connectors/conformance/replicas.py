@@ -9,22 +9,14 @@ from typing import Any, Self
 import grpc
 import numpy as np
 
+from stagemesh.common.connector_descriptors import AUTO, ConnectorName
 from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import (
-    AUTO,
-    ChunkPolicy,
-    ConnectorName,
-    EdgeKey,
-    Inlet,
-    Outlet,
-    Packet,
-    StepPolicy,
-)
+from stagemesh.connectors.edge import ChunkPolicy, EdgeKey, Inlet, Outlet, Packet, StepPolicy
 from stagemesh.connectors.flow.fan_out import FanOut
-from stagemesh.connectors.stream.stage_service import add_stage_service
 from stagemesh.rpc.channels import SERVER_OPTIONS
-from stagemesh.rpc.statuses import to_grpc_code, to_trailing_metadata
+from stagemesh.rpc.error_mapping import to_grpc_code, to_trailing_metadata
+from stagemesh.rpc.raw_methods import add_stage_service
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 SETTLING_S = 5.0

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import pytest
 
+from stagemesh.common.connector_descriptors import ConnectorDescriptor, ConnectorName, descriptor_of, registered
 from stagemesh.connectors.conformance.replicas import Host, open_flow, receive_all, send_all, two_hosts
-from stagemesh.connectors.edge import ConnectorName, Packet
-from stagemesh.connectors.registry import ConnectorDescriptor, descriptor_of, registered
+from stagemesh.connectors.edge import Packet
 
 BOUND_S = 30.0
 """What takes longer has failed."""

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
+from stagemesh.common.connector_descriptors import AUTO, GRPC, ConnectorName, number_of
 from stagemesh.common.errors import (
     CancelledRequestError,
     InvalidChunkError,
@@ -16,9 +17,8 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.notifier import Notifier
 from stagemesh.connectors.arena.arena import MemoryAccount
-from stagemesh.connectors.edge import AUTO, GRPC, ConnectorName, EdgeKey, FlowStatus, Packet
+from stagemesh.connectors.edge import EdgeKey, FlowStatus, Packet
 from stagemesh.connectors.flow.reconnect_policy import NOT_READ, PEER_LOST
-from stagemesh.connectors.registry import number_of
 from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 

@@ -6,23 +6,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from typing import Protocol
 
+from stagemesh.common.connector_descriptors import GRPC, ConnectorName, number_of
 from stagemesh.common.errors import CancelledRequestError, InvalidChunkError, StagemeshError
 from stagemesh.common.notifier import Notifier
 from stagemesh.common.tensors import Tensors
 from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Region, Written
 from stagemesh.connectors.base import ArenaRange, Connector
-from stagemesh.connectors.edge import (
-    GRPC,
-    ChunkPolicy,
-    ConnectorName,
-    EdgeKey,
-    FlowStatus,
-    FlowUsage,
-    Packet,
-)
+from stagemesh.connectors.edge import ChunkPolicy, EdgeKey, FlowStatus, FlowUsage, Packet
 from stagemesh.connectors.flow.chunking import Chunker
 from stagemesh.connectors.flow.sent_chunk import SentChunk
-from stagemesh.connectors.registry import number_of
 from stagemesh.connectors.stream import fragment_codec, wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 

@@ -14,9 +14,9 @@ from typing import Self
 
 import grpc
 
+from stagemesh.common.connector_descriptors import GRPC, ConnectorName
 from stagemesh.common.errors import StagemeshError
-from stagemesh.connectors.edge import GRPC, ConnectorName
-from stagemesh.connectors.registry import ReplicaConnectors
+from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream import local_socket
 from stagemesh.connectors.stream.negotiation import Negotiation
 from stagemesh.connectors.stream.producer_session import ProducerSession

@@ -5,13 +5,14 @@ import logging
 from collections.abc import Callable, Container, Sequence
 from copy import copy
 
+from stagemesh.common.connector_descriptors import ConnectorName, name_of
 from stagemesh.common.errors import InternalError, InvalidChunkError, StagemeshError, UnavailableError
 from stagemesh.common.notifier import Notifier
 from stagemesh.connectors.arena.arena import Region
-from stagemesh.connectors.edge import ConnectorName, EdgeKey
+from stagemesh.connectors.edge import EdgeKey
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
 from stagemesh.connectors.flow.sent_chunk import SentChunk
-from stagemesh.connectors.registry import ReplicaConnectors, name_of
+from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream import local_socket, wire
 from stagemesh.connectors.stream.connection import Connection, Peer
 from stagemesh.connectors.stream.negotiation import EdgeProbe

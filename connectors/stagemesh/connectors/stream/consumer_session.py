@@ -9,6 +9,7 @@ from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
+from stagemesh.common.connector_descriptors import AUTO, GRPC, ConnectorName, name_of
 from stagemesh.common.errors import (
     InvalidChunkError,
     InvalidRequestError,
@@ -20,9 +21,8 @@ from stagemesh.common.errors import (
 )
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.base import FetchingReader, InPlaceReader
-from stagemesh.connectors.edge import AUTO, GRPC, ConnectorName, EdgeKey, Packet
+from stagemesh.connectors.edge import EdgeKey, Packet
 from stagemesh.connectors.flow.inlet_attempt import InletAttempt
-from stagemesh.connectors.registry import name_of
 from stagemesh.connectors.stream import chunk_decoding, fragment_codec, wire
 from stagemesh.connectors.stream.fragment_assembly import FragmentAssembler
 from stagemesh.connectors.stream.local_socket import DeathWatch

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from stagemesh.common.connector_descriptors import AUTO, GRPC, ConnectorName, descriptors, number_of
 from stagemesh.common.errors import InternalError, NotReadyError, StagemeshError
 from stagemesh.connectors.base import Connector
-from stagemesh.connectors.edge import AUTO, GRPC, ConnectorName
-from stagemesh.connectors.registry import ReplicaConnectors, descriptors, number_of
+from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream import wire
 from stagemesh.v1 import stage_pb2
 

@@ -1,6 +1,6 @@
 """What a probe found to and from the contract's messages."""
 
-from stagemesh.connectors.registry import name_of, number_of
+from stagemesh.common.connector_descriptors import name_of, number_of
 from stagemesh.connectors.stream import wire
 from stagemesh.connectors.stream.negotiation import EdgeProbe
 from stagemesh.v1 import stage_pb2

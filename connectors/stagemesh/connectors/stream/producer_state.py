@@ -4,9 +4,9 @@ import asyncio
 import threading
 from typing import Protocol
 
+from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.connectors.base import Bytes, Producer, Reader
-from stagemesh.connectors.edge import ConnectorName
-from stagemesh.connectors.registry import ReplicaConnectors
+from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.shm import hold_lease
 from stagemesh.connectors.stream.local_socket import DeathWatch
 

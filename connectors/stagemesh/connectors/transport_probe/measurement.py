@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 import grpc
 import numpy as np
 
+from stagemesh.common.connector_descriptors import AUTO, GRPC, NIXL, SHM, ConnectorName, descriptors
 from stagemesh.common.errors import (
     InternalError,
     InvalidRequestError,
@@ -20,12 +21,12 @@ from stagemesh.common.errors import (
     UnavailableError,
 )
 from stagemesh.common.tensors import Array, read_inline
-from stagemesh.connectors.edge import AUTO, GRPC, NIXL, SHM, ConnectorName, EdgeKey, Outlet, Packet, StepPolicy
-from stagemesh.connectors.registry import descriptors
-from stagemesh.connectors.transport_probe.peer import ARRIVED, EACH, ENGINE, SUMMARY, WIRE_VERSION, make_plane
+from stagemesh.common.versions import WIRE_VERSION
+from stagemesh.connectors.edge import EdgeKey, Outlet, Packet, StepPolicy
+from stagemesh.connectors.transport_probe.peer import ARRIVED, EACH, ENGINE, SUMMARY, make_plane
 from stagemesh.connectors.transport_probe.report import MIB, SIZES, ConnectorFigures, TransportReport
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
 
 Progress: TypeAlias = Callable[[str], None]

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
 
+from stagemesh.common.connector_descriptors import descriptors, number_of
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, StagemeshError
 from stagemesh.common.tensors import inline_tensor
+from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import EdgeKey, Packet
-from stagemesh.connectors.registry import descriptors, number_of
-from stagemesh.connectors.stream.stage_service import add_stage_service
 from stagemesh.connectors.transport_probe.report import MIB
-from stagemesh.rpc.statuses import to_grpc_code, to_trailing_metadata
+from stagemesh.rpc.error_mapping import to_grpc_code, to_trailing_metadata
+from stagemesh.rpc.raw_methods import add_stage_service
 from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 PIPELINE = "probe-transport"
 ENGINE = "probe"
-WIRE_VERSION = 1
 EACH = "each"
 """The option by which a step says at once when each packet came, and not at its end alone."""
 ARRIVED, SUMMARY = "arrived_ns", "summary"

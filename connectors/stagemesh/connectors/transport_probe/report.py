@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stagemesh.connectors.edge import ConnectorName
+from stagemesh.common.connector_descriptors import ConnectorName
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, MIB, 16 * MIB)

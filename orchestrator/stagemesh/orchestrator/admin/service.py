@@ -12,7 +12,7 @@ from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.servicer import AdminServicer
 from stagemesh.orchestrator.fleet.stage_client import CONTROL_NAME
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.rpc.error_boundary import answering, time_left_s
+from stagemesh.rpc.handlers import answering, time_left_s
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc
 

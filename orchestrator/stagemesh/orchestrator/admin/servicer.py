@@ -15,7 +15,7 @@ from stagemesh.orchestrator.describe import describe_edge
 from stagemesh.orchestrator.fleet.replica import ReplicaState
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState
-from stagemesh.rpc.error_boundary import answering, streaming, time_left_s
+from stagemesh.rpc.handlers import answering, streaming, time_left_s
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc
 
 if TYPE_CHECKING:

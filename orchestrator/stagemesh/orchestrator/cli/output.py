@@ -124,8 +124,8 @@ def duration(seconds: float) -> str:
 
 def connector_name(connector: int) -> str:
     """Returns the name of a connector on the wire, or "not known" if the replicas have not reported one."""
+    from stagemesh.common.connector_descriptors import name_of
     from stagemesh.common.errors import InvalidRequestError
-    from stagemesh.connectors.registry import name_of
 
     try:
         return name_of(connector) if connector else "not known"

@@ -10,8 +10,8 @@ import logging
 import random
 from collections.abc import Callable, Collection, Sequence
 
+from stagemesh.common.connector_descriptors import AUTO
 from stagemesh.common.errors import DeadlineError, NotReadyError, StagemeshError, UnavailableError, make_error
-from stagemesh.connectors.edge import AUTO
 from stagemesh.connectors.stream.negotiation import EdgeProbe
 from stagemesh.orchestrator.fleet.random_pool import RandomPool
 from stagemesh.orchestrator.fleet.replica import Replica

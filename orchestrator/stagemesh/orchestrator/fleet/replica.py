@@ -6,10 +6,11 @@ from enum import Enum
 from typing import Protocol
 
 from stagemesh.common.errors import StagemeshError
+from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.orchestrator.config import ReplicaAddress
 from stagemesh.orchestrator.fleet.load_estimate import LoadEstimate, StepCost
 from stagemesh.orchestrator.fleet.stage_client import StageClient
-from stagemesh.orchestrator.spec import WIRE_VERSION, Pipeline
+from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import stage_pb2
 
 

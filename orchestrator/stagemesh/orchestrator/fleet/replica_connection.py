@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stagemesh.orchestrator.fleet.stage_client import GrpcStageClient, StageClient
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 _LOAD_INTERVAL_S = 0.5

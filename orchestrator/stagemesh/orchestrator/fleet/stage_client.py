@@ -8,13 +8,12 @@ from typing import Any, Protocol, TypeAlias, cast
 
 import grpc
 
+from stagemesh.common.connector_descriptors import ConnectorName, number_of
 from stagemesh.common.errors import StagemeshError, UnavailableError
-from stagemesh.connectors.edge import ConnectorName
-from stagemesh.connectors.registry import number_of
 from stagemesh.connectors.stream.negotiation import EdgeProbe
 from stagemesh.connectors.stream.probe_wire import probe_from_wire
 from stagemesh.orchestrator.fleet.step_stream import StepStream, TakeEvent
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc
 
 # What gRPC itself reports where the peer or the way to it broke; a service's own errors carry a reason.

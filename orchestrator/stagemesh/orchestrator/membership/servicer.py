@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.orchestrator.membership.registration import RegistrationSource
-from stagemesh.rpc.error_boundary import answering, streaming
+from stagemesh.rpc.handlers import answering, streaming
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.errors import UnavailableError
-from stagemesh.connectors.registry import number_of
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas, ReplicaRegistry
 from stagemesh.orchestrator.planning.policy_conversion import policy_to_wire

@@ -3,7 +3,6 @@
 from stagemesh.orchestrator.spec.checks.stages import Catalog
 from stagemesh.orchestrator.spec.load import load_pipeline
 from stagemesh.orchestrator.spec.model import (
-    WIRE_VERSION,
     Edge,
     ExplainedValue,
     Pipeline,
@@ -15,7 +14,6 @@ from stagemesh.orchestrator.spec.schema import Bounds, Limits
 from stagemesh.orchestrator.spec.source.files import built_in_pipelines
 
 __all__ = [
-    "WIRE_VERSION",
     "Bounds",
     "Catalog",
     "Edge",

@@ -7,6 +7,7 @@ from typing import cast
 
 from stagemesh.common import settings
 from stagemesh.common.errors import InvalidPipelineError
+from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver, merge_options
 from stagemesh.orchestrator.spec.checks.edges import EdgeResolver
 from stagemesh.orchestrator.spec.checks.flows import check_flows
@@ -15,7 +16,7 @@ from stagemesh.orchestrator.spec.checks.problems import Problems
 from stagemesh.orchestrator.spec.checks.shape import check_shape
 from stagemesh.orchestrator.spec.checks.stages import Catalog, StageResolver
 from stagemesh.orchestrator.spec.graph import topological_order
-from stagemesh.orchestrator.spec.model import WIRE_VERSION, ExplainedValue, Pipeline, Stage
+from stagemesh.orchestrator.spec.model import ExplainedValue, Pipeline, Stage
 from stagemesh.orchestrator.spec.schema import Limits, PipelineFile
 from stagemesh.orchestrator.spec.source.document import read_document
 from stagemesh.orchestrator.spec.source.files import Source, find_source

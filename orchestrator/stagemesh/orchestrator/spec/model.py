@@ -12,8 +12,6 @@ from stagemesh.orchestrator.spec.conditions import Condition, Fact, Facts, holds
 from stagemesh.orchestrator.spec.graph import Arc, ancestors
 from stagemesh.orchestrator.spec.schema import EdgeEntry, Limits, OutputEntry, StageEntry
 
-WIRE_VERSION = 1
-
 
 class Stage(StageEntry, frozen=True):
     """One model part with one engine."""

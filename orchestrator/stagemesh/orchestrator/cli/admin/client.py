@@ -9,7 +9,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from stagemesh.common.errors import NotFoundError, StagemeshError, UnavailableError
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
-from stagemesh.rpc.statuses import from_rpc_error
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import admin_pb2, control_pb2
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
 from stagemesh.v1.control_pb2_grpc import StageControlServiceStub

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stagemesh.connectors.edge import AUTO, FramesPolicy
-from stagemesh.connectors.registry import descriptors
+from stagemesh.common.connector_descriptors import AUTO, descriptors
+from stagemesh.connectors.edge import FramesPolicy
 from stagemesh.orchestrator.spec.checks.conditions import ConditionResolver
 from stagemesh.orchestrator.spec.checks.edge_types import EdgeTypes, emitted, list_specs
 from stagemesh.orchestrator.spec.checks.problems import Problems, suggest

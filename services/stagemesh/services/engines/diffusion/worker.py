@@ -1,7 +1,6 @@
 """Owns a device: the model on it, the requests that are under way, and the device's memory. Used by one thread."""
 
 import gc
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stagemesh.common.errors import NotReadyError, StagemeshError
+from stagemesh.common.settings import library_variable
 from stagemesh.common.tensors import Array
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache, PromptCacheFigures
 from stagemesh.services.engines.diffusion.devices import device_of
@@ -56,7 +56,7 @@ class DiffusionWorker:
     def __init__(self, folder: Path, options: DiffusionOptions, *, ranks: "Ranks | None" = None) -> None:
         self._folder, self._options, self._ranks = folder, options, ranks
         self._device = ranks.device if ranks is not None else device_of(options)
-        if "OMP_NUM_THREADS" not in os.environ:
+        if not library_variable("OMP_NUM_THREADS"):
             # Stages share a machine; more threads in each would only fight over the cores.
             torch.set_num_threads(1)
         self._runner: DiffusionRunner | None = None

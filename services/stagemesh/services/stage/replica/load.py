@@ -2,12 +2,6 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-
-_KIB = 1024
-_MEMORY_MAX = Path("/sys/fs/cgroup/memory.max")
-_MEMORY_CURRENT = Path("/sys/fs/cgroup/memory.current")
-_MEMINFO = Path("/proc/meminfo")
 
 
 class ReplicaState(Enum):
@@ -35,23 +29,3 @@ class StageLoad:
     arena_waiting: int
     landing_used_bytes: int
     landing_size_bytes: int
-
-
-def free_memory_bytes() -> int:
-    """Host memory that this process may still take: what its control group leaves it, or the host has; 0 if unknown."""
-    try:
-        available = _available_bytes()
-        limit = _MEMORY_MAX.read_text().strip() if _MEMORY_MAX.exists() else "max"
-        if limit == "max":
-            return available
-        return max(0, min(available, int(limit) - int(_MEMORY_CURRENT.read_text())))
-    except (OSError, ValueError):
-        return 0
-
-
-def _available_bytes() -> int:
-    for line in _MEMINFO.read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * _KIB
-    return 0

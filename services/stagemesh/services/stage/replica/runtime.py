@@ -14,12 +14,13 @@ from stagemesh.common.errors import (
     StagemeshError,
     UnavailableError,
 )
+from stagemesh.common.memory import available_bytes
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.arena.pinning import can_pin, pin
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.base import Engine, EngineLoad
 from stagemesh.services.stage.replica.hang_detection import StallWatch
-from stagemesh.services.stage.replica.load import ReplicaState, StageLoad, free_memory_bytes
+from stagemesh.services.stage.replica.load import ReplicaState, StageLoad
 from stagemesh.services.stage.replica.paused_states import PausedStates
 from stagemesh.services.stage.step.checks import check_order, check_rebinding, check_request_id
 from stagemesh.services.stage.step.events import StepEvent
@@ -212,7 +213,7 @@ class StageRuntime:
             arena_used_bytes=arena.used_bytes,
             arena_size_bytes=arena.size_bytes,
             credit_bytes=plane.credit_bytes,
-            free_memory_bytes=free_memory_bytes(),
+            free_memory_bytes=available_bytes() or 0,
             arena_largest_free_bytes=arena.largest_free_bytes,
             arena_waiting=arena.waiting,
             landing_used_bytes=landing.used_bytes if landing else 0,

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stagemesh.rpc.error_boundary import answering
+from stagemesh.rpc.handlers import answering
 from stagemesh.services.engines.abilities import Adapter
 from stagemesh.services.stage.replica.controls import StageControls
 from stagemesh.services.stage.replica.runtime import StageRuntime

@@ -4,13 +4,14 @@ import hashlib
 from collections.abc import Iterable
 
 from stagemesh.common import settings
+from stagemesh.common.connector_descriptors import descriptors, name_of, number_of
 from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.host import host_token
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.tensors import Array, inline_tensor, read_inline, spec_to_wire
+from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.connectors.edge import ChunkPolicy, FlowUsage, FramesPolicy, StepPolicy, WholePolicy
-from stagemesh.connectors.registry import descriptors, name_of, number_of
 from stagemesh.services.engines.base import (
     ChatMessage,
     Checkpoint,
@@ -36,9 +37,6 @@ from stagemesh.services.stage.step.events import (
 )
 from stagemesh.services.stage.step.spec import InputBinding, InputRebinding, OutputBinding, Rebinding, StepSpec
 from stagemesh.v1 import request_pb2, stage_pb2, tensor_pb2
-
-WIRE_VERSION = 1
-
 
 # -- what comes in
 

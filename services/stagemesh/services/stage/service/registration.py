@@ -12,9 +12,9 @@ import grpc
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.common.stage_config import StageConfig
+from stagemesh.common.versions import WIRE_VERSION
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.statuses import from_rpc_error
-from stagemesh.services.stage.service.conversion import WIRE_VERSION
+from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.v1 import membership_pb2, membership_pb2_grpc
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[membership_pb2.RegisterRequest, membership_pb2.RegisterResponse]"

@@ -1,6 +1,6 @@
 """Reports of steps in the contract's terms."""
 
-from stagemesh.connectors.registry import number_of
+from stagemesh.common.connector_descriptors import number_of
 from stagemesh.services.stage.step.reports import FlowReport, StepReport
 from stagemesh.v1 import control_pb2
 

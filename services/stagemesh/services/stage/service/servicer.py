@@ -6,11 +6,11 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from stagemesh.common.connector_descriptors import name_of
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.connectors.registry import name_of
 from stagemesh.connectors.stream.probe_wire import probe_to_wire
 from stagemesh.connectors.stream.wire import key_from_wire
-from stagemesh.rpc.error_boundary import answering, streaming, time_left_s
+from stagemesh.rpc.handlers import answering, streaming, time_left_s
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.services.stage.service.conversion import (
     description_to_wire,

@@ -13,7 +13,7 @@ from stagemesh.common.errors import DeadlineError, InternalError, InvalidRequest
 from stagemesh.common.logs import bind_log_context
 from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
-from stagemesh.rpc.error_boundary import checked_time_left_s, to_error
+from stagemesh.rpc.handlers import checked_time_left_s, to_error
 from stagemesh.rpc.message_streams import ServerStream
 from stagemesh.v1 import chunk_pb2, stage_pb2
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stagemesh.connectors.edge import ChunkPolicy, ConnectorName
+from stagemesh.common.connector_descriptors import ConnectorName
+from stagemesh.connectors.edge import ChunkPolicy
 from stagemesh.services.engines.base import Task, TokenSelection
 
 STATE_EDGE = "@state"

@@ -7,7 +7,6 @@ on the number of rows, from a few rows on and for widths that are multiples of 3
 apart, and each row gets what it gets alone, bit for bit.
 """
 
-import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
+from stagemesh.common.settings import library_variable
 from stagemesh.services.engines.diffusion.batching.recorded_calls import Answer, Call
 
 _STRICT_ROWS = 8
@@ -37,7 +37,7 @@ class MixedRows:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._strict = os.environ.get("MKL_CBWR", "").upper().endswith("STRICT")
+        self._strict = library_variable("MKL_CBWR").upper().endswith("STRICT")
 
     def can_join(self, call: Call) -> bool:
         """Whether the call may share a forward with others."""

@@ -1,11 +1,11 @@
 """What requests take of a device's memory, from what a model is made of. Estimates, made to be too large."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from stagemesh.common.memory import available_bytes
 from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
 from stagemesh.services.engines.diffusion.scheduling.admission import Footprint
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
@@ -47,12 +47,11 @@ def image_tokens(inputs: DiffusionInputs, *, size_multiple: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a device has left; of a CPU what the kernel would give."""
+    """Returns the free memory of a device; of the CPU, what this process can still allocate, or 0 if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    return int(fields["MemAvailable"].split()[0]) << 10
+    return available_bytes() or 0
 
 
 def _denoise_bytes(pipeline: ModularStepPipeline) -> int:

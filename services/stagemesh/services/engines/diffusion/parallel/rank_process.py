@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from stagemesh.common.errors import UnavailableError
+from stagemesh.common.settings import variables
 from stagemesh.services.engines.diffusion.parallel.rank_messages import Reply, framed, received
 
 _MODULE = "stagemesh.services.engines.diffusion.parallel.rank"
@@ -85,7 +86,7 @@ async def start_rank(name: str) -> RankProcess:
             str(os.getpid()),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            env=_ENVIRONMENT | dict(os.environ),
+            env=_ENVIRONMENT | variables(),
         )
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     return RankProcess(name, process, reader, writer)

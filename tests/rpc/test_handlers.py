@@ -9,9 +9,9 @@ from grpc_health.v1 import health_pb2_grpc
 
 from stagemesh.common.errors import DeadlineError, InternalError, OverloadedError, StagemeshError
 from stagemesh.rpc.channels import open_channel
-from stagemesh.rpc.error_boundary import answering, streaming, time_left_s
-from stagemesh.rpc.statuses import from_rpc_error
-from tests.serving.health_calls import Request, Response, check, watch
+from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.rpc.handlers import answering, streaming, time_left_s
+from tests.rpc.health_calls import Request, Response, check, watch
 
 Context = grpc.aio.ServicerContext[Request, Response]
 Body = Callable[[Context], Awaitable[None]]

@@ -11,7 +11,7 @@ import grpc
 
 from stagemesh.common.errors import DeadlineError, InternalError, StagemeshError
 from stagemesh.common.logs import bind_log_context
-from stagemesh.rpc.statuses import to_grpc_code, to_trailing_metadata
+from stagemesh.rpc.error_mapping import to_grpc_code, to_trailing_metadata
 
 _log = logging.getLogger(__name__)
 

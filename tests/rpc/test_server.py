@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from stagemesh.common.errors import NotReadyError
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.server import Server
-from tests.serving.health_calls import check, watch
+from tests.rpc.health_calls import check, watch
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -1,0 +1,141 @@
+"""The connectors that this installation knows, best first: their names, wire numbers and factories.
+
+Other packages add connectors as entry points in the group `stagemesh.connectors`, each of which names a
+`ConnectorDescriptor`. Nothing that a connector needs is imported here.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import TypeAlias
+
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
+from stagemesh.v1 import chunk_pb2
+
+ConnectorName: TypeAlias = str
+"""How bytes cross an edge: the word used in pipeline files, the CLI and metrics."""
+
+AUTO, SHM, NIXL, GRPC = "auto", "shm", "nixl", "grpc"
+
+_FIRST_ADDED_NUMBER = 1000
+
+
+@dataclass(frozen=True)
+class ConnectorDescriptor:
+    """Describes a connector without importing it."""
+
+    name: ConnectorName
+    number: int
+    """Its value in the wire's enum. A connector that another package adds has a number of at least 1000."""
+    rank: int
+    """`auto` chooses the usable connector of the lowest rank. shm is 10, nixl 20, grpc 100."""
+    factory: str = ""
+    """ "module:callable" -> Connector, called with arena, landing, replica and incarnation. Empty for grpc only."""
+    module: str = ""
+    """An optional module that must be installed. Empty if there is none."""
+    remedy: str = ""
+    """How to install that module."""
+
+    def missing(self) -> str:
+        """Returns why this installation cannot use the connector, or "" if it can."""
+        return "" if not self.module or _is_installed(self.module) else f"{self.module} is not installed: {self.remedy}"
+
+
+_BUILT_IN = (
+    ConnectorDescriptor(SHM, chunk_pb2.CONNECTOR_SHM, 10, "stagemesh.connectors.shm:ShmConnector"),
+    ConnectorDescriptor(
+        NIXL,
+        chunk_pb2.CONNECTOR_NIXL,
+        20,
+        "stagemesh.connectors.nixl:NixlConnector",
+        module="nixl_cu12",
+        remedy="install stagemesh[nixl] on both hosts",
+    ),
+    ConnectorDescriptor(GRPC, chunk_pb2.CONNECTOR_GRPC, 100),
+)
+_registered: list[ConnectorDescriptor] = []
+
+
+@cache
+def descriptors() -> Mapping[ConnectorName, ConnectorDescriptor]:
+    """Returns all connectors by name, best first.
+
+    Raises NotReadyError if an added connector uses a name or number that belongs to another one.
+    """
+    added = [entry.load() for entry in entry_points(group="stagemesh.connectors")]
+    _check_added(added)
+    by_name = {descriptor.name: descriptor for descriptor in (*_BUILT_IN, *added, *_registered)}
+    return {each.name: each for each in sorted(by_name.values(), key=lambda each: each.rank)}
+
+
+@contextmanager
+def registered(descriptor: ConnectorDescriptor) -> Generator[None]:
+    """Registers a connector within the block, without an entry point. It replaces any connector of the same name."""
+    _registered.append(descriptor)
+    _clear_caches()
+    try:
+        yield
+    finally:
+        _registered.remove(descriptor)
+        _clear_caches()
+
+
+def descriptor_of(name: ConnectorName) -> ConnectorDescriptor:
+    """Returns the descriptor of a name. Raises InvalidRequestError, which lists the known names."""
+    descriptor = descriptors().get(name)
+    if descriptor is None:
+        raise InvalidRequestError(
+            f"unknown connector {name!r}; use one of {', '.join((AUTO, *descriptors()))}", reason="UNKNOWN_CONNECTOR"
+        )
+    return descriptor
+
+
+def number_of(name: ConnectorName) -> chunk_pb2.Connector.ValueType:
+    """Returns the wire's number of a name. Raises InvalidRequestError for an unknown name."""
+    number = chunk_pb2.CONNECTOR_AUTO if name == AUTO else descriptor_of(name).number
+    # The enum is open: the number of an added connector is sent like any other.
+    return chunk_pb2.Connector.ValueType(number)
+
+
+@cache
+def name_of(number: int) -> ConnectorName:
+    """Returns the name of a wire number, or AUTO for an absent one. Raises InvalidRequestError for an unknown one."""
+    if number in {chunk_pb2.CONNECTOR_UNSPECIFIED, chunk_pb2.CONNECTOR_AUTO}:
+        return AUTO
+    for descriptor in descriptors().values():
+        if descriptor.number == number:
+            return descriptor.name
+    raise InvalidRequestError(
+        f"connector {number} is unknown here; install the package that adds it on both replicas",
+        reason="UNKNOWN_CONNECTOR",
+    )
+
+
+def _check_added(added: Sequence[ConnectorDescriptor]) -> None:
+    known = list(_BUILT_IN)
+    for descriptor in added:
+        is_used = any(descriptor.name == other.name or descriptor.number == other.number for other in known)
+        if is_used or descriptor.name == AUTO or descriptor.number < _FIRST_ADDED_NUMBER:
+            raise NotReadyError(
+                f"connector {descriptor.name!r} cannot be added as number {descriptor.number}: its name and number "
+                f"must be unique and the number at least {_FIRST_ADDED_NUMBER}; change its descriptor, or uninstall "
+                "the package that adds it",
+                reason="CONNECTOR_CLASH",
+            )
+        known.append(descriptor)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        # The parent package of the module is not installed.
+        return False
+
+
+def _clear_caches() -> None:
+    descriptors.cache_clear()
+    name_of.cache_clear()

@@ -1,0 +1,68 @@
+"""Reads how much host memory this process can still allocate, within the limits of its control groups (v1 and v2)."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+_ROOT = Path("/")
+
+
+class _Files(NamedTuple):
+    """The names of a control group's files, and of the entry in its memory.stat that counts inactive file pages."""
+
+    limit: str
+    usage: str
+    inactive_files: str
+
+
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def available_bytes(root: Path = _ROOT) -> int | None:
+    """Returns the bytes that this process can still allocate: the least of the host's free memory and what each of its
+    memory control groups and their parents leave. Returns None if the system does not say.
+
+    `root` is the folder that holds `proc` and `sys`.
+    """
+    free = [_free_on_host(root), *_left_by_groups(root)]
+    return min((size_bytes for size_bytes in free if size_bytes is not None), default=None)
+
+
+def _free_on_host(root: Path) -> int | None:
+    for line in _lines(root / "proc/meminfo"):
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) << 10
+    return None
+
+
+def _left_by_groups(root: Path) -> list[int]:
+    mount = root / "sys/fs/cgroup"
+    left: list[int] = []
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            left += _left_by_group_and_parents(mount, path, _V2)
+        elif "memory" in controllers.split(","):
+            left += _left_by_group_and_parents(mount / "memory", path, _V1)
+    return left
+
+
+def _left_by_group_and_parents(mount: Path, path: str, files: _Files) -> list[int]:
+    """Groups that are not visible from here or have no limit are left out."""
+    folder = mount / path.lstrip("/")
+    left: list[int] = []
+    for group in (folder, *folder.parents[: len(folder.parents) - len(mount.parents)]):
+        limit, usage = _lines(group / files.limit), _lines(group / files.usage)
+        if limit and usage and limit[0].isdigit():
+            stat = dict(line.split() for line in _lines(group / "memory.stat"))
+            # The kernel reclaims inactive file pages before a limit is exceeded.
+            left.append(max(0, int(limit[0]) - int(usage[0]) + int(stat.get(files.inactive_files, "0"))))
+    return left
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

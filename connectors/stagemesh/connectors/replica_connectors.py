@@ -1,0 +1,50 @@
+"""The connectors of one replica, each created when it is first needed."""
+
+from collections.abc import Awaitable, Callable
+from importlib import import_module
+
+from stagemesh.common.connector_descriptors import ConnectorDescriptor, ConnectorName, descriptor_of
+from stagemesh.common.errors import NotReadyError
+from stagemesh.connectors.arena.arena import Arena
+from stagemesh.connectors.base import Connector
+
+
+class ReplicaConnectors:
+    """Creates connectors by name and closes them together."""
+
+    def __init__(
+        self, arena: Arena, *, landing: Callable[[], Awaitable[Arena]], replica: str, incarnation: str
+    ) -> None:
+        self._arena, self._landing = arena, landing
+        self._replica, self._incarnation = replica, incarnation
+        self._connectors: dict[ConnectorName, Connector] = {}
+
+    def get(self, name: ConnectorName) -> Connector:
+        """Returns the connector of a name. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if it cannot be used here."""
+        if name not in self._connectors:
+            descriptor = descriptor_of(name)
+            missing = descriptor.missing() or ("" if descriptor.factory else "it reads no arena")
+            if missing:
+                raise NotReadyError(f"connector {name} cannot be used: {missing}", reason="CONNECTOR_UNAVAILABLE")
+            self._connectors[name] = _load_factory(descriptor)(
+                self._arena, landing=self._landing, replica=self._replica, incarnation=self._incarnation
+            )
+        return self._connectors[name]
+
+    async def close(self) -> None:
+        """Closes all connectors that were created. Closing twice is harmless."""
+        while self._connectors:
+            _, connector = self._connectors.popitem()
+            await connector.close()
+
+
+def _load_factory(descriptor: ConnectorDescriptor) -> Callable[..., Connector]:
+    module, _, attribute = descriptor.factory.partition(":")
+    try:
+        factory: Callable[..., Connector] = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as exc:
+        remedy = descriptor.remedy or f"repair the installation of {descriptor.factory}"
+        raise NotReadyError(
+            f"connector {descriptor.name} cannot be loaded: {exc}; {remedy}", reason="CONNECTOR_UNAVAILABLE"
+        ) from exc
+    return factory

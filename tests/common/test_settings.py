@@ -1,0 +1,35 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.settings import home, library_variable, set_library_variables, zone
+
+
+def test_home_that_is_a_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("STAGEMESH_HOME", str(file))
+    with pytest.raises(InvalidRequestError, match=r"STAGEMESH_HOME is '.*file'; it must be a folder") as caught:
+        home()
+    assert caught.value.reason == "INVALID_SETTING"
+
+
+def test_home_may_be_created_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEMESH_HOME", str(tmp_path / "new"))
+    assert home() == tmp_path / "new"
+
+
+def test_zone_that_is_not_text_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEMESH_ZONE", os.fsdecode(b"rack \xff"))
+    with pytest.raises(InvalidRequestError, match=r"STAGEMESH_ZONE is .*; it must be printable UTF-8 text"):
+        zone()
+
+
+def test_library_variables_keep_the_users_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_LIBRARY", "user")
+    set_library_variables({"SOME_LIBRARY": "ours"})
+    assert library_variable("SOME_LIBRARY") == "user"
+    set_library_variables({"SOME_LIBRARY": "ours"}, replace=True)
+    assert library_variable("SOME_LIBRARY") == "ours"
