@@ -1,5 +1,6 @@
 """The contract between a stage's runtime and whatever computes."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
@@ -88,13 +89,6 @@ class Checkpoint:
     those after them."""
 
 
-@dataclass
-class PauseRequest:
-    """Whether a task is to pause after its present step, whatever its `max_steps`."""
-
-    asked: bool = False
-
-
 @dataclass(frozen=True)
 class Task:
     """One request's share of work for an engine."""
@@ -128,7 +122,7 @@ class Task:
     """When it must be done, by the event loop's clock."""
     max_steps: int | None = None
     """Pause after so many steps; for engines with `can_pause`."""
-    pause_wish: PauseRequest = field(default_factory=PauseRequest, compare=False)
+    pause_requested: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
     """Set while it runs, to have it go on elsewhere; for engines with `can_pause`, too."""
     resume_from: Checkpoint | None = None
 

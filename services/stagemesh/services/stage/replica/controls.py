@@ -13,7 +13,7 @@ from stagemesh.services.engines.abilities import (
     SleepControl,
 )
 from stagemesh.services.stage.replica.runtime import StageRuntime
-from stagemesh.services.stage.step.reports import StepPage, page_of
+from stagemesh.services.stage.step.events import StepReport
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
@@ -25,6 +25,14 @@ class AdapterPage:
     """One page of the loaded adapters, sorted by name; `next_token` is empty on the last page."""
 
     adapters: Sequence[Adapter]
+    next_token: str
+
+
+@dataclass(frozen=True)
+class StepPage:
+    """One page of the running steps, sorted by id; `next_token` is empty on the last page."""
+
+    steps: Sequence[StepReport]
     next_token: str
 
 
@@ -117,12 +125,12 @@ class StageControls:
     # -- draining
 
     def drain(self, *, move_after_s: float | None = None) -> int:
-        """Drains the replica and returns the number of running steps; see `StageRuntime.hold`."""
-        return self._runtime.hold(move_after_s=move_after_s)
+        """Drains the replica and returns the number of running steps; see `StageRuntime.start_drain`."""
+        return self._runtime.start_drain(move_after_s=move_after_s)
 
     def resume(self) -> None:
         """Ends a drain."""
-        self._runtime.release()
+        self._runtime.end_drain()
 
     def shut_down(self) -> None:
         """Ends the process as SIGTERM does, after this call."""
@@ -132,7 +140,7 @@ class StageControls:
 
     def list_steps(self, request_id: str, *, page_size: int, page_token: str) -> StepPage:
         """Returns the running steps, of one request or of all, whose ids follow `page_token`."""
-        return page_of(self._runtime.reports(request_id), page_size=page_size, page_token=page_token)
+        return step_page(self._runtime.reports(request_id), page_size=page_size, page_token=page_token)
 
     # -- internal
 
@@ -152,3 +160,10 @@ class StageControls:
         if ready:
             self._runtime.check_ready()
         return ability
+
+
+def step_page(reports: Sequence[StepReport], *, page_size: int, page_token: str) -> StepPage:
+    """Returns at most `page_size` reports whose step ids follow `page_token`; 0 stands for DEFAULT_PAGE."""
+    left = sorted((report for report in reports if report.step_id > page_token), key=lambda report: report.step_id)
+    page = left[: min(page_size or DEFAULT_PAGE, MAX_PAGE)]
+    return StepPage(page, page[-1].step_id if len(page) < len(left) else "")
