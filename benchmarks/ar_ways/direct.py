@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from benchmarks.ar_ways.models import options_of
 from benchmarks.ar_ways.workload import SEED, Outcome, Turn, run_streams
 from benchmarks.edge_ways.worker import End
-from stagemesh.services.engines.vllm import environment
+from stagemesh.services.engines.vllm.engine import prepare_environment
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -22,7 +22,7 @@ class DirectEngine(End):
 
     async def open(self) -> None:
         """Returns when the engine answers."""
-        environment.prepare()
+        prepare_environment()
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from stagemesh.services.engines.vllm.arguments import engine_arguments
