@@ -23,7 +23,7 @@ from stagemesh.services.engines.diffusion.profiler import STEP
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 from stagemesh.services.engines.diffusion.worker import DiffusionWorker
 from tests.diffusion.tiny_pipelines import write_qwen_image
-from tests.engines.support import collect, packets, stage_config
+from tests.engines.support import collect, controls_of, packets, stage_config
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -57,9 +57,9 @@ async def test_the_weights_memory_is_given_back_and_the_bits_stay(large_model: P
         with frozen():
             expected = await picture(tested)
             awake_bytes = used_bytes()
-            await tested.sleep(level)
+            await controls_of(tested).sleep.sleep(level)
             assert used_bytes() < awake_bytes - 0.9 * WEIGHTS_BYTES
-            await tested.wake([])
+            await controls_of(tested).sleep.wake([])
             assert np.array_equal(await picture(tested), expected)
             assert used_bytes() < awake_bytes + 0.1 * WEIGHTS_BYTES
 
@@ -69,8 +69,8 @@ async def test_nothing_piles_up_over_naps(large_model: Path) -> None:
         await picture(tested)
         awake_bytes = used_bytes()
         for _ in range(3):
-            await tested.sleep(2)
-            await tested.wake([])
+            await controls_of(tested).sleep.sleep(2)
+            await controls_of(tested).sleep.wake([])
         await picture(tested)
         # Weights that stay behind do so as a whole; the allocator keeps parts of what other tests had, too.
         assert used_bytes() < awake_bytes + 0.5 * WEIGHTS_BYTES
@@ -91,45 +91,45 @@ def test_prompts_are_remembered_at_level_1_and_forgotten_at_level_2(model: Path,
 
 async def test_a_sleeping_engine_says_what_sleeps_and_takes_no_task(model: Path) -> None:
     async with engine(model) as tested:
-        await tested.sleep(2)
-        assert tested.asleep() == ["buffers", "weights"]
+        await controls_of(tested).sleep.sleep(2)
+        assert controls_of(tested).sleep.asleep() == ["buffers", "weights"]
         with pytest.raises(NotReadyError, match=r"sleeps \(buffers, weights\); wake it first"):
             await picture(tested)
-        await tested.wake(["weights"])
-        assert tested.asleep() == ["buffers"]
+        await controls_of(tested).sleep.wake(["weights"])
+        assert controls_of(tested).sleep.asleep() == ["buffers"]
         with pytest.raises(NotReadyError, match=r"sleeps \(buffers\)"):
             await picture(tested)
-        await tested.wake(["buffers"])
-        assert tested.asleep() == []
+        await controls_of(tested).sleep.wake(["buffers"])
+        assert controls_of(tested).sleep.asleep() == []
         await picture(tested)
 
 
 async def test_a_level_or_tag_that_is_not_there_is_refused(model: Path) -> None:
     async with engine(model) as tested:
         with pytest.raises(InvalidRequestError, match="level is 3; it must be 1"):
-            tested.check_sleep(3)
-        await tested.sleep(1)
-        assert tested.asleep() == ["weights"]
+            controls_of(tested).sleep.check_sleep(3)
+        await controls_of(tested).sleep.sleep(1)
+        assert controls_of(tested).sleep.asleep() == ["weights"]
         with pytest.raises(InvalidRequestError, match="kv_cache does not sleep; asleep: weights") as caught:
-            await tested.wake(["kv_cache"])
+            await controls_of(tested).sleep.wake(["kv_cache"])
         assert caught.value.reason == "UNKNOWN_TAG"
         with pytest.raises(NotReadyError, match="sleeps"):
-            await tested.sleep(1)
+            await controls_of(tested).sleep.sleep(1)
 
 
 async def test_an_engine_whose_files_are_gone_sleeps_on_and_says_so(model: Path) -> None:
     weights = next((model / "transformer").glob("*.safetensors"))
     async with engine(model) as tested:
         expected = await picture(tested)
-        await tested.sleep(1)
+        await controls_of(tested).sleep.sleep(1)
         weights.rename(weights.with_suffix(".gone"))
         try:
             with pytest.raises(NotReadyError, match=r"the transformer of .* cannot be loaded"):
-                await tested.wake([])
-            assert tested.asleep() == ["weights"]
+                await controls_of(tested).sleep.wake([])
+            assert controls_of(tested).sleep.asleep() == ["weights"]
         finally:
             weights.with_suffix(".gone").rename(weights)
-        await tested.wake([])
+        await controls_of(tested).sleep.wake([])
         assert np.array_equal(await picture(tested), expected)
 
 
@@ -139,9 +139,9 @@ async def test_an_engine_whose_files_are_gone_sleeps_on_and_says_so(model: Path)
 async def test_a_gpu_is_left_by_a_sleeping_engine(large_model: Path, level: int) -> None:
     async with engine(large_model, device="cuda") as tested:
         expected = await picture(tested)
-        await tested.sleep(level)
+        await controls_of(tested).sleep.sleep(level)
         assert torch.cuda.memory_reserved() < 0.1 * WEIGHTS_BYTES
-        await tested.wake([])
+        await controls_of(tested).sleep.wake([])
         assert np.array_equal(await picture(tested), expected)
 
 
@@ -150,9 +150,9 @@ async def test_a_gpu_is_left_by_a_sleeping_engine(large_model: Path, level: int)
 
 async def test_a_profile_lands_where_the_caller_asked(model: Path, tmp_path: Path) -> None:
     async with engine(model, profile_dir=str(tmp_path)) as tested:
-        folder = await tested.start_profile("night/one", max_steps=None)
+        folder = await controls_of(tested).profiles.start("night/one", max_steps=None)
         await picture(tested)
-        (file,) = await tested.stop_profile()
+        (file,) = await controls_of(tested).profiles.stop()
     assert Path(file).parent == Path(folder) == tmp_path / "night" / "one"
     assert steps_in(file) == STEPS
     assert names_in(tmp_path) == ["night"]
@@ -160,16 +160,16 @@ async def test_a_profile_lands_where_the_caller_asked(model: Path, tmp_path: Pat
 
 async def test_a_profile_ends_after_as_many_steps(model: Path, tmp_path: Path) -> None:
     async with engine(model, profile_dir=str(tmp_path)) as tested:
-        await tested.start_profile("some", max_steps=2)
+        await controls_of(tested).profiles.start("some", max_steps=2)
         await picture(tested)
-        (file,) = await tested.stop_profile()
+        (file,) = await controls_of(tested).profiles.stop()
     assert steps_in(file) == 2
 
 
 async def test_profiles_are_refused_where_they_were_not_asked_for(model: Path) -> None:
     async with engine(model) as tested:
         with pytest.raises(NotReadyError, match="profile_dir"):
-            await tested.start_profile("x", max_steps=None)
+            await controls_of(tested).profiles.start("x", max_steps=None)
 
 
 STEPS = 3

@@ -14,22 +14,21 @@ from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotR
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import (
     Checkpoint,
     Emission,
     EngineEvent,
     EngineLoad,
-    Pausable,
     Paused,
     Progress,
-    Resumable,
     Task,
     Usage,
 )
 from stagemesh.services.engines.diffusion import CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
-from stagemesh.services.engines.diffusion.adapters.manager import AdapterManager, LendsAdapters
-from stagemesh.services.engines.diffusion.caches.prompt_cache_control import CachesPrompts, PromptCacheControl
-from stagemesh.services.engines.diffusion.controls import Controllable, Controls
+from stagemesh.services.engines.diffusion.adapters.manager import AdapterManager
+from stagemesh.services.engines.diffusion.caches.prompt_cache_control import PromptCacheControl
+from stagemesh.services.engines.diffusion.controls import Controls
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.scheduling.admission import Admission
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class DiffusionEngine(LendsAdapters, CachesPrompts, Controllable, Resumable, Pausable):
+class DiffusionEngine:
     """See `stagemesh.services.engines.base.Engine`.
 
     Models are loaded and used by an executor's worker, one call after the other. Each request waits here for its turn,
@@ -80,19 +79,16 @@ class DiffusionEngine(LendsAdapters, CachesPrompts, Controllable, Resumable, Pau
         self._serving = asyncio.create_task(self._stepper.serve(), name="diffusion steps")
 
     @property
-    def lending(self) -> AdapterManager:
-        """See `LendsAdapters`."""
-        return self._lending
-
-    @property
-    def remembering(self) -> PromptCacheControl:
-        """See `CachesPrompts`."""
-        return self._remembering
-
-    @property
-    def controls(self) -> Controls:
-        """See `Controllable`."""
-        return self._controls
+    def abilities(self) -> EngineAbilities:
+        """See `Engine`."""
+        return EngineAbilities(
+            can_pause=True,
+            can_resume=True,
+            adapters=self._lending,
+            sleep=self._controls.sleeper,
+            profiles=self._controls.profiles,
+            caches=self._remembering,
+        )
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """See `Engine`."""

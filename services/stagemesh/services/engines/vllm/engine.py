@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.common.stage_config import StageConfig
-from stagemesh.services.engines.base import EngineEvent, EngineLoad, PartitionsArena, Resumable, Task, WritesByWorkers
-from stagemesh.services.engines.vllm.control import Control, Controllable, prepare_control
+from stagemesh.services.engines.abilities import EngineAbilities, PartitionsArena
+from stagemesh.services.engines.base import EngineEvent, EngineLoad, Task
+from stagemesh.services.engines.vllm.control import Control, prepare_control
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestPrompt
 from stagemesh.services.engines.vllm.options import engine_options, own_options
 
@@ -59,7 +60,7 @@ class LoadMeter:
         return EngineLoad(running, held - running, work_s=rounds * self._token_s)
 
 
-class VllmEngine(Resumable, WritesByWorkers, Controllable):
+class VllmEngine:
     """Runs tasks on vLLM's AsyncLLM.
 
     A thread of its own, which lives as long as the engine, imports vLLM and starts its processes: the event loop stays
@@ -83,13 +84,22 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
 
     @property
     def control(self) -> Control:
-        """The controls of the running vLLM."""
+        """The controls of the running engine. Raises UnavailableError if it does not run."""
         if self._control is None:
             raise UnavailableError(f"the engine of stage {self._config.stage} is closed")
         return self._control
 
-    def use_shares(self, shares: PartitionsArena) -> None:
-        self._arena = shares
+    @property
+    def abilities(self) -> EngineAbilities:
+        control = self._control
+        return EngineAbilities(
+            can_resume=True,
+            use_partitions=self._use_partitions,
+            adapters=control.adapters if control else None,
+            sleep=control,
+            profiles=control.profiles if control else None,
+            caches=control,
+        )
 
     async def start(self, report: Callable[[str], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -155,6 +165,9 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         self._thread.shutdown(wait=False)
 
     # -- internals
+
+    def _use_partitions(self, partitions: PartitionsArena) -> None:
+        self._arena = partitions
 
     def _load(self, report: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:
         prepare_environment()

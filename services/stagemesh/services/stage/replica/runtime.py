@@ -17,7 +17,7 @@ from stagemesh.common.errors import (
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.arena.pinning import can_pin, pin
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.services.engines.base import Engine, EngineLoad, Pausable, Resumable, WritesByWorkers
+from stagemesh.services.engines.base import Engine, EngineLoad
 from stagemesh.services.stage.replica.hang_detection import StallWatch
 from stagemesh.services.stage.replica.load import ReplicaState, StageLoad, free_memory_bytes
 from stagemesh.services.stage.replica.paused_states import PausedStates
@@ -68,8 +68,8 @@ class StageRuntime:
     async def start(self) -> None:
         """Loads the engine, which makes the replica READY; raises NotReadyError (LOAD_FAILED) and is FAILED then."""
         try:
-            if isinstance(self._engine, WritesByWorkers):
-                self._engine.use_shares(self.data_plane)
+            if use_partitions := self._engine.abilities.use_partitions:
+                use_partitions(self.data_plane)
             await self._engine.start(self._report)
         except StagemeshError as exc:
             self._fail(exc.message)
@@ -242,7 +242,7 @@ class StageRuntime:
 
     @property
     def _can_pause(self) -> bool:
-        return isinstance(self._engine, Pausable) and self.state is not ReplicaState.FAILED
+        return self._engine.abilities.can_pause and self.state is not ReplicaState.FAILED
 
     async def _hand_on(self, within_s: float) -> None:
         """Has what runs pause, so that it goes on elsewhere from there."""
@@ -286,8 +286,8 @@ class StageRuntime:
             order,
             self.signature,
             engine=self.config.engine,
-            resumable=isinstance(self._engine, Resumable),
-            pausable=isinstance(self._engine, Pausable),
+            resumable=self._engine.abilities.can_resume,
+            pausable=self._engine.abilities.can_pause,
         )
         known = self._book.find(order)
         if known is not None:
@@ -324,7 +324,7 @@ class StageRuntime:
 
     def check_loaded(self) -> None:
         """Raises NotReadyError while there is no engine to ask."""
-        if self.state in {ReplicaState.LOADING, ReplicaState.FAILED}:
+        if self.closed.is_set() or self.state in {ReplicaState.LOADING, ReplicaState.FAILED}:
             self.check_ready()
 
     def _check_room(self) -> None:

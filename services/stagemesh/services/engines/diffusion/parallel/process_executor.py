@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stagemesh.common.errors import UnavailableError
-from stagemesh.services.engines.cleanup import to_the_end
+from stagemesh.services.engines.cleanup import run_to_completion
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.parallel.rank_messages import RankCall, Reply, Setup
 from stagemesh.services.engines.diffusion.parallel.rank_process import RankProcess, start_rank
@@ -42,12 +42,12 @@ class ProcessExecutor:
             self._ranks.append(await start_rank(f"rank {setup.rank} of {count}"))
         self._watchers = [asyncio.create_task(self._watch(rank), name="diffusion rank") for rank in self._ranks]
         async with self._calling:
-            await to_the_end(self._all(setups))
+            await run_to_completion(self._all(setups))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """See `Executor`."""
         async with self._calling:
-            return await to_the_end(self._all([RankCall(method, args, kwargs)] * len(self._ranks)))
+            return await run_to_completion(self._all([RankCall(method, args, kwargs)] * len(self._ranks)))
 
     async def wait_failed(self) -> str:
         """See `Executor`."""

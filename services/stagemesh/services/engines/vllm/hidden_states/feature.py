@@ -14,7 +14,8 @@ import numpy as np
 from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError
 from stagemesh.common.tensors import DTYPES
 from stagemesh.connectors.arena.worker_writer import PartitionTicket
-from stagemesh.services.engines.base import Emission, PartitionsArena
+from stagemesh.services.engines.abilities import PartitionsArena
+from stagemesh.services.engines.base import Emission
 from stagemesh.services.engines.vllm.core_calls import runner_call
 from stagemesh.services.engines.vllm.extra_arguments import set_argument
 from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook
