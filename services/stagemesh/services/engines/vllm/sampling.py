@@ -1,6 +1,7 @@
 """Turns a task's sampling options into vLLM's, and checks them."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from vllm import SamplingParams
@@ -51,7 +52,7 @@ def sampling_params(
     usual = max(sampling.min_tokens, int(defaults.get("max_tokens", DEFAULT_MAX_TOKENS)))
     values: dict[str, Any] = {
         **defaults,
-        **{name: value for name, value in _given(sampling).items() if value is not None},
+        **_given(sampling),
         "max_tokens": min(space, usual) if sampling.max_tokens is None else sampling.max_tokens,
     }
     try:
@@ -100,30 +101,15 @@ def _check_token(token: int, vocabulary: int, *, field: str) -> None:
 
 
 def _given(sampling: SamplingOptions) -> dict[str, Any]:
+    """Returns the options that a request sets, by vLLM's names, without `max_tokens` and `logprobs`."""
+    values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    structure: Structure | None = values.pop("structure")
+    if structure is not None:
+        kind = "json" if structure.kind == "json_schema" else structure.kind
+        texts = list(structure.texts) if kind == "choice" else structure.texts[0]
+        arguments: dict[str, Any] = {kind: texts}
+        values["structured_outputs"] = StructuredOutputsParams(**arguments)
+    del values["max_tokens"], values["logprobs"]
     return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "stop": list(sampling.stop) or None,
-        "stop_token_ids": list(sampling.stop_token_ids) or None,
-        "min_tokens": sampling.min_tokens or None,
-        "ignore_eos": sampling.ignore_eos or None,
-        "bad_words": list(sampling.bad_words) or None,
-        "structured_outputs": sampling.structure and _structured(sampling.structure),
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value is not None
     }
-
-
-def _structured(structure: Structure) -> StructuredOutputsParams:
-    match structure.kind:
-        case "json_schema":
-            return StructuredOutputsParams(json=structure.texts[0])
-        case "regex":
-            return StructuredOutputsParams(regex=structure.texts[0])
-        case "grammar":
-            return StructuredOutputsParams(grammar=structure.texts[0])
-        case "choice":
-            return StructuredOutputsParams(choice=list(structure.texts))

@@ -20,13 +20,13 @@ class RequestStates:
         self.next_position = first_position
         """All wanted rows before this position have arrived."""
         self._prompt_tokens = prompt_tokens
-        self._ready: deque[Packet] = deque()
+        self._ready: deque[tuple[int, Tensors]] = deque()
         self._error: StagemeshError | None = None
         self._changed = Notifier()
 
     def push(self, position: int, tensors: Tensors) -> None:
         """Adds rows that start at `position`. Drops rows that arrived before, as happens after a preemption."""
-        count = len(next(iter(tensors.values())))
+        count = _count(tensors)
         skipped = self.next_position - position
         if skipped >= count:
             return
@@ -35,9 +35,7 @@ class RequestStates:
                 UnavailableError(f"the hidden states of positions {self.next_position} to {position} are missing")
             )
             return
-        rows = {name: tensor[skipped:] for name, tensor in tensors.items()}
-        metadata = {"token_start": self.next_position, "prompt_tokens": self._prompt_tokens}
-        self._ready.append(Packet(rows, metadata))
+        self._ready.append((self.next_position, {name: tensor[skipped:] for name, tensor in tensors.items()}))
         self.next_position = position + count
         self._changed.fire()
 
@@ -51,13 +49,13 @@ class RequestStates:
         if self._error is not None:
             raise self._error
         taken: list[Packet] = []
-        while self._ready and _start(self._ready[0]) < before:
-            packet = self._ready.popleft()
-            count = before - _start(packet)
-            if count < _length(packet):
-                self._ready.appendleft(_cut(packet, count, None))
-                packet = _cut(packet, 0, count)
-            taken.append(packet)
+        while self._ready and self._ready[0][0] < before:
+            position, tensors = self._ready.popleft()
+            count = before - position
+            if position + _count(tensors) > before:
+                self._ready.appendleft((before, {name: tensor[count:] for name, tensor in tensors.items()}))
+            rows = {name: tensor[:count] for name, tensor in tensors.items()}
+            taken.append(Packet(rows, {"token_start": position, "prompt_tokens": self._prompt_tokens}))
         return taken
 
     async def up_to(self, position: int) -> AsyncGenerator[Packet]:
@@ -80,16 +78,5 @@ class RequestStates:
                 ) from None
 
 
-def _start(packet: Packet) -> int:
-    start = packet.metadata["token_start"]
-    assert isinstance(start, int), "set by `push`"
-    return start
-
-
-def _length(packet: Packet) -> int:
-    return len(next(iter(packet.tensors.values())))
-
-
-def _cut(packet: Packet, first: int, end: int | None) -> Packet:
-    tensors = {name: tensor[first:end] for name, tensor in packet.tensors.items()}
-    return Packet(tensors, {**packet.metadata, "token_start": _start(packet) + first})
+def _count(tensors: Tensors) -> int:
+    return len(next(iter(tensors.values())))
