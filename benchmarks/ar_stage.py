@@ -1,10 +1,10 @@
-"""The autoregressive stage: tokens through its gRPC service against AsyncLLM called directly, with the same arguments.
+"""Measures the autoregressive stage against AsyncLLM called directly with the same arguments.
 
-All ways are up at once and take turns; a ratio is the median over the repeats of the ratio within a repeat. The tokens
-of each engine step are messages of their own; with hidden states, the rows of every token go to another process too.
-The stage, the engine called directly, the client and the taker are processes of their own, as are the engines' cores.
-A stall of the stage's event loop is how late it comes to a timer, without the time for which other processes had the
-processors, and without that in which loops that do nothing, one on each processor, were late at the same time.
+All variants are up at once, and their trials alternate. A ratio is the median over the repeats of the ratio within a
+repeat. The tokens of each engine step form a message of their own. In the variant with hidden states, the rows of every
+token also go to another process. The stage, the directly called engine, the client and the consumer of hidden states are separate
+processes, as are the engines' cores. A stall of the stage's event loop is the delay of a timer, minus the time in which
+other processes used the processors, and minus the time in which idle loops, one on each processor, were delayed too.
 """
 
 import argparse
@@ -21,15 +21,15 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from benchmarks.ar_ways.client import StageClient
-from benchmarks.ar_ways.direct import MODEL, DirectEngine
-from benchmarks.ar_ways.loop_probe import BareLoop, Stalls, stalls
-from benchmarks.ar_ways.models import LARGER, SMALLER, Shape, write_model
-from benchmarks.ar_ways.processes import own_mb, started_mb
-from benchmarks.ar_ways.staged import ARENA_BYTES, EMITS_STATES, StagedEngine
-from benchmarks.ar_ways.taker import StatesTaker
-from benchmarks.ar_ways.turns import Times, Way, take_turns
-from benchmarks.ar_ways.workload import Outcome, Turn
+from benchmarks.ar_variants.client import StageClient
+from benchmarks.ar_variants.direct_engine import MODEL, DirectEngine
+from benchmarks.ar_variants.loop_probe import BareLoop, Stalls, stalls
+from benchmarks.ar_variants.model_files import LARGER, SMALLER, Shape, write_model
+from benchmarks.ar_variants.processes import own_mb, started_mb
+from benchmarks.ar_variants.staged_engine import ARENA_BYTES, EMITS_STATES, StagedEngine
+from benchmarks.ar_variants.states_consumer import StatesConsumer
+from benchmarks.ar_variants.trials import Times, Variant, run_trials
+from benchmarks.ar_variants.workload import Outcome, Trial
 from benchmarks.edge_ways.findings import say
 from benchmarks.edge_ways.worker import Held, Place, Worker
 from benchmarks.report import Figure, report
@@ -41,43 +41,45 @@ GOALS: Mapping[str, Mapping[str, str]] = {
     LARGER.name: {STAGE: ">=0.95", STATES: ">=0.90"},
     SMALLER.name: {STAGE: ">=0.75"},
 }
-"""Of a model's ways, in terms of the direct one."""
+"""The goals of each model's variants, as ratios to the direct variant."""
 START = "start"
 STARTS = 3
 PROBED_S = 8.0
 
 
 @dataclass
-class Findings:
-    """What was seen of one model."""
+class ModelResults:
+    """The measurements of one model."""
 
     shape: Shape
     times: dict[int, Times] = field(default_factory=dict[int, Times])
-    """By the number of streams."""
+    """The trials' results by the number of streams."""
     memory_mb: dict[str, float] = field(default_factory=dict[str, float])
-    """The front end's after all turns, and what the engine's processes have after those with one stream.
+    """The front end's memory after all trials, plus that of the engine's processes after the trials with one stream.
 
-    An engine keeps a megabyte or so for each size of a batch that it has met, and which those are is chance with more
-    streams than one.
+    An engine keeps about a megabyte for each batch size that it has met. With several streams these sizes vary at
+    random.
     """
     all_memory_mb: dict[str, float] = field(default_factory=dict[str, float])
-    """After all turns."""
+    """The memory of the front end and of the engine's processes after all trials."""
     stalls: dict[str, Stalls] = field(default_factory=dict[str, Stalls])
 
     def figures(self) -> list[Figure]:
-        """What is held against a goal."""
+        """Returns the figures that have a goal."""
         subject = f"{self.shape.name} parameters"
         found = [
-            Figure(f"tokens, {way} / direct, {_text(streams)}", times.ratio(way, DIRECT), "ratio", goal, subject)
-            for way, goal in GOALS[self.shape.name].items()
+            Figure(
+                f"tokens, {variant} / direct, {_text(streams)}", times.ratio(variant, DIRECT), "ratio", goal, subject
+            )
+            for variant, goal in GOALS[self.shape.name].items()
             for streams, times in self.times.items()
         ]
         more_mb = self.memory_mb[STAGE] - self.memory_mb[DIRECT]
         found.append(
             Figure(f"memory, stage with {ARENA_BYTES >> 20} MiB arena over direct", more_mb, "MB", "<=60", subject)
         )
-        for way, seen in self.stalls.items():
-            what = f"event loop, {way}, {_text(STREAMS[-1])}"
+        for variant, seen in self.stalls.items():
+            what = f"event loop, {variant}, {_text(STREAMS[-1])}"
             found.append(Figure(f"{what}: stalled at most", seen.stalled_ms, "ms", "<=20", subject))
             found.append(Figure(f"{what}: late at most", seen.late_ms, "ms", "", subject))
             found.append(Figure(f"{what}: late at most, bare loops beside", seen.bare_ms, "ms", "", subject))
@@ -85,11 +87,11 @@ class Findings:
         return found
 
     def details(self) -> list[Figure]:
-        """What the figures are made of."""
+        """Returns the measurements behind the figures."""
         subject = f"{self.shape.name} parameters"
         found = [
-            Figure(f"memory after batches of all sizes, {way}", memory_mb, "MB", "", subject)
-            for way, memory_mb in self.all_memory_mb.items()
+            Figure(f"memory after batches of all sizes, {variant}", memory_mb, "MB", "", subject)
+            for variant, memory_mb in self.all_memory_mb.items()
         ]
         for streams, times in self.times.items():
             for unit, name, values in (
@@ -99,37 +101,38 @@ class Findings:
             ):
                 subject = f"{self.shape.name} parameters, {_text(streams)}"
                 found.extend(
-                    Figure(f"{name}, {way}", statistics.median(values[way]), unit, "", subject) for way in values
+                    Figure(f"{name}, {variant}", statistics.median(values[variant]), unit, "", subject)
+                    for variant in values
                 )
         return found
 
 
-def measure_model(shape: Shape, folder: Path) -> Findings:
-    """All ways of one model."""
-    findings = Findings(shape)
+def measure_model(shape: Shape, folder: Path) -> ModelResults:
+    """Measures all variants of one model."""
+    findings = ModelResults(shape)
     model = write_model(folder / shape.name, shape)
     with ExitStack() as stack:
         direct = _direct(stack, model)
         options = EMITS_STATES if STATES in GOALS[shape.name] else dict[str, JsonValue]()
         staged = stack.enter_context(StagedEngine(folder, model=model, name=shape.name, options=options))
-        ways = _ways(stack, direct, staged, wanted=GOALS[shape.name])
-        say(f"{shape.name}: {', '.join(ways)} are up")
-        front_ends = {name: ways[name].front_end for name in (STAGE, DIRECT)}
+        variants = _variants(stack, direct, staged, wanted=GOALS[shape.name])
+        say(f"{shape.name}: {', '.join(variants)} are up")
+        front_ends = {name: variants[name].front_end for name in (STAGE, DIRECT)}
         engines_mb = dict[str, float]()
         for streams in STREAMS:
-            findings.times[streams] = take_turns(list(ways.values()), streams=streams, name=f"turn-{streams}")
+            findings.times[streams] = run_trials(list(variants.values()), streams=streams, name=f"trial-{streams}")
             say(f"{shape.name}: {_text(streams)}")
             engines_mb = engines_mb or {name: started_mb(process) for name, process in front_ends.items()}
         findings.memory_mb = {name: own_mb(process) + engines_mb[name] for name, process in front_ends.items()}
         findings.all_memory_mb = {name: own_mb(process) + started_mb(process) for name, process in front_ends.items()}
         for name in GOALS[shape.name]:
-            findings.stalls[name] = _probed(staged, ways[name])
+            findings.stalls[name] = _probed(staged, variants[name])
             say(f"{shape.name}: event loop, {name}")
     return findings
 
 
 def measure_starts(folder: Path) -> Figure:
-    """From a process's start until its engine answers, and until its stage is READY."""
+    """Measures the time from a process's start until the direct engine answers, and until the stage is READY."""
     model = write_model(folder / "starts", SMALLER)
     ratios: list[float] = []
     for number in range(STARTS):
@@ -145,31 +148,33 @@ def measure_starts(folder: Path) -> Figure:
     return Figure("start until ready, stage / direct", statistics.median(ratios), "ratio", "<=1.5", "start")
 
 
-def _ways(
+def _variants(
     stack: ExitStack, direct: Worker[DirectEngine], staged: StagedEngine, *, wanted: Mapping[str, str]
-) -> dict[str, Way]:
+) -> dict[str, Variant]:
     client = _entered(stack, Worker(StageClient, (), Place()))
     client.call(StageClient.connect, staged.endpoint)
-    ways = {
-        STAGE: Way(STAGE, staged.process_id, lambda turn: client.call(StageClient.run, turn, None)),
-        DIRECT: Way(DIRECT, direct.call(DirectEngine.process_id), lambda turn: direct.call(DirectEngine.run, turn)),
+    variants = {
+        STAGE: Variant(STAGE, staged.process_id, lambda trial: client.call(StageClient.run, trial, None)),
+        DIRECT: Variant(
+            DIRECT, direct.call(DirectEngine.process_id), lambda trial: direct.call(DirectEngine.run, trial)
+        ),
     }
     if STATES in wanted:
-        taker = _entered(stack, Worker(StatesTaker, (), Place()))
-        ways[STATES] = Way(STATES, staged.process_id, partial(_with_states, client, taker))
-    return ways
+        consumer = _entered(stack, Worker(StatesConsumer, (), Place()))
+        variants[STATES] = Variant(STATES, staged.process_id, partial(_with_states, client, consumer))
+    return variants
 
 
-def _with_states(client: Worker[StageClient], taker: Worker[StatesTaker], turn: Turn) -> Outcome:
-    turn = replace(turn, name=f"{turn.name}-states")
-    taker.call(StatesTaker.begin, turn)
-    outcome = client.call(StageClient.run, turn, taker.call(StatesTaker.where))
-    taker.call(StatesTaker.end)
+def _with_states(client: Worker[StageClient], consumer: Worker[StatesConsumer], trial: Trial) -> Outcome:
+    trial = replace(trial, name=f"{trial.name}-states")
+    consumer.call(StatesConsumer.begin, trial)
+    outcome = client.call(StageClient.run, trial, consumer.call(StatesConsumer.address))
+    consumer.call(StatesConsumer.end)
     return outcome
 
 
-def _probed(staged: StagedEngine, way: Way) -> Stalls:
-    """Looks at the stage's loop, and at loops that have nothing to do, one on each processor."""
+def _probed(staged: StagedEngine, variant: Variant) -> Stalls:
+    """Probes the stage's event loop and idle loops, one on each processor, while the variant runs."""
     with ExitStack() as stack:
         processors = sorted(os.sched_getaffinity(0))
         bare = {processor: _entered(stack, Worker(BareLoop, (), Place())) for processor in processors}
@@ -178,7 +183,7 @@ def _probed(staged: StagedEngine, way: Way) -> Stalls:
         staged.begin_probe()
         end_s = time.monotonic() + PROBED_S
         for number in itertools.count():
-            way.run(Turn(f"probed-{number}", STREAMS[-1]))
+            variant.run(Trial(f"probed-{number}", STREAMS[-1]))
             if time.monotonic() > end_s:
                 break
         ticks = staged.end_probe()
@@ -201,12 +206,16 @@ def _text(streams: int) -> str:
 
 
 def main() -> None:
-    """Reads the command line, measures, reports."""
-    # For the processes that this one starts.
+    """Reads the command line, measures and reports."""
+    # Inherited by the processes that this one starts.
     os.environ |= {"GRPC_VERBOSITY": "ERROR", "PYTHONWARNINGS": "ignore"}
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--only", choices=[SMALLER.name, LARGER.name, START], help="measure a part")
+    parser = argparse.ArgumentParser(description="Measure the autoregressive stage against AsyncLLM called directly.")
+    parser.add_argument("--json", type=Path, help="Write the figures to this file as JSON.")
+    parser.add_argument(
+        "--only",
+        choices=[SMALLER.name, LARGER.name, START],
+        help="Measure only this model, or only the time to start; measure everything if omitted.",
+    )
     arguments = parser.parse_args()
     parts = [arguments.only] if arguments.only else [LARGER.name, SMALLER.name, START]
     with tempfile.TemporaryDirectory() as folder:

@@ -14,10 +14,10 @@ from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.media import MediaFile, Samples
 from stagemesh.services.engines.vllm.media.decoding import (
     DecodedBytes,
-    read_film,
+    read_audio,
     read_image,
     read_samples,
-    read_sound,
+    read_video,
 )
 from tests.engines.media_files import encoded, film, pixels, tone, wav
 
@@ -43,30 +43,30 @@ def test_pictures_of_each_type_are_read(name: str) -> None:
 
 
 def test_sound_keeps_its_rate_and_length() -> None:
-    read = read_sound(audio(wav(tone(rate_hz=8_000), 8_000)), DecodedBytes(PLENTY))
+    read = read_audio(audio(wav(tone(rate_hz=8_000), 8_000)), DecodedBytes(PLENTY))
     assert read.sample_rate_hz == 8_000
     np.testing.assert_allclose(read.samples, tone(rate_hz=8_000), atol=1e-4)
 
 
 def test_channels_of_a_file_are_averaged() -> None:
     both = np.stack([tone(), np.zeros_like(tone())], axis=1)
-    read = read_sound(audio(wav(both)), DecodedBytes(PLENTY))
+    read = read_audio(audio(wav(both)), DecodedBytes(PLENTY))
     assert read.samples.shape == tone().shape
     assert np.corrcoef(read.samples, tone())[0, 1] > 0.99
 
 
 def test_a_film_is_sampled_evenly() -> None:
-    read = read_film(video(film([10 * number for number in range(20)])), DecodedBytes(PLENTY), max_frames=5)
-    assert read.numbers == (0, 5, 10, 14, 19)
+    read = read_video(video(film([10 * number for number in range(20)])), DecodedBytes(PLENTY), max_frames=5)
+    assert read.indices == (0, 5, 10, 14, 19)
     np.testing.assert_allclose(read.frames.mean(axis=(1, 2, 3)), [0, 50, 100, 140, 190], atol=3)
-    assert (read.frames.shape, read.frames_in_all, read.duration_s) == ((5, 48, 64, 3), 20, 2.0)
+    assert (read.frames.shape, read.total_frames, read.duration_s) == ((5, 48, 64, 3), 20, 2.0)
 
 
 def test_a_short_film_is_taken_whole() -> None:
-    read = read_film(
+    read = read_video(
         video(film([0, 100, 200], file_format="avi"), "video/x-msvideo"), DecodedBytes(PLENTY), max_frames=32
     )
-    assert read.numbers == (0, 1, 2)
+    assert read.indices == (0, 1, 2)
 
 
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://127.0.0.1:9/a.ts\n"
@@ -79,14 +79,14 @@ WRONG: list[tuple[Callable[[DecodedBytes], object], str, str]] = [
         "900 by 1",
     ),
     (lambda counted: read_image(picture(encoded(pixels(600, 600))), counted), "MEDIA_TOO_LARGE", "of 1000000"),
-    (lambda counted: read_sound(audio(PLAYLIST), counted), "INVALID_MEDIA", "the audio cannot be read"),
-    (lambda counted: read_sound(audio(film([0]), "audio/mp4"), counted), "INVALID_MEDIA", "it has no sound track"),
-    (lambda counted: read_sound(audio(wav(tone(20.0))), counted), "MEDIA_TOO_LARGE", "the audio went beyond it"),
+    (lambda counted: read_audio(audio(PLAYLIST), counted), "INVALID_MEDIA", "the audio cannot be read"),
+    (lambda counted: read_audio(audio(film([0]), "audio/mp4"), counted), "INVALID_MEDIA", "it has no audio track"),
+    (lambda counted: read_audio(audio(wav(tone(20.0))), counted), "MEDIA_TOO_LARGE", "the audio exceeded it"),
     (lambda counted: read_samples(Samples(np.full(5, np.inf, np.float32), 8_000), counted), "INVALID_MEDIA", "is inf"),
-    (lambda counted: read_film(video(PLAYLIST), counted, max_frames=4), "INVALID_MEDIA", "the video cannot be read"),
-    (lambda counted: read_film(video(wav(tone())), counted, max_frames=4), "INVALID_MEDIA", "the video cannot be read"),
+    (lambda counted: read_video(video(PLAYLIST), counted, max_frames=4), "INVALID_MEDIA", "the video cannot be read"),
+    (lambda counted: read_video(video(wav(tone())), counted, max_frames=4), "INVALID_MEDIA", "video cannot be read"),
     (
-        lambda counted: read_film(video(film([0] * 9, width=400, height=400)), counted, max_frames=4),
+        lambda counted: read_video(video(film([0] * 9, width=400, height=400)), counted, max_frames=4),
         "MEDIA_TOO_LARGE",
         "video",
     ),
@@ -134,8 +134,8 @@ def test_damaged_files_are_read_or_refused(data: st.DataObject, kind: str) -> No
             case "image":
                 read_image(picture(cut), DecodedBytes(PLENTY))
             case "audio":
-                read_sound(audio(cut), DecodedBytes(PLENTY))
+                read_audio(audio(cut), DecodedBytes(PLENTY))
             case _:
-                read_film(video(cut), DecodedBytes(PLENTY), max_frames=4)
+                read_video(video(cut), DecodedBytes(PLENTY), max_frames=4)
     except InvalidRequestError as exc:
         assert exc.reason in {"INVALID_MEDIA", "MEDIA_TOO_LARGE"}  # noqa: PT017  # either is right

@@ -7,7 +7,7 @@ import pytest
 
 from stagemesh.common.errors import UnavailableError
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.vllm.hidden_states.collector import RequestStates
+from stagemesh.services.engines.vllm.hidden_states.request_states import RequestStates
 
 
 def push(states: RequestStates, position: int, count: int) -> None:

@@ -20,9 +20,9 @@ from stagemesh.common.errors import InvalidRequestError, StagemeshError, Unsuppo
 from stagemesh.services.engines.base import ChatMessage, Checkpoint, EngineEvent, SamplingOptions, Task, Usage
 from stagemesh.services.engines.media import MediaFile, Part, Samples
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from stagemesh.services.engines.vllm.media.decoding import DecodedBytes, read_film
-from stagemesh.services.engines.vllm.media.prompts import film_data
-from stagemesh.services.engines.vllm.requests import prompt_tokens
+from stagemesh.services.engines.vllm.media.decoding import DecodedBytes, read_video
+from stagemesh.services.engines.vllm.media.feature import video_data
+from stagemesh.services.engines.vllm.prompts import prompt_tokens
 from tests.engines.emitted_states import TOLERANCE, Floats, received, running
 from tests.engines.media_files import encoded, film, image, pixels, sound, tone, wav
 from tests.engines.support import collect, packets, stage_config
@@ -239,8 +239,8 @@ async def test_channels_are_averaged(hearing: VllmEngine) -> None:
 
 async def test_a_film_is_what_vllm_takes_for_one() -> None:
     file = MediaFile("video", film([10 * number for number in range(20)]), "video/mp4")
-    read = read_film(file, DecodedBytes(1 << 20), max_frames=4)
-    parsed = MultiModalDataParser(video_needs_metadata=True).parse_mm_data({"video": [film_data(read)]})
+    read = read_video(file, DecodedBytes(1 << 20), max_frames=4)
+    parsed = MultiModalDataParser(video_needs_metadata=True).parse_mm_data({"video": [video_data(read)]})
     frames, metadata = parsed["video"].get(0)
     np.testing.assert_allclose(frames.mean(axis=(1, 2, 3)), [0, 60, 130, 190], atol=3)
     assert (metadata["frames_indices"], metadata["total_num_frames"], metadata["duration"]) == ([0, 6, 13, 19], 20, 2.0)
@@ -278,7 +278,7 @@ WRONG: Sequence[tuple[Sequence[Part], type[StagemeshError], str, str]] = [
     ([MediaFile("image", image().data, "image/jpeg")], InvalidRequestError, "INVALID_MEDIA", "true media type"),
     ([picture(1_000, 1_000)], InvalidRequestError, "MEDIA_TOO_LARGE", "3000000 bytes once decoded, of 1048576"),
     ([picture(400, 400)] * 3, InvalidRequestError, "MEDIA_TOO_LARGE", "once decoded"),
-    ([picture(201, 1)], InvalidRequestError, "INVALID_MEDIA", "201 by 1 pixels; one side may be 200 times"),
+    ([picture(201, 1)], InvalidRequestError, "INVALID_MEDIA", "201 by 1 pixels; one side may be at most 200 times"),
     (["x" * 500, image()], InvalidRequestError, "PROMPT_TOO_LONG", "takes 512 in all"),
 ]
 
@@ -311,7 +311,7 @@ async def test_a_picture_that_was_refused_once_is_seen_later(seeing: VllmEngine)
     ("part", "reason", "message"),
     [
         (Samples(np.array([0.0, np.nan] * 800, np.float32), 16_000), "INVALID_MEDIA", "sample 1 of the audio is nan"),
-        (Samples(np.zeros(1, np.float32), 16_000), "INVALID_MEDIA", "refuses the media"),
+        (Samples(np.zeros(1, np.float32), 16_000), "INVALID_MEDIA", "rejects the media"),
         (MediaFile("audio", b"x" * 100, "audio/wav"), "INVALID_MEDIA", "the audio cannot be read"),
         (MediaFile("audio", wav(tone(0.0)), "audio/wav"), "INVALID_MEDIA", "it has no samples"),
         (image(), "UNSUPPORTED", "takes no image; it takes text, audio"),

@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.vllm.arguments import engine_arguments
-from stagemesh.services.engines.vllm.hidden_states.collector import HiddenStates
+from stagemesh.services.engines.vllm.hidden_states.feature import HiddenStates
 from stagemesh.services.engines.vllm.options import HiddenStatesOptions
 from tests.engines.emitted_states import PROMPTS, load_reference
 from tests.engines.tiny_model import write_real_model
@@ -22,10 +22,10 @@ async def test_pooling_model_answers_as_without_us(tmp_path: Path) -> None:
     model = write_real_model(tmp_path / "model")
     options: dict[str, JsonValue] = {"runner": "pooling", "dtype": "float32", "kv_cache_memory_bytes": 8 << 20}
     plane = DataPlane(replica="a-0", pipeline="p", generation="1")
-    llm = AsyncLLM.from_engine_args(engine_arguments(options, model=str(model), stage="a"))
-    states = HiddenStates(HiddenStatesOptions(), plane, share_bytes=1 << 20)
+    states = HiddenStates(HiddenStatesOptions(), plane, share_bytes=1 << 20, stage="a")
+    llm = AsyncLLM.from_engine_args(engine_arguments(options, model=str(model), stage="a", features=[states]))
     try:
-        await states.attach(llm)
+        await states.start(llm)
         for number, prompt in enumerate(PROMPTS[:3]):
             pooling = llm.encode(TokensPrompt(prompt_token_ids=prompt), PoolingParams(task="embed"), f"r{number}")
             (output,) = [output async for output in pooling]

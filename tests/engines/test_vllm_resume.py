@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, Prompt, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from stagemesh.services.engines.vllm.resume.checkpoint import continued
+from stagemesh.services.engines.vllm.resume.feature import remaining_params
 from tests.engines.support import collect, stage_config, text_of
 from tests.engines.tiny_model import OPTIONS, write_tiny_model
 
@@ -133,7 +133,7 @@ async def test_penalties_know_what_was_sampled_before(engine: VllmEngine) -> Non
     whole = await sampled(list(PROMPT), params, "whole")
     assert whole != await sampled(list(PROMPT), plain, "plain"), "the penalties must matter"
     for count in (1, 17, 29, MAX_TOKENS - 1):
-        rest = await sampled([*PROMPT, *whole[:count]], continued(params, resumed=count), f"after {count}")
+        rest = await sampled([*PROMPT, *whole[:count]], remaining_params(params, resumed=count), f"after {count}")
         assert rest == whole[count:]
 
 
@@ -171,7 +171,7 @@ async def _refused(engine: VllmEngine, wrong: Task) -> InvalidRequestError:
         (Checkpoint(2, (10,)), "counts 2 steps and has 1 tokens"),
         (Checkpoint(2), "counts 2 steps and has 0 tokens"),
         (Checkpoint(MAX_TOKENS, (10,) * MAX_TOKENS), "has 40 tokens already and max_tokens is 40"),
-        (Checkpoint(3, (10, END, 10)), "past its end: it holds the stop token 0"),
+        (Checkpoint(3, (10, END, 10)), "past its end: it contains the stop token 0"),
     ],
 )
 async def test_impossible_checkpoint_is_refused(engine: VllmEngine, checkpoint: Checkpoint, message: str) -> None:
@@ -189,7 +189,7 @@ async def test_checkpoint_past_a_stop_text_is_refused(engine: VllmEngine) -> Non
     assert engine._llm is not None
     (letter,) = engine._llm.get_tokenizer().encode("x")
     wrong = task(replace(GREEDY, stop=("xx",)), Checkpoint(3, (letter, letter, letter)))
-    assert "its text holds the stop text 'xx'" in (await _refused(engine, wrong)).message
+    assert "its text contains the stop text 'xx'" in (await _refused(engine, wrong)).message
 
 
 async def test_refused_checkpoint_leaves_the_others_alone(engine: VllmEngine) -> None:

@@ -1,4 +1,7 @@
-"""`python -m stagemesh.services.models fetch PIPELINE [--force]`; the exit status is 0 when all models are there."""
+"""Fetches the models of a pipeline: `python -m stagemesh.services.models fetch PIPELINE [--force]`.
+
+The exit status is 0 if all models are present at the end.
+"""
 
 import argparse
 import signal
@@ -19,7 +22,7 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and gives its exit status."""
+    """Runs the command and returns its exit status."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -33,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"error: {models_dir()}: {exc}", soft_wrap=True, highlight=False, markup=False)
         return 1
     except KeyboardInterrupt:
-        console.print("interrupted; nothing half-made was kept", highlight=False)
+        console.print("interrupted; incomplete models were deleted", highlight=False)
         return _INTERRUPTED
     return 0
 
@@ -43,11 +46,15 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m stagemesh.services.models", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m stagemesh.services.models", description="Fetch the models of a pipeline."
+    )
     commands = parser.add_subparsers(required=True)
-    fetching = commands.add_parser("fetch", help="prepare the models that a pipeline needs")
-    fetching.add_argument("pipeline", help=f"one of: {', '.join(PIPELINES)}")
-    fetching.add_argument("--force", action="store_true", help="make them anew, also where they are there")
+    fetching = commands.add_parser("fetch", help="Fetch the models that a pipeline needs.")
+    fetching.add_argument("pipeline", help=f"The pipeline; one of: {', '.join(PIPELINES)}.")
+    fetching.add_argument(
+        "--force", action="store_true", help="Fetch and convert all models again, even if they are present."
+    )
     return parser
 
 

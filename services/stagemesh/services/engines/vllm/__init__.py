@@ -1,4 +1,4 @@
-"""The vllm engine: autoregressive stages on vLLM's own AsyncLLM, in which nothing of vLLM is copied."""
+"""The vllm engine: autoregressive stages on vLLM's own AsyncLLM. No code of vLLM is copied."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Calls into vLLM's engine core that are neither left halfway nor waited for in vain."""
+"""Calls into vLLM's engine core that end when the core dies."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -15,16 +15,19 @@ _DEATH_POLL_S = 0.2
 
 
 class CoreRefusalError(InternalError):
-    """vLLM's core or a worker raised; the message is vLLM's."""
+    """vLLM's core or a worker raised an exception; the message is vLLM's."""
 
     default_reason = "VLLM_FAILED"
 
 
-async def core_call(llm: "AsyncLLM", doing: Coroutine[Any, Any, T]) -> T:
-    """What a call into the core returns; raises CoreRefusalError, and UnavailableError when the core dies."""
-    task = asyncio.ensure_future(doing)
+async def core_call(llm: "AsyncLLM", call: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of a call into the core.
+
+    Raises CoreRefusalError if the core raises an exception, UnavailableError if the core dies.
+    """
+    task = asyncio.ensure_future(call)
     try:
-        # Nobody answers a call that a dead core had taken.
+        # A dead core never answers the calls that it received.
         while not (await asyncio.wait([task], timeout=_DEATH_POLL_S))[0] and not llm.errored:
             pass
     finally:
@@ -36,9 +39,14 @@ async def core_call(llm: "AsyncLLM", doing: Coroutine[Any, Any, T]) -> T:
     except Exception as exc:  # vLLM turns every failure of its core into a bare Exception
         if llm.errored:
             raise UnavailableError(f"vLLM's engine core has died: {exc}") from exc
-        raise CoreRefusalError(f"vLLM refuses: {exc}") from exc
+        raise CoreRefusalError(f"vLLM rejects the call: {exc}") from exc
 
 
 async def worker_call(llm: "AsyncLLM", method: str, *args: object) -> list[Any]:
-    """What a method of the workers' class returns, from each; raises as `core_call` does."""
+    """Returns the results of a method of the workers' class, one for each worker. Raises the errors of `core_call`."""
     return await core_call(llm, cast("Coroutine[Any, Any, list[Any]]", llm.collective_rpc(method, args=args)))
+
+
+async def runner_call(llm: "AsyncLLM", method: str, *args: object) -> list[Any]:
+    """Returns the results of a method that a feature adds to the workers' model runners, one for each worker."""
+    return await worker_call(llm, "call_runner", method, *args)

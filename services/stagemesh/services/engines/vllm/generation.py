@@ -1,129 +1,130 @@
-"""One request's way through vLLM, from what was checked to its last event."""
+"""Runs one request in vLLM and turns vLLM's outputs into the engine's events."""
 
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, cast
 
-from vllm import TokensPrompt
+import numpy as np
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from stagemesh.common.errors import InvalidRequestError, UnavailableError
-from stagemesh.services.engines.base import Emission, EngineEvent, Progress, Task, Usage
-from stagemesh.services.engines.vllm.emissions import check_end, emission
-from stagemesh.services.engines.vllm.resume.checkpoint import checkpoint, crossed
+from stagemesh.common.tensors import Array
+from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.base import Emission, EngineEvent, Progress, Task, TokenLogprobs, Usage
+from stagemesh.services.engines.vllm.features import EngineRequest, RequestHook
+from stagemesh.services.engines.vllm.sampling import TOKEN_IDS, is_wanted
 
 if TYPE_CHECKING:
     from vllm.inputs import EngineInput
+    from vllm.logprobs import Logprob
     from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from stagemesh.services.engines.vllm.control import Control
-    from stagemesh.services.engines.vllm.embeddings.input import EmbeddedInput
-    from stagemesh.services.engines.vllm.hidden_states.collector import RequestStates
-    from stagemesh.services.engines.vllm.load_meter import LoadMeter
-    from stagemesh.services.engines.vllm.media.prompts import MediaPrompt
-    from stagemesh.services.engines.vllm.run_ahead.limits import RequestLimit
-    from stagemesh.services.engines.vllm.sampling import CheckedParams
+    from stagemesh.services.engines.vllm.engine import LoadMeter
 
-PROGRESS_TOKENS = 64
-"""Whoever follows a request more closely has its text or its tokens streamed, which says as much."""
+_PROGRESS_TOKENS = 64
+"""The interval of progress events. A caller that needs finer progress streams the text or the tokens."""
 
 
-@dataclass(frozen=True)
-class Generation:
-    """What is to be generated."""
+async def generate(
+    llm: "AsyncLLM",
+    request: EngineRequest,
+    hooks: Sequence[RequestHook],
+    *,
+    adapter: "LoRARequest | None",
+    meter: "LoadMeter",
+    control: "Control",
+    stage: str,
+) -> AsyncGenerator[EngineEvent]:
+    """Runs a request and yields its events, the last one being Usage. Raises the errors of `Engine.submit`."""
+    task, sampled = request.task, request.sampled
+    async with aclosing(_outputs(llm, request, adapter, stage=stage)) as outputs:
+        async for output in outputs:
+            completion = output.outputs[0]
+            _check_end(completion, task, stage=stage)
+            meter.count(request.name, len(completion.token_ids))
+            before = len(sampled)
+            sampled += completion.token_ids
+            if (emission := _emission(completion, task)) is not None:
+                yield emission
+            if before // _PROGRESS_TOKENS != len(sampled) // _PROGRESS_TOKENS:
+                yield Progress(len(sampled))
+            for hook in hooks:
+                for event in hook.observe(finished=output.finished):
+                    yield event
+            if output.finished:
+                control.count_prompt(output)
+    for hook in hooks:
+        async with aclosing(hook.finish()) as events:
+            async for event in events:
+                yield event
+    yield Usage(prompt_tokens=len(request.prompt.token_ids), output_tokens=len(sampled), steps=len(sampled))
 
-    stage: str
-    name: str
-    """By which vLLM and its workers know the request."""
-    task: Task
-    ids: list[int]
-    """The prompt."""
-    resumed: list[int]
-    """The tokens of the checkpoint from which it goes on."""
-    params: "CheckedParams"
-    adapter: "LoRARequest | None"
-    states: "RequestStates | None"
-    embedded: "EmbeddedInput | None"
-    media: "MediaPrompt | None"
-    limit: "RequestLimit | None"
-    checkpoint_tokens: int
 
-    async def events(self, llm: "AsyncLLM", meter: "LoadMeter", control: "Control") -> AsyncGenerator[EngineEvent]:
-        """What is made, as it is made; see `Engine.submit`."""
-        sampled, aborted = list(self.resumed), False
-        async with AsyncExitStack() as fed:
-            if self.embedded is not None:
-                assert self.limit is not None, "what is fed is limited"
-                await fed.enter_async_context(self.embedded.feeding(self.limit, partial(llm.abort, self.name)))
-            async with aclosing(self._outputs(llm)) as outputs:
-                async for output in outputs:
-                    made = output.outputs[0]
-                    check_end(made, self.task, stage=self.stage)
-                    meter.count(self.name, len(made.token_ids))
-                    for event in self._events_of(made, sampled, finished=output.finished):
-                        yield event
-                    if self.limit is not None and self.states is not None:
-                        self.limit.take(len(self.ids) + len(sampled))
-                    if output.finished:
-                        control.count_prompt(output)
-                        aborted = made.finish_reason == "abort"
-            # One that was aborted was not computed to its end: what its feeding failed with is raised instead.
-            if self.states is not None and not aborted:
-                async with aclosing(self.states.up_to(self._computed(sampled))) as rows:
-                    async for packet in rows:
-                        yield Emission(packet)
-        yield Usage(prompt_tokens=len(self.ids), output_tokens=len(sampled), steps=len(sampled))
+async def _outputs(
+    llm: "AsyncLLM", request: EngineRequest, adapter: "LoRARequest | None", *, stage: str
+) -> AsyncGenerator["RequestOutput"]:
+    """Yields vLLM's outputs, and maps vLLM's exceptions to ours."""
+    tokens = [*request.prompt.token_ids, *request.sampled]
+    engine_input = cast("EngineInput", {**request.prompt.engine_input, "prompt_token_ids": tokens})
+    try:
+        generated = llm.generate(
+            engine_input,
+            request.params,
+            request.name,
+            lora_request=adapter,
+            # In vLLM a lower number is a higher priority.
+            priority=-request.task.priority,
+        )
+        async with aclosing(generated) as outputs:
+            async for output in outputs:
+                yield output
+    except (EngineDeadError, EngineGenerateError) as exc:
+        raise UnavailableError(f"stage {stage}: vLLM failed: {exc}") from exc
+    except (ValueError, VLLMValidationError) as exc:
+        raise InvalidRequestError(f"stage {stage}: vLLM rejects the request: {exc}") from exc
 
-    def _events_of(self, made: "CompletionOutput", sampled: list[int], *, finished: bool) -> list[EngineEvent]:
-        """What one output of vLLM brings; adds its tokens to `sampled`."""
-        events: list[EngineEvent] = []
-        if emitted := emission(made, self.task):
-            events.append(emitted)
-        before = len(sampled)
-        sampled += made.token_ids
-        if crossed(PROGRESS_TOKENS, before, len(sampled)):
-            events.append(Progress(len(sampled)))
-        if self.states is not None:
-            events += [Emission(packet) for packet in self.states.take(before=self._computed(sampled))]
-        if crossed(self.checkpoint_tokens, before, len(sampled)) and not finished:
-            media = self.media.digest if self.media is not None else b""
-            events.append(checkpoint(self.ids, sampled, media=media))
-        return events
 
-    def _computed(self, sampled: list[int]) -> int:
-        """How many positions have gone through the model; the last token has not."""
-        return len(self.ids) + len(sampled) - 1
+def _emission(output: "CompletionOutput", task: Task) -> Emission | None:
+    """Returns the new text and tokens of an output, or None if there are none.
 
-    async def _outputs(self, llm: "AsyncLLM") -> AsyncGenerator["RequestOutput"]:
-        """Those of vLLM, with its failures in our words."""
-        try:
-            generated = llm.generate(
-                self._rendered(llm),
-                self.params,
-                self.name,
-                lora_request=self.adapter,
-                # Lower goes first in vLLM.
-                priority=-self.task.priority,
-            )
-            async with aclosing(generated) as outputs:
-                async for output in outputs:
-                    yield output
-        except (EngineDeadError, EngineGenerateError) as exc:
-            raise UnavailableError(f"stage {self.stage}: vLLM failed: {exc}") from exc
-        except (ValueError, VLLMValidationError) as exc:
-            raise InvalidRequestError(f"stage {self.stage}: vLLM refuses the request: {exc}") from exc
+    Tokens always come with a text, which may be empty, so that a consumer of both finds both in one packet.
+    """
+    tokens = list(output.token_ids) if is_wanted(task, TOKEN_IDS) else []
+    if not output.text and not tokens:
+        return None
+    tensors: dict[str, Array] = {"text": np.frombuffer(output.text.encode(), np.uint8)}
+    if not tokens:
+        return Emission(Packet(tensors))
+    tensors[TOKEN_IDS] = np.array(tokens, np.int32)
+    return Emission(Packet(tensors), _logprobs(output, tokens, alternatives=task.sampling.logprobs))
 
-    def _rendered(self, llm: "AsyncLLM") -> "EngineInput":
-        if self.media is not None:
-            return self.media.followed_by(self.resumed)
-        prompt = TokensPrompt(prompt_token_ids=self.ids + self.resumed)
-        if self.embedded is not None:
-            # The same placeholders mean something else each time.
-            prompt["cache_salt"] = self.name
-        rendered: list[EngineInput] = llm.renderer.render_cmpl([prompt])
-        return rendered[0]
+
+def _check_end(output: "CompletionOutput", task: Task, *, stage: str) -> None:
+    """Raises an error if vLLM ended the request with one."""
+    if output.finish_reason != "error":
+        return
+    if task.sampling.structure is not None:
+        raise InvalidRequestError(
+            f"stage {stage}: no token can continue the {task.sampling.structure.kind}, or the "
+            f"{task.sampling.structure.kind} is too large; simplify it, or leave bad_words out",
+            reason="INVALID_SAMPLING",
+        )
+    raise UnavailableError(f"stage {stage}: vLLM ended the request with an error; its own log has the cause")
+
+
+def _logprobs(output: "CompletionOutput", tokens: list[int], *, alternatives: int | None) -> tuple[TokenLogprobs, ...]:
+    if alternatives is None or not output.logprobs:
+        return ()
+    pairs = zip(tokens, output.logprobs, strict=True)
+    return tuple(_token_logprobs(token, known, limit=alternatives) for token, known in pairs if known is not None)
+
+
+def _token_logprobs(token: int, known: "Mapping[int, Logprob]", *, limit: int) -> TokenLogprobs:
+    ranked = sorted(known.items(), key=lambda item: item[1].rank or 0)[:limit]
+    return TokenLogprobs(
+        known[token].logprob, tuple(each for each, _ in ranked), tuple(logprob.logprob for _, logprob in ranked)
+    )

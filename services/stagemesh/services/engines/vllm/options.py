@@ -1,4 +1,4 @@
-"""What a vllm stage's `options` hold beside vLLM's own engine arguments. Imports nothing of vLLM."""
+"""The options of a vllm stage that are not vLLM's own engine arguments. Imports nothing of vLLM."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -15,31 +15,31 @@ _NO_OTHERS = ConfigDict(extra="forbid")
 
 
 def tensor_name(layer: Layer) -> str:
-    """The emitted tensor that holds a layer's states: `hidden_states`, or `hidden_states_8`."""
+    """Returns the name of the tensor with a layer's states, such as `hidden_states` (the last) or `hidden_states_8`."""
     return "hidden_states" if layer == LAST else f"hidden_states_{layer}"
 
 
 @dataclass(frozen=True)
 class HiddenStatesOptions:
-    """Which hidden states a stage can emit."""
+    """The hidden states that a stage can emit."""
 
     __pydantic_config__: ClassVar = _NO_OTHERS
     layers: tuple[Layer, ...] = (LAST,)
-    """The state that enters decoder layer N, from 0 (the embeddings), or the last one, after the final norm."""
+    """N is the state that enters decoder layer N (0: the embeddings); `last` is the state after the final norm."""
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
-    """That of the emitted tensors, whatever the model computes in."""
+    """The dtype of the emitted tensors, independent of the model's own."""
     share_bytes: int = 0
-    """The part of the arena that the worker writes into; 0 is a quarter of it."""
+    """The size of the arena's part that the worker writes into; 0 means a quarter of the arena."""
 
     def __post_init__(self) -> None:
         if not self.layers or len(set(self.layers)) < len(self.layers):
             raise ValueError(f"layers is {list(self.layers)}; name each wanted layer once")
         if any(isinstance(layer, int) and layer < 0 for layer in self.layers):
-            raise ValueError(f"layers is {list(self.layers)}; layers count from 0, and the last is `last`")
+            raise ValueError(f"layers is {list(self.layers)}; layers count from 0, and `last` is the last one")
 
     @property
     def inner_layers(self) -> list[int]:
-        """Those before the last, in order."""
+        """The layers before the last, sorted."""
         return sorted(layer for layer in self.layers if isinstance(layer, int))
 
     @property
@@ -54,25 +54,25 @@ INPUTS_EMBEDS = "inputs_embeds"
 
 @dataclass(frozen=True)
 class EmbeddingsOptions:
-    """Embeddings that a stage takes from an edge, in the place of a prompt."""
+    """The embeddings that a stage accepts over an edge in the place of a prompt."""
 
     __pydantic_config__: ClassVar = _NO_OTHERS
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
-    """That of the accepted tensors, whatever the model computes in."""
+    """The dtype of the accepted tensors, independent of the model's own."""
 
 
 @dataclass(frozen=True)
 class StageOptions:
-    """The project's own options of a vllm stage."""
+    """Stagemesh's own options of a vllm stage."""
 
     hidden_states: HiddenStatesOptions | None = None
     embeddings: EmbeddingsOptions | None = None
     checkpoint_tokens: int = 64
-    """Tokens of a request between two of its checkpoints; 0 for none."""
+    """The number of tokens between two checkpoints of a request; 0 disables checkpoints."""
     profile_dir: str | None = None
-    """The folder within which profiles may be put, absolute; None for no profiles."""
+    """The absolute path of the folder that profiles are written into; None disables profiles."""
     media_bytes: int = 256 << 20
-    """What the pictures, sounds and films of one request may take once they are decoded."""
+    """The largest decoded size of the images, audio and video of one request."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_tokens < 0:
@@ -87,10 +87,10 @@ _OWN = frozenset(field.name for field in fields(StageOptions))
 
 
 def own_options(options: Mapping[str, JsonValue], *, stage: str = "") -> StageOptions:
-    """The project's part of a stage's options; raises InvalidRequestError naming the option at fault."""
+    """Returns Stagemesh's part of a stage's options. Raises InvalidRequestError, which names the invalid option."""
     return parse_options(StageOptions, {name: options[name] for name in options if name in _OWN}, stage=stage)
 
 
 def engine_options(options: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """The part of a stage's options that is vLLM's."""
+    """Returns vLLM's part of a stage's options."""
     return {name: value for name, value in options.items() if name not in _OWN}

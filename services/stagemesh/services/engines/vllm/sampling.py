@@ -1,6 +1,7 @@
-"""A task's sampling in vLLM's terms."""
+"""Turns a task's sampling options into vLLM's, and checks them."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from vllm import SamplingParams
@@ -17,7 +18,7 @@ TOKEN_IDS = "token_ids"  # noqa: S105  # tokens of a vocabulary
 
 
 class CheckedParams(SamplingParams):
-    """Sampling that `check` has checked off the event loop; vLLM's own check, on the loop, has nothing left to do."""
+    """Sampling parameters that `check` checks on another thread. vLLM's own check, on the event loop, does nothing."""
 
     def verify(self, *args: object, **kwargs: object) -> None:
         """Does nothing."""
@@ -29,36 +30,36 @@ class CheckedParams(SamplingParams):
 def sampling_params(
     task: Task, *, prompt_length: int, max_model_len: int, defaults: Mapping[str, Any]
 ) -> CheckedParams:
-    """How vLLM is to sample for a task, yet to be checked; `defaults` are the model's own, in vLLM's names.
+    """Returns vLLM's sampling parameters for a task. `check` must check them before use.
 
-    Raises InvalidRequestError for values that vLLM refuses, and for a prompt that leaves too little room;
-    UnsupportedError for what vLLM cannot do.
+    `defaults` are the model's own, by vLLM's names. Raises InvalidRequestError if vLLM rejects a value or if the prompt
+    leaves too few positions, UnsupportedError if vLLM lacks an ability that the task needs.
     """
     sampling = task.sampling
     if sampling.structure is not None and task.resume_from is not None:
         raise UnsupportedError(
-            f"a request with {sampling.structure.kind} cannot go on from a checkpoint: vLLM would begin the structure "
-            "anew; leave resume_from unset to start over"
+            f"a request with {sampling.structure.kind} cannot resume from a checkpoint: vLLM would restart the "
+            "structure; leave resume_from unset to start over"
         )
     wanted = sampling.max_tokens or max(1, sampling.min_tokens)
-    room = max_model_len - prompt_length
-    if room < wanted:
+    space = max_model_len - prompt_length
+    if space < wanted:
         raise InvalidRequestError(
-            f"the prompt has {prompt_length} tokens and {wanted} are to follow, but the model takes {max_model_len} in "
+            f"the prompt has {prompt_length} tokens and the output {wanted}, but the model takes {max_model_len} in "
             "all; shorten the prompt or lower max_tokens",
             reason="PROMPT_TOO_LONG",
         )
     usual = max(sampling.min_tokens, int(defaults.get("max_tokens", DEFAULT_MAX_TOKENS)))
     values: dict[str, Any] = {
         **defaults,
-        **{name: value for name, value in _given(sampling).items() if value is not None},
-        "max_tokens": min(room, usual) if sampling.max_tokens is None else sampling.max_tokens,
+        **_given(sampling),
+        "max_tokens": min(space, usual) if sampling.max_tokens is None else sampling.max_tokens,
     }
     try:
         return CheckedParams(
             seed=task.seed,
             output_kind=RequestOutputKind.DELTA,
-            # Nobody hears them without the tokens.
+            # Log-probabilities are emitted with the tokens only.
             logprobs=sampling.logprobs if is_wanted(task, TOKEN_IDS) else None,
             **values,
         )
@@ -67,18 +68,18 @@ def sampling_params(
 
 
 def is_wanted(task: Task, tensor: str) -> bool:
-    """Whether somebody takes an emitted tensor."""
+    """Returns whether the task's caller or an edge takes an emitted tensor."""
     return task.wanted is None or tensor in task.wanted
 
 
 def check(params: CheckedParams, config: VllmConfig, tokenizer: TokenizerLike) -> None:
-    """Raises InvalidRequestError for what vLLM would find wrong later, and for what would end its engine.
+    """Raises InvalidRequestError for values that vLLM would reject later, and for values that would end its engine.
 
-    Takes as long as a schema is large, and leaves the interpreter to others meanwhile.
+    The time depends on the size of a JSON schema. Other threads can run during the check.
     """
     vocabulary = config.model_config.get_vocab_size()
     for token in params.stop_token_ids or ():
-        _check_token(token, vocabulary, what="stop_token_ids: token id")
+        _check_token(token, vocabulary, field="stop_token_ids")
     try:
         SamplingParams.verify(
             params, config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer
@@ -86,44 +87,29 @@ def check(params: CheckedParams, config: VllmConfig, tokenizer: TokenizerLike) -
         SamplingParams.update_from_tokenizer(params, tokenizer)
     except (ValueError, VLLMValidationError) as exc:
         raise InvalidRequestError(f"sampling: {exc}", reason="INVALID_SAMPLING") from exc
-    # vLLM takes the tokenizer's word for it that the model has such tokens.
+    # vLLM does not check that the model has these tokens.
     for tokens in params.bad_words_token_ids or ():
         for token in tokens:
-            _check_token(token, vocabulary, what="bad_words: token id")
+            _check_token(token, vocabulary, field="bad_words")
 
 
-def _check_token(token: int, vocabulary: int, *, what: str) -> None:
+def _check_token(token: int, vocabulary: int, *, field: str) -> None:
     if not 0 <= token < vocabulary:
         raise InvalidRequestError(
-            f"{what} {token} is outside the model's vocabulary of {vocabulary}", reason="UNKNOWN_TOKEN"
+            f"{field}: token id {token} is outside the model's vocabulary of {vocabulary}", reason="UNKNOWN_TOKEN"
         )
 
 
 def _given(sampling: SamplingOptions) -> dict[str, Any]:
+    """Returns the options that a request sets, by vLLM's names, without `max_tokens` and `logprobs`."""
+    values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    structure: Structure | None = values.pop("structure")
+    if structure is not None:
+        kind = "json" if structure.kind == "json_schema" else structure.kind
+        texts = list(structure.texts) if kind == "choice" else structure.texts[0]
+        arguments: dict[str, Any] = {kind: texts}
+        values["structured_outputs"] = StructuredOutputsParams(**arguments)
+    del values["max_tokens"], values["logprobs"]
     return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "stop": list(sampling.stop) or None,
-        "stop_token_ids": list(sampling.stop_token_ids) or None,
-        "min_tokens": sampling.min_tokens or None,
-        "ignore_eos": sampling.ignore_eos or None,
-        "bad_words": list(sampling.bad_words) or None,
-        "structured_outputs": sampling.structure and _structured(sampling.structure),
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value is not None
     }
-
-
-def _structured(structure: Structure) -> StructuredOutputsParams:
-    match structure.kind:
-        case "json_schema":
-            return StructuredOutputsParams(json=structure.texts[0])
-        case "regex":
-            return StructuredOutputsParams(regex=structure.texts[0])
-        case "grammar":
-            return StructuredOutputsParams(grammar=structure.texts[0])
-        case "choice":
-            return StructuredOutputsParams(choice=list(structure.texts))

@@ -1,20 +1,16 @@
-"""vLLM's workers, which choose our runners; named in the engine arguments as `worker_cls`."""
+"""vLLM's workers with the features' model runners; the engine arguments name the class as `worker_cls`."""
 
 import atexit
 import gc
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 
-from stagemesh.services.engines.vllm.embeddings.memory import EmbeddingMemory, decode_ticket
-from stagemesh.services.engines.vllm.embeddings.runner import EmbeddedV1, EmbeddedV2
-from stagemesh.services.engines.vllm.hidden_states.row_messages import decode_attachment
-from stagemesh.services.engines.vllm.hidden_states.row_writer import RowWriter
-from stagemesh.services.engines.vllm.hidden_states.runner import RunnerV1, RunnerV2
-from stagemesh.services.engines.vllm.resume.runner import ResumesV1, ResumesV2
-from stagemesh.services.engines.vllm.seeding import DrawsOnlyWhatCounts
+from stagemesh.services.engines.vllm.features import RUNNER_MODULES
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -25,46 +21,57 @@ else:
 
 
 class StageWorker(Worker):
-    """The platform's own worker with a runner that emits hidden states."""
+    """The platform's own worker, whose model runner has the features' mixins."""
 
     def init_device(self) -> None:
-        """Mixes our part into whatever runner vLLM has made."""
+        """Makes vLLM's model runner and adds the features' mixins to its class."""
         super().init_device()
-        runner = cast("Any", self.model_runner)
-        second = isinstance(runner, GPUModelRunnerV2)
-        parts = (RunnerV2, ResumesV2, EmbeddedV2) if second else (RunnerV1, ResumesV1, EmbeddedV1)
-        seeding = (DrawsOnlyWhatCounts,) if current_platform.is_cpu() else ()
+        runner: Any = self.model_runner
         kind: type[Any] = runner.__class__
-        _mix(runner, type(f"Stage{kind.__name__}", (*parts, *seeding, kind), {}))
+        version = "RunnerV2" if issubclass(kind, GPUModelRunnerV2) else "RunnerV1"
+        config = cast("dict[str, list[str]]", self.vllm_config.additional_config)
+        mixins = [getattr(import_module(module), version) for module in config[RUNNER_MODULES]]
+        if current_platform.is_cpu():
+            mixins.append(FixesCpuRunner)
+        runner.__class__ = type(f"Stage{kind.__name__}", (*mixins, kind), {})
+
+    def call_runner(self, method: str, *args: object) -> Any:
+        """Calls a method of the model runner, for `collective_rpc`."""
+        return getattr(self.model_runner, method)(*args)
 
     def shutdown(self) -> None:
-        """The process ends after this, and its interpreter need not look through all that is loaded: seconds."""
+        """Shuts down, and makes the process end seconds faster: the garbage collector skips all loaded objects."""
         super().shutdown()
         atexit.register(gc.freeze)
 
-    def attach_replica(self, attachments: list[bytes]) -> bool:
-        """Called through `collective_rpc` with an attachment for each rank; whether this one is to write rows."""
-        if not self.writes_rows():
-            return False
-        assert self.device is not None, "a worker is attached once it has its device"
-        runner: Any = self.model_runner
-        runner.attach(RowWriter(decode_attachment(attachments[0]), device=self.device))
-        return True
 
-    def attach_embeddings(self, ticket: bytes) -> None:
-        """Called through `collective_rpc`: requests may have their embeddings in this memory."""
-        runner: Any = self.model_runner
-        runner.attach_embeddings(EmbeddingMemory(decode_ticket(ticket)))
+class FixesCpuRunner:
+    """Mixed into vLLM's V1 runner on a CPU, with two fixes."""
 
-    def model_without_layers(self) -> str | None:
-        """See `EmitsHiddenStates.without_layers`."""
-        runner: Any = self.model_runner
-        return cast("str | None", runner.without_layers)
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Loads the model, and allocates the buffers for the upstream pipeline rank's tensors.
 
-    def writes_rows(self) -> bool:
-        """Whether all rows of the last layer are here, and no other rank is to write them."""
-        return bool(get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0)
+        vLLM allocates them in a warm-up that it skips on a CPU.
+        """
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        runner: Any = self
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
 
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Samples without the generators of requests whose prefill is unfinished.
 
-def _mix(runner: Any, kind: type[Any]) -> None:
-    runner.__class__ = kind
+        vLLM samples for every request of a step, discards the token of an unfinished prefill, and rewinds the request's
+        generator by the offset that a GPU would use. A CPU generator cannot rewind, which ends the engine ("CPU
+        Generator does not use offset"). Here the discarded token comes from the shared generator.
+        """
+        runner: Any = self
+        generators: dict[int, torch.Generator] = runner.input_batch.generators
+        unfinished = runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0]
+        removed = {row: generators.pop(row) for row in unfinished.tolist() if row in generators}
+        try:
+            return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            generators.update(removed)

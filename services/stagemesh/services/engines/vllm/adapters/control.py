@@ -1,4 +1,4 @@
-"""LoRA adapters of a running vLLM."""
+"""Loads, unloads and leases the LoRA adapters of a running vLLM."""
 
 import asyncio
 import logging
@@ -28,7 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 class Adapters:
-    """Loads, drops and lends them. `lock` keeps them apart from what else changes the engine, sleep above all."""
+    """The adapters of one AsyncLLM.
+
+    `lock` excludes other changes to the engine, such as sleep.
+    """
 
     def __init__(self, llm: "AsyncLLM", *, stage: str, lock: asyncio.Lock, check_awake: Callable[[], None]) -> None:
         self._llm, self._stage = llm, stage
@@ -36,94 +39,90 @@ class Adapters:
         self._pinning = asyncio.Lock()
         config = llm.vllm_config.lora_config
         self._max_rank = config.max_lora_rank if config else 0
-        self._book = (
+        self._registry = (
             AdapterRegistry(stage, config.max_loras, config.max_cpu_loras or config.max_loras) if config else None
         )
 
     def list_adapters(self) -> Sequence[Adapter]:
-        """Those that are loaded, by name."""
-        return self._book.list_adapters() if self._book else []
+        return self._registry.list_adapters() if self._registry else []
 
     @asynccontextmanager
     async def using(self, name: str | None) -> "AsyncGenerator[LoRARequest | None]":
-        """What vLLM is to be given for a task that names an adapter, or none; raises NotFoundError."""
+        """Leases the adapter that a task names. Yields None for a task without an adapter. Raises NotFoundError."""
         if name is None:
             yield None
-        elif self._book is None:
+        elif self._registry is None:
             raise unknown_adapter_error(self._stage, name)
         else:
-            async with self._book.using(name) as entry:
+            async with self._registry.using(name) as entry:
                 yield _request(entry)
 
     async def load(self, name: str, path: str) -> Adapter:
-        """See `AdapterControl`."""
-        book = self._enabled()
+        registry = self._enabled()
         check_name(name)
         async with self._lock:
             self._check_awake()
-            entry = book.find_loaded(name, path)
+            entry = registry.find_loaded(name, path)
             if entry is None:
                 files = await asyncio.to_thread(read_adapter, path)
                 entry = await run_to_completion(
-                    self._load(book, Entry(name, path, files.rank, book.next_number()), files)
+                    self._load(registry, Entry(name, path, files.rank, registry.next_number()), files)
                 )
             return entry.adapter
 
     async def unload(self, name: str, *, drain: bool) -> None:
-        """See `AdapterControl`."""
-        book = self._enabled()
-        async with book.unloading(name, drain=drain) as entry, self._lock:
+        registry = self._enabled()
+        async with registry.unloading(name, drain=drain) as entry, self._lock:
             self._check_awake()
-            await run_to_completion(self._unload(book, entry))
+            await run_to_completion(self._unload(registry, entry))
 
     async def pin(self, name: str) -> Adapter:
-        """See `AdapterControl`."""
         async with self._pinning, self._enabled().pinning(name) as entry, self._lock:
             self._check_awake()
             await run_to_completion(self._pin(entry))
             return entry.adapter
 
     async def restore(self) -> None:
-        """Loads all again, after vLLM has read the model's weights anew and dropped them. Within the lock."""
-        book = self._book
-        for entry in book.entries() if book else ():
-            assert book is not None
+        """Loads all adapters again after vLLM has reloaded the model's weights. Call it while holding `lock`."""
+        registry = self._registry
+        for entry in registry.entries() if registry else ():
+            assert registry is not None
             try:
                 await core_call(self._llm, self._llm.add_lora(_request(entry)))
                 if entry.pinned:
                     await self._pin(entry)
             except CoreRefusalError as exc:
-                _log.warning("adapter %s is lost: %s", entry.name, exc.message)
-                await self._unload(book, entry)
+                _log.warning("cannot load adapter %s again: %s", entry.name, exc.message)
+                await self._unload(registry, entry)
 
-    # -- inner workings
+    # -- internals
 
     def _enabled(self) -> AdapterRegistry:
-        if self._book is None:
+        if self._registry is None:
             raise disabled_error(self._stage)
-        return self._book
+        return self._registry
 
-    async def _load(self, book: AdapterRegistry, entry: Entry, files: AdapterFiles) -> Entry:
+    async def _load(self, registry: AdapterRegistry, entry: Entry, files: AdapterFiles) -> Entry:
         check_rank(entry.name, files.rank, most=self._max_rank, taker=f"stage {self._stage}")
         files.check(await self._targets(files))
         try:
             await core_call(self._llm, self._llm.add_lora(_request(entry)))
         except CoreRefusalError as exc:
-            # What failed late is registered all the same.
+            # vLLM registers an adapter even if it fails late.
             await core_call(self._llm, self._llm.remove_lora(entry.number))
             raise InvalidRequestError(f"adapter {entry.name!r}: {exc.message}", reason="INVALID_ADAPTER") from exc
-        book.add(entry)
+        registry.add(entry)
         return entry
 
     async def _targets(self, files: AdapterFiles) -> Mapping[str, Sizes | None]:
-        """The model's sizes of the layers that an adapter changes, from all workers."""
+        """Returns the sizes of the layers that an adapter changes, from all workers."""
         names = sorted(files.layers)
         answers: list[dict[str, list[int]]] = await worker_call(self._llm, "adapter_targets", names)
         return {name: Sizes(*sizes) if sizes else None for answer in answers for name, sizes in answer.items()}
 
-    async def _unload(self, book: AdapterRegistry, entry: Entry) -> None:
+    async def _unload(self, registry: AdapterRegistry, entry: Entry) -> None:
         await core_call(self._llm, self._llm.remove_lora(entry.number))
-        book.remove(entry)
+        registry.remove(entry)
 
     async def _pin(self, entry: Entry) -> None:
         await core_call(self._llm, self._llm.pin_lora(entry.number))
@@ -133,5 +132,5 @@ class Adapters:
 def _request(entry: Entry) -> "LoRARequest":
     from vllm.lora.request import LoRARequest
 
-    # By name and path vLLM finds what it computed for the adapter before; one loaded later under both is another.
+    # vLLM caches by name and path, but an adapter that is loaded later under the same name and path may differ.
     return LoRARequest(f"{entry.name}#{entry.number}", entry.number, entry.path)

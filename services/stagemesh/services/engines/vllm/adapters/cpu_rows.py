@@ -1,4 +1,4 @@
-"""On a CPU: what an adapter adds to a batch's rows, those of requests without an adapter left out."""
+"""Fixes vLLM's LoRA kernels on a CPU, which would apply an adapter to requests without one."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -9,31 +9,28 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 
 class AppliesOnlyChosen(PunicaWrapperCPU):
-    """Named by `plugin` to vLLM, which makes it.
+    """Applies adapters only to the rows of requests that name one. `plugin` passes the class's name to vLLM.
 
-    vLLM marks a row without an adapter by the slot -1, and on a CPU takes that for the last slot. So once every slot
-    has an adapter, a request without one would get that of a neighbour in its batch.
+    vLLM marks a row without an adapter by the slot -1, which indexes the last slot on a CPU. If every slot has an
+    adapter, a request without an adapter would get the adapter of another request in its batch.
     """
 
     def add_expand(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """See vLLM."""
-        with _kept(y, self.token_lora_indices < 0):
+        with _restored(y, self.token_lora_indices < 0):
             super().add_expand(y, *args, **kwargs)
 
     def add_lora_embedding(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """See vLLM."""
-        with _kept(y, self.token_lora_indices < 0):
+        with _restored(y, self.token_lora_indices < 0):
             super().add_lora_embedding(y, *args, **kwargs)
 
     def add_lora_logits(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """See vLLM."""
-        with _kept(y, self.sampler_indices < 0):
+        with _restored(y, self.sampler_indices < 0):
             super().add_lora_logits(y, *args, **kwargs)
 
 
 @contextmanager
-def _kept(y: torch.Tensor, rows: torch.Tensor) -> Generator[None]:
-    """These rows of `y` [..., width] stay as they are."""
+def _restored(y: torch.Tensor, rows: torch.Tensor) -> Generator[None]:
+    """Restores these rows of `y`, [..., width], at the end of the block."""
     flat = y.view(-1, y.shape[-1])
     before = flat[rows]
     yield

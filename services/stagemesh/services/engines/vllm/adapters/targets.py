@@ -1,4 +1,4 @@
-"""Runs in vLLM's workers, which mix it in (`worker_extension_cls`): the layers that an adapter can change."""
+"""The layers that an adapter can change, in vLLM's workers (`worker_extension_cls`)."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ class AdapterTargets:
     """Adds a method to the worker's class, for `collective_rpc`."""
 
     def adapter_targets(self, names: list[str]) -> dict[str, list[int]]:
-        """Inputs and outputs, over all ranks, of those of the named layers that this worker has.
+        """Returns the [inputs, outputs] of the named layers that this worker has, summed over all ranks.
 
-        Names are PEFT's. The list is empty for a layer whose sizes are not known here: vLLM checks it by itself.
+        Names are PEFT's. The list is empty for a layer of unknown size, which vLLM checks itself.
         """
         worker: Any = self
-        manager = worker.model_runner.lora_manager._adapter_manager  # noqa: SLF001  # vLLM has no other way to it
+        manager = worker.model_runner.lora_manager._adapter_manager  # noqa: SLF001  # vLLM has no public accessor
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         renaming = None if mapper is None else mapper.get_rename_mapper()
         sizes = _sizes(manager)
@@ -27,7 +27,7 @@ class AdapterTargets:
 
 
 def _sizes(manager: Any) -> dict[str, list[int]]:
-    """By vLLM's names; the parts of a packed layer (q, k and v in one) each by its own."""
+    """Returns the layers' sizes by vLLM's names. A packed layer (q, k and v in one) has an entry for each part."""
     sizes: dict[str, list[int]] = {}
     for name, module in manager.modules.items():
         layer = module.base_layer
@@ -44,7 +44,7 @@ def _outputs(layer: Any, parts: int) -> list[int]:
     if parts == 1:
         return [layer.output_size]
     if hasattr(layer, "total_num_kv_heads"):
-        # Its own output_sizes count key and value heads once for each rank that has a copy.
+        # The layer's own output_sizes count replicated key and value heads once for each rank.
         heads = [layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads]
         widths = [layer.head_size, layer.head_size, getattr(layer, "v_head_size", layer.head_size)]
         outputs = [count * width for count, width in zip(heads, widths, strict=True)]

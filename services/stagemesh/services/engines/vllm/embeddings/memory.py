@@ -1,8 +1,8 @@
-"""The memory in which a replica leaves embeddings for its engine's workers, a place for each running request.
+"""Memory through which a replica passes embeddings to its engine's workers, one slot for each running request.
 
-It is a memory file with more room than it ever takes: pages exist once they are written and are given back with their
-place. Workers read it whenever a step needs rows, also again after a preemption. What the scheduler allows to be
-computed (`limits`) tells them nothing; it only lets no step run before its rows are there. Imports nothing of vLLM.
+The memory is a sparse file: a slot's pages exist once they are written, and are released with the slot. A worker reads
+the rows of every step that needs them, also after a preemption. The scheduler runs no step before its rows are in the
+memory (`run_ahead`). Importing this module imports nothing of vLLM.
 """
 
 import mmap
@@ -15,53 +15,50 @@ import numpy as np
 from stagemesh.common.errors import NotReadyError
 from stagemesh.common.tensors import DTYPES, Array
 
-EMBEDDED_ARGUMENT = "stagemesh_embedded"
-"""Under this name a request's `SamplingParams.extra_args` hold an `Embedded`, as builtins."""
-
 PLACEHOLDER = 0
 """The token that stands for an embedding in a prompt."""
 
 
 class Embedded(msgspec.Struct, frozen=True):
-    """A request that takes embeddings."""
+    """A request's argument: it takes embeddings from a slot."""
 
-    place: int
+    slot: int
     prompt_tokens: int
-    """Rows before this position stand for tokens, rows from it on are added to those of the sampled tokens."""
+    """Rows before this position replace embeddings of the prompt; later rows are added to those of sampled tokens."""
 
 
 @dataclass(frozen=True)
 class EmbeddingTicket:
-    """What a worker process needs to read the memory."""
+    """What a worker process needs to open the memory."""
 
     process_id: int
     file_descriptor: int
-    places: int
+    slots: int
     positions: int
-    """The rows of a place."""
+    """The number of rows in a slot."""
     width: int
     dtype: str
-    """In the contract's and torch's words."""
+    """The rows' dtype, by its name in the contract and in torch."""
 
     @property
-    def place_bytes(self) -> int:
-        """Of whole pages."""
+    def slot_bytes(self) -> int:
+        """The size of a slot, in whole pages."""
         size_bytes = self.positions * self.width * DTYPES[self.dtype].itemsize
         return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class EmbeddingMemory:
-    """One process's view of it."""
+    """One process's mapping of the memory."""
 
     def __init__(self, ticket: EmbeddingTicket, *, own: int | None = None) -> None:
-        """`own` is the descriptor of a file to be closed here. Raises NotReadyError where it cannot be opened."""
+        """`own` is the descriptor of the file if this object closes it. Raises NotReadyError if it cannot be opened."""
         self.ticket = ticket
         self._own = own
         path = f"/proc/{ticket.process_id}/fd/{ticket.file_descriptor}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                self._mapping = mmap.mmap(fd, ticket.places * ticket.place_bytes)
+                self._mapping = mmap.mmap(fd, ticket.slots * ticket.slot_bytes)
             finally:
                 os.close(fd)
         except OSError as exc:
@@ -70,32 +67,35 @@ class EmbeddingMemory:
                 "its pid namespace, as its user"
             ) from exc
 
-    def rows(self, place: int, position: int, count: int) -> Array:
-        """Some rows of a place, [count, width], to be written by the replica and read by a worker; zeros at first."""
+    def rows(self, slot: int, position: int, count: int) -> Array:
+        """Returns a view of a slot's rows, [count, width], for the replica to write and a worker to read.
+
+        Rows are zero until they are written.
+        """
         ticket = self.ticket
-        assert 0 <= place < ticket.places, f"place {place} of {ticket.places}"
+        assert 0 <= slot < ticket.slots, f"slot {slot} of {ticket.slots}"
         assert 0 <= position <= position + count <= ticket.positions, f"{count} rows at {position}"
         dtype = DTYPES[ticket.dtype]
-        offset = place * ticket.place_bytes + position * ticket.width * dtype.itemsize
+        offset = slot * ticket.slot_bytes + position * ticket.width * dtype.itemsize
         return np.frombuffer(self._mapping, dtype, count * ticket.width, offset).reshape(count, ticket.width)
 
     def close(self) -> None:
-        """Closes the file of a replica's own memory; who has it mapped keeps it. Closing twice is harmless."""
+        """Closes the file of a replica's own memory. Existing mappings stay valid. Closing twice is harmless."""
         if self._own is not None:
             os.close(self._own)
             self._own = None
 
-    def clear(self, place: int) -> None:
-        """Gives a place's pages back; it holds zeros again."""
-        size_bytes = self.ticket.place_bytes
-        self._mapping.madvise(mmap.MADV_REMOVE, place * size_bytes, size_bytes)
+    def clear(self, slot: int) -> None:
+        """Releases a slot's pages, so that it contains zeros again."""
+        size_bytes = self.ticket.slot_bytes
+        self._mapping.madvise(mmap.MADV_REMOVE, slot * size_bytes, size_bytes)
 
 
-def make_memory(*, places: int, positions: int, width: int, dtype: str) -> EmbeddingMemory:
-    """A replica's own. Its file lives as long as this process."""
+def create_memory(*, slots: int, positions: int, width: int, dtype: str) -> EmbeddingMemory:
+    """Creates a replica's memory. Its file lives at most as long as this process."""
     fd = os.memfd_create("stagemesh-embeddings", os.MFD_CLOEXEC)
-    ticket = EmbeddingTicket(os.getpid(), fd, places, positions, width, dtype)
-    os.ftruncate(fd, places * ticket.place_bytes)
+    ticket = EmbeddingTicket(os.getpid(), fd, slots, positions, width, dtype)
+    os.ftruncate(fd, slots * ticket.slot_bytes)
     return EmbeddingMemory(ticket, own=fd)
 
 

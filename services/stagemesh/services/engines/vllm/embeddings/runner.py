@@ -1,42 +1,36 @@
-"""What vLLM's model runners do with embeddings from upstream: put them in the place of those of the tokens.
+"""vLLM's model runners use embeddings from upstream in the place of token embeddings.
 
-Mixed into a runner's class once the runner is there, so it has no `__init__`. The rows that a step needs are in memory
-before it is scheduled.
+The rows that a step needs are in the memory before the step is scheduled.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from stagemesh.services.engines.vllm.embeddings.memory import EMBEDDED_ARGUMENT, Embedded, EmbeddingMemory
+from stagemesh.services.engines.vllm.embeddings.memory import Embedded, EmbeddingMemory, decode_ticket
+from stagemesh.services.engines.vllm.extra_arguments import track_arguments
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
-class TakesEmbeddings:
-    """The part that is the same for all runners. `attach_embeddings` makes it work; before that it does nothing."""
+class _TakesEmbeddings:
+    """The part that all runners have in common. It does nothing until `attach_embeddings` is called."""
 
-    _embeddings: EmbeddingMemory | None = None
+    _embedding_memory: EmbeddingMemory | None = None
     _embedded: dict[str, Embedded]
 
-    def attach_embeddings(self, memory: EmbeddingMemory) -> None:
-        """From now on, requests may have their embeddings there."""
-        self._embeddings, self._embedded = memory, {}
+    def attach_embeddings(self, ticket: bytes) -> None:
+        """Opens the memory that holds requests' embeddings."""
+        self._embedding_memory, self._embedded = EmbeddingMemory(decode_ticket(ticket)), {}
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
-        """Notes which requests are embedded."""
-        if self._embeddings is not None:
-            for request_id in scheduler_output.finished_req_ids:
-                self._embedded.pop(request_id, None)
-            for new in scheduler_output.scheduled_new_reqs:
-                extra = new.sampling_params.extra_args if new.sampling_params else None
-                if extra and EMBEDDED_ARGUMENT in extra:
-                    self._embedded[new.req_id] = msgspec.convert(extra[EMBEDDED_ARGUMENT], Embedded)
+        """Runs the first half of a step, after it has read which requests take embeddings."""
+        if self._embedding_memory is not None:
+            track_arguments(self._embedded, scheduler_output, Embedded)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _embed(
@@ -46,28 +40,31 @@ class TakesEmbeddings:
         starts: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
     ) -> None:
-        """Changes a step's embeddings, [tokens, width]; the rows of request i begin at `starts[i]`, `positions[i]`."""
-        if self._embeddings is None or not self._embedded:
+        """Writes requests' rows into a step's embeddings, [tokens, width].
+
+        The rows of request i start at index `starts[i]`, which is position `positions[i]` of the request.
+        """
+        memory = self._embedding_memory
+        if memory is None or not self._embedded:
             return
-        memory = self._embeddings
         for i, request_id in enumerate(request_ids):
             embedded = self._embedded.get(request_id)
             if embedded is None:
                 continue
             first, end, position = int(starts[i]), int(starts[i + 1]), int(positions[i])
-            rows = _tensor(memory, memory.rows(embedded.place, position, end - first)).to(inputs_embeds)
+            rows = _tensor(memory, memory.rows(embedded.slot, position, end - first)).to(inputs_embeds)
             replaced = min(max(0, embedded.prompt_tokens - position), end - first)
             inputs_embeds[first : first + replaced] = rows[:replaced]
             inputs_embeds[first + replaced : end] += rows[replaced:]
 
 
-class EmbeddedV1(TakesEmbeddings):
-    """For `vllm.v1.worker.gpu_model_runner` and what derives from it, on CPU too."""
+class RunnerV1(_TakesEmbeddings):
+    """For `vllm.v1.worker.gpu_model_runner` and its subclasses, including the CPU's."""
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         made = cast("Any", super())._preprocess(*args, **kwargs)  # noqa: SLF001  # our own class
         inputs_embeds: torch.Tensor | None = made[1]
-        if self._embeddings is not None and self._embedded and inputs_embeds is not None:
+        if self._embedding_memory is not None and self._embedded and inputs_embeds is not None:
             runner = cast("Any", self)
             batch = runner.input_batch
             count = batch.num_reqs
@@ -77,7 +74,7 @@ class EmbeddedV1(TakesEmbeddings):
         return made
 
     def _hide_placeholders(self, batch: Any) -> None:
-        """The tokens that stand for embeddings are none of the prompt's to a repetition penalty."""
+        """Excludes the placeholder tokens from repetition penalties."""
         prompts = batch.sampling_metadata.prompt_token_ids
         if prompts is not None:
             for i, request_id in enumerate(batch.req_ids):
@@ -85,11 +82,11 @@ class EmbeddedV1(TakesEmbeddings):
                     prompts[i] = batch.vocab_size
 
 
-class EmbeddedV2(TakesEmbeddings):
-    """For `vllm.v1.worker.gpu.model_runner` and what derives from it."""
+class RunnerV2(_TakesEmbeddings):
+    """For `vllm.v1.worker.gpu.model_runner` and its subclasses."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Comes between the runner and what makes a step's embeddings."""
+        """Loads the model and wraps the function that prepares a step's embeddings."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         state = cast("Any", self).model_state
         prepare = state.prepare_inputs_embeds
@@ -106,5 +103,5 @@ class EmbeddedV2(TakesEmbeddings):
 
 def _tensor(memory: EmbeddingMemory, rows: npt.NDArray[np.generic]) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, memory.ticket.dtype)
-    # numpy has no bfloat16; the contract carries its bits.
+    # numpy has no bfloat16; the contract stores its bits as uint16.
     return torch.from_numpy(rows).view(dtype) if rows.dtype == np.uint16 else torch.from_numpy(rows)

@@ -1,1 +1,1 @@
-"""Hidden states: from vLLM's worker processes to the replica's arena, in order for each request."""
+"""Hidden states: from vLLM's worker process through the replica's arena, in order for each request."""

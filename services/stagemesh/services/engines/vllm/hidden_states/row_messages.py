@@ -1,4 +1,4 @@
-"""Hidden states on their way from a worker process to its replica: what both ends agree on. Imports nothing of vLLM."""
+"""The messages between a worker that writes hidden states and its replica. Imports nothing of vLLM."""
 
 from dataclasses import dataclass
 
@@ -7,69 +7,68 @@ import msgspec
 from stagemesh.connectors.arena.memory_file import ALIGNMENT_BYTES
 from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
 
-EXTRA_ARGUMENT = "stagemesh"
-"""Under this name a request's `SamplingParams.extra_args` hold a `RequestedRows`, as builtins."""
 CONFIG_KEY = "stagemesh_layers"
-"""Under this name vLLM's `additional_config` lists the layers before the last."""
-PASSING_PART = 4
-"""A share's passing room is this part of it: however many rows lie in the rest, others get past them."""
-_PARTS = 2
-"""A write takes this part of the passing room at most, so that the next finds room while one is copied."""
+"""The key of vLLM's `additional_config` under which the emitted inner layers are listed."""
+OVERFLOW_FRACTION = 4
+"""One part in this many of the worker's memory is for overflow: the replica copies rows out of it at once, so that rows
+that nobody reads do not block other rows."""
+_WRITES_IN_OVERFLOW = 2
+"""The overflow memory has space for this many writes, so that the worker can write while the replica copies."""
 
 
-def max_rows(passing_bytes: int, *, row_bytes: int, tensors: int) -> int:
-    """How many rows are written at once where the passing room has that size; a row has `row_bytes` in all tensors."""
-    return (passing_bytes // _PARTS - tensors * ALIGNMENT_BYTES) // row_bytes
+def max_rows(overflow_bytes: int, *, row_bytes: int, tensors: int) -> int:
+    """Returns the largest number of rows in one write. A row has `row_bytes` in all tensors together."""
+    return (overflow_bytes // _WRITES_IN_OVERFLOW - tensors * ALIGNMENT_BYTES) // row_bytes
 
 
-def least_passing_bytes(*, row_bytes: int, tensors: int) -> int:
-    """The passing room that one row needs."""
-    return _PARTS * (row_bytes + tensors * ALIGNMENT_BYTES)
+def min_overflow_bytes(*, row_bytes: int, tensors: int) -> int:
+    """Returns the size of the overflow memory that one row needs."""
+    return _WRITES_IN_OVERFLOW * (row_bytes + tensors * ALIGNMENT_BYTES)
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """What a worker needs to know of its replica."""
+    """How a worker reaches its replica."""
 
     address: str
-    """An abstract unix socket that takes messages: first `token`, then a `StepRows` each."""
+    """An abstract unix socket for messages: first `token`, then one `StepRows` each."""
     token: bytes
-    ticket: PartitionTicket
-    """Room for rows, which stay there until they are read."""
-    passing: PartitionTicket
-    """Room that the replica empties at once, for when the other is full of rows that nobody reads."""
+    rows: PartitionTicket
+    """Memory for rows, which stay there until they are read."""
+    overflow: PartitionTicket
+    """Memory for rows while `rows` is full. The replica copies them out at once."""
     dtype: str
-    """That of the emitted tensors, in the contract's and torch's words."""
+    """The dtype of the emitted tensors, by its name in the contract and in torch."""
     tensors: list[str]
-    """Those that are emitted."""
+    """The names of the emitted tensors."""
 
 
 class RequestedRows(msgspec.Struct, frozen=True):
-    """What a request wants of its hidden states."""
+    """A request's argument: the rows that it emits."""
 
     name: str
     first_position: int
-    """Rows before it are not wanted."""
+    """Rows before this position are not emitted."""
 
 
 class RequestRows(msgspec.Struct, frozen=True, array_like=True):
-    """A request's rows within those of a step."""
+    """A request's rows within a step's rows."""
 
     name: str
     position: int
-    """Of the first row among the request's tokens."""
+    """The position of the first row among the request's tokens."""
     first: int
-    """Of the tensors' rows."""
+    """The index of the first row in the tensors."""
     count: int
 
 
 class StepRows(msgspec.Struct, frozen=True, array_like=True):
-    """What one engine step made, or a part of it: tensors [rows, hidden] by layer, and whose rows they are."""
+    """The rows of one engine step, or a part of them: tensors [rows, hidden], one for each emitted layer."""
 
     handle: Handle
     requests: list[RequestRows]
-    passes: bool
-    """Whether they lie where the replica is to copy them out at once."""
+    overflow: bool
+    """Whether the rows are in the overflow memory."""
 
 
 encode_attachment = msgspec.msgpack.Encoder().encode

@@ -1,4 +1,4 @@
-"""A worker's end: rows of hidden states go straight into the arena, and word of them to the replica."""
+"""Writes rows of hidden states from a worker's process into the replica's arena, and reports them to the replica."""
 
 import socket
 import threading
@@ -20,46 +20,55 @@ from stagemesh.services.engines.vllm.hidden_states.row_messages import (
 
 _SEND_TIMEOUT_S = 60.0
 _MAX_STAGED_BYTES = 256 << 20
-"""Of rows that wait for room in the share; the engine waits too where there are more."""
+"""The size of the rows that may wait for space in the arena. The engine waits, too, if there are more."""
 
 
 class Slice(NamedTuple):
-    """Some rows of a batch, and whose they are."""
+    """Some consecutive rows of one request in a batch."""
 
     name: str
     position: int
+    """The position of the first row among the request's tokens."""
     start: int
+    """The index of the first row in the batch."""
     rows: int
 
 
 class Run(NamedTuple):
-    """Rows that are copied at once: the first of them where they go, the first in the batch, and how many."""
+    """Consecutive rows of a batch that are copied at once."""
 
     first: int
+    """The index of the first row in the target."""
     start: int
+    """The index of the first row in the batch."""
     rows: int
 
 
 class Written(NamedTuple):
-    """Rows in the arena, or on their way into it."""
+    """Rows that are in the arena, or that are being copied."""
 
     requests: list[RequestRows]
     handle: Handle | None
-    passes: bool
+    """The rows' location in the arena, or None if the arena had no space for them."""
+    overflow: bool
+    """Whether the rows go into the overflow memory."""
     staged: Mapping[str, torch.Tensor]
-    """Copies for which there was no room in the arena; empty where `handle` says where they lie."""
+    """The rows for which the arena had no space; empty if there is a `handle`."""
     copied: torch.cuda.Event | None
-    """When the copies are there; None where they are."""
+    """The event that marks the end of the copy; None if the copy has ended."""
 
 
 class RowWriter:
-    """Used by the worker's main thread, which waits neither for the GPU nor for room. Rows leave in order."""
+    """Writes and reports rows in order.
+
+    The worker's main thread uses it. That thread waits neither for the GPU nor for space in the arena.
+    """
 
     def __init__(self, attachment: Attachment, *, device: torch.device) -> None:
-        """Raises NotReadyError where the arena cannot be opened, OSError where the replica does not listen."""
+        """Raises NotReadyError if the arena cannot be opened, OSError if the replica does not listen."""
         self.tensors = attachment.tensors
-        self._writer, self._passing = ArenaWriter(attachment.ticket), ArenaWriter(attachment.passing)
-        self._passing_bytes = attachment.passing.size_bytes
+        self._writer, self._overflow = ArenaWriter(attachment.rows), ArenaWriter(attachment.overflow)
+        self._overflow_bytes = attachment.overflow.size_bytes
         self._dtype_name = attachment.dtype
         self._dtype: torch.dtype = getattr(torch, attachment.dtype)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -69,86 +78,89 @@ class RowWriter:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if self._stream is not None:
             _pin(self._writer.room)
-            _pin(self._passing.room)
-        self._later = ThreadPoolExecutor(1, thread_name_prefix="rows")
+            _pin(self._overflow.room)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self._last: Future[None] | None = None
         self._staged_bytes = 0
-        self._counting = threading.Lock()
+        self._staged_lock = threading.Lock()
 
     def copy(self, states: Mapping[str, torch.Tensor], slices: Sequence[Slice]) -> list[Written]:
-        """Begins to copy slices of `states`, [tokens, hidden] by tensor name, into the arena.
+        """Starts to copy slices of `states`, [tokens, hidden] by tensor name, into the arena.
 
-        On a GPU that happens beside the compute stream, which may overwrite `states` afterwards.
+        On a GPU the copy runs on a stream of its own, and the compute stream may overwrite `states` afterwards.
         """
         self._check()
         row_bytes = sum(rows.shape[1] * self._dtype.itemsize for rows in states.values())
-        part = max_rows(self._passing_bytes, row_bytes=row_bytes, tensors=len(states))
-        return [self._copy(states, each) for each in _parts(slices, part)]
+        limit = max_rows(self._overflow_bytes, row_bytes=row_bytes, tensors=len(states))
+        return [self._copy(states, part) for part in _split(slices, limit)]
 
     def send(self, written: Sequence[Written], counts: Mapping[str, int]) -> None:
-        """Tells the replica, once the copies are done; of a request in `counts` no more than that many rows."""
-        left = dict(counts)
-        for one in written:
-            requests = _counted(one.requests, left)
-            if self._last is None and one.handle is not None and one.copied is None:
-                self._tell(one.handle, requests, passes=one.passes)
-            else:
-                self._last = self._later.submit(self._finish, one, requests)
+        """Reports rows to the replica once they are copied.
 
-    # -- inner workings
+        `counts` limits the number of rows of some requests, by name.
+        """
+        left = dict(counts)
+        for part in written:
+            requests = _limit_rows(part.requests, left)
+            if self._last is None and part.handle is not None and part.copied is None:
+                self._report(part.handle, requests, overflow=part.overflow)
+            else:
+                self._last = self._thread.submit(self._finish, part, requests)
+
+    # -- internals
 
     def _check(self) -> None:
-        """Raises what has failed since, and waits while too much is staged."""
+        """Raises the thread's last failure. Waits for the thread if too many bytes are staged."""
         if self._last is not None and (self._last.done() or self._staged_bytes > _MAX_STAGED_BYTES):
             self._last.result()
             self._last = None
 
     def _copy(self, states: Mapping[str, torch.Tensor], slices: Sequence[Slice]) -> Written:
-        total = sum(one.rows for one in slices)
+        total = sum(part.rows for part in slices)
         shapes = {name: (total, rows.shape[1]) for name, rows in states.items()}
         reserved = self._writer.try_reserve(shapes, self._dtype_name)
-        passes = reserved is None
-        if passes and not self._staged_bytes:
-            # While some are staged, that room is the thread's.
-            reserved = self._passing.try_reserve(shapes, self._dtype_name)
-        targets = self._targets(reserved) if reserved else self._staging(shapes)
+        overflow = reserved is None
+        if overflow and not self._staged_bytes:
+            # While rows are staged, only the thread uses the overflow memory.
+            reserved = self._overflow.try_reserve(shapes, self._dtype_name)
+        targets = self._targets(reserved) if reserved else self._stage(shapes)
         copied = None
         if self._stream is None:
             _copy(states, targets, _runs(slices))
         else:
-            copied = _copy_beside(self._stream, states, targets, _runs(slices))
+            copied = _copy_on_stream(self._stream, states, targets, _runs(slices))
         handle = reserved.handle if reserved else None
-        return Written(_placed(slices), handle, passes, {} if reserved else targets, copied)
+        return Written(_request_rows(slices), handle, overflow, {} if reserved else targets, copied)
 
     def _targets(self, reserved: Reserved) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(array).view(self._dtype) for name, array in reserved.tensors.items()}
 
-    def _staging(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
+    def _stage(self, shapes: Mapping[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
         pinned = self._stream is not None
-        staging = {name: torch.empty(shape, dtype=self._dtype, pin_memory=pinned) for name, shape in shapes.items()}
-        self._count_staged(sum(rows.nbytes for rows in staging.values()))
-        return staging
+        staged = {name: torch.empty(shape, dtype=self._dtype, pin_memory=pinned) for name, shape in shapes.items()}
+        self._count_staged(sum(rows.nbytes for rows in staged.values()))
+        return staged
 
     def _count_staged(self, size_bytes: int) -> None:
-        with self._counting:
+        with self._staged_lock:
             self._staged_bytes += size_bytes
 
     def _finish(self, written: Written, requests: list[RequestRows]) -> None:
-        """On the thread: what has to wait."""
+        """Waits for the copy and for space, then reports the rows. Runs on the thread."""
         if written.copied is not None:
             written.copied.synchronize()
         handle = written.handle
         if handle is None:
             shapes = {name: tuple(rows.shape) for name, rows in written.staged.items()}
-            reserved = self._passing.reserve(shapes, self._dtype_name)
+            reserved = self._overflow.reserve(shapes, self._dtype_name)
             for name, target in self._targets(reserved).items():
                 target.copy_(written.staged[name])
             handle = reserved.handle
             self._count_staged(-sum(rows.nbytes for rows in written.staged.values()))
-        self._tell(handle, requests, passes=written.passes)
+        self._report(handle, requests, overflow=written.overflow)
 
-    def _tell(self, handle: Handle, requests: list[RequestRows], *, passes: bool) -> None:
-        self._socket.send(encode_rows(StepRows(handle, requests, passes)))
+    def _report(self, handle: Handle, requests: list[RequestRows], *, overflow: bool) -> None:
+        self._socket.send(encode_rows(StepRows(handle, requests, overflow)))
 
 
 def _copy(states: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], runs: Sequence[Run]) -> None:
@@ -157,15 +169,15 @@ def _copy(states: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor
             targets[name][run.first : run.first + run.rows].copy_(rows[run.start : run.start + run.rows])
 
 
-def _copy_beside(
+def _copy_on_stream(
     stream: torch.cuda.Stream,
     states: Mapping[str, torch.Tensor],
     targets: Mapping[str, torch.Tensor],
     runs: Sequence[Run],
 ) -> torch.cuda.Event:
-    """Leaves the way to the host to `stream`; returns when that is done with.
+    """Copies rows to the host on `stream`. Returns the event that marks the end of the copy.
 
-    What a graph of the compute stream puts out is overwritten by its next replay, so the rows are put together there.
+    The compute stream gathers the rows first, because the next replay of its graph overwrites the graph's output.
     """
     gathered = {
         name: torch.cat([rows[run.start : run.start + run.rows] for run in runs]).to(targets[name].dtype)
@@ -179,60 +191,61 @@ def _copy_beside(
     return cast("torch.cuda.Event", stream.record_event())
 
 
-def _pin(room: memoryview) -> None:
-    """Without it the driver would copy twice, and hold the worker up."""
+def _pin(memory: memoryview) -> None:
+    """Pins host memory: the driver would copy unpinned memory twice, and the worker would wait for it."""
     cuda: Any = torch.cuda
-    address = np.frombuffer(room, np.uint8).ctypes.data
-    cuda.check_error(int(cuda.cudart().cudaHostRegister(address, room.nbytes, 0)))
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    cuda.check_error(int(cuda.cudart().cudaHostRegister(address, memory.nbytes, 0)))
 
 
-def _parts(slices: Sequence[Slice], max_rows: int) -> list[list[Slice]]:
-    """The slices in parts of `max_rows` at most; one that is longer is cut."""
+def _split(slices: Sequence[Slice], max_rows: int) -> list[list[Slice]]:
+    """Splits slices into parts of at most `max_rows` rows. Cuts a slice that is longer."""
     parts: list[list[Slice]] = [[]]
-    room = max_rows
-    for one in slices:
-        left = one
-        while left.rows > room:
-            if room:
-                parts[-1].append(left._replace(rows=room))
-                left = left._replace(position=left.position + room, start=left.start + room, rows=left.rows - room)
+    space = max_rows
+    for each in slices:
+        left = each
+        while left.rows > space:
+            if space:
+                parts[-1].append(left._replace(rows=space))
+                left = left._replace(position=left.position + space, start=left.start + space, rows=left.rows - space)
             parts.append([])
-            room = max_rows
+            space = max_rows
         parts[-1].append(left)
-        room -= left.rows
+        space -= left.rows
     return parts
 
 
 def _runs(slices: Sequence[Slice]) -> list[Run]:
-    """Slices that are neighbours in the batch go in one copy."""
+    """Joins slices that are adjacent in the batch into runs."""
     runs: list[Run] = []
     first = 0
-    for one in slices:
-        if runs and runs[-1].start + runs[-1].rows == one.start:
-            runs[-1] = runs[-1]._replace(rows=runs[-1].rows + one.rows)
+    for each in slices:
+        if runs and runs[-1].start + runs[-1].rows == each.start:
+            runs[-1] = runs[-1]._replace(rows=runs[-1].rows + each.rows)
         else:
-            runs.append(Run(first, one.start, one.rows))
-        first += one.rows
+            runs.append(Run(first, each.start, each.rows))
+        first += each.rows
     return runs
 
 
-def _placed(slices: Sequence[Slice]) -> list[RequestRows]:
-    placed: list[RequestRows] = []
+def _request_rows(slices: Sequence[Slice]) -> list[RequestRows]:
+    """Describes where each slice's rows are in the target."""
+    described: list[RequestRows] = []
     first = 0
-    for one in slices:
-        placed.append(RequestRows(one.name, one.position, first, one.rows))
-        first += one.rows
-    return placed
+    for each in slices:
+        described.append(RequestRows(each.name, each.position, first, each.rows))
+        first += each.rows
+    return described
 
 
-def _counted(requests: list[RequestRows], left: dict[str, int]) -> list[RequestRows]:
-    """The rows that count, taken off `left`."""
+def _limit_rows(requests: list[RequestRows], left: dict[str, int]) -> list[RequestRows]:
+    """Shortens requests' rows to the numbers in `left`, which it decreases by the rows that remain."""
     if not left:
         return requests
-    counted: list[RequestRows] = []
-    for one in requests:
-        count = min(one.count, left.get(one.name, one.count))
-        if one.name in left:
-            left[one.name] -= count
-        counted.append(RequestRows(one.name, one.position, one.first, count))
-    return counted
+    limited: list[RequestRows] = []
+    for each in requests:
+        count = min(each.count, left.get(each.name, each.count))
+        if each.name in left:
+            left[each.name] -= count
+        limited.append(RequestRows(each.name, each.position, each.first, count))
+    return limited

@@ -1,22 +1,21 @@
-"""What vLLM's model runners do beside running: hidden states leave them for the replica's arena.
+"""Hidden states leave vLLM's model runners for the replica's arena.
 
-`EmitsHiddenStates` is mixed into a runner's class once the runner is there, so it has no `__init__`. It looks at a step
-between its two halves, `execute_model` and `sample_tokens`; where a runner keeps what is looked at is known to the
-adapters, one for each kind of runner.
+`_EmitsHiddenStates` reads a step between its two halves, `execute_model` and `sample_tokens`. Its subclasses know the
+attributes of each kind of runner.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.distributed.parallel_state import get_pp_group
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.outputs import ModelRunnerOutput
 
-from stagemesh.services.engines.vllm.hidden_states.row_messages import CONFIG_KEY, EXTRA_ARGUMENT, RequestedRows
+from stagemesh.services.engines.vllm.extra_arguments import track_arguments
+from stagemesh.services.engines.vllm.hidden_states.row_messages import CONFIG_KEY, RequestedRows, decode_attachment
 from stagemesh.services.engines.vllm.hidden_states.row_writer import RowWriter, Slice
 from stagemesh.services.engines.vllm.options import LAST, tensor_name
 
@@ -25,56 +24,59 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """A step between its halves: the requests in the order of their rows."""
+    """A step between its halves. The requests are in the order of their rows."""
 
     request_ids: Sequence[str]
     starts: npt.NDArray[np.int32]
-    """The first row of each, and the end of the last."""
+    """The index of each request's first row, and the number of rows."""
     positions: npt.NDArray[np.int32]
-    """Of each request's first row among its tokens."""
+    """The position of each request's first row among its tokens."""
     hidden: torch.Tensor
     aux: Sequence[torch.Tensor]
 
 
-class EmitsHiddenStates:
-    """The part that is the same for all runners. `attach` makes it work; before that it does nothing."""
+class _EmitsHiddenStates:
+    """The part that all runners have in common. It does nothing until `attach_replica` is called."""
 
-    without_layers: str | None = None
-    """The model's name, where it does not give the inner layers' states that the stage asks for."""
     _rows: RowWriter | None = None
-    _wishes: dict[str, RequestedRows]
+    _requested: dict[str, RequestedRows]
     _drafts: Mapping[str, Sequence[int]]
+    _model_without_layers: str | None = None
 
-    def attach(self, rows: RowWriter) -> None:
-        """From now on, requests that wish for it have their hidden states written."""
-        self._rows, self._wishes, self._drafts = rows, {}, {}
+    def attach_replica(self, attachment: bytes) -> None:
+        """Starts to write the rows that requests ask for. Does nothing in a worker that does not write rows.
+
+        One worker writes: the first tensor rank of the last pipeline rank, which has all rows of the last layer.
+        """
+        if get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
+            self._requested, self._drafts = {}, {}
+            self._rows = RowWriter(decode_attachment(attachment), device=cast("Any", self).device)
+
+    def model_without_layers(self) -> str | None:
+        """Returns the model's class name if it does not give the inner layers that the stage emits, else None."""
+        return self._model_without_layers
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Has the model give its inner layers' states too, where the stage asks for them."""
+        """Loads the model, and makes it return the states of the inner layers that the stage emits."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self._inner_layers:
             model = cast("Any", self).get_model()
             if not supports_eagle3(cast("object", model)):
-                self.without_layers = type(model).__name__
+                self._model_without_layers = type(model).__name__
                 return
             model.set_aux_hidden_state_layers(tuple(self._inner_layers))
             self.use_aux_hidden_state_outputs = True
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
-        """Notes what new requests wish for."""
+        """Runs the first half of a step, after it has read which rows new requests ask for."""
         if self._rows is not None:
-            for request_id in scheduler_output.finished_req_ids:
-                self._wishes.pop(request_id, None)
-            for new in scheduler_output.scheduled_new_reqs:
-                extra = new.sampling_params.extra_args if new.sampling_params else None
-                if extra and EXTRA_ARGUMENT in extra:
-                    self._wishes[new.req_id] = msgspec.convert(extra[EXTRA_ARGUMENT], RequestedRows)
+            track_arguments(self._requested, scheduler_output, RequestedRows)
             self._drafts = scheduler_output.scheduled_spec_decode_tokens
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Copies the wished for rows before sampling goes on, and sends them after it."""
-        batch = self._batch() if self._rows is not None and self._wishes else None
+        """Copies the requested rows, runs the second half of a step, and reports the rows to the replica."""
+        batch = self._batch() if self._rows is not None and self._requested else None
         slices = self._slices(batch) if batch is not None else []
         if self._rows is None or batch is None or not slices:
             return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
@@ -85,55 +87,47 @@ class EmitsHiddenStates:
 
     @property
     def _inner_layers(self) -> Sequence[int]:
-        """The layers before the last whose states are emitted, in order."""
+        """The layers before the last whose states are emitted, sorted."""
         layers: Sequence[int] = cast("Any", self).vllm_config.additional_config.get(CONFIG_KEY, ())
         return layers
 
     def _batch(self) -> Batch | None:
-        """The step that waits for its second half; None where there is none on this rank."""
+        """Returns the step whose second half has not run, or None if this rank has none."""
         raise NotImplementedError
 
     def _slices(self, batch: Batch) -> list[Slice]:
         slices: list[Slice] = []
         for i, request_id in enumerate(batch.request_ids):
-            wish = self._wishes.get(request_id)
-            if wish is None:
+            requested = self._requested.get(request_id)
+            if requested is None:
                 continue
             start, end, position = int(batch.starts[i]), int(batch.starts[i + 1]), int(batch.positions[i])
-            skipped = max(0, wish.first_position - position)
+            skipped = max(0, requested.first_position - position)
             if start + skipped < end:
-                slices.append(Slice(wish.name, position + skipped, start + skipped, end - start - skipped))
+                slices.append(Slice(requested.name, position + skipped, start + skipped, end - start - skipped))
         return slices
 
     def _states(self, batch: Batch) -> dict[str, torch.Tensor]:
-        assert self._rows is not None, "rows are copied by a writer"
+        assert self._rows is not None, "only a writer copies rows"
         states = {tensor_name(LAST): batch.hidden}
         states |= {tensor_name(layer): rows for layer, rows in zip(self._inner_layers, batch.aux, strict=True)}
         return {name: states[name] for name in self._rows.tensors}
 
     def _valid_counts(self, batch: Batch, output: Any) -> dict[str, int]:
-        """How many rows of the requests with draft tokens count: those of rejected drafts come again."""
-        assert isinstance(output, ModelRunnerOutput), "drafts and asynchronous scheduling are refused together"
+        """Returns the number of valid rows of each request with draft tokens: rejected drafts are computed again."""
+        assert isinstance(output, ModelRunnerOutput), "the feature disables asynchronous scheduling with drafts"
         counts: dict[str, int] = {}
         for i, request_id in enumerate(batch.request_ids):
-            wish, drafts = self._wishes.get(request_id), self._drafts.get(request_id)
-            if wish is not None and drafts:
+            requested, drafts = self._requested.get(request_id), self._drafts.get(request_id)
+            if requested is not None and drafts:
                 sampled = len(output.sampled_token_ids[output.req_id_to_index[request_id]])
-                counts[wish.name] = int(batch.starts[i + 1] - batch.starts[i]) - len(drafts) + max(0, sampled - 1)
+                rows = int(batch.starts[i + 1] - batch.starts[i])
+                counts[requested.name] = rows - len(drafts) + max(0, sampled - 1)
         return counts
 
 
-class RunnerV1(EmitsHiddenStates):
-    """For `vllm.v1.worker.gpu_model_runner` and what derives from it, on CPU too."""
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Makes the room for what the pipeline rank before sends: vLLM leaves it to a warm-up that a CPU skips."""
-        super().load_model(*args, **kwargs)
-        runner = cast("Any", self)
-        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
-            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
-            )
+class RunnerV1(_EmitsHiddenStates):
+    """For `vllm.v1.worker.gpu_model_runner` and its subclasses, including the CPU's."""
 
     def _batch(self) -> Batch | None:
         runner = cast("Any", self)
@@ -150,8 +144,8 @@ class RunnerV1(EmitsHiddenStates):
         )
 
 
-class RunnerV2(EmitsHiddenStates):
-    """For `vllm.v1.worker.gpu.model_runner` and what derives from it."""
+class RunnerV2(_EmitsHiddenStates):
+    """For `vllm.v1.worker.gpu.model_runner` and its subclasses."""
 
     def _batch(self) -> Batch | None:
         runner = cast("Any", self)

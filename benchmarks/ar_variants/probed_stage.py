@@ -1,7 +1,7 @@
-"""A stage process as it is, beside which a probe looks how late the event loop comes to its timers.
+"""A stage process with a probe of its event loop.
 
-`python -m benchmarks.ar_ways.probed_stage --config FILE --probe FD`: FD is a socket on which "begin" starts the probe
-and "end" is answered with what it saw.
+`python -m benchmarks.ar_variants.probed_stage --config FILE --probe FD`: FD is a socket. The message "begin" starts the
+probe, and "end" is answered with the late ticks.
 """
 
 import argparse
@@ -12,26 +12,26 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks.ar_ways.loop_probe import LoopProbe
+from benchmarks.ar_variants.loop_probe import LoopProbe
 from stagemesh.common.process_lifecycle import run_service
 from stagemesh.common.stage_config import StageConfig, load_stage_config
 from stagemesh.services.stage.process import serve
 
 
 class ProbeControl:
-    """Begins and ends a probe of the running loop as it is told by a socket."""
+    """Starts and stops a probe of the running loop on commands from a socket."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control, self._probe = control, LoopProbe()
-        asyncio.get_running_loop().add_reader(control, self._told)
+        asyncio.get_running_loop().add_reader(control, self._read_command)
 
-    def _told(self) -> None:
-        word = self._control.recv(16)
-        if word == b"begin":
+    def _read_command(self) -> None:
+        command = self._control.recv(16)
+        if command == b"begin":
             self._probe.begin()
             return
         ticks = self._probe.end()
-        if word:
+        if command:
             self._control.send(json.dumps(ticks).encode())
         else:
             asyncio.get_running_loop().remove_reader(self._control)
@@ -43,7 +43,7 @@ async def _serve(config: StageConfig, control: socket.socket, stopping: asyncio.
 
 
 def main() -> int:
-    """Serves until SIGTERM."""
+    """Serves a stage until SIGTERM."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--probe", type=int, required=True)

@@ -1,4 +1,4 @@
-"""How late an event loop comes to its timers, and for how much of that the machine is the cause."""
+"""Measures how late an event loop runs its timers, and how much of the delay the machine causes."""
 
 import asyncio
 import os
@@ -11,8 +11,8 @@ from typing import NamedTuple
 from benchmarks.edge_ways.worker import End
 
 _TICK_S = 0.002
-_NOTED_S = 0.003
-"""What is less late than this is not told."""
+_MIN_REPORTED_S = 0.003
+"""Shorter delays are not reported."""
 _SCHEDULING = Path("/proc/thread-self/schedstat")
 
 
@@ -22,26 +22,26 @@ class Tick(NamedTuple):
     due_s: float
     late_s: float
     queued_s: float
-    """For how long others had the processors meanwhile."""
+    """How long the thread waited for a processor during the tick."""
     worked_s: float
-    """What the loop's thread computed meanwhile."""
+    """How long the loop's thread computed during the tick."""
 
 
 @dataclass(frozen=True)
 class Stalls:
-    """How late the loop came to its timers at most, in milliseconds."""
+    """The longest delays of the loop's timers, in milliseconds."""
 
     late_ms: float
     bare_ms: float
-    """The bare loops."""
+    """The longest delay of the idle loops."""
     stalled_ms: float
-    """Without the time for which others had the processors, and that in which a bare loop was stopped too."""
+    """The longest delay without the time in which other processes ran and in which an idle loop was delayed too."""
     worked_ms: float
-    """What the loop's thread computed between two timers."""
+    """The longest computation of the loop's thread between two timers."""
 
 
 class LoopProbe:
-    """Lives on the running loop."""
+    """Probes the running event loop with short timers."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -50,12 +50,12 @@ class LoopProbe:
         self._ticks: list[Tick] = []
 
     def begin(self) -> None:
-        """From now on."""
+        """Starts to probe."""
         self._ticks = []
         self._wait()
 
     def end(self) -> list[Tick]:
-        """The late ticks since."""
+        """Stops the probe and returns the late ticks."""
         if self._timer is not None:
             self._timer.cancel()
         return self._ticks
@@ -67,34 +67,34 @@ class LoopProbe:
 
     def _tick(self) -> None:
         late_s = time.monotonic() - self._due_s
-        if late_s > _NOTED_S:
+        if late_s > _MIN_REPORTED_S:
             queued_s, worked_s = _queued_s() - self._queued_s, time.thread_time() - self._worked_s
             self._ticks.append(Tick(self._due_s, late_s, queued_s, worked_s))
         self._wait()
 
 
 class BareLoop(End):
-    """A loop that has nothing to do, on one processor: what keeps it from its timers is the machine."""
+    """An idle event loop on one processor: only the machine delays its timers."""
 
     async def open(self) -> None:
-        """Nothing yet; see `begin`."""
+        """Creates the probe. `begin` starts it."""
         self._probe = LoopProbe()
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""
 
     async def begin(self, processor: int) -> None:
-        """Looks from now on."""
+        """Pins this process to a processor and starts to probe."""
         os.sched_setaffinity(0, {processor})
         self._probe.begin()
 
     async def end(self) -> list[Tick]:
-        """The late ticks since."""
+        """Stops the probe and returns the late ticks."""
         return self._probe.end()
 
 
 def stalls(ticks: Sequence[Tick], bare: Sequence[Tick]) -> Stalls:
-    """Of a loop, with what the bare loops beside it saw at the same time."""
+    """Returns the stalls of a loop, given its late ticks and those of the idle loops."""
     stopped = [(tick.due_s, tick.due_s + tick.late_s - tick.queued_s) for tick in sorted(bare)]
     return Stalls(
         late_ms=1e3 * max((tick.late_s for tick in ticks), default=0),
@@ -105,15 +105,15 @@ def stalls(ticks: Sequence[Tick], bare: Sequence[Tick]) -> Stalls:
 
 
 def _overlap_s(tick: Tick, stopped: Sequence[tuple[float, float]]) -> float:
-    """For how long of a tick's lateness some bare loop was stopped; `stopped` is in order."""
+    """Returns how long an idle loop was stopped during a tick's delay. `stopped` is sorted."""
     overlap_s, reached_s = 0.0, tick.due_s
-    for stop_s, go_on_s in stopped:
-        begin_s, end_s = max(stop_s, reached_s), min(go_on_s, tick.due_s + tick.late_s)
+    for stop_s, resume_s in stopped:
+        begin_s, end_s = max(stop_s, reached_s), min(resume_s, tick.due_s + tick.late_s)
         if begin_s < end_s:
             overlap_s, reached_s = overlap_s + end_s - begin_s, end_s
     return overlap_s
 
 
 def _queued_s() -> float:
-    """For how long this thread has waited for a processor."""
+    """Returns how long this thread has waited for a processor."""
     return int(_SCHEDULING.read_bytes().split()[1]) / 1e9

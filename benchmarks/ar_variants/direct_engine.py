@@ -1,13 +1,13 @@
-"""The baseline: AsyncLLM in a process of its own, called without anything between."""
+"""The baseline: AsyncLLM in a process of its own, called directly."""
 
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.ar_ways.models import options_of
-from benchmarks.ar_ways.workload import SEED, Outcome, Turn, run_streams
+from benchmarks.ar_variants.model_files import options_of
+from benchmarks.ar_variants.workload import SEED, Outcome, Trial, run_streams
 from benchmarks.edge_ways.worker import End
-from stagemesh.services.engines.vllm import environment
+from stagemesh.services.engines.vllm.engine import prepare_environment
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -16,13 +16,13 @@ MODEL = "STAGEMESH_BENCHMARK_MODEL"
 
 
 class DirectEngine(End):
-    """Loads the model that the environment names."""
+    """Runs the model that the environment variable `MODEL` names."""
 
     _llm: "AsyncLLM"
 
     async def open(self) -> None:
-        """Returns when the engine answers."""
-        environment.prepare()
+        """Loads the model. Returns when the engine answers."""
+        prepare_environment()
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from stagemesh.services.engines.vllm.arguments import engine_arguments
@@ -37,11 +37,11 @@ class DirectEngine(End):
         self._llm.shutdown()
 
     async def process_id(self) -> int:
-        """This process; the engine's are its children."""
+        """Returns the id of this process, whose children are the engine's processes."""
         return os.getpid()
 
-    async def run(self, turn: Turn) -> Outcome:
-        """One turn."""
+    async def run(self, trial: Trial) -> Outcome:
+        """Runs one trial."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -52,7 +52,7 @@ class DirectEngine(End):
             async for output in self._llm.generate(rendered, params, request_id):
                 tokens += len(output.outputs[0].token_ids)
                 messages += bool(output.outputs[0].text)
-            assert tokens == wanted, f"{tokens} tokens came of {wanted}"
+            assert tokens == wanted, f"{tokens} tokens arrived of {wanted}"
             return messages
 
-        return await run_streams(ask, turn)
+        return await run_streams(ask, trial)

@@ -1,4 +1,4 @@
-"""A task's prompt in vLLM's terms."""
+"""Turns a task's prompt into token ids, with the model's chat template if it has one."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
     from vllm.renderers.chat_utils import ChatCompletionMessageParam
 
-# vLLM's parts for media that it does not hold: what they hold is given beside them, decoded.
+# vLLM's message parts for media. They are empty, because vLLM receives the decoded media separately.
 _EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
     "image": {"type": "image_pil", "image_pil": None},
     "audio": {"type": "input_audio", "input_audio": {"data": "", "format": ""}},
@@ -23,32 +23,32 @@ _EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
 
 
 def prompt_tokens(prompt: Prompt | None, renderer: BaseRenderer, *, vocabulary: int) -> list[int]:
-    """The token ids of a prompt, put through the model's chat template where it has one; a medium is a placeholder.
+    """Returns the token ids of a prompt, with placeholders for media.
 
-    Raises InvalidRequestError for one that is empty, that the template refuses, or that holds ids that the model does
-    not have.
+    Text and messages go through the model's chat template; text is encoded without it if the model has no template.
+    Raises InvalidRequestError if the prompt is empty, if the template rejects it, or if the model lacks one of its ids.
     """
     given = [] if prompt is None or isinstance(prompt, str) else [part for part in prompt if isinstance(part, int)]
     ids = given or _encode(prompt, renderer)
     if not ids:
         raise InvalidRequestError("the prompt is empty; send text, messages or token ids", reason="EMPTY_PROMPT")
-    # A tokenizer may know more tokens than the model; those of media are not looked up.
+    # A tokenizer may know more tokens than the model. Placeholders of media are not in the vocabulary either.
     if not media_of(prompt):
         check_tokens(ids, vocabulary=vocabulary)
     return ids
 
 
 def check_tokens(ids: Sequence[int], *, vocabulary: int) -> None:
-    """Raises InvalidRequestError for ids that the model does not have."""
-    beyond = next((token for token in ids if not 0 <= token < vocabulary), None)
-    if beyond is not None:
+    """Raises InvalidRequestError if an id is outside the model's vocabulary."""
+    outside = next((token for token in ids if not 0 <= token < vocabulary), None)
+    if outside is not None:
         raise InvalidRequestError(
-            f"token id {beyond} is outside the model's vocabulary of {vocabulary}", reason="UNKNOWN_TOKEN"
+            f"token id {outside} is outside the model's vocabulary of {vocabulary}", reason="UNKNOWN_TOKEN"
         )
 
 
 def has_template(renderer: BaseRenderer) -> bool:
-    """Whether the model has a chat template, in its tokenizer or its processor."""
+    """Returns whether the model's tokenizer or processor has a chat template."""
     if getattr(renderer.get_tokenizer(), "chat_template", None) is not None:
         return True
     processor = cast("BaseMultiModalProcessor[BaseProcessingInfo] | None", renderer.mm_processor)
@@ -79,8 +79,8 @@ def _conversation_tokens(messages: Sequence[ChatMessage], renderer: BaseRenderer
         for message in messages
     ]
     tokenizer = renderer.get_tokenizer()
-    # That of a processor, which alone knows of media, goes before the tokenizer's; where there is none, vLLM is not to
-    # look for it.
+    # The template of a processor, which supports media, precedes the tokenizer's. Without a processor, vLLM must not
+    # search for one.
     template = None if renderer.mm_processor is not None else getattr(tokenizer, "chat_template", None)
     params = ChatParams(
         chat_template=template if isinstance(template, str) else None,
@@ -89,12 +89,12 @@ def _conversation_tokens(messages: Sequence[ChatMessage], renderer: BaseRenderer
     try:
         _, rendered = renderer.render_messages(cast("list[ChatCompletionMessageParam]", conversation), params)
     except (ValueError, VLLMValidationError) as exc:
-        raise InvalidRequestError(f"the model's chat template refuses the conversation: {exc}") from exc
-    made: Mapping[str, Any] = dict(rendered)
-    if "prompt_token_ids" in made:
-        return list(made["prompt_token_ids"])
+        raise InvalidRequestError(f"the model's chat template rejects the conversation: {exc}") from exc
+    prompt: Mapping[str, Any] = dict(rendered)
+    if "prompt_token_ids" in prompt:
+        return list(prompt["prompt_token_ids"])
     # The template writes the special tokens itself.
-    return tokenizer.encode(made["prompt"], add_special_tokens=False)
+    return tokenizer.encode(prompt["prompt"], add_special_tokens=False)
 
 
 def _part(part: Part) -> Mapping[str, object]:

@@ -1,0 +1,230 @@
+"""Embeddings from an upstream stage in the place of a prompt: the replica reads a request's flow while it runs."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from stagemesh.common.errors import InvalidChunkError, InvalidRequestError
+from stagemesh.common.tensors import Array, TensorSpec
+from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.base import EngineEvent, Task
+from stagemesh.services.engines.vllm.core_calls import runner_call
+from stagemesh.services.engines.vllm.embeddings.memory import (
+    PLACEHOLDER,
+    Embedded,
+    EmbeddingMemory,
+    create_memory,
+    encode_ticket,
+)
+from stagemesh.services.engines.vllm.extra_arguments import set_argument
+from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, RequestPrompt
+from stagemesh.services.engines.vllm.options import INPUTS_EMBEDS
+from stagemesh.services.engines.vllm.run_ahead.limit import UNLIMITED, RequestLimit
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+class EmbeddingFlow(RequestHook):
+    """Reads one request's flow of embeddings into its slot of the memory."""
+
+    _reading: asyncio.Task[None]
+
+    def __init__(self, flow: AsyncIterable[Packet], memory: EmbeddingMemory, slot: int) -> None:
+        self._flow = aiter(flow)
+        self._memory, self.slot = memory, slot
+        self._spec = TensorSpec(memory.ticket.dtype, ("tokens", memory.ticket.width))
+        self._next_position = 0
+        self._prompt_tokens = 0
+        self._ended = False
+
+    async def read_prompt(self) -> int:
+        """Returns the number of prompt positions once it is known and the first row has arrived.
+
+        All rows belong to the prompt if their metadata do not say otherwise. Raises InvalidRequestError,
+        InvalidChunkError, and the error that the flow ended with.
+        """
+        while await self._read() and not (self._prompt_tokens and self._next_position):
+            pass
+        if not self._next_position:
+            raise InvalidRequestError("the edge brought no embeddings", reason="EMPTY_PROMPT")
+        self._prompt_tokens = self._prompt_tokens or self._next_position
+        self._check_complete()
+        return self._prompt_tokens
+
+    def start(self, limit: RequestLimit, abort: Callable[[], Awaitable[None]]) -> None:
+        """Starts to read the rest of the flow, to its end. Drops rows that arrive too late for the request.
+
+        Calls `abort` if the flow fails; `observe` then raises the flow's error.
+        """
+        self._set_limit(limit)
+        self._reading = asyncio.create_task(self._read_rest(limit, abort), name="embeddings")
+
+    def observe(self, *, finished: bool) -> tuple[()]:  # noqa: ARG002  # the request may finish before its flow
+        if self._reading.done():
+            self._reading.result()
+        return ()
+
+    async def finish(self) -> AsyncGenerator[EngineEvent]:
+        await self._reading
+        async for event in super().finish():
+            yield event
+
+    async def stop(self) -> None:
+        """Stops reading."""
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
+        if not self._reading.cancelled():
+            self._reading.exception()
+
+    # -- internals
+
+    async def _read_rest(self, limit: RequestLimit, abort: Callable[[], Awaitable[None]]) -> None:
+        try:
+            while not self._ended:
+                await self._read()
+                self._check_complete()
+                self._set_limit(limit)
+        except Exception:
+            await abort()
+            raise
+
+    def _set_limit(self, limit: RequestLimit) -> None:
+        limit.set_arrived(UNLIMITED if self._ended else self._next_position)
+
+    async def _read(self) -> bool:
+        """Reads one packet. Returns False at the end of the flow."""
+        packet = await anext(self._flow, None)
+        if packet is None:
+            self._ended = True
+            return False
+        rows = packet.tensors.get(INPUTS_EMBEDS)
+        if rows is None:
+            raise InvalidChunkError(
+                f"a chunk contains {', '.join(packet.tensors) or 'no tensor'} instead of {INPUTS_EMBEDS}"
+            )
+        self._spec.check(INPUTS_EMBEDS, rows)
+        self._set_prompt_tokens(packet.metadata.get("prompt_tokens"))
+        start = packet.metadata.get("token_start", self._next_position)
+        if start != self._next_position:
+            raise InvalidChunkError(
+                f"{INPUTS_EMBEDS} continue at position {start!r} instead of {self._next_position}; send each row once "
+                "and in order"
+            )
+        self._write(rows)
+        return True
+
+    def _set_prompt_tokens(self, prompt_tokens: object) -> None:
+        if prompt_tokens is None:
+            return
+        if not isinstance(prompt_tokens, int) or prompt_tokens < 1:
+            raise InvalidChunkError(f"prompt_tokens is {prompt_tokens!r}; it must be a whole number from 1")
+        if self._prompt_tokens not in (0, prompt_tokens):
+            raise InvalidChunkError(f"prompt_tokens is {prompt_tokens} and was {self._prompt_tokens} before")
+        self._check_fits(prompt_tokens)
+        self._prompt_tokens = prompt_tokens
+
+    def _write(self, rows: Array) -> None:
+        if not self._prompt_tokens:
+            self._check_fits(self._next_position + len(rows))
+        # A slot has as many rows as the model has positions; a request cannot use more.
+        space = self._memory.ticket.positions - self._next_position
+        if space > 0:
+            self._memory.rows(self.slot, self._next_position, min(space, len(rows)))[...] = rows[:space]
+        self._next_position += len(rows)
+
+    def _check_fits(self, prompt_tokens: int) -> None:
+        positions = self._memory.ticket.positions
+        if prompt_tokens >= positions:
+            raise InvalidRequestError(
+                f"the prompt has at least {prompt_tokens} embeddings, but the model takes {positions} tokens in all; "
+                "shorten the prompt",
+                reason="PROMPT_TOO_LONG",
+            )
+
+    def _check_complete(self) -> None:
+        if self._ended and self._next_position < self._prompt_tokens:
+            raise InvalidChunkError(
+                f"the flow ended after {self._next_position} embeddings of a prompt of {self._prompt_tokens}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddedPrompt(RequestPrompt):
+    """A prompt of placeholder tokens, whose embeddings are in the memory."""
+
+    flow: EmbeddingFlow = field(kw_only=True)
+
+
+class Embeddings(RequestFeature):
+    """Gives each request with embeddings a slot of the memory that the workers read."""
+
+    runner_module = "stagemesh.services.engines.vllm.embeddings.runner"
+    _llm: "AsyncLLM"
+    _memory: EmbeddingMemory | None = None
+
+    def __init__(self, *, dtype: str, stage: str) -> None:
+        self._dtype, self._stage = dtype, stage
+        self._free_slots: asyncio.Queue[int] = asyncio.Queue()
+
+    def set_arguments(self, arguments: "AsyncEngineArgs") -> None:
+        if arguments.speculative_config is not None:
+            raise InvalidRequestError(
+                f"stage {self._stage}: embeddings are added to the embeddings of sampled tokens, which "
+                "speculative_config guesses; leave one of them out",
+                reason="INVALID_OPTION",
+            )
+        arguments.enable_prompt_embeds = True
+
+    async def start(self, llm: "AsyncLLM") -> None:
+        model, slots = llm.model_config, llm.vllm_config.scheduler_config.max_num_seqs
+        self._llm = llm
+        self._memory = create_memory(
+            slots=slots, positions=model.max_model_len, width=model.get_inputs_embeds_size(), dtype=self._dtype
+        )
+        for slot in range(slots):
+            self._free_slots.put_nowait(slot)
+        await runner_call(llm, "attach_embeddings", encode_ticket(self._memory.ticket))
+
+    async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:
+        """Returns the prompt once its length is known. Waits for a free slot first, and leaves the flow unread then."""
+        if not task.inlets:
+            return None
+        if len(task.inlets) > 1:
+            raise InvalidRequestError(
+                f"embeddings arrive over {len(task.inlets)} edges ({', '.join(task.inlets)}); join them in an upstream "
+                "stage",
+                reason="INVALID_EDGE",
+            )
+        assert self._memory is not None, "requests come after `start`"
+        (inlet,) = task.inlets.values()
+        slot = await self._free_slots.get()
+        held.callback(self._release, self._memory, slot)
+        flow = EmbeddingFlow(inlet, self._memory, slot)
+        placeholders = [PLACEHOLDER] * await flow.read_prompt()
+        # A salt, because the same placeholders stand for other embeddings in each request.
+        return EmbeddedPrompt(placeholders, {"type": "token", "cache_salt": name}, flow=flow)
+
+    def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:
+        if not isinstance(request.prompt, EmbeddedPrompt):
+            return None
+        flow = request.prompt.flow
+        set_argument(request.params, Embedded(flow.slot, len(request.prompt.token_ids)))
+        request.params.skip_reading_prefix_cache = True
+        flow.start(request.limit, partial(self._llm.abort, request.name))
+        held.push_async_callback(flow.stop)
+        return flow
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+
+    # -- internals
+
+    def _release(self, memory: EmbeddingMemory, slot: int) -> None:
+        memory.clear(slot)
+        self._free_slots.put_nowait(slot)

@@ -1,0 +1,42 @@
+"""Arguments of features that travel with a request to vLLM's other processes, in `SamplingParams.extra_args`.
+
+An argument is a msgspec struct, stored as builtins under the name of its class. Importing this module imports nothing
+of vLLM.
+"""
+
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def set_argument(params: "SamplingParams", argument: msgspec.Struct) -> None:
+    """Adds an argument to a request."""
+    arguments = params.extra_args or {}
+    params.extra_args = {**arguments, _key(type(argument)): msgspec.to_builtins(argument)}
+
+
+def get_argument(params: "SamplingParams | None", kind: type[T]) -> T | None:
+    """Returns a request's argument of this class, or None if the request has none."""
+    arguments = params.extra_args if params is not None else None
+    if not arguments or _key(kind) not in arguments:
+        return None
+    return msgspec.convert(arguments[_key(kind)], kind)
+
+
+def track_arguments(known: dict[str, T], step: "SchedulerOutput", kind: type[T]) -> None:
+    """Updates the arguments of running requests, by request id, with a step's new and finished requests."""
+    for request_id in step.finished_req_ids:
+        known.pop(request_id, None)
+    for new in step.scheduled_new_reqs:
+        if (argument := get_argument(new.sampling_params, kind)) is not None:
+            known[new.req_id] = argument
+
+
+def _key(kind: type[msgspec.Struct]) -> str:
+    return f"stagemesh.{kind.__name__}"

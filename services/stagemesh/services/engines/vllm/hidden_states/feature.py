@@ -1,0 +1,227 @@
+"""Hidden states that a stage emits: vLLM's worker writes them into the arena, and each request gets its own rows."""
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, aclosing
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from stagemesh.common.errors import InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.common.tensors import DTYPES
+from stagemesh.connectors.arena.worker_writer import PartitionTicket
+from stagemesh.services.engines.abilities import PartitionsArena
+from stagemesh.services.engines.base import Emission
+from stagemesh.services.engines.vllm.core_calls import runner_call
+from stagemesh.services.engines.vllm.extra_arguments import set_argument
+from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook
+from stagemesh.services.engines.vllm.hidden_states.request_states import RequestStates
+from stagemesh.services.engines.vllm.hidden_states.row_messages import (
+    CONFIG_KEY,
+    OVERFLOW_FRACTION,
+    Attachment,
+    RequestedRows,
+    StepRows,
+    decode_rows,
+    encode_attachment,
+    min_overflow_bytes,
+)
+from stagemesh.services.engines.vllm.options import HiddenStatesOptions
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_MAX_MESSAGE_BYTES = 1 << 20
+_CONNECT_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class HiddenStates(RequestFeature):
+    """Receives rows from the worker that writes them. Used on the event loop."""
+
+    runner_module = "stagemesh.services.engines.vllm.hidden_states.runner"
+
+    def __init__(
+        self, options: HiddenStatesOptions, arena: PartitionsArena | None, *, share_bytes: int, stage: str
+    ) -> None:
+        """`share_bytes` is the size of the arena's part that the worker writes into."""
+        self._options, self._arena, self._stage = options, arena, stage
+        self._share_bytes = share_bytes
+        self._tickets: list[PartitionTicket] = []
+        self._requests: dict[str, RequestStates] = {}
+        self._connection: socket.socket | None = None
+
+    def set_arguments(self, arguments: "AsyncEngineArgs") -> None:
+        arguments.additional_config = {**arguments.additional_config, CONFIG_KEY: self._options.inner_layers}
+        if arguments.speculative_config is not None:
+            # The rows of rejected drafts are known only after a step's tokens.
+            arguments.async_scheduling = False
+
+    def configure(self, config: "VllmConfig") -> None:
+        """Raises InvalidRequestError if the model cannot emit the states, or if one token's rows exceed the memory."""
+        model, options = config.model_config, self._options
+        problem = _layer_problem(
+            model, options.inner_layers, pipeline_ranks=config.parallel_config.pipeline_parallel_size
+        )
+        if problem:
+            raise self._invalid(f"hidden_states: {problem}")
+        tensors, width = len(options.tensors), model.get_hidden_size()
+        row_bytes = tensors * width * DTYPES[options.dtype].itemsize
+        min_bytes = OVERFLOW_FRACTION * min_overflow_bytes(row_bytes=row_bytes, tensors=tensors)
+        if self._share_bytes < min_bytes:
+            raise self._invalid(
+                f"hidden_states.share_bytes is {self._share_bytes}; for {tensors} times {width} values a token it must "
+                f"be at least {min_bytes}"
+            )
+
+    async def start(self, llm: "AsyncLLM") -> None:
+        """Connects the worker that writes rows.
+
+        Raises NotReadyError if the arena has no space for the rows, InvalidRequestError if the model's class does not
+        give the states of inner layers, and UnavailableError if no worker connects.
+        """
+        for model in await runner_call(llm, "model_without_layers"):
+            if model is not None:
+                raise self._invalid(f"hidden_states: {model} gives no states of inner layers; ask for `last` alone")
+        assert self._arena is not None, "a stage's runtime passes the arena before it starts the engine"
+        overflow_bytes = self._share_bytes // OVERFLOW_FRACTION
+        for size_bytes in (self._share_bytes - overflow_bytes, overflow_bytes):
+            self._tickets.append(self._arena.open_share(size_bytes))
+        rows, overflow = self._tickets
+        address, token = f"stagemesh-rows-{secrets.token_hex(16)}", secrets.token_bytes(16)
+        attachment = Attachment(address, token, rows, overflow, self._options.dtype, self._options.tensors)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as listener:
+            listener.bind("\0" + address)
+            listener.listen(4)
+            attaching = asyncio.create_task(_attach(llm, encode_attachment(attachment)))
+            try:
+                async with asyncio.timeout(_CONNECT_S):
+                    self._connection = await _accept(listener, token)
+                    await attaching
+            except TimeoutError:
+                raise UnavailableError(
+                    "no worker of vLLM connected to write hidden states; the worker's log has the cause"
+                ) from None
+            finally:
+                attaching.cancel()
+        asyncio.get_running_loop().add_reader(self._connection, self._read_messages, self._arena)
+
+    def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:
+        task = request.task
+        if task.wanted is not None and not task.wanted.intersection(self._options.tensors):
+            return None
+        prompt_tokens = len(request.prompt.token_ids)
+        first_position = prompt_tokens - 1 if task.tokens == "last" else 0
+        if task.resume_from is not None:
+            # All states of a request have the same number of rows. The rows before the checkpoint were emitted.
+            first_position += max(task.resume_from.rows.get(name, 0) for name in self._options.tensors)
+        set_argument(request.params, RequestedRows(request.name, first_position))
+        if first_position < request.computed_tokens:
+            # vLLM does not compute positions that it finds in the prefix cache. It always computes the last one.
+            request.params.skip_reading_prefix_cache = True
+        states = RequestStates(first_position=first_position, prompt_tokens=prompt_tokens)
+        self._requests[request.name] = states
+        held.callback(self._requests.pop, request.name)
+        request.limit.set_taken(request.known_tokens)
+        return _EmittedStates(request, states)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            asyncio.get_running_loop().remove_reader(self._connection)
+            self._connection.close()
+            self._connection = None
+        while self._arena is not None and self._tickets:
+            self._arena.close_share(self._tickets.pop())
+
+    # -- internals
+
+    def _invalid(self, problem: str) -> InvalidRequestError:
+        return InvalidRequestError(f"stage {self._stage}: {problem}", reason="INVALID_OPTION")
+
+    def _read_messages(self, arena: PartitionsArena) -> None:
+        """Reads the messages that have arrived, one for each step."""
+        assert self._connection is not None, "a closed connection is not watched"
+        try:
+            while data := self._connection.recv(_MAX_MESSAGE_BYTES):
+                self._push(decode_rows(data), arena)
+        except BlockingIOError:
+            return
+        except (OSError, msgspec.MsgspecError, StagemeshError) as exc:
+            _log.error("cannot read the worker's message about hidden states: %s", exc)
+        # The worker has closed the connection or has violated the protocol.
+        asyncio.get_running_loop().remove_reader(self._connection)
+        for states in self._requests.values():
+            states.fail(
+                UnavailableError("vLLM's worker has stopped writing hidden states; the worker's log has the cause")
+            )
+
+    def _push(self, step: StepRows, arena: PartitionsArena) -> None:
+        tensors = arena.adopt(step.handle)
+        if step.overflow:
+            tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
+        for rows in step.requests:
+            states = self._requests.get(rows.name)
+            if states is not None and rows.count:
+                end = rows.first + rows.count
+                states.push(rows.position, {name: tensor[rows.first : end] for name, tensor in tensors.items()})
+
+
+class _EmittedStates(RequestHook):
+    """Emits the rows of one request."""
+
+    def __init__(self, request: EngineRequest, states: RequestStates) -> None:
+        self._request, self._states = request, states
+
+    def observe(self, *, finished: bool) -> Iterator[Emission]:  # noqa: ARG002  # `finish` emits the rest
+        for packet in self._states.take(before=self._request.computed_tokens):
+            yield Emission(packet)
+        # Reached after the consumer has taken the rows, so that a slow consumer holds up its own request.
+        self._request.limit.set_taken(self._request.known_tokens)
+
+    async def finish(self) -> AsyncGenerator[Emission]:
+        async with aclosing(self._states.up_to(self._request.computed_tokens)) as packets:
+            async for packet in packets:
+                yield Emission(packet)
+
+
+async def _attach(llm: "AsyncLLM", attachment: bytes) -> None:
+    await runner_call(llm, "attach_replica", attachment)
+
+
+async def _accept(listener: socket.socket, token: bytes) -> socket.socket:
+    """Returns the first connection that sends the token."""
+    loop = asyncio.get_running_loop()
+    while True:
+        connection, _ = await loop.sock_accept(listener)
+        connection.setblocking(False)
+        if secrets.compare_digest(await loop.sock_recv(connection, 64), token):
+            return connection
+        connection.close()
+
+
+def _layer_problem(model: "ModelConfig", inner_layers: list[int], *, pipeline_ranks: int) -> str | None:
+    """Returns why a model does not give these layers' states, or None.
+
+    `inner_layers` are sorted, and `pipeline_ranks` is the number of workers that share the layers. Only the model's
+    class knows whether it gives any of them, and the class is loaded in the worker, which reports it.
+    """
+    if model.runner_type != "generate":
+        return "a model that pools samples no tokens and emits nothing; leave the option out, or runner: pooling"
+    if not inner_layers:
+        return None
+    count = model.hf_text_config.num_hidden_layers
+    if inner_layers[-1] >= count:
+        return f"layers holds {inner_layers[-1]}; the model has layers 0 to {count - 1} and `last`"
+    if pipeline_ranks > 1:
+        return (
+            f"states of inner layers are not all on one worker with pipeline_parallel_size {pipeline_ranks}; "
+            "ask for `last` alone"
+        )
+    return None

@@ -1,0 +1,206 @@
+"""Prompts with images, audio and video: decoded here, expanded and turned into tensors by vLLM."""
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+from vllm import TokensPrompt
+from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.audio import AudioResampler
+
+from stagemesh.common.errors import InvalidRequestError, UnsupportedError
+from stagemesh.services.engines.base import Prompt, Task, media_of
+from stagemesh.services.engines.media import MediaFile, Medium
+from stagemesh.services.engines.vllm.features import RequestFeature, RequestPrompt
+from stagemesh.services.engines.vllm.media.decoding import (
+    DecodedAudio,
+    DecodedBytes,
+    DecodedVideo,
+    read_audio,
+    read_image,
+    read_samples,
+    read_video,
+)
+from stagemesh.services.engines.vllm.prompts import check_tokens, prompt_tokens
+
+if TYPE_CHECKING:
+    from vllm.inputs import MultiModalInput
+    from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_FRAMES = 32
+_DIGEST_BYTES = 16
+# The errors that models' processors raise for media that they cannot process.
+_PROCESSOR_ERRORS = (
+    *(ArithmeticError, AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError),
+    VLLMValidationError,
+)
+_Resampler: TypeAlias = Literal["pyav", "scipy", "soxr", "torchaudio"]
+_RESAMPLERS: Mapping[_Resampler, str] = {"torchaudio": "torchaudio", "pyav": "av", "scipy": "scipy", "soxr": "soxr"}
+"""vLLM's resampling methods and the modules that they need."""
+
+
+class Media(RequestFeature):
+    """Reads prompts with media.
+
+    Files are decoded on a thread of their own, so that a long video does not delay text prompts. `tokenizer_thread`
+    runs the tokenizer, and vLLM's own thread runs the model's processor.
+    """
+
+    _llm: "AsyncLLM"
+
+    def __init__(self, *, stage: str, media_bytes: int, tokenizer_thread: Executor) -> None:
+        """`media_bytes` limits the decoded size of one request's media."""
+        self._stage, self._media_bytes = stage, media_bytes
+        self._tokenizer_thread = tokenizer_thread
+        self._decoding_thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-media")
+
+    async def start(self, llm: "AsyncLLM") -> None:
+        self._llm = llm
+
+    async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:  # noqa: ARG002
+        """Returns the prompt of a task with media.
+
+        Raises InvalidRequestError if a medium cannot be read, UnsupportedError if the model does not accept its kind.
+        """
+        media = media_of(task.prompt)
+        if not media:
+            return None
+        info = self._checked_info(media)
+        loop, vocabulary = asyncio.get_running_loop(), self._llm.model_config.get_vocab_size()
+        ids = await loop.run_in_executor(self._tokenizer_thread, self._tokens, task.prompt, vocabulary)
+        data = await loop.run_in_executor(self._decoding_thread, self._decode, media, info)
+        features = await self._process(TokensPrompt(prompt_token_ids=ids, multi_modal_data=data))
+        prompt = RequestPrompt(list(features["prompt_token_ids"]), features, _digest(media))
+        check_tokens(_without_placeholders(features), vocabulary=vocabulary)
+        return prompt
+
+    def close(self) -> None:
+        self._decoding_thread.shutdown(wait=False, cancel_futures=True)
+
+    # -- internals
+
+    def _tokens(self, prompt: Prompt | None, vocabulary: int) -> list[int]:
+        return prompt_tokens(prompt, self._llm.renderer, vocabulary=vocabulary)
+
+    async def _process(self, prompt: TokensPrompt) -> "MultiModalInput":
+        """Returns the input that the model's processor makes of tokens and decoded media."""
+        try:
+            # Without vLLM's cache, which would count the media as sent even if the request is rejected later.
+            features = await self._llm.renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
+        except _PROCESSOR_ERRORS as exc:
+            raise InvalidRequestError(
+                f"stage {self._stage}: the model's processor rejects the media: {exc or type(exc).__name__}",
+                reason="INVALID_MEDIA",
+            ) from exc
+        if features["type"] != "multimodal":
+            raise UnsupportedError(
+                f"stage {self._stage}: the model {self._llm.model_config.model} reads media separately from its "
+                "prompt, which this engine does not serve; choose a model that accepts media within messages"
+            )
+        return features
+
+    def _checked_info(self, media: Sequence[Medium]) -> "BaseProcessingInfo":
+        """Returns vLLM's information about the model's media. Raises an error if the model does not accept these."""
+        processor = cast("BaseMultiModalProcessor[BaseProcessingInfo] | None", self._llm.renderer.mm_processor)
+        limits = processor.info.allowed_mm_limits if processor is not None else {}
+        accepted = [kind for kind, limit in limits.items() if limit]
+        for kind, count in Counter(medium.kind for medium in media).items():
+            if kind not in accepted:
+                raise UnsupportedError(
+                    f"stage {self._stage}: the model {self._llm.model_config.model} takes no {kind}; it takes "
+                    f"{', '.join(['text', *accepted])}",
+                    metadata={"stage": self._stage, "ability": kind},
+                )
+            if count > limits[kind]:
+                raise InvalidRequestError(
+                    f"stage {self._stage}: the request holds {count} of kind {kind}; the model takes {limits[kind]} at "
+                    "most, or the number that the stage's option limit_mm_per_prompt sets",
+                    reason="TOO_MANY_MEDIA",
+                )
+        assert processor is not None, "without a processor no kind is accepted"
+        return processor.info
+
+    def _decode(self, media: Sequence[Medium], info: "BaseProcessingInfo") -> dict[str, list[object]]:
+        decoded, data = DecodedBytes(self._media_bytes), dict[str, list[object]]()
+        for medium in media:
+            data.setdefault(medium.kind, []).append(self._decode_one(medium, decoded, info))
+        return data
+
+    def _decode_one(self, medium: Medium, decoded: DecodedBytes, info: "BaseProcessingInfo") -> object:
+        if not isinstance(medium, MediaFile):
+            return _resample(read_samples(medium, decoded), info)
+        match medium.kind:
+            case "image":
+                return read_image(medium, decoded)
+            case "audio":
+                return _resample(read_audio(medium, decoded), info)
+            case "video":
+                config = self._llm.model_config.get_multimodal_config()
+                frames = int(config.media_io_kwargs.get("video", {}).get("num_frames", _FRAMES))
+                return video_data(read_video(medium, decoded, max_frames=frames))
+
+
+def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
+    """Returns audio at the model's sample rate. vLLM itself would resample with torchaudio only."""
+    wanted = info.data_parser.audio_resampler
+    if wanted.target_sr is None:
+        return audio.samples
+    resampler = wanted
+    # vLLM's default is torchaudio even if torchaudio is not installed.
+    for method in sorted(_RESAMPLERS, key=lambda each: each != wanted.method):
+        if find_spec(_RESAMPLERS[method]) is not None:
+            resampler = AudioResampler(wanted.target_sr, method)
+            break
+    try:
+        samples = resampler.resample(audio.samples, orig_sr=audio.sample_rate_hz)
+    except ImportError as exc:
+        raise UnsupportedError(
+            f"this stage cannot resample audio from {audio.sample_rate_hz} Hz to the model's {wanted.target_sr:g} Hz; "
+            "install PyAV or SciPy, or send it at that rate",
+            reason="MISSING_MODULE",
+        ) from exc
+    return samples, wanted.target_sr
+
+
+def video_data(video: DecodedVideo) -> tuple[npt.NDArray[np.uint8], dict[str, object]]:
+    """Returns a video in vLLM's terms: its frames and their metadata."""
+    return video.frames, {
+        "total_num_frames": video.total_frames,
+        "fps": video.frame_rate_hz,
+        "duration": video.duration_s,
+        "video_backend": "pyav",
+        "frames_indices": list(video.indices),
+        # vLLM samples the frames unless they are a sample already.
+        "do_sample_frames": len(video.indices) == video.total_frames,
+    }
+
+
+def _without_placeholders(features: "MultiModalInput") -> list[int]:
+    """Returns the prompt's tokens with 0 in the place of placeholders, which are not in the vocabulary."""
+    ids = list(features["prompt_token_ids"])
+    for ranges in features["mm_placeholders"].values():
+        for placeholder in ranges:
+            ids[placeholder.offset : placeholder.offset + placeholder.length] = [0] * placeholder.length
+    return ids
+
+
+def _digest(media: Sequence[Medium]) -> bytes:
+    """Returns a digest of the media, because prompts with different media can have the same tokens."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for medium in media:
+        if isinstance(medium, MediaFile):
+            form, data = medium.media_type, medium.data
+        else:
+            form, data = f"{medium.samples.shape} {medium.sample_rate_hz}", medium.samples.tobytes()
+        digest.update(f"{medium.kind} {form} {len(data)} ".encode())
+        digest.update(data)
+    return digest.digest()

@@ -1,0 +1,162 @@
+"""Requests that resume from a checkpoint: vLLM gets its tokens as the prompt's end and counts them as output.
+
+The request's limits shrink by the number of these tokens. Its text resumes within a character or a stop text, because
+the detokenizer processes the tokens first. `resume.runner` tells the sampler about them.
+"""
+
+import copy
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+import numpy as np
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from stagemesh.common.errors import InvalidRequestError
+from stagemesh.services.engines.base import Checkpoint
+from stagemesh.services.engines.vllm.extra_arguments import get_argument, set_argument
+from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeature, RequestHook, RequestPrompt
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_PROMPT = "prompt"
+_DIGEST_BYTES = 8
+
+Params = TypeVar("Params", bound=SamplingParams)
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """Describes a request that resumes from a checkpoint."""
+
+    tokens: int
+    """The number of tokens at the end of the prompt that are output."""
+    min_tokens: int
+    """The minimum length of the whole output."""
+
+
+class Resume(RequestFeature):
+    """Emits a checkpoint every `checkpoint_tokens` tokens, and resumes requests from checkpoints."""
+
+    runner_module = "stagemesh.services.engines.vllm.resume.runner"
+    _vocabulary: int
+
+    def __init__(self, *, checkpoint_tokens: int) -> None:
+        self._interval = checkpoint_tokens
+
+    async def start(self, llm: "AsyncLLM") -> None:
+        llm.output_processor.__class__ = ResumingOutputProcessor
+        self._vocabulary = llm.model_config.get_vocab_size()
+
+    def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook:  # noqa: ARG002  # nothing to release
+        request.sampled += _checked_tokens(request, vocabulary=self._vocabulary)
+        request.params = remaining_params(request.params, resumed=len(request.sampled))
+        return _Checkpoints(request, interval=self._interval)
+
+
+class _Checkpoints(RequestHook):
+    """Emits a request's checkpoints."""
+
+    def __init__(self, request: EngineRequest, *, interval: int) -> None:
+        self._request, self._interval = request, interval
+        self._seen_tokens = len(request.sampled)
+
+    def observe(self, *, finished: bool) -> Iterator[Checkpoint]:
+        before, count = self._seen_tokens, len(self._request.sampled)
+        self._seen_tokens = count
+        if self._interval and before // self._interval != count // self._interval and not finished:
+            yield Checkpoint(count, tuple(self._request.sampled), {_PROMPT: _digest(self._request.prompt)})
+
+
+def remaining_params(params: Params, *, resumed: int) -> Params:
+    """Returns the sampling parameters for the rest of an output of which `resumed` tokens exist."""
+    if not resumed:
+        return params
+    assert params.max_tokens is not None, "a stage's requests are limited"
+    rest = copy.copy(params)
+    rest.max_tokens = params.max_tokens - resumed
+    rest.min_tokens = max(0, params.min_tokens - resumed)
+    set_argument(rest, Resumed(resumed, params.min_tokens))
+    return rest
+
+
+class ResumingOutputProcessor(OutputProcessor):
+    """vLLM's output processor, in which the text of a resumed request continues at the checkpoint.
+
+    The engine changes the class of vLLM's own object, so this class has no `__init__`.
+    """
+
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: ParentRequest | None = None,
+        request_index: int = 0,
+        queue: RequestOutputCollector | None = None,
+    ) -> None:
+        """Adds a request. Raises VLLMValidationError if its checkpoint contains a stop token or a stop text."""
+        resumed = get_argument(request.sampling_params, Resumed)
+        detokenizer = self._resumed_detokenizer(request, resumed) if resumed is not None else None
+        super().add_request(request, prompt, parent_req, request_index, queue)
+        if resumed is not None and detokenizer is not None:
+            state = self.request_states[request.request_id]
+            state.detokenizer, state.sent_tokens_offset = detokenizer, resumed.tokens
+
+    def _resumed_detokenizer(self, request: EngineCoreRequest, resumed: Resumed) -> IncrementalDetokenizer:
+        """Returns a detokenizer in its state at the checkpoint."""
+        params = request.sampling_params
+        assert params is not None
+        assert request.prompt_token_ids is not None, "a resumed prompt consists of tokens"
+        whole = copy.copy(request)
+        whole.prompt_token_ids = request.prompt_token_ids[: -resumed.tokens]
+        tokens = request.prompt_token_ids[-resumed.tokens :]
+        whole.sampling_params = copy.copy(params)
+        whole.sampling_params.min_tokens = resumed.min_tokens
+        stops = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
+        if ends := set(tokens).intersection(stops or ()):
+            raise VLLMValidationError(f"the checkpoint is past its end: it contains the stop token {min(ends)}")
+        detokenizer = IncrementalDetokenizer.from_new_request(self.tokenizer if params.detokenize else None, whole)
+        stop = detokenizer.update(tokens, stop_terminated=False)
+        if stop is not None:
+            raise VLLMValidationError(f"the checkpoint is past its end: its text contains the stop text {stop!r}")
+        detokenizer.get_next_output_text(finished=False, delta=True)
+        return detokenizer
+
+
+def _checked_tokens(request: EngineRequest, *, vocabulary: int) -> Sequence[int]:
+    """Returns the tokens of the checkpoint from which a request resumes; none without a checkpoint.
+
+    A checkpoint without a digest, which a caller has written by hand, is accepted for every prompt. Raises
+    InvalidRequestError if the request cannot have produced the checkpoint.
+    """
+    checkpoint, max_tokens = request.task.resume_from, request.params.max_tokens or 0
+    if checkpoint is None:
+        return ()
+    tokens = checkpoint.token_ids
+    if checkpoint.steps != len(tokens):
+        raise _invalid(f"counts {checkpoint.steps} steps and has {len(tokens)} tokens; send it back unchanged")
+    digest = checkpoint.tensors.get(_PROMPT)
+    if digest is not None and not np.array_equal(digest, _digest(request.prompt)):
+        raise _invalid("belongs to another prompt; send the prompt that it was made with")
+    outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
+    if outside is not None:
+        raise _invalid(f"has token id {outside}, which is outside the model's vocabulary of {vocabulary}")
+    if len(tokens) >= max_tokens:
+        raise _invalid(f"has {len(tokens)} tokens already and max_tokens is {max_tokens}; nothing is left to do")
+    return tokens
+
+
+def _digest(prompt: RequestPrompt) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    data = np.asarray(prompt.token_ids, np.int64).tobytes() + prompt.digest
+    return np.frombuffer(hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest(), np.uint8)
+
+
+def _invalid(problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"the checkpoint {problem}", reason="INVALID_CHECKPOINT")
