@@ -30,7 +30,7 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
 from tests.diffusion.tiny.lora import lora_image, write_lora
 from tests.diffusion.tiny.pipelines import WRITERS
-from tests.engines.support import collect, packets, stage_config
+from tests.engines.support import collect, controls_of, packets, stage_config
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -78,7 +78,7 @@ async def made(engine: DiffusionEngine, wanted: Task) -> NDArray[Any]:
 async def test_an_adapter_gives_the_same_image_as_in_diffusers(
     engine: DiffusionEngine, model: Path, adapters: Path
 ) -> None:
-    await engine.load_adapter("first", str(adapters / "first"))
+    await controls_of(engine).adapters.load("first", str(adapters / "first"))
     for scale in (1.0, 0.5):
         expected = lora_image(model, adapters / "first", SPEC, scale=scale)
         assert np.allclose(await made(engine, task("first", adapter_scale=scale)), expected, atol=1e-5)
@@ -87,14 +87,14 @@ async def test_an_adapter_gives_the_same_image_as_in_diffusers(
 async def test_a_request_without_an_adapter_gets_the_same_bits(
     engine: DiffusionEngine, model: Path, adapters: Path
 ) -> None:
-    await engine.load_adapter("first", str(adapters / "first"))
+    await controls_of(engine).adapters.load("first", str(adapters / "first"))
     await made(engine, task("first"))
     assert torch.equal(torch.tensor(await made(engine, task())), classic_image("qwen-image", load(model), SPEC))
 
 
 async def test_requests_with_different_adapters_take_turns(engine: DiffusionEngine, adapters: Path) -> None:
     for name in ("first", "second"):
-        await engine.load_adapter(name, str(adapters / name))
+        await controls_of(engine).adapters.load(name, str(adapters / name))
     tasks = [task("first"), task("second", name="s"), task(name="t"), task("first", name="u", adapter_scale=0.25)]
     alone = [await made(engine, each) for each in tasks]
     together = await asyncio.gather(*(made(engine, each) for each in tasks))
@@ -103,42 +103,42 @@ async def test_requests_with_different_adapters_take_turns(engine: DiffusionEngi
 
 
 async def test_adapters_are_listed_with_their_state(engine: DiffusionEngine, adapters: Path) -> None:
-    assert await engine.load_adapter("second", str(adapters / "second")) == Adapter(
+    assert await controls_of(engine).adapters.load("second", str(adapters / "second")) == Adapter(
         "second", str(adapters / "second"), rank=4
     )
-    await engine.load_adapter("first", str(adapters / "first"))
-    await engine.pin_adapter("first")
-    assert [(each.name, each.pinned, each.running) for each in engine.adapters()] == [
+    await controls_of(engine).adapters.load("first", str(adapters / "first"))
+    await controls_of(engine).adapters.pin("first")
+    assert [(each.name, each.pinned, each.running) for each in controls_of(engine).adapters.list_adapters()] == [
         ("first", True, 0),
         ("second", False, 0),
     ]
 
 
 async def test_unloading_waits_for_running_requests(engine: DiffusionEngine, adapters: Path) -> None:
-    await engine.load_adapter("first", str(adapters / "first"))
+    await controls_of(engine).adapters.load("first", str(adapters / "first"))
     expected = await made(engine, task("first"))
     async with aclosing(engine.submit(task("first"))) as events:
         await anext(events)
         with pytest.raises(NotReadyError, match="used by 1 requests"):
-            await engine.unload_adapter("first", drain=False)
-        unloading = asyncio.create_task(engine.unload_adapter("first", drain=True))
+            await controls_of(engine).adapters.unload("first", drain=False)
+        unloading = asyncio.create_task(controls_of(engine).adapters.unload("first", drain=True))
         frames = [event.packet.tensors["frames"] async for event in events if isinstance(event, Emission)]
     await unloading
     assert np.array_equal(frames[-1], expected)
-    assert not engine.adapters()
+    assert not controls_of(engine).adapters.list_adapters()
     await made(engine, task())
 
 
 async def test_a_reloaded_adapter_gives_the_same_bits(engine: DiffusionEngine, adapters: Path) -> None:
-    await engine.load_adapter("first", str(adapters / "first"))
+    await controls_of(engine).adapters.load("first", str(adapters / "first"))
     expected = await made(engine, task("first"))
-    await engine.unload_adapter("first", drain=False)
-    await engine.load_adapter("first", str(adapters / "first"))
+    await controls_of(engine).adapters.unload("first", drain=False)
+    await controls_of(engine).adapters.load("first", str(adapters / "first"))
     assert np.array_equal(await made(engine, task("first")), expected)
 
 
 async def test_an_unknown_adapter_fails_its_request_alone(engine: DiffusionEngine, adapters: Path) -> None:
-    await engine.load_adapter("first", str(adapters / "first"))
+    await controls_of(engine).adapters.load("first", str(adapters / "first"))
     expected = await made(engine, task("first"))
     other = asyncio.create_task(made(engine, task("first")))
     with pytest.raises(NotFoundError, match="has no adapter 'missing'; loaded: first"):
@@ -149,7 +149,11 @@ async def test_an_unknown_adapter_fails_its_request_alone(engine: DiffusionEngin
 @pytest.mark.parametrize(
     ("names", "kind", "error"),
     [
-        (("large", "large"), InvalidRequestError, "rank 16; the stage takes 8 at most, its option max_lora_rank"),
+        (
+            ("large", "large"),
+            InvalidRequestError,
+            "rank 16; the stage accepts a rank of at most 8, its option max_lora_rank",
+        ),
         (("gone", "gone"), InvalidRequestError, "it must be an absolute path of a folder"),
         (("a b", "first"), InvalidRequestError, "an adapter's name is 'a b'"),
         (("known", "second"), ExistsError, "is loaded from"),
@@ -159,19 +163,19 @@ async def test_an_adapter_that_cannot_be_loaded_is_rejected(
     engine: DiffusionEngine, adapters: Path, names: tuple[str, str], kind: type[StagemeshError], error: str
 ) -> None:
     name, folder = names
-    await engine.load_adapter("known", str(adapters / "first"))
+    await controls_of(engine).adapters.load("known", str(adapters / "first"))
     expected = await made(engine, task("known"))
     with pytest.raises(kind, match=error):
-        await engine.load_adapter(name, str(adapters / folder))
-    assert [each.name for each in engine.adapters()] == ["known"]
+        await controls_of(engine).adapters.load(name, str(adapters / folder))
+    assert [each.name for each in controls_of(engine).adapters.list_adapters()] == ["known"]
     assert np.array_equal(await made(engine, task("known")), expected)
 
 
 async def test_the_number_of_loaded_adapters_is_limited(engine: DiffusionEngine, adapters: Path) -> None:
     for name in ("one", "two"):
-        await engine.load_adapter(name, str(adapters / "first"))
+        await controls_of(engine).adapters.load(name, str(adapters / "first"))
     with pytest.raises(OverloadedError, match=r"holds 2 adapters, its max_loras \(one, two\)"):
-        await engine.load_adapter("three", str(adapters / "first"))
+        await controls_of(engine).adapters.load("three", str(adapters / "first"))
 
 
 @pytest.mark.parametrize(
@@ -186,13 +190,13 @@ async def test_an_adapter_of_another_model_is_rejected(
 ) -> None:
     write_matrices(tmp_path, f"base_model.model.{layer}", sizes)
     with pytest.raises(InvalidRequestError, match=error):
-        await engine.load_adapter("wrong", str(tmp_path))
+        await controls_of(engine).adapters.load("wrong", str(tmp_path))
 
 
 async def test_an_adapter_of_a_text_encoder_is_rejected(engine: DiffusionEngine, tmp_path: Path) -> None:
     write_matrices(tmp_path, "text_encoder.layers.0.q_proj", (64, 64), file="pytorch_lora_weights.safetensors")
     with pytest.raises(InvalidRequestError, match="this stage accepts adapters of the transformer only"):
-        await engine.load_adapter("wrong", str(tmp_path))
+        await controls_of(engine).adapters.load("wrong", str(tmp_path))
 
 
 async def test_a_stage_without_adapter_support_rejects_adapters(model: Path, adapters: Path) -> None:
@@ -200,7 +204,7 @@ async def test_a_stage_without_adapter_support_rejects_adapters(model: Path, ada
     await plain.start(lambda _: None)
     try:
         with pytest.raises(NotReadyError, match="start it with the option enable_lora"):
-            await plain.load_adapter("first", str(adapters / "first"))
+            await controls_of(plain).adapters.load("first", str(adapters / "first"))
         with pytest.raises(NotFoundError, match="without the option enable_lora"):
             await made(plain, task("first"))
         with pytest.raises(InvalidRequestError, match="unknown option 'adapter_scale'"):

@@ -328,7 +328,8 @@ async def test_a_paused_task_resumes_with_the_same_bits(engine: DiffusionEngine)
     async for event in engine.submit(asked):
         events.append(event)
         steps += isinstance(event, Progress)
-        asked.pause_wish.asked = steps >= 1
+        if steps >= 1:
+            asked.pause_requested.set()
     paused = events[-1]
     assert isinstance(paused, Paused)
     assert paused.checkpoint.steps < SMALL.steps

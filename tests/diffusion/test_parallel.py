@@ -21,7 +21,7 @@ from stagemesh.services.engines.diffusion import STATE
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from tests.children import commands_of_children
 from tests.diffusion.tiny.pipelines import write_qwen_image, write_sd3
-from tests.engines.support import collect, packets, stage_config
+from tests.engines.support import collect, controls_of, packets, stage_config
 
 # Each process imports torch and diffusers, which takes up to 15 seconds on a busy machine.
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
@@ -77,9 +77,9 @@ async def test_a_bad_request_fails_alone_with_its_reason(branches: DiffusionEngi
 
 
 async def test_processes_sleep_and_wake_together(one: DiffusionEngine, branches: DiffusionEngine) -> None:
-    await branches.sleep(1)
-    assert branches.asleep() == ["weights"]
-    await branches.wake([])
+    await controls_of(branches).sleep.sleep(1)
+    assert controls_of(branches).sleep.asleep() == ["weights"]
+    await controls_of(branches).sleep.wake([])
     assert np.array_equal(await image(branches, task("red")), await image(one, task("red")))
 
 
@@ -91,8 +91,8 @@ async def test_tokens_and_weights_can_be_distributed(
         for _ in range(2):
             for wanted in TASKS:
                 assert np.allclose(await image(two, wanted), await image(one, wanted), rtol=0, atol=TOLERANCE)
-            await two.sleep(2)
-            await two.wake([])
+            await controls_of(two).sleep.sleep(2)
+            await controls_of(two).sleep.wake([])
 
 
 async def test_a_killed_worker_fails_its_requests_with_its_name(model: Path) -> None:

@@ -12,7 +12,7 @@ from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from tests.diffusion.tiny.pipelines import WRITERS
-from tests.engines.support import collect, packets, stage_config
+from tests.engines.support import collect, controls_of, packets, stage_config
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -41,17 +41,17 @@ def task(prompt: str) -> Task:
 
 
 async def test_repeated_prompts_are_hits(engine: DiffusionEngine) -> None:
-    assert engine.cache_statistics() == CacheStatistics(limit_bytes=LIMIT_BYTES)
+    assert controls_of(engine).caches.cache_statistics() == CacheStatistics(limit_bytes=LIMIT_BYTES)
     made = [packets(await collect(engine.submit(task(prompt))))[-1] for prompt in ("a cat", "a dog", "a cat")]
     assert np.array_equal(made[0].tensors["frames"], made[2].tensors["frames"])
-    figures = engine.cache_statistics()
+    figures = controls_of(engine).caches.cache_statistics()
     assert (figures.entries, figures.hits, figures.misses) == (2, 1, 2)
     assert 0 < figures.size_bytes <= figures.limit_bytes == LIMIT_BYTES
 
 
 async def test_a_cleared_cache_is_empty_and_keeps_its_counters(engine: DiffusionEngine) -> None:
     await collect(engine.submit(task("a cat")))
-    await engine.clear_caches(preempt=False)
-    assert engine.cache_statistics() == CacheStatistics(limit_bytes=LIMIT_BYTES, misses=1)
+    await controls_of(engine).caches.clear_caches(preempt=False)
+    assert controls_of(engine).caches.cache_statistics() == CacheStatistics(limit_bytes=LIMIT_BYTES, misses=1)
     await collect(engine.submit(task("a cat")))
-    assert engine.cache_statistics().misses == 2
+    assert controls_of(engine).caches.cache_statistics().misses == 2

@@ -22,7 +22,7 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 from stagemesh.services.engines.diffusion.worker import PROFILED_STEP, DiffusionWorker
 from tests.diffusion.tiny.pipelines import write_qwen_image
-from tests.engines.support import collect, packets, stage_config
+from tests.engines.support import collect, controls_of, packets, stage_config
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -56,9 +56,9 @@ async def test_sleep_frees_the_weights_memory_and_wake_restores_the_bits(large_m
         with frozen():
             expected = await image(tested)
             awake_bytes = used_bytes()
-            await tested.sleep(level)
+            await controls_of(tested).sleep.sleep(level)
             assert used_bytes() < awake_bytes - 0.9 * WEIGHTS_BYTES
-            await tested.wake([])
+            await controls_of(tested).sleep.wake([])
             assert np.array_equal(await image(tested), expected)
             assert used_bytes() < awake_bytes + 0.1 * WEIGHTS_BYTES
 
@@ -68,8 +68,8 @@ async def test_repeated_sleep_leaks_no_memory(large_model: Path) -> None:
         await image(tested)
         awake_bytes = used_bytes()
         for _ in range(3):
-            await tested.sleep(2)
-            await tested.wake([])
+            await controls_of(tested).sleep.sleep(2)
+            await controls_of(tested).sleep.wake([])
         await image(tested)
         # Leaked weights would remain completely. The allocator also retains some memory of other tests.
         assert used_bytes() < awake_bytes + 0.5 * WEIGHTS_BYTES
@@ -90,45 +90,45 @@ def test_sleep_level_1_keeps_the_prompt_cache_and_level_2_clears_it(model: Path,
 
 async def test_a_sleeping_engine_lists_its_tags_and_rejects_tasks(model: Path) -> None:
     async with engine(model) as tested:
-        await tested.sleep(2)
-        assert tested.asleep() == ["buffers", "weights"]
+        await controls_of(tested).sleep.sleep(2)
+        assert controls_of(tested).sleep.asleep() == ["buffers", "weights"]
         with pytest.raises(NotReadyError, match=r"sleeps \(buffers, weights\); wake it first"):
             await image(tested)
-        await tested.wake(["weights"])
-        assert tested.asleep() == ["buffers"]
+        await controls_of(tested).sleep.wake(["weights"])
+        assert controls_of(tested).sleep.asleep() == ["buffers"]
         with pytest.raises(NotReadyError, match=r"sleeps \(buffers\)"):
             await image(tested)
-        await tested.wake(["buffers"])
-        assert tested.asleep() == []
+        await controls_of(tested).sleep.wake(["buffers"])
+        assert controls_of(tested).sleep.asleep() == []
         await image(tested)
 
 
 async def test_an_unknown_level_or_tag_is_rejected(model: Path) -> None:
     async with engine(model) as tested:
         with pytest.raises(InvalidRequestError, match="level is 3; it must be 1"):
-            tested.check_sleep(3)
-        await tested.sleep(1)
-        assert tested.asleep() == ["weights"]
+            controls_of(tested).sleep.check_sleep(3)
+        await controls_of(tested).sleep.sleep(1)
+        assert controls_of(tested).sleep.asleep() == ["weights"]
         with pytest.raises(InvalidRequestError, match="kv_cache does not sleep; asleep: weights") as caught:
-            await tested.wake(["kv_cache"])
+            await controls_of(tested).sleep.wake(["kv_cache"])
         assert caught.value.reason == "UNKNOWN_TAG"
         with pytest.raises(NotReadyError, match="sleeps"):
-            await tested.sleep(1)
+            await controls_of(tested).sleep.sleep(1)
 
 
 async def test_wake_fails_if_the_weights_files_are_missing(model: Path) -> None:
     weights = next((model / "transformer").glob("*.safetensors"))
     async with engine(model) as tested:
         expected = await image(tested)
-        await tested.sleep(1)
+        await controls_of(tested).sleep.sleep(1)
         weights.rename(weights.with_suffix(".gone"))
         try:
             with pytest.raises(NotReadyError, match=r"the transformer of .* cannot be loaded"):
-                await tested.wake([])
-            assert tested.asleep() == ["weights"]
+                await controls_of(tested).sleep.wake([])
+            assert controls_of(tested).sleep.asleep() == ["weights"]
         finally:
             weights.with_suffix(".gone").rename(weights)
-        await tested.wake([])
+        await controls_of(tested).sleep.wake([])
         assert np.array_equal(await image(tested), expected)
 
 
@@ -138,9 +138,9 @@ async def test_wake_fails_if_the_weights_files_are_missing(model: Path) -> None:
 async def test_a_sleeping_engine_frees_gpu_memory(large_model: Path, level: int) -> None:
     async with engine(large_model, device="cuda") as tested:
         expected = await image(tested)
-        await tested.sleep(level)
+        await controls_of(tested).sleep.sleep(level)
         assert torch.cuda.memory_reserved() < 0.1 * WEIGHTS_BYTES
-        await tested.wake([])
+        await controls_of(tested).sleep.wake([])
         assert np.array_equal(await image(tested), expected)
 
 
@@ -149,9 +149,9 @@ async def test_a_sleeping_engine_frees_gpu_memory(large_model: Path, level: int)
 
 async def test_a_profile_is_written_to_the_requested_folder(model: Path, tmp_path: Path) -> None:
     async with engine(model, profile_dir=str(tmp_path)) as tested:
-        folder = await tested.start_profile("night/one", max_steps=None)
+        folder = await controls_of(tested).profiles.start("night/one", max_steps=None)
         await image(tested)
-        (file,) = await tested.stop_profile()
+        (file,) = await controls_of(tested).profiles.stop()
     assert Path(file).parent == Path(folder) == tmp_path / "night" / "one"
     assert steps_in(file) == STEPS
     assert names_in(tmp_path) == ["night"]
@@ -159,16 +159,16 @@ async def test_a_profile_is_written_to_the_requested_folder(model: Path, tmp_pat
 
 async def test_a_profile_ends_after_its_maximum_of_steps(model: Path, tmp_path: Path) -> None:
     async with engine(model, profile_dir=str(tmp_path)) as tested:
-        await tested.start_profile("some", max_steps=2)
+        await controls_of(tested).profiles.start("some", max_steps=2)
         await image(tested)
-        (file,) = await tested.stop_profile()
+        (file,) = await controls_of(tested).profiles.stop()
     assert steps_in(file) == 2
 
 
 async def test_profiles_are_rejected_without_a_profile_folder(model: Path) -> None:
     async with engine(model) as tested:
         with pytest.raises(NotReadyError, match="profile_dir"):
-            await tested.start_profile("x", max_steps=None)
+            await controls_of(tested).profiles.start("x", max_steps=None)
 
 
 STEPS = 3

@@ -17,7 +17,7 @@ from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import EngineEvent, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import collect, packets, stage_config
+from tests.engines.support import collect, hand_partitions, packets, stage_config
 
 Floats = npt.NDArray[np.float32]
 
@@ -100,7 +100,7 @@ async def running(model: Path, **options: JsonValue) -> AsyncGenerator[Running]:
     plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=64 << 20, window_bytes=8 << 20)
     shares = CountedShares(plane)
     engine = VllmEngine(stage_config("vllm", model=str(model), options={**OPTIONS, **options}))
-    engine.use_shares(shares)
+    hand_partitions(engine, shares)
     try:
         await engine.start(lambda _: None)
         yield Running(engine, shares)

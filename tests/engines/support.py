@@ -1,13 +1,16 @@
 """What the engines' tests share."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from pydantic import JsonValue
 
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import Emission, EngineEvent, Task
+from stagemesh.services.engines.abilities import AdapterControl, CacheControl, PartitionsArena, SleepControl
+from stagemesh.services.engines.base import Emission, Engine, EngineEvent, Task
+from stagemesh.services.engines.profiles import Profiles
 
 
 def stage_config(
@@ -29,6 +32,32 @@ def stage_config(
         model=model,
         options=options or {},
     )
+
+
+class Controls(NamedTuple):
+    """The controls of an engine that has all of them."""
+
+    adapters: AdapterControl
+    sleep: SleepControl
+    profiles: Profiles
+    caches: CacheControl
+
+
+def controls_of(engine: Engine) -> Controls:
+    """Looks up the controls of an engine that has all of them."""
+    abilities = engine.abilities
+    assert abilities.adapters is not None
+    assert abilities.sleep is not None
+    assert abilities.profiles is not None
+    assert abilities.caches is not None
+    return Controls(abilities.adapters, abilities.sleep, abilities.profiles, abilities.caches)
+
+
+def hand_partitions(engine: Engine, partitions: PartitionsArena) -> None:
+    """Passes the arena's partitions to an engine whose workers write into them."""
+    use_partitions = engine.abilities.use_partitions
+    assert use_partitions is not None
+    use_partitions(partitions)
 
 
 async def stream(*values: Iterable[float]) -> AsyncIterator[Packet]:

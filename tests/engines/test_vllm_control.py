@@ -24,7 +24,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import collect, packets, stage_config
+from tests.engines.support import collect, controls_of, packets, stage_config
 from tests.engines.tiny_adapter import merge, write_adapter
 from tests.engines.tiny_model import write_real_model
 
@@ -69,9 +69,9 @@ async def shared(model: Path, profile_dir: Path) -> AsyncIterator[VllmEngine]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(shared: VllmEngine) -> AsyncIterator[VllmEngine]:
     yield shared
-    for adapter in shared.adapters():
-        await shared.unload_adapter(adapter.name, drain=False)
-    await shared.clear_caches(preempt=False)
+    for adapter in controls_of(shared).adapters.list_adapters():
+        await controls_of(shared).adapters.unload(adapter.name, drain=False)
+    await controls_of(shared).caches.clear_caches(preempt=False)
 
 
 def task(prompt: Sequence[int] = PROMPTS[0], *, adapter: str | None = None, max_tokens: int = STEPS) -> Task:
@@ -109,7 +109,7 @@ async def test_half_a_batch_with_an_adapter_equals_merged_weights(
     engine: VllmEngine, model: Path, tmp_path: Path
 ) -> None:
     adapter = write_adapter(tmp_path / "poet")
-    await engine.load_adapter("poet", str(adapter))
+    await controls_of(engine).adapters.load("poet", str(adapter))
     tasks = [task(prompt, adapter="poet" if number % 2 else None) for number, prompt in enumerate(PROMPTS)]
     made = await asyncio.gather(*(tokens(engine, each) for each in tasks))
     plain, merged = load_reference(model), merge(load_reference(model), adapter)
@@ -120,27 +120,27 @@ async def test_half_a_batch_with_an_adapter_equals_merged_weights(
 
 async def test_adapters_are_listed_by_name(engine: VllmEngine, tmp_path: Path) -> None:
     for name, rank in (("b", 2), ("a", 4)):
-        loaded = await engine.load_adapter(name, str(write_adapter(tmp_path / name, rank=rank)))
+        loaded = await controls_of(engine).adapters.load(name, str(write_adapter(tmp_path / name, rank=rank)))
         assert (loaded.name, loaded.rank, loaded.path) == (name, rank, str(tmp_path / name))
-    assert [adapter.name for adapter in engine.adapters()] == ["a", "b"]
+    assert [adapter.name for adapter in controls_of(engine).adapters.list_adapters()] == ["a", "b"]
 
 
 async def test_loading_again_is_no_error(engine: VllmEngine, tmp_path: Path) -> None:
     for name in ("first", "second"):
         write_adapter(tmp_path / name)
-    loaded = [await engine.load_adapter("a", str(tmp_path / "first")) for _ in range(2)]
+    loaded = [await controls_of(engine).adapters.load("a", str(tmp_path / "first")) for _ in range(2)]
     assert loaded[0] == loaded[1]
     with pytest.raises(ExistsError, match="is loaded from"):
-        await engine.load_adapter("a", str(tmp_path / "second"))
+        await controls_of(engine).adapters.load("a", str(tmp_path / "second"))
 
 
 async def test_a_name_loaded_anew_has_nothing_of_the_old(engine: VllmEngine, model: Path, tmp_path: Path) -> None:
     prompt = LONG[: 3 * BLOCK]
     made: list[list[int]] = []
     for seed in (1, 2):
-        await engine.load_adapter("a", str(write_adapter(tmp_path / "a", seed=seed)))
+        await controls_of(engine).adapters.load("a", str(write_adapter(tmp_path / "a", seed=seed)))
         made.append(await tokens(engine, task(prompt, adapter="a")))
-        await engine.unload_adapter("a", drain=False)
+        await controls_of(engine).adapters.unload("a", drain=False)
     assert made[1] == greedy(merge(load_reference(model), tmp_path / "a"), prompt)
     assert made[0] != made[1]
 
@@ -169,14 +169,14 @@ async def test_an_adapter_of_another_model_is_refused(
 ) -> None:
     folder = write_adapter(tmp_path / "wrong", **adapter)
     wrong, right = await asyncio.gather(
-        engine.load_adapter("wrong", str(folder)), tokens(engine, task()), return_exceptions=True
+        controls_of(engine).adapters.load("wrong", str(folder)), tokens(engine, task()), return_exceptions=True
     )
     assert isinstance(wrong, InvalidRequestError)
     assert wrong.reason == "INVALID_ADAPTER"
     with pytest.raises(InvalidRequestError, match=message):
         raise wrong
     assert isinstance(right, list)
-    assert not engine.adapters()
+    assert not controls_of(engine).adapters.list_adapters()
 
 
 async def test_what_vllm_itself_refuses_leaves_no_trace(engine: VllmEngine, tmp_path: Path) -> None:
@@ -184,8 +184,8 @@ async def test_what_vllm_itself_refuses_leaves_no_trace(engine: VllmEngine, tmp_
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
     with pytest.raises(InvalidRequestError, match="does not yet support DoRA"):
-        await engine.load_adapter("dora", str(folder))
-    assert not engine.adapters()
+        await controls_of(engine).adapters.load("dora", str(folder))
+    assert not controls_of(engine).adapters.list_adapters()
     assert not await engine.control._llm.list_loras()
 
 
@@ -193,41 +193,41 @@ async def test_a_full_engine_takes_no_more(engine: VllmEngine, tmp_path: Path) -
     for name in "abcd":
         write_adapter(tmp_path / name)
     for name in "abc":
-        await engine.load_adapter(name, str(tmp_path / name))
+        await controls_of(engine).adapters.load(name, str(tmp_path / name))
     with pytest.raises(OverloadedError, match=r"holds 3 adapters, its max_cpu_loras \(a, b, c\)"):
-        await engine.load_adapter("d", str(tmp_path / "d"))
+        await controls_of(engine).adapters.load("d", str(tmp_path / "d"))
 
 
 async def test_more_adapters_than_slots_and_one_pinned(engine: VllmEngine, model: Path, tmp_path: Path) -> None:
     adapters = {name: write_adapter(tmp_path / name, seed=seed) for seed, name in enumerate("abc")}
     for name, folder in adapters.items():
-        await engine.load_adapter(name, str(folder))
-    assert (await engine.pin_adapter("a")).pinned
+        await controls_of(engine).adapters.load(name, str(folder))
+    assert (await controls_of(engine).adapters.pin("a")).pinned
     made = await asyncio.gather(*(tokens(engine, task(adapter=name)) for name in [*adapters, *adapters]))
     assert made[:3] == made[3:]
     assert made[:3] == [greedy(merge(load_reference(model), folder), PROMPTS[0]) for folder in adapters.values()]
     with pytest.raises(OverloadedError, match="would leave none for c"):
-        await engine.pin_adapter("b")
+        await controls_of(engine).adapters.pin("b")
 
 
 async def test_unloading_in_use_refuses_or_drains(engine: VllmEngine, tmp_path: Path) -> None:
-    await engine.load_adapter("a", str(write_adapter(tmp_path / "a")))
+    await controls_of(engine).adapters.load("a", str(write_adapter(tmp_path / "a")))
     async with aclosing(engine.submit(task(adapter="a", max_tokens=60))) as events:
         await anext(events)
         with pytest.raises(NotReadyError, match="used by 1 requests"):
-            await engine.unload_adapter("a", drain=False)
-        unloading = asyncio.create_task(engine.unload_adapter("a", drain=True))
+            await controls_of(engine).adapters.unload("a", drain=False)
+        unloading = asyncio.create_task(controls_of(engine).adapters.unload("a", drain=True))
         await collect(events)
         await unloading
-    assert not engine.adapters()
+    assert not controls_of(engine).adapters.list_adapters()
 
 
 async def test_a_drain_that_is_given_up_keeps_the_adapter(engine: VllmEngine, tmp_path: Path) -> None:
-    await engine.load_adapter("a", str(write_adapter(tmp_path / "a")))
+    await controls_of(engine).adapters.load("a", str(write_adapter(tmp_path / "a")))
     async with aclosing(engine.submit(task(adapter="a", max_tokens=60))) as events:
         await anext(events)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(engine.unload_adapter("a", drain=True), 0.01)
+            await asyncio.wait_for(controls_of(engine).adapters.unload("a", drain=True), 0.01)
     assert len(await tokens(engine, task(adapter="a"))) == STEPS
 
 
@@ -235,12 +235,12 @@ async def test_a_drain_that_is_given_up_keeps_the_adapter(engine: VllmEngine, tm
 
 
 async def test_found_prompts_are_counted_and_cleared(engine: VllmEngine) -> None:
-    figures = [engine.cache_statistics()]
+    figures = [controls_of(engine).caches.cache_statistics()]
     for clear in (False, False, True):
         if clear:
-            await engine.clear_caches(preempt=False)
+            await controls_of(engine).caches.clear_caches(preempt=False)
         await tokens(engine, task(LONG))
-        figures.append(engine.cache_statistics())
+        figures.append(controls_of(engine).caches.cache_statistics())
     assert (figures[0].blocks, figures[0].block_tokens, figures[0].prefix_caching) == (BLOCKS, BLOCK, True)
     found = [later.cached_tokens - earlier.cached_tokens for earlier, later in itertools.pairwise(figures)]
     assert found == [0, len(LONG) - BLOCK, 0]
@@ -249,13 +249,13 @@ async def test_found_prompts_are_counted_and_cleared(engine: VllmEngine) -> None
 
 async def test_a_cache_in_use_is_kept_unless_preempted(engine: VllmEngine) -> None:
     alone = await tokens(engine, task(LONG, max_tokens=SECONDS))
-    await engine.clear_caches(preempt=False)
+    await controls_of(engine).caches.clear_caches(preempt=False)
     async with aclosing(engine.submit(task(LONG, max_tokens=SECONDS))) as events:
         first = packets([await anext(events)])
         with pytest.raises(NotReadyError, match="hold a part of the cache") as caught:
-            await engine.clear_caches(preempt=False)
+            await controls_of(engine).caches.clear_caches(preempt=False)
         assert caught.value.reason == "CACHE_IN_USE"
-        await engine.clear_caches(preempt=True)
+        await controls_of(engine).caches.clear_caches(preempt=True)
         made = first + packets(await collect(events))
     assert [int(token) for packet in made for token in packet.tensors["token_ids"].view("int32")] == alone
 
@@ -264,9 +264,9 @@ async def test_an_abort_frees_its_blocks_at_once(engine: VllmEngine) -> None:
     async with aclosing(engine.submit(task(LONG, max_tokens=SECONDS))) as events:
         await anext(events)
         with pytest.raises(NotReadyError, match="hold a part"):
-            await engine.clear_caches(preempt=False)
+            await controls_of(engine).caches.clear_caches(preempt=False)
     # Succeeds only if no block is held.
-    await engine.clear_caches(preempt=False)
+    await controls_of(engine).caches.clear_caches(preempt=False)
 
 
 async def test_a_request_that_waits_for_blocks_starts_when_another_is_aborted(engine: VllmEngine) -> None:
@@ -286,9 +286,9 @@ async def test_a_request_that_waits_for_blocks_starts_when_another_is_aborted(en
 
 
 async def test_a_trace_lands_where_the_caller_asked(engine: VllmEngine, profile_dir: Path) -> None:
-    folder = await engine.start_profile("night/one", max_steps=None)
+    folder = await controls_of(engine).profiles.start("night/one", max_steps=None)
     await tokens(engine, task())
-    files = await engine.stop_profile()
+    files = await controls_of(engine).profiles.stop()
     assert folder == str(profile_dir / "night" / "one")
     assert files_in(Path(folder)) == sorted(files)
     (trace,) = [path for path in files if path.endswith(".json.gz")]
@@ -300,20 +300,20 @@ async def test_a_trace_lands_where_the_caller_asked(engine: VllmEngine, profile_
 async def test_a_second_profile_lands_beside_the_first(engine: VllmEngine, profile_dir: Path) -> None:
     made: list[str] = []
     for _ in range(2):
-        await engine.start_profile(str(profile_dir / "again"), max_steps=2)
+        await controls_of(engine).profiles.start(str(profile_dir / "again"), max_steps=2)
         await tokens(engine, task())
-        made += await engine.stop_profile()
+        made += await controls_of(engine).profiles.stop()
     assert len(made) == len(set(made)) == len(files_in(profile_dir / "again"))
 
 
 async def test_only_one_profile_at_a_time(engine: VllmEngine) -> None:
-    with pytest.raises(NotReadyError, match="records nothing") as caught:
-        await engine.stop_profile()
+    with pytest.raises(NotReadyError, match="records no profile") as caught:
+        await controls_of(engine).profiles.stop()
     assert caught.value.reason == "NO_PROFILE"
-    await engine.start_profile("twice", max_steps=None)
-    with pytest.raises(NotReadyError, match=r"records into .*twice already"):
-        await engine.start_profile("twice", max_steps=None)
-    await engine.stop_profile()
+    await controls_of(engine).profiles.start("twice", max_steps=None)
+    with pytest.raises(NotReadyError, match=r"already records a profile into .*twice"):
+        await controls_of(engine).profiles.start("twice", max_steps=None)
+    await controls_of(engine).profiles.stop()
 
 
 @pytest.mark.parametrize("folder", ["..", "/etc", "a/../../b", "link/inside"])
@@ -321,7 +321,7 @@ async def test_a_folder_outside_is_refused(engine: VllmEngine, profile_dir: Path
     (profile_dir / "link").unlink(missing_ok=True)
     (profile_dir / "link").symlink_to(tmp_path)
     with pytest.raises(InvalidRequestError, match="is outside") as caught:
-        await engine.start_profile(folder, max_steps=None)
+        await controls_of(engine).profiles.start(folder, max_steps=None)
     assert caught.value.reason == "INVALID_FOLDER"
     assert files_in(tmp_path) == []
     (profile_dir / "link").unlink()
@@ -335,16 +335,16 @@ async def test_a_cpu_cannot_sleep_and_says_so(engine: VllmEngine) -> None:
     with pytest.raises(
         UnsupportedError, match="engine vllm of stage tested has not the ability sleep on cpu"
     ) as caught:
-        await engine.sleep(1)
+        await controls_of(engine).sleep.sleep(1)
     assert caught.value.metadata == {"engine": "vllm", "ability": "sleep", "device": "cpu"}
-    assert engine.asleep() == []
+    assert controls_of(engine).sleep.asleep() == []
     assert len(await tokens(engine, task())) == STEPS
 
 
 async def test_what_does_not_sleep_cannot_be_woken(engine: VllmEngine) -> None:
-    await engine.wake([])
+    await controls_of(engine).sleep.wake([])
     with pytest.raises(InvalidRequestError, match="weights does not sleep; asleep: nothing"):
-        await engine.wake(["weights"])
+        await controls_of(engine).sleep.wake(["weights"])
 
 
 # -- started without
@@ -355,12 +355,12 @@ async def test_what_was_not_enabled_is_named(model: Path, tmp_path: Path) -> Non
     await engine.start(lambda _: None)
     try:
         with pytest.raises(NotReadyError, match="option enable_lora"):
-            await engine.load_adapter("a", str(write_adapter(tmp_path)))
+            await controls_of(engine).adapters.load("a", str(write_adapter(tmp_path)))
         with pytest.raises(NotFoundError, match="without the option enable_lora"):
             await tokens(engine, task(adapter="a"))
         with pytest.raises(NotReadyError, match="option profile_dir"):
-            await engine.start_profile("here", max_steps=None)
-        assert engine.adapters() == []
+            await controls_of(engine).profiles.start("here", max_steps=None)
+        assert controls_of(engine).adapters.list_adapters() == []
     finally:
         await engine.close()
 

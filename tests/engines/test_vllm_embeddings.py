@@ -18,7 +18,7 @@ from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Emission, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import collect, packets, stage_config
+from tests.engines.support import collect, hand_partitions, packets, stage_config
 from tests.engines.tiny_model import MAX_MODEL_LEN, write_real_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
@@ -84,7 +84,7 @@ def _case(reference: Any, length: int, seed: int) -> Case:
 async def running(model: Path, **options: JsonValue) -> AsyncIterator[VllmEngine]:
     plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=64 << 20, window_bytes=8 << 20)
     engine = VllmEngine(stage_config("vllm", model=str(model), options={**OPTIONS, **options}))
-    engine.use_shares(plane)
+    hand_partitions(engine, plane)
     try:
         await engine.start(lambda _: None)
         yield engine

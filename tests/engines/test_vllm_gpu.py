@@ -23,6 +23,7 @@ from tests.engines.emitted_states import (
     running,
     task,
 )
+from tests.engines.support import controls_of
 from tests.engines.tiny_model import write_real_model
 
 pytestmark = [
@@ -72,9 +73,9 @@ async def test_states_equal_those_of_the_cpu(host: Running, model: Path) -> None
 
 
 async def test_rows_leave_beside_the_compute_stream(host: Running) -> None:
-    await host.engine.start_profile(f"rows-{id(host)}", max_steps=None)
+    await controls_of(host.engine).profiles.start(f"rows-{id(host)}", max_steps=None)
     await received(host.engine, task(5))
-    traced = _events(await host.engine.stop_profile())
+    traced = _events(await controls_of(host.engine).profiles.stop())
     computing = {event["args"]["stream"] for event in traced if event.get("cat") == "kernel"}
     row_bytes = len(PROMPTS[5]) * HIDDEN_SIZE * 4
     copies = [event for event in traced if event.get("cat") == "gpu_memcpy" and event["args"]["bytes"] == row_bytes]

@@ -8,9 +8,9 @@ from pydantic import JsonValue
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.services.engines.base import PartitionsArena
+from stagemesh.services.engines.abilities import PartitionsArena
 from stagemesh.services.engines.vllm.engine import VllmEngine
-from tests.engines.support import stage_config
+from tests.engines.support import hand_partitions, stage_config
 from tests.engines.tiny_model import OPTIONS, write_tiny_model
 
 pytestmark = pytest.mark.timeout(120)
@@ -20,7 +20,7 @@ async def start(model: Path, states: JsonValue, *, shares: PartitionsArena | Non
     config = stage_config("vllm", model=str(model), options={"hidden_states": states, **options})
     engine = VllmEngine(config)
     if shares is not None:
-        engine.use_shares(shares)
+        hand_partitions(engine, shares)
     try:
         await engine.start(lambda _: None)
     finally:

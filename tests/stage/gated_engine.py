@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 import numpy as np
 
 from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Task, Usage
 
 STEP_S = 0.02
@@ -13,6 +14,8 @@ STEP_S = 0.02
 
 class GatedEngine:
     """Emits one text at once, then waits to be let through, or fails."""
+
+    abilities = EngineAbilities()
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()

@@ -87,7 +87,7 @@ async def served_stage(config: StageConfig | None = None, *, engine: Engine | No
         yield replica
 
 
-def order(
+def step_spec(
     request_id: str = "r", *, attempt: int = 1, content: str = "hi", streamed: tuple[str, ...] = ("text",)
 ) -> StepSpec:
     """A prompt for a source."""

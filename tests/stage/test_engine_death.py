@@ -38,7 +38,7 @@ async def test_a_replica_that_was_drained_at_once_is_not_said_to_serve() -> None
 
         async def start(self, report: Callable[[str], None]) -> None:
             await super().start(report)
-            asyncio.get_running_loop().call_soon(runtime.hold)
+            asyncio.get_running_loop().call_soon(runtime.start_drain)
 
     class SeenServer(Server):
         def set_health(self, service: str, *, serving: bool) -> None:

@@ -199,7 +199,7 @@ async def test_step_that_has_finished_feeds_another_consumer_still() -> None:
         await thinker.stub.RebindStep(rebind_output(second))
         await talked.task
         assert talked.text == thought.text
-        await until(lambda: not thinker.runtime._book._left)
+        await until(lambda: not thinker.runtime._runs._left)
         await until(lambda: not thinker.runtime.load().arena_used_bytes)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await thinker.stub.RebindStep(rebind_output(second, edge=3))

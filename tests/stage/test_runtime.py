@@ -22,12 +22,12 @@ from stagemesh.services.stage.replica.load import ReplicaState
 from stagemesh.services.stage.step import run
 from stagemesh.services.stage.step.events import Accepted, Finished, Output
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import events_of, make_runtime, order, ready_runtime, stage_config
+from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
 
 
 async def test_step_tells_its_life_in_order() -> None:
     async with ready_runtime(stage_config(steps=3)) as runtime:
-        events = await events_of(runtime, order())
+        events = await events_of(runtime, step_spec())
     outputs = [event for event in events if isinstance(event, Output)]
     assert events[0] == Accepted(0)
     assert [output.seq for output in outputs] == [0, 1, 2]
@@ -37,7 +37,7 @@ async def test_step_tells_its_life_in_order() -> None:
 
 async def test_timings_grow() -> None:
     async with ready_runtime(stage_config(step_s=0.01)) as runtime:
-        finished = (await events_of(runtime, order()))[-1]
+        finished = (await events_of(runtime, step_spec()))[-1]
     assert isinstance(finished, Finished)
     times = finished.timings
     assert times.first_output_s is not None
@@ -46,16 +46,16 @@ async def test_timings_grow() -> None:
 
 async def test_nothing_is_streamed_unasked() -> None:
     async with ready_runtime() as runtime:
-        events = await events_of(runtime, order(streamed=()))
+        events = await events_of(runtime, step_spec(streamed=()))
     assert not [event for event in events if isinstance(event, Output)]
 
 
 async def test_same_step_attaches_and_hears_all() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
-        async with aclosing(runtime.execute(order(), time_left_s=None)) as first:
+        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as first:
             heard = [await anext(first), await anext(first)]
-            second = group.create_task(events_of(runtime, order()))
+            second = group.create_task(events_of(runtime, step_spec()))
             engine.gate.set()
             heard += [event async for event in first]
         assert await second == heard
@@ -66,23 +66,23 @@ async def test_ended_step_is_not_run_again() -> None:
     engine = GatedEngine()
     engine.gate.set()
     async with ready_runtime(engine=engine) as runtime:
-        assert await events_of(runtime, order()) == await events_of(runtime, order())
+        assert await events_of(runtime, step_spec()) == await events_of(runtime, step_spec())
     assert engine.released == ["r"]
 
 
 async def test_same_step_with_other_content_is_refused() -> None:
     async with ready_runtime() as runtime:
-        await events_of(runtime, order(content="hi"))
+        await events_of(runtime, step_spec(content="hi"))
         with pytest.raises(ExistsError, match="other content") as caught:
-            await events_of(runtime, order(content="ho"))
+            await events_of(runtime, step_spec(content="ho"))
     assert caught.value.reason == "STEP_EXISTS"
 
 
 async def test_stale_attempt_is_refused() -> None:
     async with ready_runtime() as runtime:
-        await events_of(runtime, order(attempt=2))
-        with pytest.raises(StaleAttemptError, match="attempt 2 has taken its place") as caught:
-            await events_of(runtime, order(attempt=1))
+        await events_of(runtime, step_spec(attempt=2))
+        with pytest.raises(StaleAttemptError, match="has been replaced by attempt 2") as caught:
+            await events_of(runtime, step_spec(attempt=1))
     assert caught.value.metadata["attempt"] == "2"
 
 
@@ -90,10 +90,10 @@ async def test_newer_attempt_stops_the_older() -> None:
     engine = GatedEngine()
     async with (
         ready_runtime(engine=engine) as runtime,
-        aclosing(runtime.execute(order(attempt=1), time_left_s=None)) as older,
+        aclosing(runtime.execute(step_spec(attempt=1), time_left_s=None)) as older,
     ):
         await anext(older)
-        async with aclosing(runtime.execute(order(attempt=2), time_left_s=None)) as newer:
+        async with aclosing(runtime.execute(step_spec(attempt=2), time_left_s=None)) as newer:
             await anext(newer)
             with pytest.raises(CancelledRequestError, match="attempt 2 has taken over"):
                 [event async for event in older]
@@ -103,14 +103,14 @@ async def test_engine_lets_go_when_the_last_caller_leaves(monkeypatch: pytest.Mo
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
+        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
             await _hear_output(events)
-            async with aclosing(runtime.execute(order(), time_left_s=None)) as others:
+            async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as others:
                 await anext(others)
             assert engine.running == ["r"]
         await _let_go(engine)
-        with pytest.raises(CancelledRequestError, match="every caller of the step has gone"):
-            await events_of(runtime, order())
+        with pytest.raises(CancelledRequestError, match="every caller of the step has left"):
+            await events_of(runtime, step_spec())
         assert engine.released == ["r"]
 
 
@@ -118,24 +118,24 @@ async def test_caller_that_leaves_at_once_leaves_nothing(monkeypatch: pytest.Mon
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
+        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
             waiting = asyncio.ensure_future(anext(events))
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait([waiting])
         await _let_go(engine)
         with pytest.raises(CancelledRequestError):
-            await events_of(runtime, order())
+            await events_of(runtime, step_spec())
         assert engine.running == []
 
 
 async def test_caller_that_comes_back_keeps_the_step() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
+        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
             await _hear_output(events)
         engine.gate.set()
-        assert isinstance((await events_of(runtime, order()))[-1], Finished)
+        assert isinstance((await events_of(runtime, step_spec()))[-1], Finished)
 
 
 async def _let_go(engine: GatedEngine) -> None:
@@ -154,7 +154,7 @@ async def test_engine_error_says_where(error: Exception, expected: type[Stagemes
     engine.gate.set()
     async with ready_runtime(engine=engine) as runtime:
         with pytest.raises(expected, match=str(error)) as caught:
-            await events_of(runtime, order())
+            await events_of(runtime, step_spec())
     assert caught.value.metadata == {"stage": "thinker", "replica": "thinker-0", "request_id": "r"}
 
 
@@ -162,16 +162,16 @@ async def test_step_ends_at_its_deadline() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
         with pytest.raises(DeadlineError, match="allow more time"):
-            [event async for event in runtime.execute(order(), time_left_s=0.05)]
+            [event async for event in runtime.execute(step_spec(), time_left_s=0.05)]
     assert engine.released == ["r"]
 
 
 async def test_later_caller_extends_the_deadline() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
-        async with aclosing(runtime.execute(order(), time_left_s=1.0)) as short:
+        async with aclosing(runtime.execute(step_spec(), time_left_s=1.0)) as short:
             await _hear_output(short)
-            long = group.create_task(events_of(runtime, order()))
+            long = group.create_task(events_of(runtime, step_spec()))
             await asyncio.sleep(1.2)
             engine.gate.set()
         assert isinstance((await long)[-1], Finished)
@@ -180,7 +180,7 @@ async def test_later_caller_extends_the_deadline() -> None:
 async def test_cancel_waits_for_the_engine() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
+        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
             await _hear_output(events)
             assert await runtime.cancel("r", attempt=0, reason="the user left") == 1
             assert engine.released == ["r"]
@@ -191,7 +191,10 @@ async def test_cancel_waits_for_the_engine() -> None:
 
 async def test_second_stop_does_not_break_into_the_first() -> None:
     engine = GatedEngine()
-    async with ready_runtime(engine=engine) as runtime, aclosing(runtime.execute(order(), time_left_s=None)) as events:
+    async with (
+        ready_runtime(engine=engine) as runtime,
+        aclosing(runtime.execute(step_spec(), time_left_s=None)) as events,
+    ):
         await _hear_output(events)
         first = asyncio.ensure_future(runtime.cancel("r", attempt=0, reason="first"))
         # One round of the loop: the engine is in its last step now.
@@ -206,7 +209,7 @@ async def test_cancel_spares_later_attempts_and_other_requests() -> None:
     engine = GatedEngine()
     async with (
         ready_runtime(engine=engine) as runtime,
-        aclosing(runtime.execute(order("a", attempt=2), time_left_s=None)) as mine,
+        aclosing(runtime.execute(step_spec("a", attempt=2), time_left_s=None)) as mine,
     ):
         await _hear_output(mine)
         assert await runtime.cancel("a", attempt=1, reason="") == 0
@@ -218,11 +221,11 @@ async def test_full_stage_says_when_to_come_back() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
         for number in range(runtime.config.max_queued):
-            group.create_task(events_of(runtime, order(f"r{number}")))
+            group.create_task(events_of(runtime, step_spec(f"r{number}")))
         while len(engine.running) < runtime.config.max_queued:
             await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="max_queued") as caught:
-            await events_of(runtime, order("last"))
+            await events_of(runtime, step_spec("last"))
         assert caught.value.retry_after_s == 2.5
         engine.gate.set()
 
@@ -230,20 +233,20 @@ async def test_full_stage_says_when_to_come_back() -> None:
 async def test_steps_wait_for_the_engine_to_load() -> None:
     runtime = make_runtime()
     with pytest.raises(NotReadyError, match="is loading: starting"):
-        await events_of(runtime, order())
+        await events_of(runtime, step_spec())
     await runtime.close()
 
 
 async def test_drain_lets_steps_finish_and_takes_no_more() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
-        running = group.create_task(events_of(runtime, order("a")))
+        running = group.create_task(events_of(runtime, step_spec("a")))
         while not engine.running:
             await asyncio.sleep(0)
-        draining = group.create_task(runtime.drain(grace_s=5))
+        draining = group.create_task(runtime.finish_steps(grace_s=5))
         await asyncio.sleep(0)
         with pytest.raises(NotReadyError, match="draining"):
-            await events_of(runtime, order("b"))
+            await events_of(runtime, step_spec("b"))
         engine.gate.set()
         await draining
         assert isinstance((await running)[-1], Finished)
@@ -251,9 +254,12 @@ async def test_drain_lets_steps_finish_and_takes_no_more() -> None:
 
 async def test_drain_stops_what_does_not_finish() -> None:
     engine = GatedEngine()
-    async with ready_runtime(engine=engine) as runtime, aclosing(runtime.execute(order(), time_left_s=None)) as events:
+    async with (
+        ready_runtime(engine=engine) as runtime,
+        aclosing(runtime.execute(step_spec(), time_left_s=None)) as events,
+    ):
         await _hear_output(events)
-        await runtime.drain(grace_s=0.01)
+        await runtime.finish_steps(grace_s=0.01)
         with pytest.raises(UnavailableError, match="thinker-0 shuts down"):
             [event async for event in events]
     assert engine.closed
@@ -262,7 +268,7 @@ async def test_drain_stops_what_does_not_finish() -> None:
 async def test_dead_engine_fails_its_steps_with_the_cause() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
+        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
             await _hear_output(events)
             engine.death.set()
             with pytest.raises(UnavailableError, match="the gate fell down"):
@@ -285,7 +291,7 @@ async def test_load_failure_is_kept_for_those_who_ask() -> None:
 
 async def test_pausing_is_refused_with_a_remedy() -> None:
     async with ready_runtime(engine=GatedEngine()) as runtime:
-        pausing = replace(order(), task=replace(order().task, max_steps=2))
+        pausing = replace(step_spec(), task=replace(step_spec().task, max_steps=2))
         with pytest.raises(UnsupportedError, match="engine fake cannot pause; leave max_steps unset"):
             await events_of(runtime, pausing)
 

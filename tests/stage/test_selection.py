@@ -9,9 +9,8 @@ from stagemesh.common.descriptors import Emitted, Signature
 from stagemesh.common.tensors import TensorSpec
 from stagemesh.connectors.edge import Packet, StepPolicy
 from stagemesh.services.engines.base import TokenSelection
-from stagemesh.services.stage.step.selection import selection_of, tokens_of, wanted_of
 from stagemesh.services.stage.step.spec import OutputBinding
-from tests.stage.replicas import order
+from tests.stage.replicas import step_spec
 
 ROWS = Emitted(TensorSpec("float32", ("tokens", "hidden")))
 TEXT = Emitted(TensorSpec("uint8", ("bytes",)), kind="text")
@@ -32,7 +31,7 @@ def rows(start: int, count: int, *, prompt_tokens: int = 5) -> Packet:
 
 @pytest.mark.parametrize(("start", "count", "first"), [(0, 7, 4), (4, 2, 4), (5, 1, 5)])
 def test_last_begins_at_the_last_token_of_the_prompt(start: int, count: int, first: int) -> None:
-    picked = selection_of(binding(tokens="last"))(rows(start, count))
+    picked = binding(tokens="last").select(rows(start, count))
     assert picked is not None
     assert picked.tensors.keys() == STATES
     assert picked.metadata["token_start"] == first
@@ -40,16 +39,16 @@ def test_last_begins_at_the_last_token_of_the_prompt(start: int, count: int, fir
 
 
 def test_last_carries_nothing_of_the_prompts_first_part() -> None:
-    assert selection_of(binding(tokens="last"))(rows(0, 4)) is None
+    assert binding(tokens="last").select(rows(0, 4)) is None
 
 
 def test_last_lets_tensors_without_rows_pass() -> None:
     packet = Packet({"text": np.zeros(3, np.uint8)})
-    assert selection_of(binding(EVERYTHING, "last"))(packet) is packet
+    assert binding(EVERYTHING, "last").select(packet) is packet
 
 
 def test_edge_carries_only_the_tensors_that_it_names() -> None:
-    assert selection_of(binding(frozenset({"text"})))(rows(0, 4)) is None
+    assert binding(frozenset({"text"})).select(rows(0, 4)) is None
 
 
 @pytest.mark.parametrize(
@@ -66,10 +65,10 @@ def test_edge_carries_only_the_tensors_that_it_names() -> None:
 def test_engine_makes_the_rows_that_anybody_takes(
     bindings: tuple[OutputBinding, ...], streamed: tuple[str, ...], tokens: TokenSelection
 ) -> None:
-    assert tokens_of(replace(order(streamed=streamed), outputs=bindings), SIGNATURE) == tokens
+    assert replace(step_spec(streamed=streamed), outputs=bindings).wanted_rows(SIGNATURE) == tokens
 
 
 def test_engine_makes_the_tensors_that_anybody_takes() -> None:
-    taken = replace(order(streamed=("text",)), outputs=(binding(),))
-    assert wanted_of(taken) == frozenset({"text", "hidden_states"})
-    assert wanted_of(replace(taken, outputs=(binding(EVERYTHING),))) is None
+    taken = replace(step_spec(streamed=("text",)), outputs=(binding(),))
+    assert taken.wanted_tensors == frozenset({"text", "hidden_states"})
+    assert replace(taken, outputs=(binding(EVERYTHING),)).wanted_tensors is None

@@ -1,99 +1,84 @@
-"""What some engines can do beside running tasks; an engine declares each ability by its type.
+"""The optional abilities of an engine: each is an object that the stage's controls look up in `EngineAbilities`.
 
-Every call is safe while tasks run, unless it says otherwise, and calls that would harm each other wait for each other.
-A call that is cancelled has either happened or not: it never stops halfway.
+Every method may be called while tasks run, unless its docstring says otherwise. Calls that would harm each other wait
+for each other. A call that is cancelled has either taken full effect or none: it never stops halfway.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from stagemesh.common.tensors import Tensors
+from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
+from stagemesh.services.engines.profiles import Profiles
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter that is loaded."""
+    """A loaded LoRA adapter."""
 
     name: str
-    """What tasks call it (`Task.adapter`)."""
+    """The name by which tasks select the adapter (`Task.adapter`)."""
     path: str
-    """Its folder."""
+    """The adapter's folder."""
     rank: int
     pinned: bool = False
     running: int = 0
-    """Tasks that use it."""
+    """The number of running tasks that use the adapter."""
 
 
-class AdapterControl(ABC):
-    """Tasks can name an adapter, and adapters come and go. A task that names one that is not loaded fails alone."""
+class AdapterControl(Protocol):
+    """Loads and unloads LoRA adapters. A task that names an adapter that is not loaded fails; other tasks do not."""
 
-    @abstractmethod
-    async def load_adapter(self, name: str, path: str) -> Adapter:
-        """Reads and checks an adapter. Loading it again is no error.
+    async def load(self, name: str, path: str) -> Adapter:
+        """Reads and checks an adapter. Loading the same adapter again is not an error.
 
-        Raises InvalidRequestError for what is no adapter of this model, ExistsError where the name stands for another
-        folder, OverloadedError where there is no room, NotReadyError where the engine takes none or sleeps.
+        Raises InvalidRequestError if the folder holds no adapter for this model, ExistsError if the name is used for
+        another folder, OverloadedError if no slot is free, NotReadyError if the engine takes no adapters or sleeps.
+        """
+        ...
+
+    async def unload(self, name: str, *, drain: bool) -> None:
+        """Unloads an adapter. With `drain`, new tasks that name it are rejected and running ones are awaited.
+
+        Raises NotFoundError if it is not loaded, and NotReadyError if tasks use it and `drain` is False.
         """
 
-    @abstractmethod
-    async def unload_adapter(self, name: str, *, drain: bool) -> None:
-        """Forgets an adapter. With `drain` new tasks that name it are refused and those that run are waited for.
+    async def pin(self, name: str) -> Adapter:
+        """Reserves a slot for an adapter until it is unloaded. The other adapters share the remaining slots.
 
-        Raises NotFoundError, and NotReadyError while tasks use it and `drain` is not set.
+        Raises NotFoundError if it is not loaded, and OverloadedError if no slot would remain for the others.
         """
+        ...
 
-    @abstractmethod
-    async def pin_adapter(self, name: str) -> Adapter:
-        """Keeps an adapter in its slot until it is unloaded; tasks that name others then share those that are left.
-
-        Raises NotFoundError, and OverloadedError where the others would have no slot.
-        """
-
-    @abstractmethod
-    def adapters(self) -> Sequence[Adapter]:
-        """Those that are loaded, by name."""
+    def list_adapters(self) -> Sequence[Adapter]:
+        """Returns the loaded adapters, sorted by name."""
+        ...
 
 
-class SleepControl(ABC):
-    """The engine can give its device's memory back and take it again. A sleeping engine is given no task."""
+class SleepControl(Protocol):
+    """Releases the memory of the engine's device and takes it again. A sleeping engine is given no task."""
 
-    @abstractmethod
     def check_sleep(self, level: int) -> None:
-        """Raises UnsupportedError where the device cannot sleep, NotReadyError where the engine was not started for it,
-        InvalidRequestError for a level that it does not have."""
+        """Raises UnsupportedError if the device cannot sleep, NotReadyError if the engine was started without sleep
+        mode, InvalidRequestError if the level does not exist."""
 
-    @abstractmethod
     async def sleep(self, level: int) -> None:
-        """Falls asleep. Called without a task running, after `check_sleep`."""
+        """Puts the engine to sleep. Must be called after `check_sleep`, while no task runs."""
 
-    @abstractmethod
     async def wake(self, tags: Sequence[str]) -> None:
-        """Wakes what is named, or all; raises InvalidRequestError for what does not sleep."""
+        """Wakes the parts with these tags, or all if empty. Raises InvalidRequestError if a tag does not sleep."""
 
-    @abstractmethod
     def asleep(self) -> Sequence[str]:
-        """What sleeps, in the engine's own words; nothing while it takes tasks."""
-
-
-class ProfileControl(ABC):
-    """The engine can record what it computes."""
-
-    @abstractmethod
-    async def start_profile(self, folder: str, *, max_steps: int | None) -> str:
-        """Begins a recording that ends by itself after `max_steps`; returns its folder, absolute.
-
-        Raises InvalidRequestError for a folder that is not allowed, NotReadyError where one goes on already.
-        """
-
-    @abstractmethod
-    async def stop_profile(self) -> Sequence[str]:
-        """Ends the recording; returns its files, which lie in their folder. Raises NotReadyError without one."""
+        """Returns the tags of the parts that sleep, named by the engine. Empty while it accepts tasks."""
+        ...
 
 
 @dataclass(frozen=True)
 class CacheStatistics:
-    """A cache in figures: a key-value cache by blocks and tokens, any other by entries and bytes, the rest being 0.
+    """Statistics of a cache. A key-value cache fills in blocks and tokens; any other cache, entries and bytes.
 
-    Tokens, hits and misses count since the engine's start.
+    Fields that do not apply are 0. Tokens, hits and misses are counted from the engine's start.
     """
 
     blocks: int = 0
@@ -101,7 +86,7 @@ class CacheStatistics:
     prefix_caching: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that were found in it."""
+    """The number of prompt tokens that were found in the cache."""
     entries: int = 0
     size_bytes: int = 0
     limit_bytes: int = 0
@@ -109,16 +94,52 @@ class CacheStatistics:
     misses: int = 0
 
 
-class CacheControl(ABC):
-    """The engine keeps what it computed for earlier tasks."""
+class CacheControl(Protocol):
+    """Clears and measures the cache of results of earlier tasks."""
 
-    @abstractmethod
     async def clear_caches(self, *, preempt: bool) -> None:
-        """Forgets it all. With `preempt` running tasks give up theirs and compute it again, with the same outcome.
+        """Drops all entries. With `preempt`, running tasks drop theirs and compute them again, with the same outcome.
 
-        Raises NotReadyError while a task holds any and `preempt` is not set.
+        Raises NotReadyError if a task uses an entry and `preempt` is False.
         """
 
-    @abstractmethod
     def cache_statistics(self) -> CacheStatistics:
-        """The figures at this moment."""
+        """Returns the current statistics."""
+        ...
+
+
+class PartitionsArena(Protocol):
+    """Reserves partitions of the replica's arena for worker processes."""
+
+    def open_share(self, size_bytes: int) -> PartitionTicket:
+        """Reserves a partition for one worker. Raises NotReadyError if it does not fit."""
+        ...
+
+    def adopt(self, handle: Handle) -> Tensors:
+        """Returns the tensors that a worker wrote as views that hold their region.
+
+        Raises InvalidChunkError if the worker did not write them.
+        """
+        ...
+
+    def close_share(self, ticket: PartitionTicket) -> None:
+        """Frees a partition after its worker has ended."""
+
+
+@dataclass(frozen=True)
+class EngineAbilities:
+    """The abilities of one engine. None or False stands for an ability that the engine does not have.
+
+    `can_pause`, `can_resume` and `use_partitions` are valid before the engine's start, the others after it.
+    """
+
+    can_pause: bool = False
+    """Whether `submit` observes a task's `max_steps` and `pause_requested`."""
+    can_resume: bool = False
+    """Whether `submit` yields checkpoints and accepts a task's `resume_from`."""
+    use_partitions: Callable[[PartitionsArena], None] | None = None
+    """Called once, before `start`. For an engine whose worker processes write into the replica's arena."""
+    adapters: AdapterControl | None = None
+    sleep: SleepControl | None = None
+    profiles: Profiles | None = None
+    caches: CacheControl | None = None

@@ -1,13 +1,13 @@
 """The contract between a stage's runtime and whatever computes."""
 
-from abc import ABC, abstractmethod
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from stagemesh.common.tensors import Tensors
-from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
 from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.media import Medium, Part
 
 
@@ -89,13 +89,6 @@ class Checkpoint:
     those after them."""
 
 
-@dataclass
-class PauseRequest:
-    """Whether a task is to pause after its present step, whatever its `max_steps`."""
-
-    asked: bool = False
-
-
 @dataclass(frozen=True)
 class Task:
     """One request's share of work for an engine."""
@@ -128,9 +121,9 @@ class Task:
     deadline_s: float | None = None
     """When it must be done, by the event loop's clock."""
     max_steps: int | None = None
-    """Pause after so many steps; for engines that are `Pausable`."""
-    pause_wish: PauseRequest = field(default_factory=PauseRequest, compare=False)
-    """Set while it runs, to have it go on elsewhere; for engines that are `Pausable`, too."""
+    """Pause after so many steps; for engines with `can_pause`."""
+    pause_requested: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
+    """Set while it runs, to have it go on elsewhere; for engines with `can_pause`, too."""
     resume_from: Checkpoint | None = None
 
 
@@ -190,6 +183,11 @@ class EngineLoad:
 class Engine(Protocol):
     """Computes for many tasks at once, batching continuously, and never blocks the event loop."""
 
+    @property
+    def abilities(self) -> EngineAbilities:
+        """The abilities that this engine has."""
+        ...
+
     async def start(self, report: Callable[[str], None]) -> None:
         """Loads the model; `report` takes a line for people at each phase. Called once, before anything else."""
 
@@ -212,37 +210,6 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Aborts all tasks and frees everything. Closing twice is harmless."""
-
-
-class Resumable:
-    """An ability of an engine: `submit` yields checkpoints and takes a task's `resume_from`."""
-
-
-class Pausable:
-    """An ability of an engine: `submit` takes a task's `max_steps` and `pause_wish`."""
-
-
-class WritesByWorkers(ABC):
-    """An ability of an engine: its worker processes write into the replica's arena by themselves."""
-
-    @abstractmethod
-    def use_shares(self, shares: "PartitionsArena") -> None:
-        """Called once, before `start`."""
-
-
-class PartitionsArena(Protocol):
-    """Parts of the replica's arena, to be set aside for worker processes."""
-
-    def open_share(self, size_bytes: int) -> PartitionTicket:
-        """Sets a share aside for one worker. Raises NotReadyError where it does not fit."""
-        ...
-
-    def adopt(self, handle: Handle) -> Tensors:
-        """What a worker wrote, as views that hold it. Raises InvalidChunkError for what it did not."""
-        ...
-
-    def close_share(self, ticket: PartitionTicket) -> None:
-        """Takes a share back, for when its worker has ended."""
 
 
 class Transform(Protocol):

@@ -1,4 +1,4 @@
-"""Work that is not left halfway."""
+"""Runs work that must not be cancelled halfway."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def to_the_end(doing: Coroutine[Any, Any, T]) -> T:
-    """Runs what must not stop halfway: a cancellation takes effect when it has ended."""
-    task = asyncio.ensure_future(doing)
+async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end. A cancellation of the caller takes effect after that end."""
+    task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -17,7 +17,7 @@ async def to_the_end(doing: Coroutine[Any, Any, T]) -> T:
         except asyncio.CancelledError as exc:
             cancelled = exc
     if cancelled is not None:
-        # Whatever came of it is nobody's any more, but must have been looked at.
+        # Retrieved, so that asyncio does not log an exception that nothing awaits.
         task.exception()
         raise cancelled
     return task.result()

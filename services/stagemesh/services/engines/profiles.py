@@ -1,4 +1,4 @@
-"""Recordings of what an engine computes, made in a private folder and then moved to where the caller wants them."""
+"""Profiles of an engine: recorded in a private folder, then moved to the folder that the caller named."""
 
 import asyncio
 import shutil
@@ -7,28 +7,28 @@ from secrets import token_hex
 from typing import Protocol
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.services.engines.cleanup import to_the_end
+from stagemesh.services.engines.cleanup import run_to_completion
 
 
 class Recorder(Protocol):
-    """Whoever records, into a folder that it knows."""
+    """Starts and stops an engine's own profiler, which writes into the private folder."""
 
     async def begin(self, prefix: str, *, max_steps: int | None) -> None:
-        """Begins, and ends by itself after `max_steps`. Its files' names begin with `prefix`."""
+        """Starts recording, and stops after `max_steps` unless None. The names of its files start with `prefix`."""
 
     async def end(self) -> None:
-        """Ends, and returns when all files are written."""
+        """Stops recording, and returns once all files are written."""
 
 
 def private_folder(base: str) -> str:
-    """Where a recorder is to write until the recording is moved; a hidden folder of `base`."""
+    """Returns a new hidden folder of `base` for a recorder to write into."""
     return str(Path(base) / f".profile-{token_hex(8)}")
 
 
 class Profiles:
-    """Starts and stops recordings, one at a time.
+    """Starts and stops profiles, one at a time.
 
-    `base` is the only place where a caller may have files put, `private` that where the recorder writes them.
+    Callers may only name folders within `base`. The recorder writes into `private`.
     """
 
     def __init__(self, recorder: Recorder, *, stage: str, base: str | None, private: Path) -> None:
@@ -38,39 +38,42 @@ class Profiles:
         self._lock = asyncio.Lock()
 
     async def start(self, folder: str, *, max_steps: int | None) -> str:
-        """See `ProfileControl`."""
+        """Starts a profile, which ends after `max_steps` unless None; returns its folder as an absolute path.
+
+        Raises InvalidRequestError if the folder is outside `base`, NotReadyError if a profile is running already.
+        """
         async with self._lock:
             if self._target is not None:
                 raise NotReadyError(
-                    f"stage {self._stage} records into {self._target} already; stop that first",
+                    f"stage {self._stage} already records a profile into {self._target}; stop it first",
                     reason="PROFILE_RUNNING",
                 )
             target = self._checked(folder)
-            await to_the_end(self._start(target, max_steps))
+            await run_to_completion(self._start(target, max_steps))
             return str(target)
 
     async def stop(self) -> list[str]:
-        """See `ProfileControl`."""
+        """Stops the profile and returns the paths of its files. Raises NotReadyError if none is running."""
         async with self._lock:
             if self._target is None:
-                raise NotReadyError(f"stage {self._stage} records nothing; start a profile first", reason="NO_PROFILE")
-            return await to_the_end(self._stop(self._target))
+                raise NotReadyError(f"stage {self._stage} records no profile; start one first", reason="NO_PROFILE")
+            return await run_to_completion(self._stop(self._target))
 
     def discard(self) -> None:
-        """Removes what a recording that was never stopped has left."""
+        """Deletes the files of a profile that was never stopped."""
         if self._target is not None:
             shutil.rmtree(self._private, ignore_errors=True)
 
-    # -- inner workings
+    # -- internal
 
     def _checked(self, folder: str) -> Path:
         if self._base is None:
             raise NotReadyError(
-                f"stage {self._stage} makes no profiles; start it with the option profile_dir, the folder that they "
-                "may be put into",
+                f"stage {self._stage} records no profiles; start it with the option profile_dir, "
+                "the folder for profiles",
                 reason="PROFILES_DISABLED",
             )
-        # Resolved: neither ".." nor a link leads out.
+        # Resolved, so that neither ".." nor a symbolic link leads outside.
         target = (self._base / folder).resolve()
         if not target.is_relative_to(self._base):
             raise InvalidRequestError(
@@ -84,9 +87,9 @@ class Profiles:
             await asyncio.to_thread(self._make_folders, target)
         except OSError as exc:
             raise InvalidRequestError(
-                f"folder {target} cannot be made: {exc.strerror}", reason="INVALID_FOLDER"
+                f"folder {target} cannot be created: {exc.strerror}", reason="INVALID_FOLDER"
             ) from exc
-        # A prefix of its own: nothing that lies in the target has the same name.
+        # A random prefix, so that no file in the target has the same name.
         await self._recorder.begin(f"profile-{token_hex(4)}", max_steps=max_steps)
         self._target = target
 
@@ -97,11 +100,11 @@ class Profiles:
     async def _stop(self, target: Path) -> list[str]:
         await self._recorder.end()
         try:
-            # Checked again: what was a folder may be a link by now.
+            # Checked again, because the folder may have been replaced by a symbolic link.
             target = self._checked(str(target))
             return await asyncio.to_thread(self._move, target)
         except OSError as exc:
-            raise NotReadyError(f"the profile cannot be put into {target}: {exc}", reason="INVALID_FOLDER") from exc
+            raise NotReadyError(f"the profile cannot be moved to {target}: {exc}", reason="INVALID_FOLDER") from exc
         finally:
             self.discard()
             self._target = None

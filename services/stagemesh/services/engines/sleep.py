@@ -1,36 +1,36 @@
-"""What of an engine sleeps, for engines that can (`abilities.SleepControl`)."""
+"""The sleep state of an engine that implements `abilities.SleepControl`."""
 
 from collections.abc import Sequence
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 
 
-class Sleepers:
-    """The parts of an engine that sleep, by the engine's own words."""
+class SleepState:
+    """The tags of the parts of an engine that sleep."""
 
     def __init__(self, *, stage: str) -> None:
         self.tags: set[str] = set()
         self._stage = stage
 
-    def check_awake(self) -> None:
-        """Raises NotReadyError while anything sleeps."""
-        if self.tags:
-            raise NotReadyError(
-                f"the engine of stage {self._stage} sleeps ({', '.join(self.listed())}); wake it first",
-                metadata={"asleep": ",".join(self.listed())},
-            )
-
-    def listed(self) -> Sequence[str]:
-        """See `SleepControl.asleep`."""
+    def asleep(self) -> Sequence[str]:
+        """Returns the sorted tags of the parts that sleep."""
         return sorted(self.tags)
 
-    def named(self, tags: Sequence[str]) -> set[str]:
-        """Those that are to be woken, all where none is named; raises InvalidRequestError for what does not sleep."""
+    def check_awake(self) -> None:
+        """Raises NotReadyError if any part sleeps."""
+        if self.tags:
+            raise NotReadyError(
+                f"the engine of stage {self._stage} sleeps ({', '.join(self.asleep())}); wake it first",
+                metadata={"asleep": ",".join(self.asleep())},
+            )
+
+    def select(self, tags: Sequence[str]) -> set[str]:
+        """Returns the tags to wake: `tags`, or all that sleep if empty. Raises InvalidRequestError if one is awake."""
         wanted = set(tags) or set(self.tags)
         if not wanted <= self.tags:
             raise InvalidRequestError(
                 f"stage {self._stage}: {', '.join(sorted(wanted - self.tags))} does not sleep; asleep: "
-                f"{', '.join(self.listed()) or 'nothing'}",
+                f"{', '.join(self.asleep()) or 'nothing'}",
                 reason="UNKNOWN_TAG",
             )
         return wanted

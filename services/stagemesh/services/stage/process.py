@@ -58,7 +58,7 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
         end_within(_END_S)
         _set_serving(server, serving=False)
         server.set_health(CONTROL_NAME, serving=False)
-        await runtime.drain(grace_s=_DRAIN_GRACE_S)
+        await runtime.finish_steps(grace_s=_DRAIN_GRACE_S)
         await runtime.close()
         await server.stop(grace_s=_STOP_GRACE_S)
 

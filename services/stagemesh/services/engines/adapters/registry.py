@@ -1,4 +1,4 @@
-"""Which adapters an engine has, who uses them, and who must wait for a slot. Knows nothing of any engine."""
+"""The registry of an engine's loaded LoRA adapters, with their users and their slots; independent of any engine."""
 
 import asyncio
 import re
@@ -19,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidRequestError for what an adapter cannot be called."""
+    """Raises InvalidRequestError if the name is not valid for an adapter."""
     if not _NAME.fullmatch(name):
         raise InvalidRequestError(
             f"an adapter's name is {name[:140]!r}; it must be 1 to 128 letters, digits, '.', '_', ':', '-' or '/'",
@@ -27,15 +27,15 @@ def check_name(name: str) -> None:
         )
 
 
-def disabled(stage: str) -> NotReadyError:
-    """For a stage that was started without adapters."""
+def disabled_error(stage: str) -> NotReadyError:
+    """Returns the error of an operator's call to a stage that was started without adapters."""
     return NotReadyError(
-        f"stage {stage} takes no adapters; start it with the option enable_lora", reason="ADAPTERS_DISABLED"
+        f"stage {stage} accepts no adapters; start it with the option enable_lora", reason="ADAPTERS_DISABLED"
     )
 
 
-def unknown_where_disabled(stage: str, name: str) -> NotFoundError:
-    """The same, for a task that names one."""
+def unknown_adapter_error(stage: str, name: str) -> NotFoundError:
+    """Returns the error of a task that names an adapter on a stage that was started without adapters."""
     return NotFoundError(
         f"stage {stage} has no adapter {name!r}: it was started without the option enable_lora",
         reason="UNKNOWN_ADAPTER",
@@ -44,66 +44,67 @@ def unknown_where_disabled(stage: str, name: str) -> NotFoundError:
 
 
 def check_rank(name: str, rank: int, *, most: int, taker: str = "the stage") -> None:
-    """Raises InvalidRequestError for an adapter that is larger than a stage takes."""
+    """Raises InvalidRequestError if the rank is above `most`; `taker` names the stage in the message."""
     if rank > most:
         raise InvalidRequestError(
-            f"adapter {name!r} has rank {rank}; {taker} takes {most} at most, its option max_lora_rank",
+            f"adapter {name!r} has rank {rank}; {taker} accepts a rank of at most {most}, its option max_lora_rank",
             reason="INVALID_ADAPTER",
         )
 
 
 @dataclass
 class Entry:
-    """An adapter as the engine holds it."""
+    """A loaded adapter with its state in the registry."""
 
     name: str
     path: str
     rank: int
     number: int
-    """Its id in the engine, which no other adapter has had."""
+    """The adapter's id in the engine. Ids are never reused."""
+    reserved: bool = False
+    """Whether a slot is reserved for this adapter: it is pinned, or waits until it can be."""
     pinned: bool = False
-    """Its slot is its own: it has it, or waits for it."""
-    held: bool = False
-    """The engine has pinned it."""
-    leaving: bool = False
-    """Being unloaded: it takes no new users."""
+    """Whether the engine has pinned the adapter."""
+    unloading: bool = False
+    """Whether the adapter is being unloaded and accepts no new users."""
     users: int = 0
+    """The number of running tasks that use the adapter."""
 
     @property
-    def public(self) -> Adapter:
-        """As others see it."""
-        return Adapter(self.name, self.path, self.rank, self.held, self.users)
+    def adapter(self) -> Adapter:
+        """The adapter as shown to operators."""
+        return Adapter(self.name, self.path, self.rank, self.pinned, self.users)
 
 
 @dataclass
 class AdapterRegistry:
-    """Keeps an engine's limits, which vLLM does not all check itself.
+    """Enforces the adapter limits of an engine, because vLLM does not check all of them.
 
-    A step may use `slots` different adapters. vLLM's scheduler counts them, but takes a pinned one for one that gives
-    way, and a step that needs its slot kills the engine. So as long as one is pinned, tasks enter here, as many
-    adapters at a time as there are slots left. No more than `room` are ever loaded, for vLLM would drop one that is in
-    use, and read it from its folder again in the middle of a step.
+    A step may use `slots` different adapters. vLLM's scheduler counts them, but assumes that it can evict a pinned
+    adapter, and a step that needs the slot of a pinned one crashes the engine. Therefore, while an adapter is pinned,
+    the registry admits tasks of at most as many other adapters at a time as slots remain. At most `capacity` adapters
+    are loaded, because vLLM would otherwise evict an adapter in use and read it again in the middle of a step.
     """
 
     stage: str
     slots: int
-    room: int
-    room_option: str = "max_cpu_loras"
-    """What the option is called that sets `room`."""
+    capacity: int
+    capacity_option: str = "max_cpu_loras"
+    """The name of the stage option that sets `capacity`."""
     _entries: dict[str, Entry] = field(default_factory=dict[str, Entry])
     _last_number: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def listed(self) -> Sequence[Adapter]:
-        """All, by name."""
-        return [entry.public for _, entry in sorted(self._entries.items())]
+    def list_adapters(self) -> Sequence[Adapter]:
+        """Returns all adapters, sorted by name."""
+        return [entry.adapter for _, entry in sorted(self._entries.items())]
 
     def entries(self) -> Sequence[Entry]:
-        """All, in the order of their loading."""
+        """Returns all entries in the order of loading."""
         return list(self._entries.values())
 
     def find(self, name: str) -> Entry:
-        """Raises NotFoundError with the names that are known."""
+        """Returns the entry of a loaded adapter; raises NotFoundError with the known names."""
         entry = self._entries.get(name)
         if entry is None:
             known = ", ".join(sorted(self._entries)) or "none"
@@ -114,13 +115,16 @@ class AdapterRegistry:
             )
         return entry
 
-    def loaded(self, name: str, path: str) -> Entry | None:
-        """The adapter of this name; raises ExistsError where it is another, OverloadedError where none more fits."""
+    def find_loaded(self, name: str, path: str) -> Entry | None:
+        """Returns the entry if this adapter is loaded, or None if it may be loaded.
+
+        Raises ExistsError if the name is used for another folder, OverloadedError if the registry is full.
+        """
         entry = self._entries.get(name)
         if entry is None:
-            self._check_room(name)
-        elif entry.path != path or entry.leaving:
-            state = "is being unloaded" if entry.leaving else f"is loaded from {entry.path}"
+            self._check_capacity(name)
+        elif entry.path != path or entry.unloading:
+            state = "is being unloaded" if entry.unloading else f"is loaded from {entry.path}"
             raise ExistsError(
                 f"adapter {name!r} of stage {self.stage} {state}; unload it first, or use another name",
                 reason="ADAPTER_EXISTS",
@@ -128,24 +132,24 @@ class AdapterRegistry:
             )
         return entry
 
-    def number(self) -> int:
-        """A new id."""
+    def next_number(self) -> int:
+        """Returns a new id."""
         self._last_number += 1
         return self._last_number
 
     def add(self, entry: Entry) -> None:
-        """Enters an adapter that the engine has loaded."""
+        """Adds an adapter that the engine has loaded."""
         self._entries[entry.name] = entry
 
     def remove(self, entry: Entry) -> None:
-        """Strikes one out that the engine has dropped."""
+        """Removes an adapter that the engine has unloaded."""
         del self._entries[entry.name]
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncGenerator[Entry]:
-        """The adapter for a task, which may use it within the context; waits for a slot.
+        """Waits for a slot and yields the adapter to a task, which may use it within the context.
 
-        Raises NotFoundError, and NotReadyError while it is being unloaded.
+        Raises NotFoundError if it is not loaded, and NotReadyError if it is being unloaded.
         """
         await self._until(lambda: self._may_run(self._usable(name)))
         entry = self._usable(name)
@@ -154,13 +158,13 @@ class AdapterRegistry:
             yield entry
         finally:
             entry.users -= 1
-            self._tell()
+            self._notify()
 
     @asynccontextmanager
-    async def leaving(self, name: str, *, drain: bool) -> AsyncGenerator[Entry]:
-        """An adapter that nobody uses, nor comes to use within the context; waits for its users to end.
+    async def unloading(self, name: str, *, drain: bool) -> AsyncGenerator[Entry]:
+        """Waits until no task uses the adapter and yields it; no task can start to use it within the context.
 
-        Raises NotFoundError, and NotReadyError where it has users and is not to be drained.
+        Raises NotFoundError if it is not loaded, and NotReadyError if tasks use it and `drain` is False.
         """
         entry = self._usable(name)
         if entry.users and not drain:
@@ -170,59 +174,60 @@ class AdapterRegistry:
                 reason="ADAPTER_IN_USE",
                 metadata={"adapter": name, "running": str(entry.users)},
             )
-        entry.leaving = True
+        entry.unloading = True
         try:
             await self._until(lambda: not entry.users)
             yield entry
         finally:
-            entry.leaving = False
-            self._tell()
+            entry.unloading = False
+            self._notify()
 
     @asynccontextmanager
     async def pinning(self, name: str) -> AsyncGenerator[Entry]:
-        """An adapter that is given a slot to itself, and keeps it once the engine holds it there.
+        """Reserves a slot and yields the adapter, whose `pinned` the caller sets once the engine has pinned it.
 
-        Waits for tasks that use more of the others than there are slots left. Raises NotFoundError, and OverloadedError
-        where the others would have none.
+        The reservation ends with the context unless `pinned` is set. Waits until running tasks use no more other
+        adapters than slots remain. Raises NotFoundError if it is not loaded, and OverloadedError if no slot would
+        remain for the others.
         """
         entry = self._usable(name)
         self._check_pin(entry)
-        entry.pinned = True
+        entry.reserved = True
         try:
             await self._until(lambda: len(self._sharing()) <= self._free_slots)
             yield entry
         finally:
-            entry.pinned = entry.held
-            self._tell()
+            entry.reserved = entry.pinned
+            self._notify()
 
-    # -- inner workings
+    # -- internal
 
     @property
     def _free_slots(self) -> int:
-        return self.slots - sum(entry.pinned for entry in self._entries.values())
+        return self.slots - sum(entry.reserved for entry in self._entries.values())
 
     def _sharing(self) -> set[str]:
-        """The adapters in use that are not pinned."""
-        return {entry.name for entry in self._entries.values() if entry.users and not entry.pinned}
+        """Returns the names of the adapters in use without a reserved slot."""
+        return {entry.name for entry in self._entries.values() if entry.users and not entry.reserved}
 
     def _may_run(self, entry: Entry) -> bool:
-        if entry.pinned or self._free_slots == self.slots:
+        if entry.reserved or self._free_slots == self.slots:
             return True
         return len(self._sharing() | {entry.name}) <= self._free_slots
 
     def _usable(self, name: str) -> Entry:
         entry = self.find(name)
-        if entry.leaving:
+        if entry.unloading:
             raise NotReadyError(
                 f"adapter {name!r} of stage {self.stage} is being unloaded; choose another, or load it again",
                 metadata={"adapter": name},
             )
         return entry
 
-    def _check_room(self, name: str) -> None:
-        if len(self._entries) >= self.room or not self._free_slots:
+    def _check_capacity(self, name: str) -> None:
+        if len(self._entries) >= self.capacity or not self._free_slots:
             limit = (
-                f"{self.room} adapters, its {self.room_option}"
+                f"{self.capacity} adapters, its {self.capacity_option}"
                 if self._free_slots
                 else "a pinned adapter in every slot"
             )
@@ -233,11 +238,11 @@ class AdapterRegistry:
             )
 
     def _check_pin(self, entry: Entry) -> None:
-        others = [each.name for each in self._entries.values() if not each.pinned and each is not entry]
-        if others and not entry.pinned and self._free_slots <= 1:
+        others = [each.name for each in self._entries.values() if not each.reserved and each is not entry]
+        if others and not entry.reserved and self._free_slots <= 1:
             raise OverloadedError(
-                f"stage {self.stage} has {self.slots} slots, its max_loras; {entry.name!r} pinned would leave none for "
-                f"{', '.join(sorted(others))}",
+                f"stage {self.stage} has {self.slots} slots, its max_loras; "
+                f"pinning {entry.name!r} would leave none for {', '.join(sorted(others))}",
                 reason="ADAPTERS_FULL",
                 metadata={"adapter": entry.name},
             )
@@ -246,6 +251,6 @@ class AdapterRegistry:
         while not condition():
             await self._changed.wait()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

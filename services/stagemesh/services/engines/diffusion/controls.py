@@ -1,17 +1,15 @@
 """What an operator may change of a diffusion engine while it serves: sleep and profiles. Adapters are `lending`'s."""
 
 import asyncio
-from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.engines.abilities import ProfileControl, SleepControl
-from stagemesh.services.engines.cleanup import to_the_end
+from stagemesh.services.engines.cleanup import run_to_completion
 from stagemesh.services.engines.diffusion.adapters.manager import AdapterManager
 from stagemesh.services.engines.diffusion.executor import Executor
 from stagemesh.services.engines.profiles import Profiles, private_folder
-from stagemesh.services.engines.sleep import Sleepers
+from stagemesh.services.engines.sleep import SleepState
 
 LEVELS = (1, 2)
 WEIGHTS, BUFFERS = "weights", "buffers"
@@ -23,9 +21,9 @@ class Sleeper:
     def __init__(self, executor: Executor, lending: AdapterManager, *, stage: str) -> None:
         self._executor, self._lending = executor, lending
         self._lock = asyncio.Lock()
-        self._sleepers = Sleepers(stage=stage)
+        self._sleepers = SleepState(stage=stage)
 
-    def check(self, level: int) -> None:
+    def check_sleep(self, level: int) -> None:
         """See `SleepControl.check_sleep`."""
         if level not in LEVELS:
             raise InvalidRequestError(
@@ -38,19 +36,19 @@ class Sleeper:
 
     def asleep(self) -> Sequence[str]:
         """See `SleepControl`."""
-        return self._sleepers.listed()
+        return self._sleepers.asleep()
 
     async def sleep(self, level: int) -> None:
         """See `SleepControl`."""
-        self.check(level)
+        self.check_sleep(level)
         async with self._lock:
             self._sleepers.check_awake()
-            await to_the_end(self._sleep(level))
+            await run_to_completion(self._sleep(level))
 
     async def wake(self, tags: Sequence[str]) -> None:
         """See `SleepControl`."""
         async with self._lock:
-            await to_the_end(self._wake(self._sleepers.named(tags)))
+            await run_to_completion(self._wake(self._sleepers.select(tags)))
 
     # -- inner workings
 
@@ -61,7 +59,7 @@ class Sleeper:
     async def _wake(self, tags: set[str]) -> None:
         # Buffers are made when they are needed.
         if WEIGHTS in tags and await self._executor.call("wake"):
-            for adapter in self._lending.listed():
+            for adapter in self._lending.list_adapters():
                 await self._executor.call("load_adapter", adapter.name, adapter.path)
         self._sleepers.tags -= tags
 
@@ -88,36 +86,3 @@ class Controls:
         private = Path(private_folder(profile_dir)) if profile_dir else Path()
         self.sleeper = Sleeper(executor, lending, stage=stage)
         self.profiles = Profiles(WorkerRecorder(executor, private), stage=stage, base=profile_dir, private=private)
-
-
-class Controllable(SleepControl, ProfileControl):
-    """An engine with these abilities, which are those of its `controls`."""
-
-    @property
-    @abstractmethod
-    def controls(self) -> Controls:
-        """See `Controls`."""
-
-    def check_sleep(self, level: int) -> None:
-        """See `SleepControl`."""
-        self.controls.sleeper.check(level)
-
-    async def sleep(self, level: int) -> None:
-        """See `SleepControl`."""
-        await self.controls.sleeper.sleep(level)
-
-    async def wake(self, tags: Sequence[str]) -> None:
-        """See `SleepControl`."""
-        await self.controls.sleeper.wake(tags)
-
-    def asleep(self) -> Sequence[str]:
-        """See `SleepControl`."""
-        return self.controls.sleeper.asleep()
-
-    async def start_profile(self, folder: str, *, max_steps: int | None) -> str:
-        """See `ProfileControl`."""
-        return await self.controls.profiles.start(folder, max_steps=max_steps)
-
-    async def stop_profile(self) -> Sequence[str]:
-        """See `ProfileControl`."""
-        return await self.controls.profiles.stop()

@@ -14,22 +14,21 @@ from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotR
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import Packet
+from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import (
     Checkpoint,
     Emission,
     EngineEvent,
     EngineLoad,
-    Pausable,
     Paused,
     Progress,
-    Resumable,
     Task,
     Usage,
 )
 from stagemesh.services.engines.diffusion import CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
-from stagemesh.services.engines.diffusion.adapters.manager import AdapterManager, LendsAdapters
-from stagemesh.services.engines.diffusion.caches.prompt_cache_control import CachesPrompts, PromptCacheControl
-from stagemesh.services.engines.diffusion.controls import Controllable, Controls
+from stagemesh.services.engines.diffusion.adapters.manager import AdapterManager
+from stagemesh.services.engines.diffusion.caches.prompt_cache_control import PromptCacheControl
+from stagemesh.services.engines.diffusion.controls import Controls
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.scheduling.admission import Admission
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class DiffusionEngine(LendsAdapters, CachesPrompts, Controllable, Resumable, Pausable):
+class DiffusionEngine:
     """Runs requests step by step on a worker, which loads the model and runs one call at a time.
 
     Each request is a coroutine that waits for its turns. The step loop repeatedly has the worker run one step of the
@@ -79,16 +78,15 @@ class DiffusionEngine(LendsAdapters, CachesPrompts, Controllable, Resumable, Pau
         self._serving = asyncio.create_task(self._step_loop.serve(), name="diffusion steps")
 
     @property
-    def lending(self) -> AdapterManager:
-        return self._lending
-
-    @property
-    def remembering(self) -> PromptCacheControl:
-        return self._remembering
-
-    @property
-    def controls(self) -> Controls:
-        return self._controls
+    def abilities(self) -> EngineAbilities:
+        return EngineAbilities(
+            can_pause=True,
+            can_resume=True,
+            adapters=self._lending,
+            sleep=self._controls.sleeper,
+            profiles=self._controls.profiles,
+            caches=self._remembering,
+        )
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         if self._facts is None:
@@ -168,9 +166,9 @@ class DiffusionEngine(LendsAdapters, CachesPrompts, Controllable, Resumable, Pau
             async with aclosing(self._step_loop.run_steps(request, stop_at)) as steps:
                 async for done in steps:
                     yield Progress(done, prepared.total_steps)
-                    if task.pause_wish.asked:
+                    if task.pause_requested.is_set():
                         request.stop_early()
-            if task.pause_wish.asked:
+            if task.pause_requested.is_set():
                 break
             if request.done < last:
                 async with aclosing(self._at_stop(name, task, request.done)) as events:

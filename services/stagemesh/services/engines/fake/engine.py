@@ -5,12 +5,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from stagemesh.common.stage_config import StageConfig
-from stagemesh.services.engines.base import EngineEvent, EngineLoad, Pausable, Resumable, Task
+from stagemesh.services.engines.abilities import EngineAbilities
+from stagemesh.services.engines.base import EngineEvent, EngineLoad, Task
 from stagemesh.services.engines.fake.options import fake_options
 from stagemesh.services.engines.fake.task_run import FakeRun, hold_memory
 
 
-class FakeEngine(Resumable, Pausable):
+class FakeEngine:
     """See `stagemesh.services.engines.base.Engine`."""
 
     def __init__(self, config: StageConfig) -> None:
@@ -20,6 +21,10 @@ class FakeEngine(Resumable, Pausable):
         self._runs = set[FakeRun]()
         self._memory = hold_memory(0)
         self._closed = asyncio.Event()
+
+    @property
+    def abilities(self) -> EngineAbilities:
+        return EngineAbilities(can_pause=True, can_resume=True)
 
     async def start(self, report: Callable[[str], None]) -> None:
         report("loading nothing")

@@ -66,7 +66,7 @@ class FakeRun:
                 emission = Emission(Packet(made, {"step": self._step}))
                 disordered = self._faults.disorders(self._step)
                 self._step += 1
-                pauses = self._step - self._resumed == self._task.max_steps or self._task.pause_wish.asked
+                pauses = self._step - self._resumed == self._task.max_steps or self._task.pause_requested.is_set()
                 # What comes late comes before a pause: nobody would emit it afterwards.
                 if disordered and not pauses:
                     late.append(emission)
@@ -160,7 +160,7 @@ class FakeRun:
 
         Who is asked to pause does not wait for what has yet to come: whoever goes on is fed from the start.
         """
-        if self._task.pause_wish.asked:
+        if self._task.pause_requested.is_set():
             return Checkpoint(self._step, tensors=at_step(self._step))
         if self._is_source:
             return Checkpoint(self._step, tensors=at_step(self._step)) if self._step < self._source_steps else None

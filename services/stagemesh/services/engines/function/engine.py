@@ -13,6 +13,7 @@ from pydantic import JsonValue
 from stagemesh.common.descriptors import FunctionDescriptor, import_factory, load_function_descriptor
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnsupportedError
 from stagemesh.common.stage_config import StageConfig
+from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import Emission, EngineEvent, EngineLoad, Progress, Task, Usage
 from stagemesh.services.engines.function.base import Call, Function, OpensWithout
 from stagemesh.services.engines.function.batching import Batcher
@@ -40,6 +41,10 @@ class FunctionEngine:
         self._batcher: Batcher | None = None
         self._serving: asyncio.Task[None] | None = None
         self._held = 0
+
+    @property
+    def abilities(self) -> EngineAbilities:
+        return EngineAbilities()
 
     async def start(self, report: Callable[[str], None]) -> None:
         report(f"loading {self._name}")

@@ -1,23 +1,15 @@
 """The vllm engine's abilities: vLLM's own controls, made safe to use while it runs."""
 
 import asyncio
-from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnsupportedError
-from stagemesh.services.engines.abilities import (
-    Adapter,
-    AdapterControl,
-    CacheControl,
-    CacheStatistics,
-    ProfileControl,
-    SleepControl,
-)
-from stagemesh.services.engines.cleanup import to_the_end
+from stagemesh.services.engines.abilities import CacheStatistics
+from stagemesh.services.engines.cleanup import run_to_completion
 from stagemesh.services.engines.profiles import Profiles, private_folder
-from stagemesh.services.engines.sleep import Sleepers
+from stagemesh.services.engines.sleep import SleepState
 from stagemesh.services.engines.vllm.adapters.control import Adapters
 from stagemesh.services.engines.vllm.core_calls import core_call, worker_call
 from stagemesh.services.engines.vllm.profiles import CoreRecorder
@@ -53,7 +45,7 @@ class Control:
         self._llm, self._stage = llm, stage
         self._lock = asyncio.Lock()
         self._level = 0
-        self._sleepers = Sleepers(stage=stage)
+        self._sleepers = SleepState(stage=stage)
         self._prompt_tokens = self._cached_tokens = 0
         self.adapters = Adapters(llm, stage=stage, lock=self._lock, check_awake=self.check_awake)
         self.profiles = Profiles(
@@ -87,20 +79,20 @@ class Control:
 
     def asleep(self) -> Sequence[str]:
         """See `SleepControl`."""
-        return self._sleepers.listed()
+        return self._sleepers.asleep()
 
     async def sleep(self, level: int) -> None:
         """See `SleepControl`."""
         self.check_sleep(level)
         async with self._lock:
             self.check_awake()
-            await to_the_end(self._sleep(level))
+            await run_to_completion(self._sleep(level))
 
     async def wake(self, tags: Sequence[str]) -> None:
         """See `SleepControl`."""
         async with self._lock:
-            if wanted := self._sleepers.named(tags):
-                await to_the_end(self._wake(wanted))
+            if wanted := self._sleepers.select(tags):
+                await run_to_completion(self._wake(wanted))
 
     async def clear_caches(self, *, preempt: bool) -> None:
         """See `CacheControl`."""
@@ -141,60 +133,3 @@ class Control:
             await worker_call(self._llm, "reload_weights")
             await self.adapters.restore()
         self._sleepers.tags -= tags
-
-
-class Controllable(AdapterControl, SleepControl, ProfileControl, CacheControl):
-    """An engine with all of these abilities, which are those of its `control`."""
-
-    @property
-    @abstractmethod
-    def control(self) -> Control:
-        """The controls of what runs; raises UnavailableError where nothing does."""
-
-    async def load_adapter(self, name: str, path: str) -> Adapter:
-        """See `AdapterControl`."""
-        return await self.control.adapters.load(name, path)
-
-    async def unload_adapter(self, name: str, *, drain: bool) -> None:
-        """See `AdapterControl`."""
-        await self.control.adapters.unload(name, drain=drain)
-
-    async def pin_adapter(self, name: str) -> Adapter:
-        """See `AdapterControl`."""
-        return await self.control.adapters.pin(name)
-
-    def adapters(self) -> Sequence[Adapter]:
-        """See `AdapterControl`."""
-        return self.control.adapters.listed()
-
-    def check_sleep(self, level: int) -> None:
-        """See `SleepControl`."""
-        self.control.check_sleep(level)
-
-    async def sleep(self, level: int) -> None:
-        """See `SleepControl`."""
-        await self.control.sleep(level)
-
-    async def wake(self, tags: Sequence[str]) -> None:
-        """See `SleepControl`."""
-        await self.control.wake(tags)
-
-    def asleep(self) -> Sequence[str]:
-        """See `SleepControl`."""
-        return self.control.asleep()
-
-    async def start_profile(self, folder: str, *, max_steps: int | None) -> str:
-        """See `ProfileControl`."""
-        return await self.control.profiles.start(folder, max_steps=max_steps)
-
-    async def stop_profile(self) -> Sequence[str]:
-        """See `ProfileControl`."""
-        return await self.control.profiles.stop()
-
-    async def clear_caches(self, *, preempt: bool) -> None:
-        """See `CacheControl`."""
-        await self.control.clear_caches(preempt=preempt)
-
-    def cache_statistics(self) -> CacheStatistics:
-        """See `CacheControl`."""
-        return self.control.cache_statistics()

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError, UnsupportedError
 from stagemesh.common.stage_config import StageConfig
+from stagemesh.services.engines.abilities import EngineAbilities, PartitionsArena
 from stagemesh.services.engines.base import (
     EngineEvent,
     EngineLoad,
-    PartitionsArena,
-    Resumable,
     Task,
-    WritesByWorkers,
     media_of,
 )
-from stagemesh.services.engines.vllm.control import Control, Controllable, prepare_control
+from stagemesh.services.engines.vllm.control import Control, prepare_control
 from stagemesh.services.engines.vllm.embeddings.memory import PLACEHOLDER
 from stagemesh.services.engines.vllm.load_meter import LoadMeter
 from stagemesh.services.engines.vllm.options import HiddenStatesOptions, engine_options, own_options
@@ -40,7 +38,7 @@ _SHARES_OF_THE_ARENA = 4
 _log = logging.getLogger(__name__)
 
 
-class VllmEngine(Resumable, WritesByWorkers, Controllable):
+class VllmEngine:
     """See `stagemesh.services.engines.base.Engine`.
 
     vLLM is imported and its processes are started on a thread of their own, which lives as long as the engine: the
@@ -66,14 +64,23 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
 
     @property
     def control(self) -> Control:
-        """See `Controllable`."""
+        """The controls of the running engine; raises UnavailableError if it does not run."""
         if self._control is None:
             raise UnavailableError(f"the engine of stage {self._config.stage} is closed")
         return self._control
 
-    def use_shares(self, shares: PartitionsArena) -> None:
-        """See `WritesByWorkers`."""
-        self._shares = shares
+    @property
+    def abilities(self) -> EngineAbilities:
+        """See `Engine`."""
+        control = self._control
+        return EngineAbilities(
+            can_resume=True,
+            use_partitions=self._use_partitions,
+            adapters=control.adapters if control else None,
+            sleep=control,
+            profiles=control.profiles if control else None,
+            caches=control,
+        )
 
     async def start(self, report: Callable[[str], None]) -> None:
         """See `Engine`."""
@@ -129,6 +136,9 @@ class VllmEngine(Resumable, WritesByWorkers, Controllable):
         self._owner.shutdown(wait=False)
 
     # -- inner workings
+
+    def _use_partitions(self, partitions: PartitionsArena) -> None:
+        self._shares = partitions
 
     def _load(self, report: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:
         from stagemesh.services.engines.vllm import environment

@@ -16,8 +16,8 @@ from stagemesh.services.stage.service.conversion import (
     description_to_wire,
     event_to_wire,
     load_to_wire,
-    order_from_wire,
     rebinding_from_wire,
+    spec_from_wire,
 )
 from stagemesh.services.stage.service.step_session import StepSession
 from stagemesh.services.stage.step.spec import STATE_EDGE
@@ -148,7 +148,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     async def _execute(
         self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-        events = self._runtime.execute(order_from_wire(request), time_left_s=time_left_s)
+        events = self._runtime.execute(spec_from_wire(request), time_left_s=time_left_s)
         async with contextlib.aclosing(events):
             async for event in events:
                 yield event_to_wire(event)

@@ -12,8 +12,7 @@ from stagemesh.connectors.flow.inlet_attempt import InletAttempt
 from stagemesh.connectors.flow.outlet import RebindingOutlet
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
 from stagemesh.connectors.flow.reconnect_policy import mendable
-from stagemesh.services.stage.step.reports import FlowReport
-from stagemesh.services.stage.step.selection import selection_of
+from stagemesh.services.stage.step.events import FlowReport
 from stagemesh.services.stage.step.spec import (
     STATE_EDGE,
     InputBinding,
@@ -27,15 +26,15 @@ from stagemesh.services.stage.step.spec import (
 class StepEdges:
     """Opened by a run, and let go of at its end; outgoing ones may outlive it, for consumers that are replaced."""
 
-    def __init__(self, order: StepSpec, data_plane: DataPlane) -> None:
-        self.request_id, self.step_id, self.attempt = order.request_id, order.step_id, order.attempt
+    def __init__(self, spec: StepSpec, data_plane: DataPlane) -> None:
+        self.request_id, self.step_id, self.attempt = spec.request_id, spec.step_id, spec.attempt
         self.outlets = data_plane.fan_out()
         """The pipeline's edges."""
         self.on_over: Callable[[], None] = lambda: None
         """Told when the last of the outgoing edges is over."""
         self._plane = data_plane
-        self._inputs = {binding.edge: binding for binding in order.inputs}
-        self._outputs = {binding.edge: binding for binding in order.outputs}
+        self._inputs = {binding.edge: binding for binding in spec.inputs}
+        self._outputs = {binding.edge: binding for binding in spec.outputs}
         self._inlets: dict[str, RebindingInlet] = {}
         self._by_edge: dict[str, RebindingOutlet] = {}
         self._state_inlet: Inlet | None = None
@@ -55,7 +54,7 @@ class StepEdges:
                 continue
             outlet = RebindingOutlet(self._open_outlet(target), policy=target.policy, on_over=self._over)
             self._by_edge[target.edge] = outlet
-            self.outlets.add(outlet, selection_of(target))
+            self.outlets.add(outlet, target.select)
 
     @property
     def inlets(self) -> dict[str, Inlet]:

@@ -1,19 +1,18 @@
 """LoRA adapters as the diffusion engine lends them to its requests."""
 
 import asyncio
-from abc import abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
-from stagemesh.services.engines.abilities import Adapter, AdapterControl
+from stagemesh.services.engines.abilities import Adapter
 from stagemesh.services.engines.adapters.registry import (
     AdapterRegistry,
     Entry,
     check_name,
-    disabled,
-    unknown_where_disabled,
+    disabled_error,
+    unknown_adapter_error,
 )
-from stagemesh.services.engines.cleanup import to_the_end
+from stagemesh.services.engines.cleanup import run_to_completion
 from stagemesh.services.engines.diffusion.executor import Executor
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
@@ -27,9 +26,9 @@ class AdapterManager:
         most = options.max_loras
         self._book = AdapterRegistry(stage, most, most, "max_loras") if options.enable_lora else None
 
-    def listed(self) -> Sequence[Adapter]:
+    def list_adapters(self) -> Sequence[Adapter]:
         """Those that are loaded, by name."""
-        return self._book.listed() if self._book else []
+        return self._book.list_adapters() if self._book else []
 
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncGenerator[None]:
@@ -37,7 +36,7 @@ class AdapterManager:
         if name is None:
             yield
         elif self._book is None:
-            raise unknown_where_disabled(self._stage, name)
+            raise unknown_adapter_error(self._stage, name)
         else:
             async with self._book.using(name):
                 yield
@@ -47,61 +46,36 @@ class AdapterManager:
         book = self._enabled()
         check_name(name)
         async with self._lock:
-            entry = book.loaded(name, path)
+            entry = book.find_loaded(name, path)
             if entry is None:
-                entry = await to_the_end(self._load(book, name, path))
-            return entry.public
+                entry = await run_to_completion(self._load(book, name, path))
+            return entry.adapter
 
     async def unload(self, name: str, *, drain: bool) -> None:
         """See `AdapterControl`."""
         book = self._enabled()
-        async with book.leaving(name, drain=drain) as entry, self._lock:
-            await to_the_end(self._unload(book, entry))
+        async with book.unloading(name, drain=drain) as entry, self._lock:
+            await run_to_completion(self._unload(book, entry))
 
     async def pin(self, name: str) -> Adapter:
         """See `AdapterControl`. Each that is loaded has its place already."""
         async with self._lock, self._enabled().pinning(name) as entry:
-            entry.held = True
-            return entry.public
+            entry.pinned = True
+            return entry.adapter
 
     # -- inner workings
 
     def _enabled(self) -> AdapterRegistry:
         if self._book is None:
-            raise disabled(self._stage)
+            raise disabled_error(self._stage)
         return self._book
 
     async def _load(self, book: AdapterRegistry, name: str, path: str) -> Entry:
         rank: int = await self._executor.call("load_adapter", name, path)
-        entry = Entry(name, path, rank, book.number())
+        entry = Entry(name, path, rank, book.next_number())
         book.add(entry)
         return entry
 
     async def _unload(self, book: AdapterRegistry, entry: Entry) -> None:
         await self._executor.call("unload_adapter", entry.name)
         book.remove(entry)
-
-
-class LendsAdapters(AdapterControl):
-    """An engine that lends adapters."""
-
-    @property
-    @abstractmethod
-    def lending(self) -> AdapterManager:
-        """Its adapters."""
-
-    async def load_adapter(self, name: str, path: str) -> Adapter:
-        """See `AdapterControl`."""
-        return await self.lending.load(name, path)
-
-    async def unload_adapter(self, name: str, *, drain: bool) -> None:
-        """See `AdapterControl`."""
-        await self.lending.unload(name, drain=drain)
-
-    async def pin_adapter(self, name: str) -> Adapter:
-        """See `AdapterControl`."""
-        return await self.lending.pin(name)
-
-    def adapters(self) -> Sequence[Adapter]:
-        """See `AdapterControl`."""
-        return self.lending.listed()

@@ -1,9 +1,8 @@
 """What the diffusion engine keeps of prompts, as an operator sees it."""
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from stagemesh.services.engines.abilities import CacheControl, CacheStatistics
+from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.diffusion.executor import Executor
 
 if TYPE_CHECKING:
@@ -18,11 +17,12 @@ class PromptCacheControl:
         """As the worker last told them; None before the first request."""
         self._executor, self._limit_bytes = executor, limit_bytes
 
-    async def clear(self) -> None:
-        """Forgets all. What requests under way have of it stays theirs."""
+    async def clear_caches(self, *, preempt: bool) -> None:
+        """Drops all entries. Running requests keep what they have taken from the cache, so none is preempted."""
+        del preempt
         self.figures = await self._executor.call("clear_prompt_cache")
 
-    def statistics(self) -> CacheStatistics:
+    def cache_statistics(self) -> CacheStatistics:
         """See `CacheControl`."""
         figures = self.figures
         if figures is None:
@@ -34,21 +34,3 @@ class PromptCacheControl:
             hits=figures.hits,
             misses=figures.misses,
         )
-
-
-class CachesPrompts(CacheControl):
-    """An engine that keeps the embeddings of prompts."""
-
-    @property
-    @abstractmethod
-    def remembering(self) -> PromptCacheControl:
-        """Its cache."""
-
-    async def clear_caches(self, *, preempt: bool) -> None:
-        """See `CacheControl`. Requests hold nothing of it that would have to be taken from them."""
-        del preempt
-        await self.remembering.clear()
-
-    def cache_statistics(self) -> CacheStatistics:
-        """See `CacheControl`."""
-        return self.remembering.statistics()

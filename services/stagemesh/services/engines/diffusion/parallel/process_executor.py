@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stagemesh.common.errors import UnavailableError
-from stagemesh.services.engines.cleanup import to_the_end
+from stagemesh.services.engines.cleanup import run_to_completion
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 from stagemesh.services.engines.diffusion.parallel.rank_messages import RankCall, RankReply, RankSetup
 
@@ -58,11 +58,11 @@ class ProcessExecutor:
             self._ranks.append(await start_rank(f"rank {setup.rank} of {count}"))
         self._watchers = [asyncio.create_task(self._watch(rank), name="diffusion rank") for rank in self._ranks]
         async with self._calling:
-            await to_the_end(self._send_all(setups))
+            await run_to_completion(self._send_all(setups))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         async with self._calling:
-            return await to_the_end(self._send_all([RankCall(method, args, kwargs)] * len(self._ranks)))
+            return await run_to_completion(self._send_all([RankCall(method, args, kwargs)] * len(self._ranks)))
 
     async def wait_failed(self) -> str:
         await self._failed.wait()

@@ -14,10 +14,10 @@ from stagemesh.services.engines.adapters.registry import (
     Entry,
     check_name,
     check_rank,
-    disabled,
-    unknown_where_disabled,
+    disabled_error,
+    unknown_adapter_error,
 )
-from stagemesh.services.engines.cleanup import to_the_end
+from stagemesh.services.engines.cleanup import run_to_completion
 from stagemesh.services.engines.vllm.core_calls import CoreRefusalError, core_call, worker_call
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ class Adapters:
             AdapterRegistry(stage, config.max_loras, config.max_cpu_loras or config.max_loras) if config else None
         )
 
-    def listed(self) -> Sequence[Adapter]:
+    def list_adapters(self) -> Sequence[Adapter]:
         """Those that are loaded, by name."""
-        return self._book.listed() if self._book else []
+        return self._book.list_adapters() if self._book else []
 
     @asynccontextmanager
     async def using(self, name: str | None) -> "AsyncGenerator[LoRARequest | None]":
@@ -50,7 +50,7 @@ class Adapters:
         if name is None:
             yield None
         elif self._book is None:
-            raise unknown_where_disabled(self._stage, name)
+            raise unknown_adapter_error(self._stage, name)
         else:
             async with self._book.using(name) as entry:
                 yield _request(entry)
@@ -61,25 +61,27 @@ class Adapters:
         check_name(name)
         async with self._lock:
             self._check_awake()
-            entry = book.loaded(name, path)
+            entry = book.find_loaded(name, path)
             if entry is None:
                 files = await asyncio.to_thread(read_adapter, path)
-                entry = await to_the_end(self._load(book, Entry(name, path, files.rank, book.number()), files))
-            return entry.public
+                entry = await run_to_completion(
+                    self._load(book, Entry(name, path, files.rank, book.next_number()), files)
+                )
+            return entry.adapter
 
     async def unload(self, name: str, *, drain: bool) -> None:
         """See `AdapterControl`."""
         book = self._enabled()
-        async with book.leaving(name, drain=drain) as entry, self._lock:
+        async with book.unloading(name, drain=drain) as entry, self._lock:
             self._check_awake()
-            await to_the_end(self._unload(book, entry))
+            await run_to_completion(self._unload(book, entry))
 
     async def pin(self, name: str) -> Adapter:
         """See `AdapterControl`."""
         async with self._pinning, self._enabled().pinning(name) as entry, self._lock:
             self._check_awake()
-            await to_the_end(self._pin(entry))
-            return entry.public
+            await run_to_completion(self._pin(entry))
+            return entry.adapter
 
     async def restore(self) -> None:
         """Loads all again, after vLLM has read the model's weights anew and dropped them. Within the lock."""
@@ -88,7 +90,7 @@ class Adapters:
             assert book is not None
             try:
                 await core_call(self._llm, self._llm.add_lora(_request(entry)))
-                if entry.held:
+                if entry.pinned:
                     await self._pin(entry)
             except CoreRefusalError as exc:
                 _log.warning("adapter %s is lost: %s", entry.name, exc.message)
@@ -98,7 +100,7 @@ class Adapters:
 
     def _enabled(self) -> AdapterRegistry:
         if self._book is None:
-            raise disabled(self._stage)
+            raise disabled_error(self._stage)
         return self._book
 
     async def _load(self, book: AdapterRegistry, entry: Entry, files: AdapterFiles) -> Entry:
@@ -125,7 +127,7 @@ class Adapters:
 
     async def _pin(self, entry: Entry) -> None:
         await core_call(self._llm, self._llm.pin_lora(entry.number))
-        entry.held = True
+        entry.pinned = True
 
 
 def _request(entry: Entry) -> "LoRARequest":

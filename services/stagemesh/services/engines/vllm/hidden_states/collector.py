@@ -16,7 +16,8 @@ from stagemesh.common.notifier import Notifier
 from stagemesh.common.tensors import Array, Tensors
 from stagemesh.connectors.arena.worker_writer import PartitionTicket
 from stagemesh.connectors.edge import Packet
-from stagemesh.services.engines.base import PartitionsArena, Task
+from stagemesh.services.engines.abilities import PartitionsArena
+from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.vllm.hidden_states.row_messages import (
     EXTRA_ARGUMENT,
     PASSING_PART,

@@ -2,18 +2,20 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 
 import pytest
 from pydantic import JsonValue
 
 from benchmarks.simulation import virtual_time
-from stagemesh.common.errors import UnavailableError
+from stagemesh.common.errors import DeadlineError, UnavailableError
+from stagemesh.common.stage_config import StageConfig
+from stagemesh.services.engines.base import EngineEvent, Task, Usage
 from stagemesh.services.engines.fake.engine import FakeEngine
 from stagemesh.services.stage.replica.hang_detection import StallWatch
 from stagemesh.services.stage.replica.runtime import StageRuntime
-from tests.stage.replicas import events_of, order, ready_runtime, stage_config
+from tests.stage.replicas import events_of, ready_runtime, stage_config, step_spec
 
 _HOUR_S = 3600.0
 
@@ -179,13 +181,13 @@ def test_one_that_is_given_up_is_no_sign_of_life() -> None:
 async def test_a_step_that_hangs_alone_fails_so_that_it_is_tried_elsewhere() -> None:
     hangs: JsonValue = [{"kind": "hang", "after_steps": 2, "attempts": 1}]
     config = replace(stage_config(), stall_s=1.0, options={"steps": 10_000, "step_s": 0.01, "faults": hangs})
-    other = order("other", attempt=2)
+    other = step_spec("other", attempt=2)
     async with ready_runtime(config) as runtime, asyncio.timeout(20):
         watching = asyncio.create_task(runtime.watch_engine())
-        hanging = asyncio.create_task(events_of(runtime, order()))
+        hanging = asyncio.create_task(events_of(runtime, step_spec()))
         await until_running(runtime, 1)
         gets_on = asyncio.create_task(events_of(runtime, replace(other, task=replace(other.task, attempt=2))))
-        with pytest.raises(UnavailableError, match="got on with later ones") as caught:
+        with pytest.raises(UnavailableError, match="progressed on later ones") as caught:
             await hanging
         assert caught.value.reason == "STEP_HANGS"
         assert not watching.done()
@@ -202,7 +204,7 @@ async def until_running(runtime: StageRuntime, count: int) -> None:
 async def test_an_engine_that_hangs_has_died() -> None:
     config = replace(stage_config(steps=3), stall_s=0.4, options={"steps": 3, "faults": [{"kind": "hang"}]})
     async with ready_runtime(config) as runtime, asyncio.timeout(10):
-        asking = asyncio.create_task(events_of(runtime, order()))
+        asking = asyncio.create_task(events_of(runtime, step_spec()))
         with pytest.raises(UnavailableError, match="the engine hangs: 1 steps have what they need") as caught:
             await runtime.watch_engine()
         assert caught.value.reason == "ENGINE_DIED"
@@ -210,33 +212,79 @@ async def test_an_engine_that_hangs_has_died() -> None:
             await asking
 
 
-async def test_an_engine_that_does_not_let_go_has_died_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class StuckEngine(FakeEngine):
-        """Holds on to what it has."""
+class StuckEngine(FakeEngine):
+    """Ignores the abort of a task until `release` is set."""
 
-        async def submit(self, task):  # type: ignore[no-untyped-def]  # noqa: ANN001,ANN202
-            try:
-                await asyncio.Event().wait()
-                yield
-            finally:
-                await let_go.wait()
+    def __init__(self, config: StageConfig) -> None:
+        super().__init__(config)
+        self.release = asyncio.Event()
 
-    let_go = asyncio.Event()
-    monkeypatch.setattr("stagemesh.services.stage.replica.runtime._LET_GO_S", 0.05)
+    async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
+        try:
+            await asyncio.Event().wait()
+            yield Usage(steps=len(task.request_id))
+        finally:
+            await self.release.wait()
+
+
+async def test_an_engine_that_ignores_an_abort_has_died_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagemesh.services.stage.replica.runtime._RELEASE_S", 0.05)
     config = replace(stage_config(), stall_s=0.4)
-    async with ready_runtime(engine=StuckEngine(config), config=config) as runtime, asyncio.timeout(10):
-        asking = asyncio.create_task(events_of(runtime, order()))
+    engine = StuckEngine(config)
+    async with ready_runtime(engine=engine, config=config) as runtime, asyncio.timeout(10):
+        asking = asyncio.create_task(events_of(runtime, step_spec()))
         with pytest.raises(UnavailableError, match="the engine hangs"):
             await runtime.watch_engine()
-        let_go.set()
+        engine.release.set()
         with pytest.raises(UnavailableError):
             await asking
+
+
+async def test_a_lone_hanging_step_ends_at_its_deadline() -> None:
+    hangs: JsonValue = [{"kind": "hang", "after_steps": 1}]
+    config = replace(stage_config(), stall_s=300.0, options={"steps": 3, "faults": hangs})
+    async with ready_runtime(config) as runtime, asyncio.timeout(5):
+        watching = asyncio.create_task(runtime.watch_engine())
+        with pytest.raises(DeadlineError, match="the deadline passed while the step ran"):
+            [event async for event in runtime.execute(step_spec(), time_left_s=0.2)]
+        assert runtime.load().running == 0
+        assert not watching.done()
+        watching.cancel()
+
+
+async def test_a_deadline_holds_although_the_engine_ignores_the_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagemesh.services.stage.step.run.ABORT_S", 0.1)
+    config = replace(stage_config(), stall_s=300.0)
+    engine = StuckEngine(config)
+    async with ready_runtime(engine=engine, config=config) as runtime, asyncio.timeout(5):
+        with pytest.raises(DeadlineError, match="the deadline passed while the step ran"):
+            [event async for event in runtime.execute(step_spec(), time_left_s=0.1)]
+        # The engine still has the task, so the step still counts as running and is watched for a hang.
+        (report,) = runtime.reports()
+        assert report.step_id == step_spec().step_id
+        engine.release.set()
+        while runtime.reports():
+            await asyncio.sleep(0.01)
+
+
+async def test_an_engine_that_keeps_a_task_beyond_its_deadline_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagemesh.services.stage.step.run.ABORT_S", 0.05)
+    monkeypatch.setattr("stagemesh.services.stage.replica.runtime._RELEASE_S", 0.05)
+    config = replace(stage_config(), stall_s=0.4)
+    engine = StuckEngine(config)
+    async with ready_runtime(engine=engine, config=config) as runtime, asyncio.timeout(10):
+        watching = asyncio.create_task(runtime.watch_engine())
+        with pytest.raises(DeadlineError):
+            [event async for event in runtime.execute(step_spec(), time_left_s=0.1)]
+        with pytest.raises(UnavailableError, match="the engine hangs"):
+            await watching
+        engine.release.set()
 
 
 async def test_a_slow_step_within_the_bound_is_waited_for() -> None:
     config = replace(stage_config(steps=4, step_s=0.3), stall_s=1.0)
     async with ready_runtime(config) as runtime, asyncio.timeout(10):
         watching = asyncio.create_task(runtime.watch_engine())
-        await events_of(runtime, order())
+        await events_of(runtime, step_spec())
         assert not watching.done()
         watching.cancel()
