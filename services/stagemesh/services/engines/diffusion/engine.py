@@ -13,7 +13,7 @@ import numpy as np
 from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotReadyError
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.common.tensors import Array
-from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.edge import MetadataValue, Packet
 from stagemesh.services.engines.abilities import EngineAbilities
 from stagemesh.services.engines.base import (
     Checkpoint,
@@ -27,8 +27,7 @@ from stagemesh.services.engines.base import (
 )
 from stagemesh.services.engines.diffusion import CONDITIONING, FRAMES, IMAGE, LATENTS, STATE, signature_of
 from stagemesh.services.engines.diffusion.adapters.manager import AdapterManager
-from stagemesh.services.engines.diffusion.caches.prompt_cache_control import PromptCacheControl
-from stagemesh.services.engines.diffusion.controls import Controls
+from stagemesh.services.engines.diffusion.controls import PromptCacheControl, SleepController, make_profiles
 from stagemesh.services.engines.diffusion.executor import Executor, make_executor
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.scheduling.admission import Admission
@@ -61,9 +60,10 @@ class DiffusionEngine:
         self._executor: Executor = make_executor(Path(config.model), options)
         self._scheduler = StepScheduler(max_wait_steps=options.max_wait_steps, max_batch=options.max_batch)
         self._admission = Admission(max_running=options.max_running, memory_bytes=0)
-        self._lending = AdapterManager(self._executor, options, stage=config.stage)
-        self._controls = Controls(self._executor, self._lending, stage=config.stage, profile_dir=options.profile_dir)
-        self._remembering = PromptCacheControl(self._executor, limit_bytes=options.prompt_cache_bytes)
+        self._adapters = AdapterManager(self._executor, options, stage=config.stage)
+        self._sleep = SleepController(self._executor, self._adapters, stage=config.stage)
+        self._profiles = make_profiles(self._executor, stage=config.stage, profile_dir=options.profile_dir)
+        self._prompt_cache = PromptCacheControl(self._executor, limit_bytes=options.prompt_cache_bytes)
         self._facts: ModelFacts | None = None
         self._step_loop = StepLoop(self._executor, self._scheduler)
         self._serving: asyncio.Task[None] | None = None
@@ -82,16 +82,16 @@ class DiffusionEngine:
         return EngineAbilities(
             can_pause=True,
             can_resume=True,
-            adapters=self._lending,
-            sleep=self._controls.sleeper,
-            profiles=self._controls.profiles,
-            caches=self._remembering,
+            adapters=self._adapters,
+            sleep=self._sleep,
+            profiles=self._profiles,
+            caches=self._prompt_cache,
         )
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         if self._facts is None:
             raise NotReadyError(f"stage {self._stage} is still loading its model")
-        self._controls.sleeper.check_awake()
+        self._sleep.check_awake()
         run = self._decode_all if self._options.part == "decode" else self._run
         async with aclosing(run(task)) as events:
             async for event in events:
@@ -114,7 +114,7 @@ class DiffusionEngine:
             self._serving.cancel()
             await asyncio.wait([self._serving])
         await self._executor.close()
-        self._controls.profiles.discard()
+        self._profiles.discard()
 
     # -- phases of a request
 
@@ -122,14 +122,14 @@ class DiffusionEngine:
         inputs, facts = self._inputs(task), self._facts
         assert facts is not None, "`start` has not been called"
         footprint = facts.sizes.footprint(inputs)
-        async with self._lending.using(task.adapter), self._admission.admitted(footprint, priority=task.priority):
+        async with self._adapters.using(task.adapter), self._admission.admitted(footprint, priority=task.priority):
             # The request id alone is not unique: a new attempt may begin while the previous one still ends.
             name = f"{task.request_id}/{next(self._numbers)}"
             try:
                 prepared = await self._begin(name, task, inputs)
-                self._remembering.figures = prepared.prompt_cache
+                self._prompt_cache.statistics = prepared.prompt_cache
                 if self._options.part == "encode":
-                    yield await self._emission(CONDITIONING, "conditioning", name)
+                    yield Emission(Packet({CONDITIONING: await self._step_loop.call("conditioning", name)}))
                     yield Usage()
                     return
                 async with aclosing(self._run_steps(name, task, prepared)) as events:
@@ -171,15 +171,13 @@ class DiffusionEngine:
             if task.pause_requested.is_set():
                 break
             if request.done < last:
-                async with aclosing(self._at_stop(name, task, request.done)) as events:
-                    async for event in events:
-                        yield event
+                for event in await self._at_stop(name, task, request.done):
+                    yield event
         if request.done < prepared.total_steps:
             yield Paused(await self._checkpoint(name, request.done))
             return
-        async with aclosing(self._results(name, task, request.done, final=True)) as events:
-            async for event in events:
-                yield event
+        for event in await self._results(name, task, request.done, final=True):
+            yield event
         yield Usage(steps=request.done - prepared.step_index)
 
     def _next_stop(self, done: int, last: int) -> int:
@@ -187,25 +185,23 @@ class DiffusionEngine:
         intervals = [each for each in (self._options.checkpoint_steps, self._options.preview_steps) if each]
         return min([last, *(done - done % each + each for each in intervals)])
 
-    async def _at_stop(self, name: str, task: Task, done: int) -> AsyncGenerator[EngineEvent, None]:
+    async def _at_stop(self, name: str, task: Task, done: int) -> list[EngineEvent]:
+        """Returns the preview and the checkpoint that are due after this step."""
+        events: list[EngineEvent] = []
         if self._options.preview_steps and not done % self._options.preview_steps:
-            async with aclosing(self._results(name, task, done, final=False)) as events:
-                async for event in events:
-                    yield event
+            events += await self._results(name, task, done, final=False)
         if self._options.checkpoint_steps and not done % self._options.checkpoint_steps:
-            yield await self._checkpoint(name, done)
+            events.append(await self._checkpoint(name, done))
+        return events
 
     async def _checkpoint(self, name: str, done: int) -> Checkpoint:
         return Checkpoint(done, tensors={STATE: await self._step_loop.call("state", name)})
 
-    async def _results(self, name: str, task: Task, done: int, *, final: bool) -> AsyncGenerator[EngineEvent, None]:
+    async def _results(self, name: str, task: Task, done: int, *, final: bool) -> list[Emission]:
         metadata = {"step": done, "final": final}
         if self._options.part == "denoise":
-            latents = await self._step_loop.call("latents", name)
-            yield Emission(Packet({LATENTS: latents}, metadata))
-            return
-        if tensors := await self._output_tensors(await self._step_loop.call("decode", name), task):
-            yield Emission(Packet(tensors, metadata))
+            return [Emission(Packet({LATENTS: await self._step_loop.call("latents", name)}, metadata))]
+        return await self._images(await self._step_loop.call("decode", name), task, metadata)
 
     async def _decode_all(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """Runs a request on a stage that only decodes: emits one image for each packet of latents."""
@@ -213,8 +209,8 @@ class DiffusionEngine:
         async for packet in flow:
             frames = await self._step_loop.call("decode_latents", packet.tensors[LATENTS])
             steps += 1
-            if tensors := await self._output_tensors(frames, task):
-                yield Emission(Packet(tensors, packet.metadata))
+            for event in await self._images(frames, task, packet.metadata):
+                yield event
             yield Progress(steps)
         if not steps:
             raise InvalidRequestError("the edge delivered no latents", reason="MISSING_INPUT")
@@ -229,10 +225,8 @@ class DiffusionEngine:
         options = request_options(task.options, self._signature.options, stage=self._stage)
         return build_inputs(task, options, stage=self._options, facts=self._facts)
 
-    async def _emission(self, tensor: str, method: str, name: str) -> Emission:
-        return Emission(Packet({tensor: await self._step_loop.call(method, name)}))
-
-    async def _output_tensors(self, frames: Array, task: Task) -> dict[str, Array]:
+    async def _images(self, frames: Array, task: Task, metadata: Mapping[str, MetadataValue]) -> list[Emission]:
+        """Returns an emission of the requested tensors, or none if no tensor is requested."""
         from stagemesh.services.engines.diffusion.image_files import encode_file
 
         tensors: dict[str, Array] = {}
@@ -240,7 +234,7 @@ class DiffusionEngine:
             tensors[IMAGE] = await asyncio.to_thread(encode_file, frames)
         if task.wanted is None or FRAMES in task.wanted:
             tensors[FRAMES] = np.asarray(frames)
-        return tensors
+        return [Emission(Packet(tensors, metadata))] if tensors else []
 
 
 def _only_inlet(inlets: Mapping[str, AsyncIterable[Packet]]) -> AsyncIterable[Packet]:

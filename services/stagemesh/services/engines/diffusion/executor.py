@@ -5,10 +5,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stagemesh.common.errors import NotReadyError, UnavailableError
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
+
+if TYPE_CHECKING:
+    from stagemesh.services.engines.diffusion.worker import DiffusionWorker
 
 
 class Executor(Protocol):
@@ -47,7 +50,8 @@ class ThreadExecutor:
 
     async def start(self, report: Callable[[str], None]) -> None:
         report("importing diffusers")
-        await self._run(self._make_worker)
+        worker_class = await self._run(import_worker)
+        self._worker = await self._run(partial(worker_class, self._folder, self._options))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self._worker is None:
@@ -70,12 +74,14 @@ class ThreadExecutor:
     async def _run(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _make_worker(self) -> None:
-        try:
-            from stagemesh.services.engines.diffusion.worker import DiffusionWorker
-        except ImportError as exc:
-            raise NotReadyError(
-                f"the diffusion engine needs the module {exc.name}; install Stagemesh with its extra diffusion",
-                reason="MISSING_MODULE",
-            ) from exc
-        self._worker = DiffusionWorker(self._folder, self._options)
+
+def import_worker() -> "type[DiffusionWorker]":
+    """Imports the worker and all that it needs. Raises NotReadyError (MISSING_MODULE) if a module is not installed."""
+    try:
+        from stagemesh.services.engines.diffusion.worker import DiffusionWorker
+    except ImportError as exc:
+        raise NotReadyError(
+            f"the diffusion engine needs the module {exc.name}; install Stagemesh with its extra diffusion",
+            reason="MISSING_MODULE",
+        ) from exc
+    return DiffusionWorker

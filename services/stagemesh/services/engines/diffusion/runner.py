@@ -32,7 +32,6 @@ class DiffusionRunner:
         prompt_cache: PromptCache | None = None,
     ) -> None:
         """Loads the model. Raises NotReadyError if it cannot be loaded or is not supported."""
-        self.prompt_cache = prompt_cache or PromptCache(options.prompt_cache_bytes)
         dtype = getattr(torch, options.dtype)
         self._loader = Loader(folder, options.load, dtype=dtype, device=device)
         self.pipeline = _pipeline_class(options.load)(
@@ -40,7 +39,7 @@ class DiffusionRunner:
             dtype,
             part=options.part,
             device=device,
-            prompt_cache=self.prompt_cache,
+            prompt_cache=prompt_cache,
             loader=self._loader,
         )
         self.transfer = RequestTransfer(self.pipeline, folder)

@@ -3,7 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.tensors import Array
-from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache, PromptCacheFigures
+from stagemesh.services.engines.abilities import CacheStatistics
+from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.device import choose_device, freeze_loaded_objects, release_unused_memory
 from stagemesh.services.engines.diffusion.model.memory_estimates import (
     ModelSizes,
@@ -55,7 +56,7 @@ class PreparedRequest:
     tokens: int
     step_index: int
     total_steps: int
-    prompt_cache: PromptCacheFigures
+    prompt_cache: CacheStatistics
     """Statistics of the prompt cache at this moment."""
 
 
@@ -118,9 +119,7 @@ class DiffusionWorker:
         pipeline = self.runner.pipeline
         key = pipeline.batch_key(request) if request.total_steps else ()
         tokens = image_tokens(inputs, size_multiple=pipeline.family.size_multiple)
-        return PreparedRequest(
-            key, tokens, request.step_index, request.total_steps, replace(self._prompt_cache.figures)
-        )
+        return PreparedRequest(key, tokens, request.step_index, request.total_steps, self._prompt_cache.statistics)
 
     def step(self, names: Sequence[str]) -> list[StagemeshError | None]:
         """Advances each request by one step. Returns each request's error, or None."""
@@ -168,10 +167,10 @@ class DiffusionWorker:
         """Unloads an adapter. Does nothing if it is unknown."""
         self.runner.adapters.unload(name)
 
-    def clear_prompt_cache(self) -> PromptCacheFigures:
+    def clear_prompt_cache(self) -> CacheStatistics:
         """Clears the prompt cache and returns its statistics. Requests in progress keep their embeddings."""
         self._prompt_cache.clear()
-        return self._prompt_cache.figures
+        return self._prompt_cache.statistics
 
     def sleep(self, level: int) -> None:
         """Frees the memory of the weights, and at level 2 also that of the prompt cache."""

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from stagemesh.common.errors import InternalError, NotReadyError, StagemeshError
+from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.common.logs import configure_logging
 from stagemesh.common.process_lifecycle import die_with_parent
+from stagemesh.services.engines.diffusion.executor import import_worker
 from stagemesh.services.engines.diffusion.parallel.rank_messages import RankCall, RankReply, RankSetup
 
 if TYPE_CHECKING:
@@ -55,19 +56,14 @@ def _serve(connection: ParentConnection) -> int:
 
 
 def _make_worker(setup: RankSetup) -> "DiffusionWorker":
-    try:
-        import torch
+    worker_class = import_worker()
+    import torch
 
-        from stagemesh.services.engines.diffusion.parallel.rank_group import RankGroup
-        from stagemesh.services.engines.diffusion.worker import DiffusionWorker
-    except ImportError as exc:
-        raise NotReadyError(
-            f"the diffusion engine needs the module {exc.name}; install Stagemesh with its extra diffusion",
-            reason="MISSING_MODULE",
-        ) from exc
+    from stagemesh.services.engines.diffusion.parallel.rank_group import RankGroup
+
     torch.set_num_threads(1)
     group = RankGroup(setup.options, rank=setup.rank, store=setup.store)
-    return DiffusionWorker(setup.folder, setup.options, rank_group=group)
+    return worker_class(setup.folder, setup.options, rank_group=group)
 
 
 def _run_call(worker: "DiffusionWorker", call: RankCall, *, is_first: bool) -> RankReply:
