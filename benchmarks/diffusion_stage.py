@@ -1,8 +1,8 @@
-"""The diffusion stage: a picture step by step, and through the gRPC service, against the pipeline's own `__call__`.
+"""Compares the diffusion stage with the pipeline's own `__call__`: step by step, and through the gRPC service.
 
-The model is Qwen-Image's real classes with two layers. What is compared takes turns, and a ratio is the median over
-pairs. Steps and `__call__` run in this process, and are compared by the processor time of its one thread too; the stage
-is a process of its own.
+The model is Qwen-Image's real classes with two layers. Compared runs alternate, and a ratio is the median over
+pairs. Steps and `__call__` run in this process and are also compared by the processor time of its only thread. The
+stage is a process of its own.
 """
 
 import argparse
@@ -22,24 +22,26 @@ from benchmarks.report import Figure, report
 from benchmarks.stage_process import StageProcess
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
-from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
-from tests.diffusion.tiny_calls import Wish, load, picture
-from tests.diffusion.tiny_pipelines import write_qwen_image
+from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
+from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
+from tests.diffusion.tiny.pipelines import write_qwen_image
 
 MODEL = "qwen-image"
 SIDE = 256
 STEPS = 20
 TOKENS = {64: 128, 256: 256}
-"""Latent tokens of a picture, and its side in pixels."""
+"""Side length of an image in pixels, by its number of latent tokens."""
 TOGETHER = 4
 SLOW_STEPS, SHORT_STEPS = 50, 4
 
 
 def main() -> None:
-    """Measures, prints, and writes JSON where asked."""
+    """Measures, prints the figures, and writes them as JSON if `--json` is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--pairs", type=int, default=24, help="how often what is compared takes turns")
+    parser.add_argument(
+        "--pairs", type=int, default=24, help="number of measured pairs per ratio; default: %(default)s"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with ExitStack() as stack:
@@ -63,24 +65,24 @@ def _config(model: Path) -> StageConfig:
         engine="diffusion",
         listen="",
         model=str(model),
-        # Prompts come again here, and are to cost what they cost `__call__`.
+        # Prompts are repeated here, and must cost the same as in `__call__`.
         options={"dtype": "float32", "max_running": 2 * TOGETHER, "prompt_cache_bytes": 0},
     )
 
 
-def _square(side: int, steps: int, *, seed: int = 0, prompt: str = "a red cube on a table") -> Wish:
-    return Wish(prompt, seed=seed, height=side, width=side, steps=steps)
+def _square(side: int, steps: int, *, seed: int = 0, prompt: str = "a red cube on a table") -> ImageSpec:
+    return ImageSpec(prompt, seed=seed, height=side, width=side, steps=steps)
 
 
 def _in_process(classic: Any, model: Path, *, pairs: int) -> list[Figure]:
     pipeline = ModularStepPipeline(model, torch.float32)
-    wish = _square(SIDE, STEPS)
-    ours, theirs = (lambda: step(pipeline, wish)), (lambda: picture(MODEL, classic, wish))
-    assert torch.equal(step(pipeline, wish), picture(MODEL, classic, wish)), "both ways make the same picture"
+    spec = _square(SIDE, STEPS)
+    ours, theirs = (lambda: step(pipeline, spec)), (lambda: classic_image(MODEL, classic, spec))
+    assert torch.equal(step(pipeline, spec), classic_image(MODEL, classic, spec)), "both ways generate the same image"
     wall = _ratio(ours, theirs, clock=time.perf_counter, pairs=pairs)
     processor = _ratio(ours, theirs, clock=time.thread_time, pairs=pairs)
     cached = ModularStepPipeline(model, torch.float32, prompt_cache=PromptCache(1 << 24))
-    hit = _ratio(lambda: begun(cached, wish), lambda: begun(pipeline, wish), clock=time.perf_counter, pairs=pairs)
+    hit = _ratio(lambda: begun(cached, spec), lambda: begun(pipeline, spec), clock=time.perf_counter, pairs=pairs)
     where = f"{SIDE}x{SIDE}, {STEPS} steps, one process"
     return [
         Figure("step by step / __call__", wall, "ratio", "<=1.001", where),
@@ -90,28 +92,28 @@ def _in_process(classic: Any, model: Path, *, pairs: int) -> list[Figure]:
 
 
 def _through_the_stage(classic: Any, client: StageClient, *, pairs: int) -> list[Figure]:
-    wish = _square(SIDE, STEPS)
-    client.draw(wish)
+    spec = _square(SIDE, STEPS)
+    client.draw(spec)
     served = _ratio(
-        lambda: client.draw(wish), lambda: picture(MODEL, classic, wish), clock=time.perf_counter, pairs=pairs
+        lambda: client.draw(spec), lambda: classic_image(MODEL, classic, spec), clock=time.perf_counter, pairs=pairs
     )
     where = "through the gRPC stage"
     figures = [Figure(f"{SIDE}x{SIDE}, {STEPS} steps, stage / __call__", served, "ratio", "<=1.02", where)]
     for tokens, goal in ((64, ">=1.4"), (256, ">=1.2")):
         gain = _gain(client, side=TOKENS[tokens], pairs=pairs // 3)
-        what = f"{TOGETHER} at once / one after the other, {tokens} latent tokens, pictures a second"
+        what = f"{TOGETHER} at once / one after the other, {tokens} latent tokens, images a second"
         figures.append(Figure(what, gain, "ratio", goal, where))
     late = _lateness(client, shorts=pairs // 2)
-    what = f"a {SHORT_STEPS}-step request beside one of {SLOW_STEPS}: late at the median, in its own steps"
+    what = f"a {SHORT_STEPS}-step request concurrent with one of {SLOW_STEPS}: median delay, in its own steps"
     figures.append(Figure(what, statistics.median(late), "steps", "<=2", where))
-    figures.append(Figure("the same, at most", max(late), "steps", "", where))
+    figures.append(Figure("the same, maximum", max(late), "steps", "", where))
     return figures
 
 
 def _ratio(
     ours: Callable[[], object], theirs: Callable[[], object], *, clock: Callable[[], float], pairs: int
 ) -> float:
-    """The median over pairs, in which now the one and now the other goes first."""
+    """Returns the median ratio over pairs. The order within a pair alternates."""
 
     def taken(work: Callable[[], object]) -> float:
         began = clock()
@@ -130,20 +132,20 @@ def _ratio(
 
 
 def _gain(client: StageClient, *, side: int, pairs: int) -> float:
-    """How many more pictures come out where several are asked for at once."""
-    wishes = [_square(side, STEPS, seed=seed, prompt="a red cube " * (1 + seed)) for seed in range(TOGETHER)]
-    # Until the stage has found out how many pay.
+    """Returns the factor by which concurrent requests increase the images per second."""
+    specs = [_square(side, STEPS, seed=seed, prompt="a red cube " * (1 + seed)) for seed in range(TOGETHER)]
+    # Lets the stage measure which batch sizes pay.
     for _ in range(4):
-        client.draw_all(wishes)
-    return statistics.median(_alone(client, wishes) / client.draw_all(wishes) for _ in range(max(3, pairs)))
+        client.draw_all(specs)
+    return statistics.median(_alone(client, specs) / client.draw_all(specs) for _ in range(max(3, pairs)))
 
 
-def _alone(client: StageClient, wishes: Sequence[Wish]) -> float:
-    return sum(client.draw(wish) for wish in wishes)
+def _alone(client: StageClient, specs: Sequence[ImageSpec]) -> float:
+    return sum(client.draw(spec) for spec in specs)
 
 
 def _lateness(client: StageClient, *, shorts: int) -> list[float]:
-    """How much later each short request is done than alone, in steps of its own."""
+    """Returns the delay of each short request compared to a short request alone, in its own steps."""
     short, slow = _square(SIDE, SHORT_STEPS), _square(SIDE, SLOW_STEPS, seed=1)
     longer = replace(short, steps=2 * SHORT_STEPS)
     alone_s = statistics.median(client.draw(short) for _ in range(5))

@@ -9,22 +9,26 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from examples.digits.blank import Pipeline, blank_pipeline
-from examples.digits.learning import learn_pictures, learn_prompts
+from examples.digits.classifier import SIZE, read, real_digits
 from examples.digits.prompts import NAMES, NO_PROMPTS, all_prompts, prompt
-from examples.digits.reading import SIZE, read, real_digits
+from examples.digits.training import train_autoencoder, train_transformer
+from examples.digits.untrained import Pipeline, untrained_pipeline
 
 AUTOENCODER_STEPS = 250
 READ_EACH = 8
-"""Pictures of each digit that are read."""
+"""Number of generated images of each digit that are classified."""
 
 
 def main() -> None:
-    """Trains, measures and saves."""
+    """Trains, saves and evaluates the pipeline."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=800, help="of the transformer; default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "model", help="default: %(default)s")
+    parser.add_argument(
+        "--steps", type=int, default=800, help="number of training steps of the transformer; default: %(default)s"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed; default: %(default)s")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "model", help="folder to write; default: %(default)s"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     started = time.process_time()
@@ -38,18 +42,18 @@ def main() -> None:
 
 
 def train(*, steps: int, seed: int) -> Pipeline:
-    """A pipeline that draws digits; the same on one machine for the same seed."""
+    """Returns a pipeline that draws digits. On one machine, the same seed reproduces it."""
     pixels, digits = real_digits()
     images = (torch.from_numpy(pixels).float() / 127.5 - 1)[:, None, None].expand(-1, 3, -1, -1, -1)
-    pipeline = blank_pipeline(all_prompts(), seed=seed)
+    pipeline = untrained_pipeline(all_prompts(), seed=seed)
     pipeline.set_progress_bar_config(disable=True)
-    learn_pictures(pipeline.vae, images, steps=AUTOENCODER_STEPS)
-    learn_prompts(pipeline, images, torch.from_numpy(digits), steps=steps)
+    train_autoencoder(pipeline.vae, images, steps=AUTOENCODER_STEPS)
+    train_transformer(pipeline, images, torch.from_numpy(digits), steps=steps)
     return pipeline
 
 
 def count_right(pipeline: Pipeline) -> int:
-    """How many of 80 pictures, eight a digit and each of a seed of its own, show the digit asked for."""
+    """Returns the number of correct images among 80, eight per digit, each with its own seed."""
     right = 0
     for digit in range(len(NAMES)):
         generators = [torch.Generator().manual_seed(digit * READ_EACH + number) for number in range(READ_EACH)]

@@ -1,4 +1,4 @@
-"""Diffusion stages behind gRPC, as processes of their own and in this one, and what is asked of them."""
+"""Starts diffusion stages, as processes or in this process, and builds requests to them."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.stage.replica.runtime import StageRuntime
 from stagemesh.v1 import request_pb2, stage_pb2
-from tests.diffusion.tiny_calls import WAN_FRAMES, Wish
+from tests.diffusion.tiny.calls import WAN_FRAMES, ImageSpec
 from tests.engines.support import stage_config
 from tests.stage.replicas import Replica, served
 
@@ -31,7 +31,7 @@ READY_TIMEOUT_S = 120
 
 
 def diffusion_config(model: str, folder: Path, **options: JsonValue) -> StageConfig:
-    """A stage that makes one request's step at a time, and each time another's where there are several."""
+    """Returns a stage that runs one request's step at a time and alternates between requests."""
     frames: dict[str, JsonValue] = {"max_frames": WAN_FRAMES, "num_frames": WAN_FRAMES} if model == "wan" else {}
     given: dict[str, JsonValue] = {
         "dtype": "float32",
@@ -49,7 +49,7 @@ def diffusion_config(model: str, folder: Path, **options: JsonValue) -> StageCon
 
 @contextmanager
 def stage_process(config: StageConfig, folder: Path) -> Generator[str]:
-    """A ready stage; its endpoint."""
+    """Starts a stage process. Yields its endpoint once it is ready."""
     path = folder / f"{config.replica}.json"
     path.write_bytes(dump_stage_config(config))
     process = subprocess.Popen(
@@ -71,7 +71,7 @@ def stage_process(config: StageConfig, folder: Path) -> Generator[str]:
 
 @asynccontextmanager
 async def served_diffusion(config: StageConfig) -> AsyncGenerator[Replica]:
-    """A ready stage in this process."""
+    """Starts a stage in this process. Yields it once it is ready."""
     plane = DataPlane(replica=config.replica, pipeline=config.pipeline, generation="1", arena_bytes=64 << 20)
     runtime = StageRuntime(DiffusionEngine(config), plane, config, signature_of(stage_options(config.options)))
     try:
@@ -83,7 +83,7 @@ async def served_diffusion(config: StageConfig) -> AsyncGenerator[Replica]:
 
 
 def step_request(
-    wish: Wish,
+    spec: ImageSpec,
     request_id: str = "r",
     *,
     attempt: int = 1,
@@ -92,19 +92,19 @@ def step_request(
     inputs: Sequence[stage_pb2.InputBinding] = (),
     outputs: Sequence[stage_pb2.OutputBinding] = (),
 ) -> stage_pb2.ExecuteStepRequest:
-    """A wish for the picture as numbers."""
+    """Returns a request for an image as numbers."""
     return stage_pb2.ExecuteStepRequest(
         request_id=request_id,
         step_id=f"{request_id}/tested/{attempt}",
         attempt=attempt,
-        input=request_pb2.Input(text=wish.prompt, negative_prompt=wish.negative_prompt),
+        input=request_pb2.Input(text=spec.prompt, negative_prompt=spec.negative_prompt),
         parameters=request_pb2.Parameters(
-            seed=wish.seed,
+            seed=spec.seed,
             options={
-                "height": wish.height,
-                "width": wish.width,
-                "num_inference_steps": wish.steps,
-                "guidance_scale": wish.scale,
+                "height": spec.height,
+                "width": spec.width,
+                "num_inference_steps": spec.steps,
+                "guidance_scale": spec.scale,
             },
         ),
         streamed=["frames"],
@@ -116,7 +116,7 @@ def step_request(
 
 
 def frames_of(events: Sequence[stage_pb2.ExecuteStepResponse]) -> Array:
-    """float32[frames, 3, height, width] of a step that ran to its end."""
+    """Returns the result of a finished step, float32[frames, 3, height, width]."""
     assert events[-1].WhichOneof("event") == "finished"
     *_, last = (event.output for event in events if event.HasField("output"))
     assert last.name == "frames"
@@ -124,13 +124,13 @@ def frames_of(events: Sequence[stage_pb2.ExecuteStepResponse]) -> Array:
 
 
 def md5(numbers: Array) -> str:
-    """Of float32 numbers."""
+    """Returns the digest of float32 numbers."""
     assert numbers.dtype == np.float32
     return hashlib.md5(numbers.tobytes(), usedforsecurity=False).hexdigest()
 
 
 def renamed(config: StageConfig, replica: str) -> StageConfig:
-    """The same stage as another replica."""
+    """Returns the config of another replica of the same stage."""
     return replace(config, replica=replica)
 
 

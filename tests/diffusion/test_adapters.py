@@ -1,4 +1,4 @@
-"""LoRA adapters of a diffusion stage: they come and go while it runs, and each request has its own."""
+"""LoRA adapters of a diffusion stage are loaded and unloaded while it serves requests with different adapters."""
 
 import asyncio
 import json
@@ -27,14 +27,14 @@ from stagemesh.services.engines.base import Emission, Task
 from stagemesh.services.engines.diffusion import signature_of
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from tests.diffusion.tiny_calls import Wish, load, picture
-from tests.diffusion.tiny_lora import lora_picture, write_lora
-from tests.diffusion.tiny_pipelines import WRITERS
+from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
+from tests.diffusion.tiny.lora import lora_image, write_lora
+from tests.diffusion.tiny.pipelines import WRITERS
 from tests.engines.support import collect, controls_of, packets, stage_config
 
 pytestmark = pytest.mark.timeout(120)
 
-WISH = Wish(steps=3)
+SPEC = ImageSpec(steps=3)
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +65,9 @@ def options(**more: Any) -> dict[str, Any]:
 
 
 def task(adapter: str | None = None, *, name: str = "r", **more: float) -> Task:
-    asked = {"num_inference_steps": WISH.steps, "guidance_scale": WISH.scale, **more}
+    asked = {"num_inference_steps": SPEC.steps, "guidance_scale": SPEC.scale, **more}
     return Task(
-        name, WISH.seed, prompt=WISH.prompt, negative_prompt=WISH.negative_prompt, adapter=adapter, options=asked
+        name, SPEC.seed, prompt=SPEC.prompt, negative_prompt=SPEC.negative_prompt, adapter=adapter, options=asked
     )
 
 
@@ -75,12 +75,12 @@ async def made(engine: DiffusionEngine, wanted: Task) -> NDArray[Any]:
     return packets(await collect(engine.submit(wanted)))[-1].tensors["frames"]
 
 
-async def test_an_adapter_makes_what_diffusers_makes_with_it(
+async def test_an_adapter_gives_the_same_image_as_in_diffusers(
     engine: DiffusionEngine, model: Path, adapters: Path
 ) -> None:
     await controls_of(engine).adapters.load("first", str(adapters / "first"))
     for scale in (1.0, 0.5):
-        expected = lora_picture(model, adapters / "first", WISH, scale=scale)
+        expected = lora_image(model, adapters / "first", SPEC, scale=scale)
         assert np.allclose(await made(engine, task("first", adapter_scale=scale)), expected, atol=1e-5)
 
 
@@ -89,7 +89,7 @@ async def test_a_request_without_an_adapter_gets_the_same_bits(
 ) -> None:
     await controls_of(engine).adapters.load("first", str(adapters / "first"))
     await made(engine, task("first"))
-    assert torch.equal(torch.tensor(await made(engine, task())), picture("qwen-image", load(model), WISH))
+    assert torch.equal(torch.tensor(await made(engine, task())), classic_image("qwen-image", load(model), SPEC))
 
 
 async def test_requests_with_different_adapters_take_turns(engine: DiffusionEngine, adapters: Path) -> None:
@@ -102,7 +102,7 @@ async def test_requests_with_different_adapters_take_turns(engine: DiffusionEngi
     assert len({each.tobytes() for each in alone}) == len(tasks)
 
 
-async def test_adapters_are_listed_with_their_users(engine: DiffusionEngine, adapters: Path) -> None:
+async def test_adapters_are_listed_with_their_state(engine: DiffusionEngine, adapters: Path) -> None:
     assert await controls_of(engine).adapters.load("second", str(adapters / "second")) == Adapter(
         "second", str(adapters / "second"), rank=4
     )
@@ -114,7 +114,7 @@ async def test_adapters_are_listed_with_their_users(engine: DiffusionEngine, ada
     ]
 
 
-async def test_unloading_waits_for_those_that_use_it(engine: DiffusionEngine, adapters: Path) -> None:
+async def test_unloading_waits_for_running_requests(engine: DiffusionEngine, adapters: Path) -> None:
     await controls_of(engine).adapters.load("first", str(adapters / "first"))
     expected = await made(engine, task("first"))
     async with aclosing(engine.submit(task("first"))) as events:
@@ -129,7 +129,7 @@ async def test_unloading_waits_for_those_that_use_it(engine: DiffusionEngine, ad
     await made(engine, task())
 
 
-async def test_an_adapter_that_is_loaded_again_is_the_same(engine: DiffusionEngine, adapters: Path) -> None:
+async def test_a_reloaded_adapter_gives_the_same_bits(engine: DiffusionEngine, adapters: Path) -> None:
     await controls_of(engine).adapters.load("first", str(adapters / "first"))
     expected = await made(engine, task("first"))
     await controls_of(engine).adapters.unload("first", drain=False)
@@ -159,7 +159,7 @@ async def test_an_unknown_adapter_fails_its_request_alone(engine: DiffusionEngin
         (("known", "second"), ExistsError, "is loaded from"),
     ],
 )
-async def test_what_cannot_be_loaded_is_refused(
+async def test_an_adapter_that_cannot_be_loaded_is_rejected(
     engine: DiffusionEngine, adapters: Path, names: tuple[str, str], kind: type[StagemeshError], error: str
 ) -> None:
     name, folder = names
@@ -171,7 +171,7 @@ async def test_what_cannot_be_loaded_is_refused(
     assert np.array_equal(await made(engine, task("known")), expected)
 
 
-async def test_no_more_are_loaded_than_are_allowed(engine: DiffusionEngine, adapters: Path) -> None:
+async def test_the_number_of_loaded_adapters_is_limited(engine: DiffusionEngine, adapters: Path) -> None:
     for name in ("one", "two"):
         await controls_of(engine).adapters.load(name, str(adapters / "first"))
     with pytest.raises(OverloadedError, match=r"holds 2 adapters, its max_loras \(one, two\)"):
@@ -185,7 +185,7 @@ async def test_no_more_are_loaded_than_are_allowed(engine: DiffusionEngine, adap
         ("transformer_blocks.7.attn.to_q", (64, 64), "which the model does not have; it belongs to another"),
     ],
 )
-async def test_an_adapter_of_another_model_is_refused(
+async def test_an_adapter_of_another_model_is_rejected(
     engine: DiffusionEngine, tmp_path: Path, layer: str, sizes: tuple[int, int], error: str
 ) -> None:
     write_matrices(tmp_path, f"base_model.model.{layer}", sizes)
@@ -193,13 +193,13 @@ async def test_an_adapter_of_another_model_is_refused(
         await controls_of(engine).adapters.load("wrong", str(tmp_path))
 
 
-async def test_an_adapter_of_a_text_encoder_is_refused(engine: DiffusionEngine, tmp_path: Path) -> None:
+async def test_an_adapter_of_a_text_encoder_is_rejected(engine: DiffusionEngine, tmp_path: Path) -> None:
     write_matrices(tmp_path, "text_encoder.layers.0.q_proj", (64, 64), file="pytorch_lora_weights.safetensors")
-    with pytest.raises(InvalidRequestError, match="this stage takes adapters of the transformer alone"):
+    with pytest.raises(InvalidRequestError, match="this stage accepts adapters of the transformer only"):
         await controls_of(engine).adapters.load("wrong", str(tmp_path))
 
 
-async def test_a_stage_without_adapters_refuses_them(model: Path, adapters: Path) -> None:
+async def test_a_stage_without_adapter_support_rejects_adapters(model: Path, adapters: Path) -> None:
     plain = DiffusionEngine(stage_config("diffusion", model=str(model), options=options()))
     await plain.start(lambda _: None)
     try:
@@ -213,15 +213,15 @@ async def test_a_stage_without_adapters_refuses_them(model: Path, adapters: Path
         await plain.close()
 
 
-def test_a_stage_says_whether_it_takes_adapters() -> None:
+def test_the_signature_states_adapter_support() -> None:
     signature = signature_of(DiffusionOptions(enable_lora=True))
     assert signature.adapters
     assert "adapter_scale" in signature.options
     assert not signature_of(DiffusionOptions()).adapters
 
 
-def test_a_stage_that_does_not_denoise_takes_none() -> None:
-    with pytest.raises(ValueError, match="enable_lora is for stages that denoise; this is the part decode"):
+def test_a_stage_that_does_not_denoise_rejects_adapters() -> None:
+    with pytest.raises(ValueError, match="enable_lora is for stages that denoise; this stage has part decode"):
         DiffusionOptions(part="decode", enable_lora=True)
 
 

@@ -1,4 +1,4 @@
-"""Who may begin: as many as are allowed and as memory holds, and whoever leaves makes room."""
+"""Admission of requests, limited by their number and by memory."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -7,158 +7,160 @@ from contextlib import asynccontextmanager
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.engines.diffusion.scheduling.admission import PLACES_A_PRIORITY, Admission, Footprint
+from stagemesh.services.engines.diffusion.scheduling.admission import POSITIONS_PER_PRIORITY, Admission, Footprint
 
 SMALL = Footprint(10, 5)
 
 
-class Guests:
-    """Requests that stay until they are let go, and the order in which they came in."""
+class RequestGroup:
+    """Requests that run until a test releases them, in the order of their admission."""
 
     def __init__(self, admission: Admission) -> None:
-        self.inside: list[str] = []
+        self.running: list[str] = []
         self._admission = admission
-        self._doors: dict[str, asyncio.Event] = {}
+        self._finished: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def come(self, name: str, footprint: Footprint = SMALL, *, priority: int = 0) -> None:
-        """Until it is in, or waits."""
-        self._doors[name] = asyncio.Event()
+    async def submit(self, name: str, footprint: Footprint = SMALL, *, priority: int = 0) -> None:
+        """Submits a request, which is then running or waiting."""
+        self._finished[name] = asyncio.Event()
         self.tasks[name] = asyncio.create_task(self._stay(name, footprint, priority))
-        await settled()
+        await until_blocked()
 
-    async def leave(self, name: str) -> None:
-        self._doors[name].set()
+    async def finish(self, name: str) -> None:
+        self._finished[name].set()
         await self.tasks[name]
-        await settled()
+        await until_blocked()
 
     async def cancel(self, *names: str) -> None:
-        """All at once."""
+        """Cancels requests at the same time."""
         for name in names:
             self.tasks[name].cancel()
-        await settled()
+        await until_blocked()
 
     async def _stay(self, name: str, footprint: Footprint, priority: int) -> None:
         async with self._admission.admitted(footprint, priority=priority):
-            self.inside.append(name)
+            self.running.append(name)
             try:
-                await self._doors[name].wait()
+                await self._finished[name].wait()
             finally:
-                self.inside.remove(name)
+                self.running.remove(name)
 
 
-async def settled() -> None:
-    """Until whatever can go on without anybody's doing has."""
+async def until_blocked() -> None:
+    """Waits until all tasks are blocked."""
     for _ in range(8):
         await asyncio.sleep(0)
 
 
 @asynccontextmanager
-async def opened(*, max_running: int = 2, memory_bytes: int = 1000) -> AsyncGenerator[tuple[Admission, Guests]]:
+async def opened(*, max_running: int = 2, memory_bytes: int = 1000) -> AsyncGenerator[tuple[Admission, RequestGroup]]:
     admission = Admission(max_running=max_running, memory_bytes=memory_bytes)
-    guests = Guests(admission)
+    requests = RequestGroup(admission)
     try:
-        yield admission, guests
+        yield admission, requests
     finally:
-        await guests.cancel(*guests.tasks)
-        results = await asyncio.gather(*guests.tasks.values(), return_exceptions=True)
+        await requests.cancel(*requests.tasks)
+        results = await asyncio.gather(*requests.tasks.values(), return_exceptions=True)
     assert not [each for each in results if isinstance(each, Exception)]
     assert (admission.running, admission.waiting) == (0, 0)
 
 
-async def test_only_so_many_run_at_once() -> None:
-    async with opened() as (admission, guests):
+async def test_the_number_of_running_requests_is_limited() -> None:
+    async with opened() as (admission, requests):
         for name in "abc":
-            await guests.come(name)
-        assert (guests.inside, admission.running, admission.waiting) == (["a", "b"], 2, 1)
-        await guests.leave("a")
-        assert guests.inside == ["b", "c"]
+            await requests.submit(name)
+        assert (requests.running, admission.running, admission.waiting) == (["a", "b"], 2, 1)
+        await requests.finish("a")
+        assert requests.running == ["b", "c"]
 
 
-async def test_the_highest_priority_is_next_and_else_the_first() -> None:
-    async with opened(max_running=1) as (_, guests):
-        await guests.come("runs")
+async def test_admission_is_by_priority_then_by_arrival() -> None:
+    async with opened(max_running=1) as (_, requests):
+        await requests.submit("runs")
         for name, priority in (("first", 0), ("second", 0), ("urgent", 1)):
-            await guests.come(name, priority=priority)
+            await requests.submit(name, priority=priority)
         seen = list[str]()
         for _ in range(4):
-            seen += guests.inside
-            await guests.leave(seen[-1])
+            seen += requests.running
+            await requests.finish(seen[-1])
     assert seen == ["runs", "urgent", "first", "second"]
 
 
-async def test_a_low_priority_waits_only_for_so_many() -> None:
-    async with opened(max_running=1) as (_, guests):
-        await guests.come("runs")
-        await guests.come("low")
-        others = 2 * PLACES_A_PRIORITY
+async def test_a_low_priority_is_overtaken_a_limited_number_of_times() -> None:
+    async with opened(max_running=1) as (_, requests):
+        await requests.submit("runs")
+        await requests.submit("low")
+        others = 2 * POSITIONS_PER_PRIORITY
         for number in range(others):
-            await guests.come(str(number), priority=1)
+            await requests.submit(str(number), priority=1)
         passed_by = 0
-        await guests.leave("runs")
-        while guests.inside != ["low"]:
-            await guests.leave(guests.inside[0])
+        await requests.finish("runs")
+        while requests.running != ["low"]:
+            await requests.finish(requests.running[0])
             passed_by += 1
-    assert passed_by == PLACES_A_PRIORITY - 1
+    assert passed_by == POSITIONS_PER_PRIORITY - 1
 
 
-async def test_memory_counts_all_that_run_and_one_that_is_decoded() -> None:
-    async with opened(max_running=9, memory_bytes=35) as (_, guests):
+async def test_memory_counts_all_running_requests_and_one_decode() -> None:
+    async with opened(max_running=9, memory_bytes=35) as (_, requests):
         for name in "abcd":
-            await guests.come(name)
-        assert guests.inside == ["a", "b", "c"]
+            await requests.submit(name)
+        assert requests.running == ["a", "b", "c"]
 
 
-async def test_nobody_passes_one_who_waits_for_memory() -> None:
-    async with opened(max_running=9, memory_bytes=35) as (_, guests):
-        await guests.come("runs")
-        await guests.come("large", Footprint(30, 5))
-        await guests.come("small")
-        assert guests.inside == ["runs"]
-        await guests.leave("runs")
-        assert guests.inside == ["large"]
+async def test_no_request_overtakes_one_that_waits_for_memory() -> None:
+    async with opened(max_running=9, memory_bytes=35) as (_, requests):
+        await requests.submit("runs")
+        await requests.submit("large", Footprint(30, 5))
+        await requests.submit("small")
+        assert requests.running == ["runs"]
+        await requests.finish("runs")
+        assert requests.running == ["large"]
 
 
-async def test_what_never_fits_is_refused_at_once() -> None:
+async def test_a_request_that_never_fits_is_rejected_at_once() -> None:
     async with opened(memory_bytes=3 << 20) as (admission, _):
-        with pytest.raises(InvalidRequestError, match="about 4 MiB beside the weights, and the stage has 3 MiB") as why:
+        with pytest.raises(
+            InvalidRequestError, match="about 4 MiB in addition to the weights, and the stage has 3 MiB"
+        ) as why:
             async with admission.admitted(Footprint(3 << 20, 1 << 20), priority=0):
                 raise AssertionError("it was let in")
     assert why.value.reason == "TOO_LARGE"
 
 
-async def test_one_that_gives_up_waiting_lets_those_behind_it_pass() -> None:
-    async with opened(max_running=9, memory_bytes=35) as (admission, guests):
-        await guests.come("runs")
-        await guests.come("large", Footprint(30, 5))
-        await guests.come("small")
-        await guests.cancel("large")
-        assert (guests.inside, admission.waiting) == (["runs", "small"], 0)
+async def test_a_cancelled_waiting_request_unblocks_the_next() -> None:
+    async with opened(max_running=9, memory_bytes=35) as (admission, requests):
+        await requests.submit("runs")
+        await requests.submit("large", Footprint(30, 5))
+        await requests.submit("small")
+        await requests.cancel("large")
+        assert (requests.running, admission.waiting) == (["runs", "small"], 0)
 
 
-async def test_room_that_comes_as_somebody_gives_up_goes_to_the_next() -> None:
-    async with opened(max_running=1) as (_, guests):
-        await guests.come("runs")
-        await guests.come("gives up")
-        await guests.come("next")
-        await guests.cancel("runs", "gives up")
-        assert guests.inside == ["next"]
+async def test_a_slot_freed_during_a_cancellation_goes_to_the_next() -> None:
+    async with opened(max_running=1) as (_, requests):
+        await requests.submit("runs")
+        await requests.submit("gives up")
+        await requests.submit("next")
+        await requests.cancel("runs", "gives up")
+        assert requests.running == ["next"]
 
 
-async def test_room_given_to_one_that_gives_up_at_once_goes_to_the_next() -> None:
-    async with opened(max_running=1) as (_, guests):
-        await guests.come("runs")
-        await guests.come("gives up")
-        await guests.come("next")
-        guests.tasks["runs"].add_done_callback(lambda _: guests.tasks["gives up"].cancel())
-        await guests.leave("runs")
-        assert guests.inside == ["next"]
+async def test_a_slot_given_to_a_cancelled_request_goes_to_the_next() -> None:
+    async with opened(max_running=1) as (_, requests):
+        await requests.submit("runs")
+        await requests.submit("gives up")
+        await requests.submit("next")
+        requests.tasks["runs"].add_done_callback(lambda _: requests.tasks["gives up"].cancel())
+        await requests.finish("runs")
+        assert requests.running == ["next"]
 
 
-async def test_one_that_fails_inside_makes_room() -> None:
-    async with opened(max_running=1) as (admission, guests):
+async def test_a_failed_request_frees_its_slot() -> None:
+    async with opened(max_running=1) as (admission, requests):
         with pytest.raises(ValueError, match="inside"):
             async with admission.admitted(SMALL, priority=0):
                 raise ValueError("inside")
-        await guests.come("next")
-        assert guests.inside == ["next"]
+        await requests.submit("next")
+        assert requests.running == ["next"]

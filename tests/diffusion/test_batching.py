@@ -1,4 +1,4 @@
-"""Requests that share forwards get what each gets alone."""
+"""Requests that share forward passes get the same results as alone."""
 
 import os
 import subprocess
@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
-from tests.diffusion.tiny_calls import Wish
-from tests.diffusion.tiny_pipelines import WRITERS, write_qwen_image
-from tests.diffusion.turns import alone, inputs_of, together
+from tests.diffusion.pipeline_runs import inputs_of, run_alone, run_together
+from tests.diffusion.tiny.calls import ImageSpec
+from tests.diffusion.tiny.pipelines import WRITERS, write_qwen_image
 
 pytestmark = pytest.mark.timeout(180)
 
 TOLERANCE = 1e-5
-"""Of pictures in [0, 1], in float32: by how much the order of a matrix library's sums may differ with the batch."""
+"""For float32 images in [0, 1]: the matrix library's order of sums depends on the batch size."""
 OTHERS = tuple(name for name in WRITERS if name != "qwen-image")
-ALIKE = [Wish(seed=seed, scale=2.0 + seed) for seed in range(3)]
-WIDE, HIGH = Wish(height=64, width=96, seed=1), Wish(height=96, width=64, seed=2)
+ALIKE = [ImageSpec(seed=seed, scale=2.0 + seed) for seed in range(3)]
+WIDE, HIGH = ImageSpec(height=64, width=96, seed=1), ImageSpec(height=96, width=64, seed=2)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModularStep
 
 @contextmanager
 def rows_counted(pipeline: ModularStepPipeline) -> Iterator[list[int]]:
-    """How many rows each forward of the transformer has."""
+    """Records the number of rows of each forward pass of the transformer."""
     rows: list[int] = []
 
     def note(_model: Any, _args: Any, kwargs: Any) -> None:
@@ -51,7 +51,9 @@ def rows_counted(pipeline: ModularStepPipeline) -> Iterator[list[int]]:
     ("dtype", "mode", "tolerance"),
     [("float32", "AVX2,STRICT", 0.0), ("bfloat16", "AVX2,STRICT", 0.0), ("float32", "", TOLERANCE)],
 )
-def test_mixed_lengths_sizes_and_scales_share_forwards(dtype: str, mode: str, tolerance: float, tmp_path: Path) -> None:
+def test_mixed_lengths_sizes_and_scales_share_forward_passes(
+    dtype: str, mode: str, tolerance: float, tmp_path: Path
+) -> None:
     folder = write_qwen_image(tmp_path, getattr(torch, dtype))
     answer = subprocess.run(
         [sys.executable, "-m", "tests.diffusion.batched_qwen", str(folder), dtype],
@@ -68,44 +70,46 @@ def test_mixed_lengths_sizes_and_scales_share_forwards(dtype: str, mode: str, to
 
 
 @pytest.mark.parametrize("model", OTHERS)
-def test_requests_of_one_shape_share_forwards(model: str, pipelines: dict[str, ModularStepPipeline]) -> None:
+def test_requests_of_one_shape_share_forward_passes(model: str, pipelines: dict[str, ModularStepPipeline]) -> None:
     pipeline = pipelines[model]
-    expected = [alone(model, pipeline, wish) for wish in ALIKE]
+    expected = [run_alone(model, pipeline, spec) for spec in ALIKE]
     with rows_counted(pipeline) as rows:
-        made = together(model, pipeline, ALIKE)
+        made = run_together(model, pipeline, ALIKE)
     for one, other in zip(made, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
     assert max(rows) >= len(ALIKE)
 
 
 @pytest.mark.parametrize("model", OTHERS)
-def test_requests_of_as_many_tokens_and_another_shape_share_none(
+def test_requests_of_different_shapes_share_no_forward_pass(
     model: str, pipelines: dict[str, ModularStepPipeline]
 ) -> None:
     pipeline = pipelines[model]
-    expected = [alone(model, pipeline, wish) for wish in (WIDE, HIGH)]
+    expected = [run_alone(model, pipeline, spec) for spec in (WIDE, HIGH)]
     with rows_counted(pipeline) as rows:
-        made = together(model, pipeline, [WIDE, HIGH])
+        made = run_together(model, pipeline, [WIDE, HIGH])
     for one, other in zip(made, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE)
-    # Both branches of one request's guidance may be in it.
+    # A forward pass may contain both guidance branches of one request.
     assert max(rows) <= 2
 
 
 @pytest.mark.parametrize("model", OTHERS)
-def test_what_shares_no_forward_has_another_key(model: str, pipelines: dict[str, ModularStepPipeline]) -> None:
-    def key(wish: Wish) -> tuple[object, ...]:
-        state = DiffusionRequestState("r", inputs_of(model, wish))
+def test_requests_that_share_no_forward_pass_have_different_keys(
+    model: str, pipelines: dict[str, ModularStepPipeline]
+) -> None:
+    def key(spec: ImageSpec) -> tuple[object, ...]:
+        state = DiffusionRequestState("r", inputs_of(model, spec))
         pipelines[model].prepare_encode(state)
         return pipelines[model].batch_key(state)
 
     assert key(WIDE) != key(HIGH)
-    assert key(Wish(seed=1)) == key(Wish(seed=2, scale=2.0))
+    assert key(ImageSpec(seed=1)) == key(ImageSpec(seed=2, scale=2.0))
 
 
-def test_keys_of_qwen_image_tell_guidance_alone_apart(pipelines: dict[str, ModularStepPipeline]) -> None:
-    wishes = (WIDE, HIGH, Wish(prompt="a longer prompt than that"), Wish(scale=1.0))
-    states = [DiffusionRequestState("r", inputs_of("qwen-image", wish)) for wish in wishes]
+def test_keys_of_qwen_image_depend_only_on_guidance(pipelines: dict[str, ModularStepPipeline]) -> None:
+    specs = (WIDE, HIGH, ImageSpec(prompt="a longer prompt than that"), ImageSpec(scale=1.0))
+    states = [DiffusionRequestState("r", inputs_of("qwen-image", spec)) for spec in specs]
     for state in states:
         pipelines["qwen-image"].prepare_encode(state)
     keys = [pipelines["qwen-image"].batch_key(state) for state in states]
@@ -113,7 +117,7 @@ def test_keys_of_qwen_image_tell_guidance_alone_apart(pipelines: dict[str, Modul
     assert keys[3] != keys[0]
 
 
-def test_a_model_is_left_as_it_was(pipelines: dict[str, ModularStepPipeline]) -> None:
+def test_a_mixed_forward_pass_leaves_the_model_unchanged(pipelines: dict[str, ModularStepPipeline]) -> None:
     pipeline = pipelines["qwen-image"]
     transformer = pipeline.components.transformer
 
@@ -121,6 +125,6 @@ def test_a_model_is_left_as_it_was(pipelines: dict[str, ModularStepPipeline]) ->
         return [transformer.pos_embed, *(block.attn.processor for block in transformer.transformer_blocks)]
 
     before = parts()
-    together("qwen-image", pipeline, [WIDE, HIGH])
+    run_together("qwen-image", pipeline, [WIDE, HIGH])
     assert all(one is other for one, other in zip(parts(), before, strict=True))
     assert "pos_embed" not in vars(transformer)

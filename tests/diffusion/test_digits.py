@@ -1,4 +1,4 @@
-"""The digits pipeline as its users run it: three services draw what a prompt names, and a classifier reads it."""
+"""End-to-end test of the digits pipeline: three services draw digits, and a classifier reads them."""
 
 import io
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from examples.digits.classifier import read
 from examples.digits.prompts import NAMES, prompt
-from examples.digits.reading import read
 from PIL import Image
 
 from stagemesh.client import Client
@@ -34,7 +34,7 @@ def draw(client: Client, digit: int, seed: int) -> Image.Image:
 def test_eighty_digits_are_read_as_prompted(up: Deployment) -> None:
     digits = [digit for digit in range(len(NAMES)) for _ in range(A_DIGIT)]
     with up.client() as client, ThreadPoolExecutor(8) as pool:
-        pictures = list(pool.map(lambda seed: draw(client, digits[seed], seed), range(len(digits))))
-    assert {picture.size for picture in pictures} == {(32, 32)}
-    right = sum(read == wanted for read, wanted in zip(read(pictures), digits, strict=True))
+        images = list(pool.map(lambda seed: draw(client, digits[seed], seed), range(len(digits))))
+    assert {image.size for image in images} == {(32, 32)}
+    right = sum(read == wanted for read, wanted in zip(read(images), digits, strict=True))
     assert right >= ENOUGH

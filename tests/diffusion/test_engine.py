@@ -1,4 +1,4 @@
-"""The engine alone: cancelling, failing, and what no request may ask for."""
+"""The engine: turns, cancellation, failures and invalid requests."""
 
 import asyncio
 import random
@@ -22,13 +22,13 @@ from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.worker import DiffusionWorker
 from stagemesh.services.engines.media import MediaFile
 from tests.diffusion.stages import diffusion_config
-from tests.diffusion.tiny_calls import Wish
-from tests.diffusion.tiny_pipelines import write_flux, write_qwen_image
+from tests.diffusion.tiny.calls import ImageSpec
+from tests.diffusion.tiny.pipelines import write_flux, write_qwen_image
 from tests.engines.support import collect, packets
 
 pytestmark = pytest.mark.timeout(180)
 
-SMALL = Wish(height=32, width=32, steps=4)
+SMALL = ImageSpec(height=32, width=32, steps=4)
 
 
 @pytest.fixture(scope="module")
@@ -47,25 +47,25 @@ async def started(folder: Path, **options: JsonValue) -> AsyncGenerator[Diffusio
         await engine.close()
 
 
-def task(wish: Wish = SMALL, request_id: str = "r", **changed: Any) -> Task:
-    """A wish for the picture as numbers."""
+def task(spec: ImageSpec = SMALL, request_id: str = "r", **changed: Any) -> Task:
+    """Returns a request for an image as numbers."""
     plain = Task(
         request_id,
-        wish.seed,
-        prompt=wish.prompt,
-        negative_prompt=wish.negative_prompt,
-        options=options_of(wish),
+        spec.seed,
+        prompt=spec.prompt,
+        negative_prompt=spec.negative_prompt,
+        options=options_of(spec),
         wanted=frozenset({FRAMES}),
     )
     return replace(plain, **changed)
 
 
-def options_of(wish: Wish) -> dict[str, float]:
+def options_of(spec: ImageSpec) -> dict[str, float]:
     return {
-        "height": wish.height,
-        "width": wish.width,
-        "num_inference_steps": wish.steps,
-        "guidance_scale": wish.scale,
+        "height": spec.height,
+        "width": spec.width,
+        "num_inference_steps": spec.steps,
+        "guidance_scale": spec.scale,
     }
 
 
@@ -75,18 +75,18 @@ def worker_of(engine: DiffusionEngine) -> DiffusionWorker:
 
 
 def states(engine: DiffusionEngine) -> Mapping[str, Any]:
-    """Of the requests that its worker knows."""
+    """Returns the states of the requests that the engine's worker knows."""
     return worker_of(engine)._states
 
 
 async def frames(engine: DiffusionEngine, one: Task) -> Array:
-    """What it makes."""
+    """Runs a task and returns its frames."""
     made: Array = packets(await collect(engine.submit(one)))[-1].tensors[FRAMES]
     return made
 
 
 async def stopped_at(engine: DiffusionEngine, one: Task, steps: int) -> None:
-    """Leaves a request alone once it has said so many steps; 0 for before it has said anything."""
+    """Cancels a request after it has reported `steps` steps; 0 cancels before its first event."""
     async with aclosing(engine.submit(one)) as events:
         if not steps:
             reading = asyncio.ensure_future(anext(events))
@@ -101,14 +101,14 @@ async def stopped_at(engine: DiffusionEngine, one: Task, steps: int) -> None:
 
 @dataclass
 class Steps:
-    """What a worker was asked to do, step by step."""
+    """The requests of each step of the workers."""
 
     made: list[list[str]]
 
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
-    """Who was in each step that any worker makes."""
+    """Records the requests of each step of any worker."""
     seen = Steps([])
     stock = DiffusionWorker.step
 
@@ -126,19 +126,19 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 async def test_requests_take_turns_at_every_step(folder: Path, steps: Steps) -> None:
     async with started(folder) as engine:
         await asyncio.gather(*(collect(engine.submit(task(request_id=name))) for name in "abc"))
-    # The first may be ahead by what it does while the others are encoded.
+    # The first request may run some steps while the others are encoded.
     middle = [name for names in steps.made for name in names][3:9]
     assert {middle.count(name) for name in "abc"} == {2}
 
 
-async def test_requests_share_their_steps_where_that_pays(folder: Path, steps: Steps) -> None:
+async def test_requests_share_steps_if_that_pays(folder: Path, steps: Steps) -> None:
     async with started(folder, max_batch=4) as engine:
-        wishes = [replace(SMALL, seed=seed, steps=30) for seed in range(4)]
-        await asyncio.gather(*(collect(engine.submit(task(wish, str(wish.seed)))) for wish in wishes))
+        specs = [replace(SMALL, seed=seed, steps=30) for seed in range(4)]
+        await asyncio.gather(*(collect(engine.submit(task(spec, str(spec.seed)))) for spec in specs))
     assert max(map(len, steps.made)) == 4
 
 
-async def test_progress_is_told_in_order_and_use_at_the_end(folder: Path) -> None:
+async def test_progress_is_in_order_and_usage_is_last(folder: Path) -> None:
     async with started(folder) as engine:
         events = await collect(engine.submit(task()))
     told = [event.steps for event in events if isinstance(event, Progress)]
@@ -184,7 +184,7 @@ async def test_memory_stays_flat_over_five_hundred_cancels(folder: Path) -> None
         assert np.isfinite(await frames(engine, task())).all()
 
 
-async def test_closing_ends_whatever_runs(folder: Path) -> None:
+async def test_closing_ends_running_requests(folder: Path) -> None:
     async with started(folder) as engine:
         running = asyncio.ensure_future(collect(engine.submit(task(replace(SMALL, steps=200)))))
         await stopped_at(engine, task(request_id="other"), 1)
@@ -197,7 +197,7 @@ async def test_closing_ends_whatever_runs(folder: Path) -> None:
 # -- failing
 
 
-async def test_one_that_fails_in_a_batch_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_fails_in_a_batch_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(folder, max_batch=4) as engine:
         pipeline = worker_of(engine).runner.pipeline
         stock = pipeline.denoise_step
@@ -208,9 +208,9 @@ async def test_one_that_fails_in_a_batch_fails_alone(folder: Path, monkeypatch: 
             return stock(batch)
 
         monkeypatch.setattr(pipeline, "denoise_step", denoise_step)
-        wishes = [replace(SMALL, seed=seed, steps=12) for seed in range(3)]
+        specs = [replace(SMALL, seed=seed, steps=12) for seed in range(3)]
         made = await asyncio.gather(
-            *(frames(engine, task(wish, str(wish.seed))) for wish in wishes), return_exceptions=True
+            *(frames(engine, task(spec, str(spec.seed))) for spec in specs), return_exceptions=True
         )
         assert not states(engine)
         assert (engine.load().running, engine.load().work_s) == (0, 0)
@@ -220,7 +220,7 @@ async def test_one_that_fails_in_a_batch_fails_alone(folder: Path, monkeypatch: 
     assert [type(one) for one in made] == [np.ndarray, InternalError, np.ndarray]
 
 
-async def test_one_whose_memory_runs_out_is_told_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exhausted_memory_is_reported_by_its_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(folder) as engine:
         pipeline = worker_of(engine).runner.pipeline
 
@@ -235,7 +235,7 @@ async def test_one_whose_memory_runs_out_is_told_so(folder: Path, monkeypatch: p
         assert np.isfinite(await frames(engine, task())).all()
 
 
-# -- what no request may ask for
+# -- invalid requests
 
 
 def message(*parts: Any) -> tuple[ChatMessage, ...]:
@@ -257,7 +257,7 @@ PNG = MediaFile("image", b"\x89PNG", "image/png")
         (with_options(height=1040), "option height is 1040; it must be from 1 to 1024"),
         (with_options(height=65), "option height is 65; it must be a multiple of 16, such as 64 or 80"),
         (with_options(width=8), "option width is 8; it must be a multiple of 16, such as 16"),
-        (with_options(width=64.5), "option width is 64.5; it must be a whole number"),
+        (with_options(width=64.5), "option width is 64.5; it must be an integer"),
         (with_options(width=float("nan")), "option width is nan; it must be from 1 to 1024"),
         (with_options(num_inference_steps=0), "option num_inference_steps is 0; it must be from 1 to 200"),
         (with_options(num_inference_steps=1), "option num_inference_steps is 1; this model's schedule needs 2"),
@@ -267,22 +267,25 @@ PNG = MediaFile("image", b"\x89PNG", "image/png")
         (with_options(guidance_scale=-1), "option guidance_scale is -1; it must be from 0 to 100"),
         (with_options(num_frames=2), "option num_frames is 2; it must be from 1 to 1"),
         (with_options(eta=1), "unknown option 'eta'"),
-        ({"prompt": ""}, "the prompt is empty; say what is to be seen"),
-        ({"prompt": " \n\t"}, "the prompt is empty; say what is to be seen"),
-        ({"prompt": None}, "the prompt is empty; say what is to be seen"),
-        ({"prompt": "x" * 20_001}, "the prompt has 20001 characters; this stage takes 20000"),
-        ({"negative_prompt": "x" * 20_001}, "the negative prompt has 20001 characters; this stage takes 20000"),
-        ({"prompt": (1, 2, 3)}, "a diffusion stage takes text, and no token ids"),
-        ({"prompt": (ChatMessage("user", "a"), ChatMessage("user", "b"))}, "has 2 messages; a diffusion stage takes"),
-        ({"prompt": message("a cat", PNG)}, "1 pictures were given; this model takes text alone"),
-        ({"prompt": message("a cat", MediaFile("audio", b"RIFF", "audio/wav"))}, "neither sound nor films"),
+        ({"prompt": ""}, "the prompt is empty; describe the image"),
+        ({"prompt": " \n\t"}, "the prompt is empty; describe the image"),
+        ({"prompt": None}, "the prompt is empty; describe the image"),
+        ({"prompt": "x" * 20_001}, "the prompt has 20001 characters; this stage allows 20000"),
+        ({"negative_prompt": "x" * 20_001}, "the negative prompt has 20001 characters; this stage allows 20000"),
+        ({"prompt": (1, 2, 3)}, "a diffusion stage accepts text, but not token ids"),
+        ({"prompt": (ChatMessage("user", "a"), ChatMessage("user", "b"))}, "has 2 messages; a diffusion stage accepts"),
+        ({"prompt": message("a cat", PNG)}, "the prompt has 1 images; this model accepts only text"),
+        (
+            {"prompt": message("a cat", MediaFile("audio", b"RIFF", "audio/wav"))},
+            "accepts images, but not audio or video",
+        ),
         ({"seed": -1}, "seed is -1; it must be from 0 to"),
         ({"seed": 1 << 63}, f"seed is {1 << 63}; it must be from 0 to"),
-        ({"resume_from": Checkpoint(2)}, "the checkpoint holds no tensor 'state'"),
+        ({"resume_from": Checkpoint(2)}, "the checkpoint has no tensor 'state'"),
         ({"adapter": "none such"}, "none such"),
     ],
 )
-async def test_bad_input_is_a_clear_error_to_that_request_alone(
+async def test_invalid_input_fails_only_its_request(
     changed: dict[str, Any], said: str, engine: DiffusionEngine
 ) -> None:
     other = asyncio.ensure_future(frames(engine, task(request_id="other")))
@@ -299,13 +302,13 @@ async def engine(folder: Path) -> AsyncGenerator[DiffusionEngine]:
         yield made
 
 
-async def test_what_memory_never_holds_is_refused_and_what_it_holds_in_turn_waits(folder: Path) -> None:
+async def test_requests_too_large_for_memory_are_rejected_and_others_wait(folder: Path) -> None:
     async with started(folder) as engine:
         assert engine._facts is not None
         needed = engine._facts.sizes.footprint(engine._inputs(task()))
     memory_bytes = needed.denoise_bytes + needed.decode_bytes
     async with started(folder, memory_bytes=memory_bytes) as engine:
-        with pytest.raises(InvalidRequestError, match="ask for fewer pixels or frames") as caught:
+        with pytest.raises(InvalidRequestError, match="request fewer pixels or frames") as caught:
             await collect(engine.submit(task(replace(SMALL, height=512, width=512))))
         assert caught.value.reason == "TOO_LARGE"
         running = [asyncio.ensure_future(frames(engine, task(request_id=name))) for name in "abc"]
@@ -318,7 +321,7 @@ async def test_what_memory_never_holds_is_refused_and_what_it_holds_in_turn_wait
     assert all(np.isfinite(one.result()).all() for one in running)
 
 
-async def test_a_task_that_is_asked_to_pause_goes_on_from_there(engine: DiffusionEngine) -> None:
+async def test_a_paused_task_resumes_with_the_same_bits(engine: DiffusionEngine) -> None:
     whole = await frames(engine, task())
     asked, steps = task(), 0
     events: list[object] = []
@@ -334,8 +337,8 @@ async def test_a_task_that_is_asked_to_pause_goes_on_from_there(engine: Diffusio
     assert np.array_equal(rest, whole)
 
 
-async def paused_state(engine: DiffusionEngine, wish: Wish = SMALL) -> Checkpoint:
-    *_, last = await collect(engine.submit(task(wish, max_steps=2)))
+async def paused_state(engine: DiffusionEngine, spec: ImageSpec = SMALL) -> Checkpoint:
+    *_, last = await collect(engine.submit(task(spec, max_steps=2)))
     assert isinstance(last, Paused)
     return last.checkpoint
 
@@ -351,7 +354,7 @@ async def paused_state(engine: DiffusionEngine, wish: Wish = SMALL) -> Checkpoin
         ({"prompt": "another"}, "the state's prompt is not the request's"),
     ],
 )
-async def test_a_state_that_does_not_fit_the_request_is_refused(
+async def test_a_state_of_another_request_is_rejected(
     changed: dict[str, Any], said: str, engine: DiffusionEngine
 ) -> None:
     state = await paused_state(engine)
@@ -363,7 +366,7 @@ async def test_a_state_that_does_not_fit_the_request_is_refused(
 
 
 @pytest.mark.parametrize("damage", ["cut", "noise", "empty"])
-async def test_a_damaged_state_is_refused(damage: str, engine: DiffusionEngine) -> None:
+async def test_a_damaged_state_is_rejected(damage: str, engine: DiffusionEngine) -> None:
     data = (await paused_state(engine)).tensors[STATE].tobytes()
     damaged = {"cut": data[: len(data) // 2], "noise": bytes(range(256)), "empty": b""}[damage]
     state = Checkpoint(2, tensors={STATE: np.frombuffer(damaged, np.uint8)})
@@ -372,7 +375,7 @@ async def test_a_damaged_state_is_refused(damage: str, engine: DiffusionEngine) 
     assert caught.value.reason == "INVALID_CHECKPOINT"
 
 
-async def test_a_state_of_another_model_or_kind_of_number_is_refused(
+async def test_a_state_of_another_model_or_data_type_is_rejected(
     folder: Path, tmp_path: Path, engine: DiffusionEngine
 ) -> None:
     state = await paused_state(engine)

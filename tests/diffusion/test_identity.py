@@ -1,4 +1,4 @@
-"""A stage process makes what the pipeline's own `__call__` makes, bit for bit: alone, by turns, paused, and moved."""
+"""A stage process generates the same bits as the pipeline's `__call__`: alone, in turns, paused and transferred."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Sequence
@@ -24,24 +24,24 @@ from tests.diffusion.stages import (
     stage_process,
     step_request,
 )
-from tests.diffusion.tiny_calls import Wish, load, picture
-from tests.diffusion.tiny_pipelines import WRITERS
+from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
+from tests.diffusion.tiny.pipelines import WRITERS
 
 pytestmark = pytest.mark.timeout(300)
 
 PROMPTS = ("a red cube", "x", "two dogs and a very long tail", "Ein Haus am See, im Nebel", "7 + 3 = 10?")
 SIZES = ((64, 64), (32, 80), (96, 48))
-WISHES = [
-    Wish(prompt=prompt, seed=number, height=height, width=width, steps=2)
+SPECS = [
+    ImageSpec(prompt=prompt, seed=number, height=height, width=width, steps=2)
     for number, (prompt, (height, width)) in enumerate((p, s) for p in PROMPTS for s in SIZES)
 ]
-LONG = Wish(prompt="a long way", seed=11, height=48, width=64, steps=5)
-BY_TURNS = [LONG, *(replace(wish, steps=3 + i) for i, wish in enumerate(WISHES[4:13:4]))]
+LONG = ImageSpec(prompt="a long way", seed=11, height=48, width=64, steps=5)
+BY_TURNS = [LONG, *(replace(spec, steps=3 + i) for i, spec in enumerate(SPECS[4:13:4]))]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, how it computes, and a process that serves it."""
+    """A model, its data type, and a process that serves it."""
 
     model: str
     config: StageConfig
@@ -50,13 +50,13 @@ class Subject:
 
     @cached_property
     def pipeline(self) -> Any:
-        """The pipeline as its authors use it."""
+        """The classic pipeline."""
         assert self.config.model is not None
         return load(Path(self.config.model), self.dtype)
 
-    def expected(self, wish: Wish) -> str:
-        """The digest of what `__call__` makes."""
-        return md5(picture(self.model, self.pipeline, wish).float().numpy())
+    def expected(self, spec: ImageSpec) -> str:
+        """Returns the digest of the image of `__call__`."""
+        return md5(classic_image(self.model, self.pipeline, spec).float().numpy())
 
 
 @pytest.fixture(
@@ -88,9 +88,9 @@ async def digest(stub: "stage_pb2_grpc.StageServiceAsyncStub", request: stage_pb
 
 
 async def paused(
-    stub: "stage_pb2_grpc.StageServiceAsyncStub", wish: Wish, request_id: str, *, steps: int
+    stub: "stage_pb2_grpc.StageServiceAsyncStub", spec: ImageSpec, request_id: str, *, steps: int
 ) -> stage_pb2.Checkpoint:
-    *_, last = await heard(stub, step_request(wish, request_id, max_steps=steps))
+    *_, last = await heard(stub, step_request(spec, request_id, max_steps=steps))
     assert last.paused.checkpoint.steps == steps
     return last.paused.checkpoint
 
@@ -99,31 +99,31 @@ def seen(numbers: Sequence[str]) -> int:
     return len(set(numbers))
 
 
-async def test_one_after_the_other(subject: Subject) -> None:
+async def test_sequential_requests_match_the_call(subject: Subject) -> None:
     async with stub_of(subject) as stub:
-        made = [await digest(stub, step_request(wish, f"alone-{i}")) for i, wish in enumerate(WISHES)]
-    assert made == [subject.expected(wish) for wish in WISHES]
-    assert seen(made) == len(WISHES)
+        made = [await digest(stub, step_request(spec, f"alone-{i}")) for i, spec in enumerate(SPECS)]
+    assert made == [subject.expected(spec) for spec in SPECS]
+    assert seen(made) == len(SPECS)
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
-async def test_by_turns(subject: Subject, number: int) -> None:
-    wishes = BY_TURNS[:number]
+async def test_alternating_requests_match_the_call(subject: Subject, number: int) -> None:
+    specs = BY_TURNS[:number]
     async with stub_of(subject) as stub:
-        requests = [step_request(wish, f"turns-{number}-{i}") for i, wish in enumerate(wishes)]
+        requests = [step_request(spec, f"turns-{number}-{i}") for i, spec in enumerate(specs)]
         made = await asyncio.gather(*(digest(stub, request) for request in requests))
-    assert made == [subject.expected(wish) for wish in wishes]
+    assert made == [subject.expected(spec) for spec in specs]
 
 
-async def test_after_a_pause(subject: Subject) -> None:
+async def test_a_paused_request_matches_the_call(subject: Subject) -> None:
     async with stub_of(subject) as stub:
         checkpoint = await paused(stub, LONG, "pause", steps=2)
-        between = await digest(stub, step_request(WISHES[0], "between"))
+        between = await digest(stub, step_request(SPECS[0], "between"))
         made = await digest(stub, step_request(LONG, "pause", attempt=2, resume_from=checkpoint))
-    assert [made, between] == [subject.expected(LONG), subject.expected(WISHES[0])]
+    assert [made, between] == [subject.expected(LONG), subject.expected(SPECS[0])]
 
 
-async def test_after_a_pause_that_only_steps_name(subject: Subject) -> None:
+async def test_a_request_resumed_by_its_steps_matches_the_call(subject: Subject) -> None:
     async with stub_of(subject) as stub:
         await paused(stub, LONG, "kept", steps=3)
         resume_from = stage_pb2.Checkpoint(steps=3)
@@ -131,7 +131,7 @@ async def test_after_a_pause_that_only_steps_name(subject: Subject) -> None:
     assert made == subject.expected(LONG)
 
 
-async def test_after_a_move_there_and_back(subject: Subject) -> None:
+async def test_a_request_transferred_twice_matches_the_call(subject: Subject) -> None:
     async with stub_of(subject) as there, served_diffusion(renamed(subject.config, "tested-1")) as here:
         checkpoint = await paused(there, LONG, "moves", steps=1)
         request = step_request(LONG, "moves", attempt=2, max_steps=2, resume_from=checkpoint)
@@ -141,8 +141,8 @@ async def test_after_a_move_there_and_back(subject: Subject) -> None:
     assert made == [subject.expected(LONG)] * 2
 
 
-async def test_after_a_move_over_the_data_plane(subject: Subject) -> None:
-    """By PutChunk, which needs no message to hold the state; GetChunk reads the same."""
+async def test_a_request_transferred_over_the_data_plane_matches_the_call(subject: Subject) -> None:
+    """Transfers the state with PutChunk, whose size no message limits. GetChunk reads the same state."""
     moved = renamed(subject.config, "tested-2")
     async with stub_of(subject) as there, served_diffusion(moved) as here:
         state = stage_pb2.InputBinding(edge=STATE_EDGE, producer=moved.replica)

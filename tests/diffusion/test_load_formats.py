@@ -1,4 +1,4 @@
-"""What a stage's model is made from."""
+"""The load formats of a stage's model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.runner import DiffusionRunner
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
-from tests.diffusion.tiny_pipelines import WRITERS
+from tests.diffusion.pipeline_runs import run_to_end
+from tests.diffusion.tiny.pipelines import WRITERS
 
 pytestmark = pytest.mark.timeout(120)
 
 
 class Still(ModularStepPipeline):
-    """Sees no noise."""
+    """Predicts zero noise."""
 
     def denoise_step(self, batch: Sequence[DiffusionRequestState]) -> list[torch.Tensor]:
         return [torch.zeros_like(state.latents) for state in batch]
@@ -34,24 +35,24 @@ def inputs(**more: Any) -> DiffusionInputs:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_dummy_reads_no_weights_and_is_the_same_each_time(name: str, tmp_path: Path) -> None:
+def test_a_dummy_reads_no_weights_and_is_reproducible(name: str, tmp_path: Path) -> None:
     folder = WRITERS[name](tmp_path)
     for weights in folder.rglob("*.safetensors"):
         weights.unlink()
     wanted = inputs(num_frames=5 if name == "wan" else 1)
-    first, second = (runner(folder, format="dummy").execute_model(wanted) for _ in range(2))
+    first, second = (run_to_end(runner(folder, format="dummy"), wanted) for _ in range(2))
     assert first.shape[1:] == (3, 64, 64)
     assert np.array_equal(first, second)
 
 
-def test_a_dummy_leaves_the_random_numbers_of_others_alone(tmp_path: Path) -> None:
+def test_a_dummy_does_not_change_the_global_random_state(tmp_path: Path) -> None:
     folder = WRITERS["flux"](tmp_path)
     before = torch.get_rng_state()
     runner(folder, format="dummy")
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_pipeline_of_ones_own_goes_through_the_phases(tmp_path: Path) -> None:
+def test_a_custom_pipeline_runs_the_phases(tmp_path: Path) -> None:
     folder = WRITERS["qwen-image"](tmp_path)
     own = runner(folder, format="custom_pipeline", custom_pipeline=f"{__name__}:Still")
     state = DiffusionRequestState("r", inputs())
@@ -66,14 +67,14 @@ def test_a_pipeline_of_ones_own_goes_through_the_phases(tmp_path: Path) -> None:
     [
         ("no.such.module:Still", "cannot be imported: No module named 'no'; write it as module:Class"),
         (f"{__name__}:Moving", "has no attribute 'Moving'"),
-        (f"{__name__}:runner", "is no kind of ModularStepPipeline"),
+        (f"{__name__}:runner", "is not a subclass of ModularStepPipeline"),
     ],
 )
-def test_what_is_no_pipeline_is_refused(name: str, error: str, tmp_path: Path) -> None:
+def test_an_invalid_custom_pipeline_is_rejected(name: str, error: str, tmp_path: Path) -> None:
     with pytest.raises(NotReadyError, match=error):
         runner(tmp_path, format="custom_pipeline", custom_pipeline=name)
 
 
-def test_a_class_without_its_format_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"names a class for load\.format custom_pipeline"):
+def test_a_custom_pipeline_without_its_format_is_rejected() -> None:
+    with pytest.raises(InvalidRequestError, match=r"only if, load\.format is custom_pipeline"):
         stage_options({"load": {"custom_pipeline": "a:B"}})

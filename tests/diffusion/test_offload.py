@@ -1,4 +1,4 @@
-"""Where weights lie, and in how many bits: what it changes of the outcome, and what it refuses."""
+"""Offloading and quantization of weights: their effect on results, and the options that they reject."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,15 +12,15 @@ from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.services.engines.diffusion.options import stage_options
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 from stagemesh.services.engines.diffusion.worker import DiffusionWorker
-from tests.diffusion.tiny_pipelines import WRITERS
+from tests.diffusion.tiny.pipelines import WRITERS
 
 pytestmark = pytest.mark.timeout(120)
 
 DISK_TOLERANCE = 2e-6
-"""In memory a tensor lies where the file has it, and how the matrix library adds depends on that."""
+"""A tensor's alignment in memory follows the file, and the matrix library's order of sums depends on alignment."""
 MODELS = ("qwen-image", "flux", "sd3", "wan", "z-image")
 FP8_TOLERANCE = 0.1
-"""Of pictures in [0, 1] by random weights: three bits of a mantissa instead of 23."""
+"""For images in [0, 1] of random weights, with a mantissa of 3 bits instead of 23."""
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +37,13 @@ def made(folder: Path, *, frames: int = 1, **load: Any) -> NDArray[Any]:
     worker.begin("r", inputs)
     for _ in range(3):
         assert worker.step(["r"]) == [None]
-    picture = np.array(worker.picture("r"))
+    image = np.array(worker.decode("r"))
     worker.shutdown()
-    return picture
+    return image
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_that_come_by_the_group_give_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_group_offload_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     folder, frames = WRITERS[name](tmp_path / "model"), 5 if name == "wan" else 1
     expected = made(folder, frames=frames)
     assert np.array_equal(made(folder, frames=frames, offload="group"), expected)
@@ -51,14 +51,14 @@ def test_weights_that_come_by_the_group_give_the_same_bits(name: str, tmp_path: 
     assert np.abs(from_disk - expected).max() < DISK_TOLERANCE
 
 
-def test_blocks_may_be_the_groups(model: Path, tmp_path: Path) -> None:
+def test_offload_groups_may_be_blocks(model: Path, tmp_path: Path) -> None:
     expected = made(model)
     assert np.array_equal(made(model, offload="group", offload_by="block"), expected)
     from_disk = made(model, offload="disk", offload_by="block", offload_dir=str(tmp_path))
     assert np.abs(from_disk - expected).max() < DISK_TOLERANCE
 
 
-def test_nothing_stays_on_the_disk(model: Path, tmp_path: Path) -> None:
+def test_shutdown_removes_offloaded_files(model: Path, tmp_path: Path) -> None:
     worker = DiffusionWorker(
         model, stage_options({"dtype": "float32", "load": {"offload": "disk", "offload_dir": str(tmp_path)}})
     )
@@ -69,35 +69,35 @@ def test_nothing_stays_on_the_disk(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_weights_kept_in_eight_bits_give_nearly_the_same(model: Path, dtype: str) -> None:
+def test_layerwise_casting_changes_results_little(model: Path, dtype: str) -> None:
     expected, cast = made(model), made(model, layerwise_casting=dtype)
     assert 0 < np.abs(cast - expected).max() < FP8_TOLERANCE
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_a_compiled_transformer_gives_nearly_the_same(tmp_path: Path) -> None:
+def test_a_compiled_transformer_changes_results_little(tmp_path: Path) -> None:
     folder = WRITERS["flux"](tmp_path)
     assert np.allclose(made(folder, compile=True), made(folder), atol=1e-4)
 
 
-def test_a_model_at_a_time_needs_a_gpu(model: Path) -> None:
-    with pytest.raises(NotReadyError, match="offload model needs a GPU to take weights from"):
+def test_model_offload_needs_a_gpu(model: Path) -> None:
+    with pytest.raises(NotReadyError, match="offload model needs a GPU; omit it"):
         made(model, offload="model")
 
 
-def test_a_folder_that_is_not_there_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_missing_offload_folder_is_rejected(model: Path, tmp_path: Path) -> None:
     with pytest.raises(NotReadyError, match="gone cannot be used"):
         made(model, offload="disk", offload_dir=str(tmp_path / "gone"))
 
 
 @pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="it is installed")
-def test_a_library_that_is_not_installed_is_named(model: Path) -> None:
+def test_the_error_names_a_missing_library(model: Path) -> None:
     with pytest.raises(NotReadyError, match="needs the module bitsandbytes; install it"):
         made(model, quantization={"backend": "bitsandbytes_4bit"})
 
 
-def test_quantized_weights_give_nearly_the_same(model: Path) -> None:
+def test_quantized_weights_change_results_little(model: Path) -> None:
     wanted = {"backend": "torchao", "parameters": {"quant_type": "Int8WeightOnlyConfig"}}
     expected, quantized = made(model), made(model, quantization=wanted)
     assert 0 < np.abs(quantized - expected).max() < FP8_TOLERANCE
@@ -107,11 +107,11 @@ def test_quantized_weights_give_nearly_the_same(model: Path) -> None:
     ("options", "error"),
     [
         ({"load": {"offload": "cloud"}}, "load.offload is 'cloud'"),
-        ({"load": {"quantization": {"backend": "torchao"}, "offload": "disk"}}, "stands beside load.offload disk"),
+        ({"load": {"quantization": {"backend": "torchao"}, "offload": "disk"}}, "excludes load.offload disk"),
         ({"load": {"offload": "group"}, "enable_lora": True}, "enable_lora and parallel need a transformer"),
         ({"load": {"quick": True}}, "load.quick"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], error: str) -> None:
+def test_conflicting_load_options_are_rejected(options: dict[str, Any], error: str) -> None:
     with pytest.raises(InvalidRequestError, match=error):
         stage_options(options)

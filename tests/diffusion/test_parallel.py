@@ -1,4 +1,4 @@
-"""Several worker processes compute what one does."""
+"""Several worker processes compute the same images as one."""
 
 import asyncio
 import os
@@ -20,14 +20,14 @@ from stagemesh.services.engines.base import Checkpoint, Paused, Progress, Task
 from stagemesh.services.engines.diffusion import STATE
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from tests.children import commands_of_children
-from tests.diffusion.tiny_pipelines import write_qwen_image, write_sd3
+from tests.diffusion.tiny.pipelines import write_qwen_image, write_sd3
 from tests.engines.support import collect, controls_of, packets, stage_config
 
-# Each process imports torch and diffusers: a quarter of a minute where the machine is busy.
+# Each process imports torch and diffusers, which takes up to 15 seconds on a busy machine.
 pytestmark = [pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 
 TOLERANCE = 5e-6
-"""Of float32 pictures in [0, 1], where matrices are multiplied in other parts, or in other places of memory."""
+"""For float32 images in [0, 1] whose matrices are split differently or aligned differently in memory."""
 
 
 @pytest.fixture(scope="module")
@@ -43,57 +43,59 @@ async def one(model: Path) -> AsyncIterator[DiffusionEngine]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def branches(model: Path) -> AsyncIterator[DiffusionEngine]:
-    """Two processes, of which each computes one branch of guidance."""
+    """An engine of two processes, each of which computes one guidance branch."""
     async with engine(model, cfg=2) as made:
         yield made
 
 
-async def test_both_branches_at_once_make_the_same_bits(one: DiffusionEngine, branches: DiffusionEngine) -> None:
+async def test_parallel_guidance_branches_give_the_same_bits(one: DiffusionEngine, branches: DiffusionEngine) -> None:
     for wanted in TASKS:
-        assert np.array_equal(await picture(branches, wanted), await picture(one, wanted))
+        assert np.array_equal(await image(branches, wanted), await image(one, wanted))
 
 
-async def test_requests_that_share_steps_make_the_same(one: DiffusionEngine, branches: DiffusionEngine) -> None:
-    for made, wanted in zip(await pictures(branches, TASKS), TASKS, strict=True):
-        assert np.allclose(made, await picture(one, wanted), rtol=0, atol=TOLERANCE)
+async def test_requests_that_share_steps_get_the_same_images(one: DiffusionEngine, branches: DiffusionEngine) -> None:
+    for made, wanted in zip(await images(branches, TASKS), TASKS, strict=True):
+        assert np.allclose(made, await image(one, wanted), rtol=0, atol=TOLERANCE)
 
 
-async def test_a_request_begun_in_one_process_goes_on_in_two(one: DiffusionEngine, branches: DiffusionEngine) -> None:
+async def test_a_request_of_one_process_resumes_in_two(one: DiffusionEngine, branches: DiffusionEngine) -> None:
     paused = (await collect(one.submit(task("red", max_steps=2))))[-1]
     assert isinstance(paused, Paused)
-    made = await picture(branches, task("red", resume_from=paused.checkpoint))
-    assert np.array_equal(made, await picture(one, task("red")))
+    made = await image(branches, task("red", resume_from=paused.checkpoint))
+    assert np.array_equal(made, await image(one, task("red")))
 
 
 async def test_a_bad_request_fails_alone_with_its_reason(branches: DiffusionEngine) -> None:
-    with pytest.raises(InvalidRequestError, match="the checkpoint holds no tensor") as caught:
-        await picture(branches, task("red", resume_from=Checkpoint(1)))
+    with pytest.raises(InvalidRequestError, match="the checkpoint has no tensor") as caught:
+        await image(branches, task("red", resume_from=Checkpoint(1)))
     assert caught.value.reason == "INVALID_CHECKPOINT"
     garbage = Checkpoint(1, tensors={STATE: np.zeros(64, np.uint8)})
     with pytest.raises(InvalidRequestError, match="cannot be read") as caught:
-        await picture(branches, task("red", resume_from=garbage))
+        await image(branches, task("red", resume_from=garbage))
     assert caught.value.reason == "INVALID_CHECKPOINT"
-    await picture(branches, task("red"))
+    await image(branches, task("red"))
 
 
 async def test_processes_sleep_and_wake_together(one: DiffusionEngine, branches: DiffusionEngine) -> None:
     await controls_of(branches).sleep.sleep(1)
     assert controls_of(branches).sleep.asleep() == ["weights"]
     await controls_of(branches).sleep.wake([])
-    assert np.array_equal(await picture(branches, task("red")), await picture(one, task("red")))
+    assert np.array_equal(await image(branches, task("red")), await image(one, task("red")))
 
 
 @pytest.mark.parametrize("parallel", [{"ulysses": 2}, pytest.param({"hsdp": 2}, marks=pytest.mark.soak)])
-async def test_tokens_and_weights_can_be_shared(one: DiffusionEngine, model: Path, parallel: dict[str, int]) -> None:
+async def test_tokens_and_weights_can_be_distributed(
+    one: DiffusionEngine, model: Path, parallel: dict[str, int]
+) -> None:
     async with engine(model, **parallel) as two:
         for _ in range(2):
             for wanted in TASKS:
-                assert np.allclose(await picture(two, wanted), await picture(one, wanted), rtol=0, atol=TOLERANCE)
+                assert np.allclose(await image(two, wanted), await image(one, wanted), rtol=0, atol=TOLERANCE)
             await controls_of(two).sleep.sleep(2)
             await controls_of(two).sleep.wake([])
 
 
-async def test_a_killed_worker_fails_its_requests_and_says_which(model: Path) -> None:
+async def test_a_killed_worker_fails_its_requests_with_its_name(model: Path) -> None:
     async with engine(model, cfg=2) as two:
         running = asyncio.ensure_future(collect(two.submit(task("long", steps=200))))
         failed = asyncio.ensure_future(two.wait_failed())
@@ -105,7 +107,7 @@ async def test_a_killed_worker_fails_its_requests_and_says_which(model: Path) ->
             await running
         assert "rank 1 of 2" in await failed
         with pytest.raises(UnavailableError, match="rank 1 of 2"):
-            await picture(two, task("red"))
+            await image(two, task("red"))
 
 
 @pytest.mark.parametrize("parallel", [{}, pytest.param({"hsdp": 2}, marks=pytest.mark.soak)])
@@ -132,7 +134,7 @@ async def test_no_worker_outlives_its_stage_process() -> None:
 
 
 @pytest.mark.soak
-async def test_a_model_whose_tokens_cannot_be_shared_is_refused(tmp_path: Path) -> None:
+async def test_a_model_whose_tokens_cannot_be_split_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(NotReadyError, match="SD3Transformer2DModel cannot be shared by 2 ranks") as caught:
         async with engine(write_sd3(tmp_path / "sd3"), ulysses=2):
             pass
@@ -149,7 +151,7 @@ TASKS = [task("red"), task("a small blue ball", side=96, steps=5), task("no guid
 
 @asynccontextmanager
 async def engine(model: Path, *, checkpoint_steps: int = 0, **parallel: int) -> AsyncIterator[DiffusionEngine]:
-    """One that leaves no process behind."""
+    """Starts an engine. Checks at its end that no process remains."""
     before = workers()
     options: dict[str, Any] = {
         "dtype": "float32",
@@ -166,12 +168,12 @@ async def engine(model: Path, *, checkpoint_steps: int = 0, **parallel: int) -> 
         assert workers() == before
 
 
-async def picture(engine: DiffusionEngine, task: Task) -> Array:
+async def image(engine: DiffusionEngine, task: Task) -> Array:
     return packets(await collect(engine.submit(task)))[-1].tensors["frames"]
 
 
-async def pictures(engine: DiffusionEngine, tasks: Sequence[Task]) -> list[Array]:
-    return list(await asyncio.gather(*(picture(engine, task) for task in tasks)))
+async def images(engine: DiffusionEngine, tasks: Sequence[Task]) -> list[Array]:
+    return list(await asyncio.gather(*(image(engine, task) for task in tasks)))
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -183,18 +185,18 @@ def _lives(process: psutil.Process) -> bool:
 
 _PARENT = """
 import asyncio
-from stagemesh.services.engines.diffusion.parallel.rank_process import start_rank
+from stagemesh.services.engines.diffusion.parallel.process_executor import start_rank
 
 async def main():
     rank = await start_rank("rank 0 of 1")
     print(rank.pid, flush=True)
-    await rank.ended()
+    await rank.wait_ended()
 
 asyncio.run(main())
 """
 
 
 def workers() -> set[int]:
-    """The processes of workers that this process has; the later they were made, the higher."""
+    """Returns the process ids of this process's workers. Later workers have higher ids."""
     children = commands_of_children(psutil.Process())
-    return {each.pid for each, command in children.items() if "diffusion.parallel.rank" in command}
+    return {each.pid for each, command in children.items() if "diffusion.parallel.rank_main" in command}

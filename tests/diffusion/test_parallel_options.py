@@ -1,10 +1,9 @@
-"""Which processes can compute together."""
+"""Validation of the option `parallel`."""
 
 import pytest
 
 from stagemesh.common.errors import InvalidRequestError
-from stagemesh.services.engines.diffusion.options import stage_options
-from stagemesh.services.engines.diffusion.parallel.options import ParallelOptions
+from stagemesh.services.engines.diffusion.options import ParallelOptions, stage_options
 
 
 @pytest.mark.parametrize(
@@ -29,11 +28,11 @@ def test_processes_are_counted(options: dict[str, int], branch_ranks: int, ranks
         ({"parallel": {"ulysses": 0}}, "must be at least 1"),
         ({"parallel": {"ulysses": 4, "hsdp": 3}}, "it must divide that"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor"),
-        ({"parallel": {"hsdp": 2}, "enable_lora": True}, "weights are whole"),
+        ({"parallel": {"hsdp": 2}, "enable_lora": True}, "weights are complete"),
         ({"parallel": {"cfg": 2}, "part": "decode"}, "stages that denoise"),
-        ({"parallel": {"cfg": 2}, "step_cache": {"kind": "first_block"}}, "leave one of them out"),
+        ({"parallel": {"cfg": 2}, "step_cache": {"kind": "first_block"}}, "omit one of them"),
     ],
 )
-def test_processes_that_cannot_compute_together_are_refused(options: dict[str, object], message: str) -> None:
+def test_invalid_parallel_options_are_rejected(options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         stage_options(options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A diffusion engine gives its memory back while it sleeps, and makes the same pictures when it is awake again."""
+"""A sleeping diffusion engine frees its memory, and generates the same images after it wakes."""
 
 import gc
 import gzip
@@ -19,10 +19,9 @@ from stagemesh.common.tensors import Array
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from stagemesh.services.engines.diffusion.profiler import STEP
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
-from stagemesh.services.engines.diffusion.worker import DiffusionWorker
-from tests.diffusion.tiny_pipelines import write_qwen_image
+from stagemesh.services.engines.diffusion.worker import PROFILED_STEP, DiffusionWorker
+from tests.diffusion.tiny.pipelines import write_qwen_image
 from tests.engines.support import collect, controls_of, packets, stage_config
 
 pytestmark = pytest.mark.timeout(180)
@@ -40,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny pipeline with a transformer of more than WEIGHTS_BYTES."""
+    """A tiny pipeline whose transformer is larger than WEIGHTS_BYTES."""
     folder = write_qwen_image(tmp_path_factory.mktemp("large") / "qwen-image")
     config = json.loads((folder / "transformer" / "config.json").read_text())
     config["num_attention_heads"], config["num_layers"] = 16, 6
@@ -52,59 +51,59 @@ def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_the_weights_memory_is_given_back_and_the_bits_stay(large_model: Path, level: int) -> None:
+async def test_sleep_frees_the_weights_memory_and_wake_restores_the_bits(large_model: Path, level: int) -> None:
     async with engine(large_model) as tested:
         with frozen():
-            expected = await picture(tested)
+            expected = await image(tested)
             awake_bytes = used_bytes()
             await controls_of(tested).sleep.sleep(level)
             assert used_bytes() < awake_bytes - 0.9 * WEIGHTS_BYTES
             await controls_of(tested).sleep.wake([])
-            assert np.array_equal(await picture(tested), expected)
+            assert np.array_equal(await image(tested), expected)
             assert used_bytes() < awake_bytes + 0.1 * WEIGHTS_BYTES
 
 
-async def test_nothing_piles_up_over_naps(large_model: Path) -> None:
+async def test_repeated_sleep_leaks_no_memory(large_model: Path) -> None:
     async with engine(large_model) as tested:
-        await picture(tested)
+        await image(tested)
         awake_bytes = used_bytes()
         for _ in range(3):
             await controls_of(tested).sleep.sleep(2)
             await controls_of(tested).sleep.wake([])
-        await picture(tested)
-        # Weights that stay behind do so as a whole; the allocator keeps parts of what other tests had, too.
+        await image(tested)
+        # Leaked weights would remain completely. The allocator also retains some memory of other tests.
         assert used_bytes() < awake_bytes + 0.5 * WEIGHTS_BYTES
 
 
 @pytest.mark.parametrize(("level", "hits"), [(1, 1), (2, 0)])
-def test_prompts_are_remembered_at_level_1_and_forgotten_at_level_2(model: Path, level: int, hits: int) -> None:
+def test_sleep_level_1_keeps_the_prompt_cache_and_level_2_clears_it(model: Path, level: int, hits: int) -> None:
     worker = DiffusionWorker(model, DiffusionOptions(dtype="float32", device="cpu"))
     worker.load()
     inputs = DiffusionInputs(seed=0, prompt="red", height=64, width=64, num_inference_steps=2)
     worker.begin("before", inputs)
     worker.sleep(level)
-    assert worker.prompt_cache_figures().entries == hits
+    assert worker._prompt_cache.statistics.entries == hits
     worker.wake()
     worker.begin("after", inputs)
-    assert worker.prompt_cache_figures().hits == hits
+    assert worker._prompt_cache.statistics.hits == hits
 
 
-async def test_a_sleeping_engine_says_what_sleeps_and_takes_no_task(model: Path) -> None:
+async def test_a_sleeping_engine_lists_its_tags_and_rejects_tasks(model: Path) -> None:
     async with engine(model) as tested:
         await controls_of(tested).sleep.sleep(2)
         assert controls_of(tested).sleep.asleep() == ["buffers", "weights"]
         with pytest.raises(NotReadyError, match=r"sleeps \(buffers, weights\); wake it first"):
-            await picture(tested)
+            await image(tested)
         await controls_of(tested).sleep.wake(["weights"])
         assert controls_of(tested).sleep.asleep() == ["buffers"]
         with pytest.raises(NotReadyError, match=r"sleeps \(buffers\)"):
-            await picture(tested)
+            await image(tested)
         await controls_of(tested).sleep.wake(["buffers"])
         assert controls_of(tested).sleep.asleep() == []
-        await picture(tested)
+        await image(tested)
 
 
-async def test_a_level_or_tag_that_is_not_there_is_refused(model: Path) -> None:
+async def test_an_unknown_level_or_tag_is_rejected(model: Path) -> None:
     async with engine(model) as tested:
         with pytest.raises(InvalidRequestError, match="level is 3; it must be 1"):
             controls_of(tested).sleep.check_sleep(3)
@@ -117,10 +116,10 @@ async def test_a_level_or_tag_that_is_not_there_is_refused(model: Path) -> None:
             await controls_of(tested).sleep.sleep(1)
 
 
-async def test_an_engine_whose_files_are_gone_sleeps_on_and_says_so(model: Path) -> None:
+async def test_wake_fails_if_the_weights_files_are_missing(model: Path) -> None:
     weights = next((model / "transformer").glob("*.safetensors"))
     async with engine(model) as tested:
-        expected = await picture(tested)
+        expected = await image(tested)
         await controls_of(tested).sleep.sleep(1)
         weights.rename(weights.with_suffix(".gone"))
         try:
@@ -130,43 +129,43 @@ async def test_an_engine_whose_files_are_gone_sleeps_on_and_says_so(model: Path)
         finally:
             weights.with_suffix(".gone").rename(weights)
         await controls_of(tested).sleep.wake([])
-        assert np.array_equal(await picture(tested), expected)
+        assert np.array_equal(await image(tested), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("level", [1, 2])
-async def test_a_gpu_is_left_by_a_sleeping_engine(large_model: Path, level: int) -> None:
+async def test_a_sleeping_engine_frees_gpu_memory(large_model: Path, level: int) -> None:
     async with engine(large_model, device="cuda") as tested:
-        expected = await picture(tested)
+        expected = await image(tested)
         await controls_of(tested).sleep.sleep(level)
         assert torch.cuda.memory_reserved() < 0.1 * WEIGHTS_BYTES
         await controls_of(tested).sleep.wake([])
-        assert np.array_equal(await picture(tested), expected)
+        assert np.array_equal(await image(tested), expected)
 
 
 # -- profiles
 
 
-async def test_a_profile_lands_where_the_caller_asked(model: Path, tmp_path: Path) -> None:
+async def test_a_profile_is_written_to_the_requested_folder(model: Path, tmp_path: Path) -> None:
     async with engine(model, profile_dir=str(tmp_path)) as tested:
         folder = await controls_of(tested).profiles.start("night/one", max_steps=None)
-        await picture(tested)
+        await image(tested)
         (file,) = await controls_of(tested).profiles.stop()
     assert Path(file).parent == Path(folder) == tmp_path / "night" / "one"
     assert steps_in(file) == STEPS
     assert names_in(tmp_path) == ["night"]
 
 
-async def test_a_profile_ends_after_as_many_steps(model: Path, tmp_path: Path) -> None:
+async def test_a_profile_ends_after_its_maximum_of_steps(model: Path, tmp_path: Path) -> None:
     async with engine(model, profile_dir=str(tmp_path)) as tested:
         await controls_of(tested).profiles.start("some", max_steps=2)
-        await picture(tested)
+        await image(tested)
         (file,) = await controls_of(tested).profiles.stop()
     assert steps_in(file) == 2
 
 
-async def test_profiles_are_refused_where_they_were_not_asked_for(model: Path) -> None:
+async def test_profiles_are_rejected_without_a_profile_folder(model: Path) -> None:
     async with engine(model) as tested:
         with pytest.raises(NotReadyError, match="profile_dir"):
             await controls_of(tested).profiles.start("x", max_steps=None)
@@ -186,7 +185,7 @@ async def engine(model: Path, *, device: str = "cpu", profile_dir: str | None = 
         await made.close()
 
 
-async def picture(engine: DiffusionEngine) -> Array:
+async def image(engine: DiffusionEngine) -> Array:
     options = {"height": 64, "width": 64, "num_inference_steps": STEPS, "guidance_scale": 3.0}
     task = Task("r", 7, prompt="red", negative_prompt="blur", options=options)
     return packets(await collect(engine.submit(task)))[-1].tensors["frames"]
@@ -194,7 +193,7 @@ async def picture(engine: DiffusionEngine) -> Array:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """As a stage process has it once its model is loaded."""
+    """Freezes loaded objects, as a stage process does once its model is loaded."""
     gc.collect()
     gc.freeze()
     try:
@@ -204,7 +203,7 @@ def frozen() -> Iterator[None]:
 
 
 def used_bytes() -> int:
-    """This process's own share of memory."""
+    """Returns this process's proportional set size."""
     return int(psutil.Process().memory_full_info().pss)
 
 
@@ -216,4 +215,4 @@ def steps_in(file: str) -> int:
     with gzip.open(file) as trace:
         names = [event.get("name") for event in json.load(trace)["traceEvents"]]
     assert "aten::scaled_dot_product_attention" in names
-    return names.count(STEP)
+    return names.count(PROFILED_STEP)

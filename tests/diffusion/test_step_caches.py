@@ -1,4 +1,4 @@
-"""Step caches: what is kept of a request is its own, goes where it goes, and ends with it."""
+"""Step caches: each request has its own cache state, which is transferred and freed with the request."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +13,12 @@ from stagemesh.services.engines.diffusion.caches.cache_dit import CacheDitCaches
 from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage_options
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 from stagemesh.services.engines.diffusion.worker import DiffusionWorker
-from tests.diffusion.tiny_pipelines import WRITERS
+from tests.diffusion.pipeline_runs import run_to_end
+from tests.diffusion.tiny.pipelines import WRITERS
 
 pytestmark = pytest.mark.timeout(120)
 
-# Made for the tiny models: some steps are left out, and others are not.
+# Chosen for the tiny models, so that some steps are skipped and others are computed.
 THRESHOLDS = {"qwen-image": 0.48, "flux": 0.43, "wan": 0.107}
 CACHES: Mapping[str, dict[str, Any]] = {
     "first_block": {"kind": "first_block"},
@@ -70,18 +71,18 @@ def step(worker: DiffusionWorker, name: str, times: int = 1) -> None:
 
 
 def ended(worker: DiffusionWorker, name: str) -> NDArray[Any]:
-    made = np.array(worker.picture(name))
+    made = np.array(worker.decode(name))
     worker.drop(name)
     return made
 
 
 def contexts(worker: DiffusionWorker) -> int:
-    caches = worker.runner.pipeline.forwarding.caches
+    caches = worker.runner.pipeline.forwards.caches
     assert caches is not None
     return caches.contexts
 
 
-def test_requests_in_turns_get_what_each_gets_alone(worker: DiffusionWorker, folder: Path) -> None:
+def test_alternating_requests_get_the_same_as_alone(worker: DiffusionWorker, folder: Path) -> None:
     expected = [alone(worker, name, folder) for name in NAMES]
     for name in NAMES:
         worker.begin(name, inputs(name, folder))
@@ -92,11 +93,11 @@ def test_requests_in_turns_get_what_each_gets_alone(worker: DiffusionWorker, fol
     assert all(np.array_equal(ended(worker, name), each) for name, each in zip(NAMES, expected, strict=True))
 
 
-def test_a_cache_changes_the_picture(worker: DiffusionWorker, folder: Path) -> None:
+def test_a_cache_changes_the_image(worker: DiffusionWorker, folder: Path) -> None:
     assert not np.array_equal(alone(worker, "one", folder), alone(loaded(folder, None), "one", folder))
 
 
-def test_what_is_kept_ends_with_its_request(worker: DiffusionWorker, folder: Path) -> None:
+def test_cache_state_is_freed_with_its_request(worker: DiffusionWorker, folder: Path) -> None:
     worker.begin("one", inputs("one", folder))
     step(worker, "one", 2)
     held = contexts(worker)
@@ -106,19 +107,19 @@ def test_what_is_kept_ends_with_its_request(worker: DiffusionWorker, folder: Pat
     assert contexts(worker) == 0
 
 
-def test_a_whole_request_leaves_nothing(worker: DiffusionWorker, folder: Path) -> None:
-    worker.runner.execute_model(inputs("one", folder))
+def test_a_finished_request_leaves_no_cache_state(worker: DiffusionWorker, folder: Path) -> None:
+    run_to_end(worker.runner, inputs("one", folder))
     assert contexts(worker) == 0
 
 
-def test_what_is_kept_moves_with_its_request(worker: DiffusionWorker, folder: Path) -> None:
+def test_cache_state_is_transferred_with_its_request(worker: DiffusionWorker, folder: Path) -> None:
     expected = alone(worker, "one", folder)
     worker.begin("one", inputs("one", folder))
     step(worker, "one", 4)
-    caches = worker.runner.pipeline.forwarding.caches
+    caches = worker.runner.pipeline.forwards.caches
     assert caches is not None
     if isinstance(caches, CacheDitCaches):
-        pytest.skip("what it keeps stays where it is")
+        pytest.skip("its state cannot be transferred")
     other = DiffusionWorker(folder, DiffusionOptions(dtype="float32", step_cache=caches.options))
     other.load()
     other.begin("moved", inputs("one", folder), state=worker.state("one"))
@@ -126,7 +127,7 @@ def test_what_is_kept_moves_with_its_request(worker: DiffusionWorker, folder: Pa
     assert np.array_equal(ended(other, "moved"), expected)
 
 
-def test_a_state_of_another_cache_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_another_cache_is_rejected(tmp_path: Path) -> None:
     folder = WRITERS["qwen-image"](tmp_path)
     first, second = loaded(folder, CACHES["first_block"]), loaded(folder, None)
     first.begin("one", inputs("one", folder))
@@ -135,13 +136,13 @@ def test_a_state_of_another_cache_is_refused(tmp_path: Path) -> None:
         second.begin("one", inputs("one", folder), state=first.state("one"))
 
 
-def test_a_model_that_cannot_have_a_cache_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotReadyError, match="SD3Transformer2DModel cannot have the step cache first_block"):
+def test_a_model_without_cache_support_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(NotReadyError, match="SD3Transformer2DModel does not support the step cache first_block"):
         loaded(WRITERS["sd3"](tmp_path), CACHES["first_block"])
 
 
-def test_a_mag_cache_without_the_models_ratios_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NotReadyError, match="knows no mag_ratios of it; measure them"):
+def test_a_mag_cache_without_ratios_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(NotReadyError, match="has no mag_ratios for it; measure them"):
         loaded(WRITERS["qwen-image"](tmp_path), {"kind": "mag"})
 
 
@@ -154,6 +155,6 @@ def test_a_mag_cache_without_the_models_ratios_is_refused(tmp_path: Path) -> Non
         ({"kind": "first_block", "limit": 1}, "limit"),
     ],
 )
-def test_a_cache_with_a_wrong_parameter_is_refused(cache: Mapping[str, Any], error: str) -> None:
+def test_an_invalid_cache_parameter_is_rejected(cache: Mapping[str, Any], error: str) -> None:
     with pytest.raises(InvalidRequestError, match=error):
         options(cache)

@@ -1,4 +1,4 @@
-"""Whose step is next: by priority and length, before a deadline, and never after an unbounded wait."""
+"""The scheduler orders steps by priority, deadline and length, and bounds every wait."""
 
 from collections.abc import Hashable
 
@@ -10,7 +10,7 @@ from stagemesh.services.engines.diffusion.scheduling.step_scheduler import Batch
 
 
 def turn(name: str, steps_left: int = 4, *, key: Hashable = None, priority: int = 0, tokens: int = 16) -> Turn:
-    """A turn that shares its step with nobody, unless a key is given."""
+    """Returns a turn that shares its step with no other turn, unless a key is given."""
     return Turn(name, name if key is None else key, tokens, steps_left, priority=priority)
 
 
@@ -22,7 +22,7 @@ def scheduler(*turns: Turn, max_wait_steps: int = 100, max_batch: int = 8) -> St
 
 
 def step(of: StepScheduler, *, seconds: float = 1.0, now_s: float = 0.0) -> list[str]:
-    """Who was in the next step; those that are done leave."""
+    """Runs the next step. Returns its requests, and removes those that are done."""
     batch = of.next_batch(now_s)
     if batch:
         of.done(batch, seconds)
@@ -32,7 +32,7 @@ def step(of: StepScheduler, *, seconds: float = 1.0, now_s: float = 0.0) -> list
     return [each.request_id for each in batch]
 
 
-def test_nobody_waits_and_no_step_is_made() -> None:
+def test_without_requests_there_is_no_step() -> None:
     assert scheduler().next_batch(0.0) == []
 
 
@@ -41,7 +41,7 @@ def test_the_shortest_goes_first() -> None:
     assert [step(of) for _ in range(3)] == [["short"], ["short"], ["long"]]
 
 
-def test_the_first_to_come_goes_first_among_equals() -> None:
+def test_equal_requests_go_in_arrival_order() -> None:
     assert step(scheduler(turn("first"), turn("second"))) == ["first"]
 
 
@@ -49,7 +49,7 @@ def test_priority_goes_before_length() -> None:
     assert step(scheduler(turn("short", 1), turn("urgent", 50, priority=1))) == ["urgent"]
 
 
-def test_a_deadline_that_is_near_goes_before_priority() -> None:
+def test_a_near_deadline_goes_before_priority() -> None:
     due, urgent = turn("due", 5), turn("urgent", 5, priority=9)
     due.deadline_s = 100.0
     of = scheduler(due, urgent)
@@ -58,7 +58,7 @@ def test_a_deadline_that_is_near_goes_before_priority() -> None:
     assert step(of, now_s=95.0) == ["due"]
 
 
-def test_one_that_has_left_is_in_no_step() -> None:
+def test_a_removed_request_gets_no_step() -> None:
     gone, stays = turn("gone", 1), turn("stays")
     of = scheduler(gone, stays)
     of.remove(gone)
@@ -66,7 +66,7 @@ def test_one_that_has_left_is_in_no_step() -> None:
     assert step(of) == ["stays"]
 
 
-def test_a_long_one_beside_short_ones_gets_its_steps() -> None:
+def test_a_long_request_gets_steps_among_short_ones() -> None:
     of = scheduler(turn("long", 50), max_wait_steps=4)
     steps = list[str]()
     for number in range(10):
@@ -84,7 +84,7 @@ def test_a_long_one_beside_short_ones_gets_its_steps() -> None:
     max_wait_steps=st.integers(0, 10),
     max_batch=st.integers(1, 4),
 )
-def test_nobody_waits_longer_than_is_allowed_and_everybody_ends(
+def test_every_wait_is_bounded_and_every_request_ends(
     arrivals: list[tuple[int, int, int, int, int]], max_wait_steps: int, max_batch: int
 ) -> None:
     of = scheduler(max_wait_steps=max_wait_steps, max_batch=max_batch)
@@ -109,65 +109,65 @@ def test_nobody_waits_longer_than_is_allowed_and_everybody_ends(
         assert at <= 41 + steps
 
 
-def test_those_with_the_same_key_share_a_step() -> None:
+def test_requests_with_the_same_key_share_a_step() -> None:
     of = scheduler(turn("a", 4, key="k"), turn("b", 5, key="k"), turn("other", 6, key="l"))
     for _ in range(2):
         assert step(of) == ["a"]
     assert step(of) == ["a", "b"]
 
 
-def test_one_many_times_as_large_fills_up_nobody_elses_forward() -> None:
+def test_a_much_larger_request_does_not_join_a_step() -> None:
     of = scheduler(turn("small", 90, key="k", tokens=16), turn("large", 99, key="k", tokens=1024), max_batch=2)
     assert [step(of) for _ in range(20)] == [["small"]] * 20
 
 
 def cost(fixed: float, each: float, *, upto: int = 8) -> list[int]:
-    """The sizes that are chosen one after the other where a step of n rows takes `fixed + n * each` seconds."""
+    """Returns the chosen sizes in order, if a step of n rows takes `fixed + n * each` seconds."""
     sizes, chosen = BatchSizes(upto), list[int]()
     for _ in range(60):
         chosen.append(sizes.size("k", upto))
-        sizes.note("k", chosen[-1], fixed + chosen[-1] * each)
+        sizes.record("k", chosen[-1], fixed + chosen[-1] * each)
     return chosen
 
 
-def test_rows_share_a_forward_where_that_makes_each_cheaper() -> None:
+def test_rows_share_a_forward_pass_if_that_makes_each_cheaper() -> None:
     assert cost(1.0, 0.1)[-1] == 8
 
 
-def test_rows_go_one_by_one_where_sharing_saves_nothing() -> None:
+def test_rows_are_not_shared_if_that_saves_nothing() -> None:
     chosen = cost(0.001, 1.0)
     assert chosen[-1] == 1
     assert set(chosen) == set(range(1, 9))
 
 
-def test_one_slow_step_decides_nothing() -> None:
+def test_one_slow_step_does_not_decide() -> None:
     sizes = BatchSizes(2)
-    sizes.note("k", 1, 1.0)
-    sizes.note("k", 2, 50.0)
+    sizes.record("k", 1, 1.0)
+    sizes.record("k", 2, 50.0)
     for _ in range(6):
         size = sizes.size("k", 2)
-        sizes.note("k", size, 1.0 if size == 1 else 1.1)
+        sizes.record("k", size, 1.0 if size == 1 else 1.1)
     assert sizes.size("k", 2) == 2
 
 
 @pytest.mark.parametrize(("available", "at_most"), [(1, 1), (3, 3), (9, 4)])
-def test_no_more_rows_than_are_there_or_allowed(available: int, at_most: int) -> None:
+def test_rows_are_limited_by_availability_and_option(available: int, at_most: int) -> None:
     sizes = BatchSizes(4)
     for _ in range(40):
         size = sizes.size("k", available)
         assert 1 <= size <= at_most
-        sizes.note("k", size, 1.0)
+        sizes.record("k", size, 1.0)
     assert sizes.size("k", available) == at_most
 
 
-def test_what_was_measured_of_many_kinds_of_requests_is_forgotten_in_time() -> None:
+def test_the_number_of_measured_size_classes_is_limited() -> None:
     sizes = BatchSizes(2)
     for number in range(5000):
-        sizes.note(number, 1, 1.0)
+        sizes.record(number, 1, 1.0)
     assert len(sizes) <= 1024
 
 
-def test_the_work_that_is_left_is_told_in_seconds() -> None:
+def test_remaining_work_is_estimated_in_seconds() -> None:
     of = scheduler(turn("a", 4), turn("b", 6))
     assert of.work_s() == 0
     step(of, seconds=0.5)

@@ -1,4 +1,4 @@
-"""Requests that take turns at every step get what the pipeline's own `__call__` makes, bit for bit."""
+"""Requests that alternate at every step get the same bits as from the pipeline's own `__call__`."""
 
 from pathlib import Path
 
@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
 from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
-from tests.diffusion.tiny_calls import Wish, load, picture
-from tests.diffusion.tiny_pipelines import WRITERS
-from tests.diffusion.turns import inputs_of
+from tests.diffusion.pipeline_runs import inputs_of
+from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
+from tests.diffusion.tiny.pipelines import WRITERS
 
 pytestmark = pytest.mark.timeout(180)
 
-WISHES = (
-    Wish(),
-    Wish(prompt="two dogs and a very long tail", seed=7, height=64, width=96, steps=6, scale=5.0),
-    Wish(prompt="x", seed=3, height=96, width=64, steps=2, scale=2.0),
+SPECS = (
+    ImageSpec(),
+    ImageSpec(prompt="two dogs and a very long tail", seed=7, height=64, width=96, steps=6, scale=5.0),
+    ImageSpec(prompt="x", seed=3, height=96, width=64, steps=2, scale=2.0),
 )
 
 
@@ -33,12 +33,12 @@ def folder(model: str, tmp_path: Path) -> Path:
     return WRITERS[model](tmp_path)
 
 
-def state(model: str, wish: Wish) -> DiffusionRequestState:
-    return DiffusionRequestState("r", inputs_of(model, wish))
+def state(model: str, spec: ImageSpec) -> DiffusionRequestState:
+    return DiffusionRequestState("r", inputs_of(model, spec))
 
 
 def take_turns(pipeline: ModularStepPipeline, states: list[DiffusionRequestState]) -> list[torch.Tensor]:
-    """One step of each, until all are done; each is decoded as soon as it is denoised."""
+    """Alternates between requests at each step. Decodes each request after its last step."""
     made: dict[int, torch.Tensor] = {}
     while len(made) < len(states):
         for number, one in enumerate(states):
@@ -53,26 +53,28 @@ def take_turns(pipeline: ModularStepPipeline, states: list[DiffusionRequestState
     return [made[number] for number in range(len(states))]
 
 
-def test_three_in_turns_get_what_each_gets_alone(model: str, folder: Path) -> None:
+def test_three_alternating_requests_match_the_call(model: str, folder: Path) -> None:
     pipeline, classic = ModularStepPipeline(folder, torch.float32), load(folder)
-    made = take_turns(pipeline, [state(model, wish) for wish in WISHES])
-    for wish, one in zip(WISHES, made, strict=True):
-        assert torch.equal(one, picture(model, classic, wish))
+    made = take_turns(pipeline, [state(model, spec) for spec in SPECS])
+    for spec, one in zip(SPECS, made, strict=True):
+        assert torch.equal(one, classic_image(model, classic, spec))
 
 
-def test_a_request_goes_on_where_another_loaded_the_same_model(model: str, folder: Path) -> None:
+def test_a_request_resumes_on_another_pipeline_of_the_same_model(model: str, folder: Path) -> None:
     first, second = ModularStepPipeline(folder, torch.float32), ModularStepPipeline(folder, torch.float32)
-    whole, moved = state(model, WISHES[1]), state(model, WISHES[1])
+    whole, moved = state(model, SPECS[1]), state(model, SPECS[1])
     first.prepare_encode(moved)
     for _ in range(3):
         (noise,) = first.denoise_step([moved])
         first.step_scheduler(moved, noise)
-    packed = RequestTransfer(first, folder).pack_state(moved)
-    there = RequestTransfer(second, folder).unpack_state("r", moved.inputs, packed)
+    packed = RequestTransfer(first, folder).serialize_state(moved)
+    there = RequestTransfer(second, folder).restore_state("r", moved.inputs, packed)
     assert torch.equal(*(take_turns(pipeline, [one])[0] for pipeline, one in ((second, there), (first, whole))))
 
 
-def test_a_model_without_steps_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_model_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text('{"_class_name": "DanceDiffusionPipeline"}')
-    with pytest.raises(NotReadyError, match="holds a DanceDiffusionPipeline; the diffusion engine knows QwenImage"):
+    with pytest.raises(
+        NotReadyError, match="contains a DanceDiffusionPipeline; the diffusion engine supports QwenImage"
+    ):
         ModularStepPipeline(tmp_path, torch.float32)

@@ -5,9 +5,9 @@ import pytest
 import torch
 from diffusers.modular_pipelines.qwenimage import prompt_templates
 
-from tests.diffusion.tiny_calls import TOLERANCES, Wish, load, load_modular, modular_picture, picture
-from tests.diffusion.tiny_pipelines import WRITERS, write_qwen_image
-from tests.diffusion.tiny_tokenizers import qwen_tokenizer
+from tests.diffusion.tiny.calls import TOLERANCES, ImageSpec, classic_image, load, load_modular, modular_image
+from tests.diffusion.tiny.pipelines import WRITERS, write_qwen_image
+from tests.diffusion.tiny.tokenizers import qwen_tokenizer
 
 MODELS = tuple(WRITERS)
 
@@ -24,35 +24,35 @@ def test_the_same_bytes_are_written_each_time(model: str, folders: dict[str, Pat
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_is_made_depends_on_the_wish_alone(model: str, folders: dict[str, Path]) -> None:
+def test_an_image_depends_only_on_its_spec(model: str, folders: dict[str, Path]) -> None:
     pipeline = load(folders[model])
-    made = picture(model, pipeline, Wish())
+    made = classic_image(model, pipeline, ImageSpec())
     shape = (1, 9, 3, 64, 64) if model == "wan" else (1, 3, 64, 64)
     assert made.shape == shape
     assert torch.isfinite(made).all()
-    others = [Wish(prompt="two dogs"), Wish(seed=1), Wish(scale=5.0)]
-    assert not any(torch.equal(picture(model, pipeline, wish), made) for wish in others)
-    assert torch.equal(picture(model, pipeline, Wish()), made)
+    others = [ImageSpec(prompt="two dogs"), ImageSpec(seed=1), ImageSpec(scale=5.0)]
+    assert not any(torch.equal(classic_image(model, pipeline, spec), made) for spec in others)
+    assert torch.equal(classic_image(model, pipeline, ImageSpec()), made)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_modular_form_makes_the_same(model: str, folders: dict[str, Path]) -> None:
-    wish = Wish(height=96, steps=2)
+def test_the_modular_form_generates_the_same_image(model: str, folders: dict[str, Path]) -> None:
+    spec = ImageSpec(height=96, steps=2)
     if model == "wan":
         pytest.importorskip("ftfy", reason="diffusers' modular Wan cleans prompts with it")
-    made = modular_picture(model, load_modular(model, folders[model]), wish)
-    expected = picture(model, load(folders[model]), wish)
+    made = modular_image(model, load_modular(model, folders[model]), spec)
+    expected = classic_image(model, load(folders[model]), spec)
     torch.testing.assert_close(made, expected, rtol=0, atol=TOLERANCES[model])
 
 
 def test_weights_may_be_written_in_bfloat16(tmp_path: Path) -> None:
     pipeline = load(write_qwen_image(tmp_path, torch.bfloat16), torch.bfloat16)
     assert {part.dtype for part in (pipeline.transformer, pipeline.vae, pipeline.text_encoder)} == {torch.bfloat16}
-    assert torch.isfinite(picture("qwen-image", pipeline, Wish())).all()
+    assert torch.isfinite(classic_image("qwen-image", pipeline, ImageSpec())).all()
 
 
 @pytest.mark.parametrize("kind", ["", "EDIT_"])
-def test_a_template_has_as_many_tokens_as_the_pipeline_drops(kind: str) -> None:
+def test_a_template_has_the_number_of_tokens_that_the_pipeline_removes(kind: str) -> None:
     template: str = getattr(prompt_templates, f"QWENIMAGE_{kind}PROMPT_TEMPLATE")
     before = template[: template.index("user\n") + len("user\n")]
     start: int = getattr(prompt_templates, f"QWENIMAGE_{kind}PROMPT_TEMPLATE_START_IDX")

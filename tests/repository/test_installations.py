@@ -52,7 +52,7 @@ def function_stage(packages: Path) -> StageConfig:
 def diffusion_stage(packages: Path) -> StageConfig:
     pytest.importorskip("diffusers")
     from tests.diffusion.stages import diffusion_config
-    from tests.diffusion.tiny_pipelines import write_qwen_image
+    from tests.diffusion.tiny.pipelines import write_qwen_image
 
     return diffusion_config("qwen", write_qwen_image(packages.parent / "model"))
 

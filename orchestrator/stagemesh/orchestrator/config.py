@@ -72,6 +72,8 @@ class OrchestratorConfig:
     """The longest that a request may take, whatever its client allows."""
     drain_s: float = 10.0
     """How long requests that run may go on after SIGTERM; those left then are stopped."""
+    max_kept_state_bytes: int = 256 << 20
+    """Maximum total size of the checkpoint states kept for lost steps, in bytes; 0 keeps none."""
     parent_pid: int | None = None
     """End when this process does."""
 
@@ -80,8 +82,9 @@ class OrchestratorConfig:
             raise ValueError(f"max_request_s is {self.max_request_s}; it must be over 0")
         if self.admin_listen == self.listen and not self.listen.endswith(":0"):
             raise ValueError(f"admin_listen is {self.admin_listen}, where clients are served; it must be another port")
-        if self.drain_s < 0:
-            raise ValueError(f"drain_s is {self.drain_s}; it must be 0 or more")
+        for name in ("drain_s", "max_kept_state_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         names = [address.name for addresses in self.replicas.values() for address in addresses]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

@@ -49,6 +49,7 @@ class Orchestrator:
         *,
         max_request_s: float,
         drain_s: float,
+        max_kept_state_bytes: int = 256 << 20,
         choice: Choice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -57,7 +58,7 @@ class Orchestrator:
         self.admission = Admission(pipeline.limits, clock=clock)
         self._clock = clock
         self._planner = Planner(pipeline, fleet.book, choice=choice)
-        self._mover = Failover(self._planner)
+        self._mover = Failover(self._planner, max_kept_state_bytes=max_kept_state_bytes)
         self._requests = RequestTable()
         self.totals = Totals()
         """Of the requests that have ended."""

@@ -42,7 +42,13 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     server = Server(config.listen)
     registration = _registration(config, pipeline)
     fleet = Fleet(pipeline, _sources(config, registration), generations=config.generations)
-    orchestrator = Orchestrator(pipeline, fleet, max_request_s=config.max_request_s, drain_s=config.drain_s)
+    orchestrator = Orchestrator(
+        pipeline,
+        fleet,
+        max_request_s=config.max_request_s,
+        drain_s=config.drain_s,
+        max_kept_state_bytes=config.max_kept_state_bytes,
+    )
     add_orchestrator_service(OrchestratorServicer(orchestrator), server.grpc)
     membership_pb2_grpc.add_MembershipServiceServicer_to_server(MembershipServicer(registration), server.grpc)
     server.reflect(SERVICE_NAME)

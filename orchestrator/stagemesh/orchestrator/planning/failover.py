@@ -9,6 +9,7 @@ from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import UnavailableError
 from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.planning.planner import Plan
+from stagemesh.orchestrator.request.state_budget import StateBudget
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
 
@@ -31,7 +32,9 @@ class Placement(NamedTuple):
 class Failover:
     """An orchestrator's. At most one replica a stage is reserved at a time."""
 
-    def __init__(self, chooser: Chooser) -> None:
+    def __init__(self, chooser: Chooser, *, max_kept_state_bytes: int = 256 << 20) -> None:
+        self.kept_states = StateBudget(max_kept_state_bytes)
+        """The checkpoint states that lost steps can resume from."""
         self._chooser = chooser
         self._reserving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 

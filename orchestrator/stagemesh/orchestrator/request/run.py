@@ -80,7 +80,10 @@ class RequestRun:
         self._request, self._plan, self._record, self._mover = request, plan, record, mover
         self._timeout_s, self._deadline_s = timeout_s, 0.0
         self._graph = graph_of(plan)
-        self._parts = {step.stage.name: StepState(step=step, attempt=first_attempt) for step in plan.steps}
+        self._parts = {
+            step.stage.name: StepState(step=step, attempt=first_attempt, budget=mover.kept_states)
+            for step in plan.steps
+        }
         self._steps = StepRequests(request, self._graph, self._parts)
         self._delivered = DeliveredOutputs()
         self._losses = Losses()
@@ -119,6 +122,7 @@ class RequestRun:
         finally:
             for part in self._parts.values():
                 part.leave_replica()
+                part.forget_checkpoint()
         return error
 
     # -- the loop

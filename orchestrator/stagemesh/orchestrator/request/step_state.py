@@ -9,6 +9,7 @@ from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.planning.planner import Plan, PlannedStep
 from stagemesh.orchestrator.request.output_position import after, length_of
 from stagemesh.orchestrator.request.recovery import Flow, Graph, Phase, Restart, Share
+from stagemesh.orchestrator.request.state_budget import StateBudget
 from stagemesh.orchestrator.request.timeline import StepNotes
 from stagemesh.orchestrator.spec import Edge, Route
 from stagemesh.v1 import request_pb2, stage_pb2
@@ -39,6 +40,8 @@ class StepState(Share):
     """See Share; and what belongs to its newest attempt."""
 
     step: PlannedStep
+    budget: StateBudget
+    """Limits the states that all steps of the orchestrator keep."""
     notes: StepNotes | None = None
     checkpoint: HeardCheckpoint | None = None
     """The newest that is of use."""
@@ -78,11 +81,15 @@ class StepState(Share):
 
     def keep(self, checkpoint: stage_pb2.Checkpoint) -> None:
         """The stage made a checkpoint, of which its consumers have all that was before."""
+        if not self.budget.keep(self, checkpoint.ByteSize(), drop=self.forget_checkpoint):
+            self.forget_checkpoint()
+            return
         self.checkpoint = HeardCheckpoint(checkpoint, dict(self.positions))
         self.kept_rows = dict(checkpoint.rows)
 
     def forget_checkpoint(self) -> None:
         """It is of no use any more."""
+        self.budget.release(self)
         self.checkpoint = self.kept_rows = None
 
     def begin_anew(self, restart: Restart) -> None:

@@ -1,4 +1,4 @@
-"""The diffusion engine: diffusers' pipelines, one denoising step of each request at a time."""
+"""The diffusion engine: runs pipelines of diffusers one denoising step of each request at a time."""
 
 from collections.abc import Mapping
 
@@ -10,40 +10,40 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage
 
 CONDITIONING, LATENTS, IMAGE, FRAMES, STATE = "conditioning", "latents", "image", "frames", "state"
 
-_PACKED = TensorSpec("uint8", ("bytes",))
-"""Tensors and numbers of a request as `packing` lays them out: which they are is the model's affair."""
-_PICTURES: Mapping[str, Emitted] = {
+_SERIALIZED = TensorSpec("uint8", ("bytes",))
+"""Tensors and numbers of a request, serialized by `transfer.serialization`. The model decides which."""
+_RESULTS: Mapping[str, Emitted] = {
     IMAGE: Emitted(TensorSpec("uint8", ("bytes",)), kind="image"),
     FRAMES: Emitted(TensorSpec("float32", ("frames", 3, "height", "width"))),
 }
-"""A picture as a file, and a film or a picture as numbers in [0, 1]."""
+"""An image or video as a file, and as numbers in [0, 1]."""
 
 
 def signature_of(stage: DiffusionOptions) -> Signature:
-    """What a stage with these options takes, emits, and lets requests set."""
-    whole = stage.part == "all"
+    """Returns the inputs, outputs and request options of a stage with these options."""
+    is_complete = stage.part == "all"
     return Signature(
         accepts={
             "all": {},
             "encode": {},
-            "denoise": {CONDITIONING: _PACKED},
-            "decode": {LATENTS: _PACKED},
+            "denoise": {CONDITIONING: _SERIALIZED},
+            "decode": {LATENTS: _SERIALIZED},
         }[stage.part],
         emits={
-            "all": _PICTURES,
-            "encode": {CONDITIONING: Emitted(_PACKED)},
-            "denoise": {LATENTS: Emitted(_PACKED)},
-            "decode": _PICTURES,
+            "all": _RESULTS,
+            "encode": {CONDITIONING: Emitted(_SERIALIZED)},
+            "denoise": {LATENTS: Emitted(_SERIALIZED)},
+            "decode": _RESULTS,
         }[stage.part],
-        options=_denoising_options(stage) if stage.part == "denoise" or whole else _encoding_options(stage),
-        negative_prompt=whole or stage.part == "encode",
-        media=whole or stage.part == "encode",
+        options=_denoising_options(stage) if stage.part == "denoise" or is_complete else _encoding_options(stage),
+        negative_prompt=is_complete or stage.part == "encode",
+        media=is_complete or stage.part == "encode",
         adapters=stage.enable_lora,
     )
 
 
 def _encoding_options(stage: DiffusionOptions) -> dict[str, OptionSpec]:
-    """A prompt is encoded with or without its opposite, as guidance needs it."""
+    """Encoding needs the guidance scale: without guidance, the negative prompt is not encoded."""
     return {"guidance_scale": OptionSpec(stage.guidance_scale, 0, 100)} if stage.part == "encode" else {}
 
 

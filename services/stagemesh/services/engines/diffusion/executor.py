@@ -1,27 +1,30 @@
-"""Where a worker works: on a thread of its own, so that the event loop stays free."""
+"""Runs a worker outside of the event loop: on a thread of this process, or in several processes."""
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stagemesh.common.errors import NotReadyError, UnavailableError
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
+if TYPE_CHECKING:
+    from stagemesh.services.engines.diffusion.worker import DiffusionWorker
+
 
 class Executor(Protocol):
-    """Has `DiffusionWorker`'s methods called, one after the other, in the order of the calls."""
+    """Calls methods of `DiffusionWorker`, one after the other, in the order of the calls."""
 
     async def start(self, report: Callable[[str], None]) -> None:
-        """Makes the worker."""
+        """Creates the worker."""
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What the method returned; raises what it raised, and UnavailableError where the worker has died."""
+        """Returns or raises what the method does. Raises UnavailableError if the worker has ended."""
 
     async def wait_failed(self) -> str:
-        """Returns only if the worker dies, with the cause."""
+        """Waits until the worker dies. Returns the cause."""
         ...
 
     async def close(self) -> None:
@@ -29,7 +32,7 @@ class Executor(Protocol):
 
 
 def make_executor(folder: Path, options: DiffusionOptions) -> Executor:
-    """One for as many workers as the options ask for."""
+    """Returns an executor for as many processes as the options set."""
     if options.parallel.ranks == 1:
         return ThreadExecutor(folder, options)
     from stagemesh.services.engines.diffusion.parallel.process_executor import ProcessExecutor
@@ -38,7 +41,7 @@ def make_executor(folder: Path, options: DiffusionOptions) -> Executor:
 
 
 class ThreadExecutor:
-    """See `Executor`. One worker, in this process."""
+    """Executor with one worker on a thread of this process."""
 
     def __init__(self, folder: Path, options: DiffusionOptions) -> None:
         self._folder, self._options = folder, options
@@ -46,23 +49,21 @@ class ThreadExecutor:
         self._worker: Any = None
 
     async def start(self, report: Callable[[str], None]) -> None:
-        """See `Executor`."""
         report("importing diffusers")
-        await self._run(self._make)
+        worker_class = await self._run(import_worker)
+        self._worker = await self._run(partial(worker_class, self._folder, self._options))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """See `Executor`."""
         if self._worker is None:
             raise UnavailableError("the engine is closed")
         return await self._run(partial(getattr(self._worker, method), *args, **kwargs))
 
     async def wait_failed(self) -> str:
-        """See `Executor`: a thread dies with its process."""
+        # A thread dies only with its process.
         await asyncio.Event().wait()
-        raise AssertionError("nothing sets it")
+        raise AssertionError("the event is never set")
 
     async def close(self) -> None:
-        """See `Executor`."""
         worker, self._worker = self._worker, None
         if worker is not None:
             await self._run(worker.shutdown)
@@ -73,12 +74,14 @@ class ThreadExecutor:
     async def _run(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _make(self) -> None:
-        try:
-            from stagemesh.services.engines.diffusion.worker import DiffusionWorker
-        except ImportError as exc:
-            raise NotReadyError(
-                f"the diffusion engine needs the module {exc.name}; install Stagemesh with its extra diffusion",
-                reason="MISSING_MODULE",
-            ) from exc
-        self._worker = DiffusionWorker(self._folder, self._options)
+
+def import_worker() -> "type[DiffusionWorker]":
+    """Imports the worker and all that it needs. Raises NotReadyError (MISSING_MODULE) if a module is not installed."""
+    try:
+        from stagemesh.services.engines.diffusion.worker import DiffusionWorker
+    except ImportError as exc:
+        raise NotReadyError(
+            f"the diffusion engine needs the module {exc.name}; install Stagemesh with its extra diffusion",
+            reason="MISSING_MODULE",
+        ) from exc
+    return DiffusionWorker

@@ -1,4 +1,4 @@
-"""Numbers as files that people can look at."""
+"""Encodes images and videos as files."""
 
 import io
 from typing import Any
@@ -12,8 +12,11 @@ from stagemesh.common.tensors import Array
 FRAMES_PER_SECOND = 16
 
 
-def encoded(frames: npt.NDArray[Any]) -> Array:
-    """float32[frames, 3, height, width] in [0, 1] as uint8[bytes]: a PNG, or an animated WebP where there are more."""
+def encode_file(frames: npt.NDArray[Any]) -> Array:
+    """Encodes float32[frames, 3, height, width] in [0, 1] as a PNG, or as an animated WebP if there are several frames.
+
+    Returns uint8[bytes].
+    """
     pixels = (frames.transpose(0, 2, 3, 1) * 255).round().clip(0, 255).astype(np.uint8)
     first, *others = [Image.fromarray(each) for each in pixels]
     file = io.BytesIO()

@@ -1,19 +1,56 @@
-"""What a diffusion stage's `options` hold. Imports nothing of torch."""
+"""Options of a diffusion stage. Imports nothing of torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import JsonValue
+from pydantic import ConfigDict, JsonValue
 
-from stagemesh.services.engines.diffusion.caches.options import StepCacheOptions
+from stagemesh.services.engines.diffusion.caches.step_cache_options import StepCacheOptions
 from stagemesh.services.engines.diffusion.model.load_options import LoadOptions
-from stagemesh.services.engines.diffusion.parallel.options import ParallelOptions
 from stagemesh.services.engines.options import parse_options
 
 Part = Literal["all", "encode", "denoise", "decode"]
-"""Which part of a pipeline a stage is: each loads only the folders that it needs."""
+"""The part of a pipeline that a stage runs. A stage loads only the folders that its part needs."""
+_GUIDANCE_BRANCHES = 2
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How many processes denoise together. If all values are 1, the stage computes in its own process."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    cfg: int = 1
+    """2 computes both branches of classifier-free guidance at the same time, each in processes of its own."""
+    ulysses: int = 1
+    """Processes that share each forward pass: each computes some of the tokens, and some of the heads in attention."""
+    hsdp: int = 1
+    """Processes that share the transformer's weights: each stores a shard, and fetches the rest of a block for its
+    computation."""
+
+    def __post_init__(self) -> None:
+        for name in ("cfg", "ulysses", "hsdp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"parallel.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.cfg > _GUIDANCE_BRANCHES:
+            raise ValueError(f"parallel.cfg is {self.cfg}; guidance has two branches, so it must be 1 or 2")
+        if self.ulysses > 1 and self.ulysses % self.hsdp:
+            raise ValueError(
+                f"parallel.hsdp is {self.hsdp}; with parallel.ulysses {self.ulysses} it must divide that, because the "
+                "processes of one guidance branch share the weights"
+            )
+
+    @property
+    def branch_ranks(self) -> int:
+        """Processes that compute one branch of guidance."""
+        return max(self.ulysses, self.hsdp)
+
+    @property
+    def ranks(self) -> int:
+        """Processes in total."""
+        return self.cfg * self.branch_ranks
 
 
 @dataclass(frozen=True)
@@ -22,47 +59,48 @@ class DiffusionOptions:
 
     part: Part = "all"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """What the model computes in."""
+    """Data type of the model's computation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` is a GPU where there is one."""
+    """`auto` uses a GPU if the machine has one."""
     load: LoadOptions = field(default_factory=LoadOptions)
-    """How weights are loaded, and where they lie."""
+    """How weights are loaded, and where they are stored."""
     enable_lora: bool = False
     """Whether requests may choose LoRA adapters, which operators load and unload."""
     max_loras: int = 8
-    """Adapters that may be loaded at once."""
+    """Maximum number of adapters loaded at the same time."""
     max_lora_rank: int = 128
     height: int = 1024
-    """Of pictures for which a request asks no other; so are the next four."""
+    """Default height of an image in pixels. A request may override it, and also the next four options."""
     width: int = 1024
     num_frames: int = 1
     num_inference_steps: int = 50
     guidance_scale: float = 4.0
-    """Of classifier-free guidance where the model has that, else what the model takes as an input."""
+    """Scale of classifier-free guidance, or the model's guidance input if the model takes one."""
     max_side: int = 2048
-    """The largest height and width that a request may ask for, in pixels."""
+    """Maximum height and width that a request may set, in pixels."""
     max_frames: int = 1
-    """More than 1 for models that make films."""
+    """Maximum number of frames that a request may set. Video models need more than 1."""
     max_inference_steps: int = 200
     max_prompt_characters: int = 20_000
     max_running: int = 16
-    """Requests that are denoised in turn; more wait, unencoded."""
+    """Maximum number of requests that are denoised in turn. Further requests wait before they are encoded."""
     max_batch: int = 8
-    """Requests that may share a forward, where that pays; 1 for results that never depend on who else is there."""
+    """Maximum number of requests in one forward pass. 1 makes results independent of other requests."""
     max_wait_steps: int = 8
-    """A request that runs waits for so many steps of others at most, and for those that have waited longer."""
+    """Number of steps of other requests after which a waiting request is overdue and takes precedence."""
     memory_bytes: int | None = None
-    """What requests may take beside the weights; None for what is free once the weights are loaded."""
+    """Memory that requests may use in addition to the weights, in bytes. None is the memory that is free once the
+    weights are loaded."""
     checkpoint_steps: int = 0
-    """Steps between two checkpoints; 0 for none."""
+    """Number of steps between two checkpoints; 0 for no checkpoints."""
     preview_steps: int = 0
-    """Steps between two intermediate pictures, or latents on the edge to the decoder; 0 for none."""
+    """Number of steps between two previews, which are images, or latents if the stage only denoises; 0 for none."""
     prompt_cache_bytes: int = 256 << 20
-    """What the embeddings of prompts that may come again may take; 0 to encode each anew."""
+    """Maximum size of the cache of prompt embeddings; 0 disables the cache."""
     step_cache: StepCacheOptions | None = None
-    """What of a step is taken from the one before: faster, and another picture. None to compute all."""
+    """Reuses parts of the previous step: faster, but the image changes. None computes every step in full."""
     profile_dir: str | None = None
-    """The folder within which profiles may be put, absolute; None for no profiles."""
+    """Absolute path of the folder for profiles; None disables profiles."""
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     """The processes that denoise together."""
 
@@ -82,13 +120,6 @@ class DiffusionOptions:
         for name in ("max_wait_steps", "checkpoint_steps", "preview_steps", "prompt_cache_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
-        if self.enable_lora and self.part in {"encode", "decode"}:
-            raise ValueError(f"enable_lora is for stages that denoise; this is the part {self.part}: leave it out")
-        if self.load.changes_weights and (self.enable_lora or self.parallel.ranks > 1):
-            raise ValueError(
-                "enable_lora and parallel need a transformer whose weights are whole and on its device; leave "
-                "load.offload, load.layerwise_casting and load.quantization out"
-            )
         for name, limit in (
             ("height", self.max_side),
             ("width", self.max_side),
@@ -99,20 +130,27 @@ class DiffusionOptions:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be from 1 to {limit}")
         if self.profile_dir is not None and not Path(self.profile_dir).is_absolute():
             raise ValueError(f"profile_dir is {self.profile_dir!r}; it must be an absolute path")
-        self._check_parallel()
+        self._check_combinations()
 
-    def _check_parallel(self) -> None:
+    def _check_combinations(self) -> None:
+        if self.enable_lora and self.part in {"encode", "decode"}:
+            raise ValueError(f"enable_lora is for stages that denoise; this stage has part {self.part}: omit it")
+        if self.load.changes_weights and (self.enable_lora or self.parallel.ranks > 1):
+            raise ValueError(
+                "enable_lora and parallel need a transformer whose weights are complete and on its device; omit "
+                "load.offload, load.layerwise_casting and load.quantization"
+            )
         if self.parallel.ranks > 1 and self.part not in {"all", "denoise"}:
-            raise ValueError(f"parallel is for stages that denoise; this is the part {self.part}: leave it out")
+            raise ValueError(f"parallel is for stages that denoise; this stage has part {self.part}: omit it")
         if self.enable_lora and self.parallel.hsdp > 1:
-            raise ValueError("enable_lora stands beside parallel.hsdp; adapters need a model whose weights are whole")
+            raise ValueError("enable_lora excludes parallel.hsdp; adapters need a model whose weights are complete")
         if self.step_cache is not None and (self.parallel.cfg > 1 or self.parallel.ulysses > 1):
             raise ValueError(
-                "step_cache stands beside parallel.cfg or parallel.ulysses; each rank would decide by its own part of "
-                "a step: leave one of them out"
+                "step_cache excludes parallel.cfg and parallel.ulysses, because each rank would decide by its own part "
+                "of a step; omit one of them"
             )
 
 
 def stage_options(options: Mapping[str, JsonValue], *, stage: str = "") -> DiffusionOptions:
-    """A stage's options; raises InvalidRequestError naming the one at fault."""
+    """Parses a stage's options. Raises InvalidRequestError that names the invalid option."""
     return parse_options(DiffusionOptions, options, stage=stage)

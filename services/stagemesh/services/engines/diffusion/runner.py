@@ -1,6 +1,6 @@
-"""Loads a model and executes requests on it. Used by one thread."""
+"""Loads a model and executes requests on it. Not thread-safe."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,18 +10,18 @@ from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.tensors import Array
 from stagemesh.services.engines.diffusion.adapters.model_adapters import ModelAdapters
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
-from stagemesh.services.engines.diffusion.caches.step_caches import caches_of
-from stagemesh.services.engines.diffusion.failures import named
+from stagemesh.services.engines.diffusion.caches.step_caches import enable_caches
 from stagemesh.services.engines.diffusion.model.load_options import LoadOptions
 from stagemesh.services.engines.diffusion.model.loading import Loader
-from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
+from stagemesh.services.engines.diffusion.model_errors import to_stagemesh_error
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
+from stagemesh.services.engines.diffusion.state import DiffusionRequestState
 from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
 
 
 class DiffusionRunner:
-    """One part of a pipeline, or all of it, on one device."""
+    """One part of a pipeline, or the complete pipeline, on one device."""
 
     def __init__(
         self,
@@ -31,8 +31,7 @@ class DiffusionRunner:
         *,
         prompt_cache: PromptCache | None = None,
     ) -> None:
-        """Loads; raises NotReadyError for what is no model that can be stepped through."""
-        self.prompt_cache = prompt_cache or PromptCache(options.prompt_cache_bytes)
+        """Loads the model. Raises NotReadyError if it cannot be loaded or is not supported."""
         dtype = getattr(torch, options.dtype)
         self._loader = Loader(folder, options.load, dtype=dtype, device=device)
         self.pipeline = _pipeline_class(options.load)(
@@ -40,78 +39,60 @@ class DiffusionRunner:
             dtype,
             part=options.part,
             device=device,
-            prompt_cache=self.prompt_cache,
+            prompt_cache=prompt_cache,
             loader=self._loader,
         )
-        self.carrier = RequestTransfer(self.pipeline, folder)
-        forwarding = self.pipeline.forwarding
-        self._adapters = ModelAdapters(forwarding.model, options.max_lora_rank) if options.enable_lora else None
-        if options.step_cache is not None and forwarding.model is not None:
-            forwarding.caches = caches_of(forwarding.model, options.step_cache)
+        self.transfer = RequestTransfer(self.pipeline, folder)
+        forwards = self.pipeline.forwards
+        self._adapters = ModelAdapters(forwards.model, options.max_lora_rank) if options.enable_lora else None
+        if options.step_cache is not None and forwards.model is not None:
+            forwards.caches = enable_caches(forwards.model, options.step_cache)
 
     def prepare(self, state: DiffusionRequestState) -> None:
-        """Everything before the first step."""
+        """Runs everything before the first step."""
         try:
             self.pipeline.prepare_encode(state)
         except Exception as exc:
-            raise named(exc) from exc
+            raise to_stagemesh_error(exc) from exc
 
     def step(self, states: Sequence[DiffusionRequestState]) -> list[StagemeshError | None]:
-        """One step of each, in as few forwards as they allow; what each failed with.
+        """Advances each request by one step in as few forward passes as possible. Returns each request's error.
 
-        Where a forward of several fails, each is tried alone: the one at fault fails alone.
+        If a shared forward pass fails, each request is tried alone, so that only the cause of the failure fails.
         """
         try:
             if self._adapters is not None:
                 self._adapters.select(states[0].inputs.adapter, states[0].inputs.adapter_scale)
             noises = self.pipeline.denoise_step(states)
-        except Exception as exc:  # noqa: BLE001  # whatever a model raises
+        except Exception as exc:  # noqa: BLE001  # models raise any exception
             if len(states) == 1:
-                return [named(exc)]
+                return [to_stagemesh_error(exc)]
             return [self.step([state])[0] for state in states]
         return [self._advance(state, noise) for state, noise in zip(states, noises, strict=True)]
 
     def decode(self, state: DiffusionRequestState) -> Array:
-        """float32[pictures or frames, 3, height, width] in [0, 1]: of what there is of it so far."""
+        """Returns float32[images or frames, 3, height, width] in [0, 1]; before the last step, a preview."""
         try:
-            made = self.pipeline.post_decode(self.pipeline.so_far(state))
+            result = self.pipeline.post_decode(self.pipeline.end_loop(state))
         except Exception as exc:
-            raise named(exc) from exc
-        frames = made.reshape(-1, *made.shape[-3:])
+            raise to_stagemesh_error(exc) from exc
+        frames = result.reshape(-1, *result.shape[-3:])
         return frames.to("cpu", torch.float32).contiguous().numpy()
-
-    def execute_model(self, inputs: DiffusionInputs) -> Array:
-        """A whole request at once; see `decode`."""
-        *_, made = self.execute_stepwise(inputs)
-        assert made is not None, "the last is the picture"
-        return made
-
-    def execute_stepwise(self, inputs: DiffusionInputs) -> Iterator[Array | None]:
-        """A whole request: None after each step, and what was made at the end."""
-        state = DiffusionRequestState("", inputs)
-        self.prepare(state)
-        while not state.denoised:
-            (error,) = self.step([state])
-            if error is not None:
-                raise error
-            yield None
-        yield self.decode(state)
-        self.forget(state)
 
     @property
     def adapters(self) -> ModelAdapters:
-        """The model's LoRA adapters; raises NotReadyError where it was loaded for none."""
+        """The model's LoRA adapters. Raises NotReadyError if the stage does not support adapters."""
         if self._adapters is None:
-            raise NotReadyError("the stage takes no adapters; start it with the option enable_lora")
+            raise NotReadyError("the stage does not support adapters; start it with the option enable_lora")
         return self._adapters
 
     def forget(self, state: DiffusionRequestState) -> None:
-        """Frees what the model keeps of a request."""
-        if self.pipeline.forwarding.caches is not None:
-            self.pipeline.forwarding.caches.forget(state.request_id)
+        """Frees the model's cache state of a request."""
+        if self.pipeline.forwards.caches is not None:
+            self.pipeline.forwards.caches.forget(state.request_id)
 
     def close(self) -> None:
-        """Removes what it has put on the disk. Closing twice is harmless."""
+        """Removes offloaded files. Closing twice is harmless."""
         self._loader.close()
 
     # -- inner workings
@@ -119,8 +100,8 @@ class DiffusionRunner:
     def _advance(self, state: DiffusionRequestState, noise: torch.Tensor) -> StagemeshError | None:
         try:
             self.pipeline.step_scheduler(state, noise)
-        except Exception as exc:  # noqa: BLE001  # whatever a scheduler raises
-            return named(exc)
+        except Exception as exc:  # noqa: BLE001  # schedulers raise any exception
+            return to_stagemesh_error(exc)
         return None
 
 
@@ -128,13 +109,15 @@ def _pipeline_class(options: LoadOptions) -> type[ModularStepPipeline]:
     if options.custom_pipeline is None:
         return ModularStepPipeline
     try:
-        made = import_factory(options.custom_pipeline)
+        factory = import_factory(options.custom_pipeline)
     except (ImportError, AttributeError, ValueError) as exc:
         raise NotReadyError(
             f"load.custom_pipeline {options.custom_pipeline!r} cannot be imported: {exc}; write it as module:Class, "
-            "and install the module beside Stagemesh",
+            "and install the module in addition to Stagemesh",
             reason="MISSING_MODULE",
         ) from exc
-    if not (isinstance(made, type) and issubclass(made, ModularStepPipeline)):
-        raise NotReadyError(f"load.custom_pipeline {options.custom_pipeline!r} is no kind of ModularStepPipeline")
-    return made
+    if not (isinstance(factory, type) and issubclass(factory, ModularStepPipeline)):
+        raise NotReadyError(
+            f"load.custom_pipeline {options.custom_pipeline!r} is not a subclass of ModularStepPipeline"
+        )
+    return factory

@@ -1,69 +1,79 @@
-"""Owns a device: the model on it, the requests that are under way, and the device's memory. Used by one thread."""
+"""Owns a device: the model, the requests that are in progress, and the device's memory. Not thread-safe."""
 
 import gc
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from stagemesh.common.errors import NotReadyError, StagemeshError
 from stagemesh.common.settings import library_variable
 from stagemesh.common.tensors import Array
-from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache, PromptCacheFigures
-from stagemesh.services.engines.diffusion.devices import device_of
-from stagemesh.services.engines.diffusion.memory import give_back, settle
-from stagemesh.services.engines.diffusion.model.memory_estimates import ModelSizes, free_bytes, image_tokens, sizes_of
+from stagemesh.services.engines.abilities import CacheStatistics
+from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
+from stagemesh.services.engines.diffusion.device import choose_device, freeze_loaded_objects, release_unused_memory
+from stagemesh.services.engines.diffusion.model.memory_estimates import (
+    ModelSizes,
+    free_bytes,
+    image_tokens,
+    model_sizes,
+)
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from stagemesh.services.engines.diffusion.profiler import ProfilerRecording
 from stagemesh.services.engines.diffusion.runner import DiffusionRunner
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 
 if TYPE_CHECKING:
-    from stagemesh.services.engines.diffusion.parallel.ranks import Ranks
+    from stagemesh.services.engines.diffusion.parallel.rank_group import RankGroup
+
+T = TypeVar("T")
+
+PROFILED_STEP = "denoising step"
+"""Name of a step in a profile."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What has to be known of a model before a request reaches it."""
+    """Properties of a loaded model that are needed to validate and admit requests."""
 
     sizes: ModelSizes
     frames_multiple: int
-    """Frames are one more than a multiple of it; 0 where it makes pictures."""
+    """The number of frames is one more than a multiple of this number; 0 for image models."""
     min_steps: int
     takes_image: bool
     free_bytes: int
-    """What the device has left for requests."""
+    """Device memory that is available for requests."""
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A request that is ready for its first step, or for its next."""
+class PreparedRequest:
+    """A request that is ready for its first step, or for the next step after a checkpoint."""
 
     key: tuple[object, ...]
     """Requests with the same key can share a step."""
     tokens: int
     step_index: int
     total_steps: int
-    prompt_cache: PromptCacheFigures
-    """At this moment."""
+    prompt_cache: CacheStatistics
+    """Statistics of the prompt cache at this moment."""
 
 
 class DiffusionWorker:
-    """Requests are known by their names; everything that goes in and out is numbers, texts and arrays."""
+    """Executes requests, which it knows by name. Arguments and results are numbers, strings and arrays."""
 
-    def __init__(self, folder: Path, options: DiffusionOptions, *, ranks: "Ranks | None" = None) -> None:
-        self._folder, self._options, self._ranks = folder, options, ranks
-        self._device = ranks.device if ranks is not None else device_of(options)
+    def __init__(self, folder: Path, options: DiffusionOptions, *, rank_group: "RankGroup | None" = None) -> None:
+        self._folder, self._options, self._rank_group = folder, options, rank_group
+        self._device = rank_group.device if rank_group is not None else choose_device(options)
         if not library_variable("OMP_NUM_THREADS"):
-            # Stages share a machine; more threads in each would only fight over the cores.
+            # Stages share a machine. With more threads each, they would compete for the cores.
             torch.set_num_threads(1)
         self._runner: DiffusionRunner | None = None
-        self._resting: DiffusionRunner | None = None
-        """While it sleeps with its weights in the host's memory."""
+        self._sleeping_runner: DiffusionRunner | None = None
+        """The runner while it sleeps with its weights in host memory."""
         self._prompt_cache = PromptCache(options.prompt_cache_bytes)
-        self._recording: ProfilerRecording | None = None
+        self._profile: _StepProfile | None = None
         self._states: dict[str, DiffusionRequestState] = {}
 
     def load(self) -> ModelFacts:
@@ -71,11 +81,11 @@ class DiffusionWorker:
         self._runner = runner = DiffusionRunner(
             self._folder, self._options, self._device, prompt_cache=self._prompt_cache
         )
-        if self._ranks is not None:
-            self._ranks.spread(runner.pipeline.forwarding)
+        if self._rank_group is not None:
+            self._rank_group.distribute(runner.pipeline.forwards)
         family = runner.pipeline.family
         return ModelFacts(
-            sizes_of(runner.pipeline),
+            model_sizes(runner.pipeline),
             family.frames_multiple,
             family.min_steps,
             family.takes_image,
@@ -84,124 +94,156 @@ class DiffusionWorker:
 
     @property
     def runner(self) -> DiffusionRunner:
-        """The model; raises NotReadyError while there is none."""
+        """The loaded model. Raises NotReadyError if no model is loaded."""
         if self._runner is None:
             raise NotReadyError("the model is not loaded")
         return self._runner
 
+    # -- requests
+
     def begin(
         self, name: str, inputs: DiffusionInputs, *, conditioning: Array | None = None, state: Array | None = None
-    ) -> Begun:
-        """Makes a request known, from its prompt, from what encoding it made elsewhere, or from where it was left."""
+    ) -> PreparedRequest:
+        """Adds a request.
+
+        It starts from its prompt, from the `conditioning` of another stage, or from the `state` of a checkpoint.
+        """
         if state is not None:
-            request = self.runner.carrier.unpack_state(name, inputs, state)
+            request = self.runner.transfer.restore_state(name, inputs, state)
         else:
             request = DiffusionRequestState(name, inputs)
             if conditioning is not None:
-                self.runner.carrier.unpack_conditioning(request, conditioning)
+                self.runner.transfer.restore_conditioning(request, conditioning)
             self.runner.prepare(request)
         self._states[name] = request
         pipeline = self.runner.pipeline
         key = pipeline.batch_key(request) if request.total_steps else ()
         tokens = image_tokens(inputs, size_multiple=pipeline.family.size_multiple)
-        figures = replace(self.runner.prompt_cache.figures)
-        return Begun(key, tokens, request.step_index, request.total_steps, figures)
+        return PreparedRequest(key, tokens, request.step_index, request.total_steps, self._prompt_cache.statistics)
 
     def step(self, names: Sequence[str]) -> list[StagemeshError | None]:
-        """One step of each; what each failed with."""
+        """Advances each request by one step. Returns each request's error, or None."""
         states = [self._states[name] for name in names]
-        if self._recording is None:
+        if self._profile is None:
             return self.runner.step(states)
-        return self._recording.step(lambda: self.runner.step(states))
+        return self._profile.record_step(lambda: self.runner.step(states))
 
-    def picture(self, name: str) -> Array:
-        """float32[pictures or frames, 3, height, width] in [0, 1]; of a request in its steps, what there is so far."""
+    def decode(self, name: str) -> Array:
+        """Returns float32[images or frames, 3, height, width] in [0, 1]; before the last step, a preview."""
         return self.runner.decode(self._states[name])
 
-    def picture_of(self, latents: Array) -> Array:
-        """The same of what another stage has denoised."""
+    def decode_latents(self, latents: Array) -> Array:
+        """Decodes the latents of another stage, as `decode` does."""
         request = DiffusionRequestState("", DiffusionInputs(seed=0))
-        self.runner.carrier.unpack_latents(request, latents)
+        self.runner.transfer.restore_latents(request, latents)
         self.runner.prepare(request)
         return self.runner.decode(request)
 
     def conditioning(self, name: str) -> Array:
-        """What encoding made, as uint8[bytes]."""
-        return self.runner.carrier.pack_conditioning(self._states[name])
+        """Returns the results of encoding as uint8[bytes]."""
+        return self.runner.transfer.serialize_conditioning(self._states[name])
 
     def latents(self, name: str) -> Array:
-        """What is to be decoded, as uint8[bytes]."""
-        return self.runner.carrier.pack_latents(self._states[name])
+        """Returns the inputs of decoding as uint8[bytes]."""
+        return self.runner.transfer.serialize_latents(self._states[name])
 
     def state(self, name: str) -> Array:
-        """All that is needed to go on elsewhere, as uint8[bytes]."""
-        return self.runner.carrier.pack_state(self._states[name])
+        """Returns everything that is needed to resume the request elsewhere, as uint8[bytes]."""
+        return self.runner.transfer.serialize_state(self._states[name])
 
     def drop(self, name: str) -> None:
-        """Forgets a request; nothing if it is not known."""
+        """Removes a request. Does nothing if it is unknown."""
         state = self._states.pop(name, None)
         if state is not None:
             self.runner.forget(state)
 
+    # -- operators' controls
+
     def load_adapter(self, name: str, path: str) -> int:
-        """See `ModelAdapters.load`."""
+        """Loads an adapter and returns its rank. Raises InvalidRequestError if the adapter is not valid."""
         return self.runner.adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """See `ModelAdapters.unload`."""
+        """Unloads an adapter. Does nothing if it is unknown."""
         self.runner.adapters.unload(name)
 
-    def clear_prompt_cache(self) -> PromptCacheFigures:
-        """Forgets the prompts of earlier requests; returns what is left."""
+    def clear_prompt_cache(self) -> CacheStatistics:
+        """Clears the prompt cache and returns its statistics. Requests in progress keep their embeddings."""
         self._prompt_cache.clear()
-        return self.prompt_cache_figures()
-
-    def prompt_cache_figures(self) -> PromptCacheFigures:
-        """See `PromptCache`."""
-        return self._prompt_cache.figures
+        return self._prompt_cache.statistics
 
     def sleep(self, level: int) -> None:
-        """Gives the weights' memory back, and at level 2 that of all that is kept for later requests."""
+        """Frees the memory of the weights, and at level 2 also that of the prompt cache."""
         runner, self._runner = self.runner, None
         self._states.clear()
         if level > 1:
             self._prompt_cache.clear()
         load = self._options.load
-        plain = self._ranks is None and load.offload == "none" and not load.changes_weights
-        if level == 1 and plain and self._device.type != "cpu":
+        is_movable = self._rank_group is None and load.offload == "none" and not load.changes_weights
+        if level == 1 and is_movable and self._device.type != "cpu":
             runner.pipeline.move(torch.device("cpu"))
-            self._resting = runner
+            self._sleeping_runner = runner
         else:
             runner.close()
         del runner
-        give_back()
+        release_unused_memory()
 
     def wake(self) -> bool:
-        """Takes the weights' memory again. Whether they were read again from their files, without any adapter."""
-        if self._resting is None:
+        """Loads the weights again. Returns whether they were read from their files, in which case adapters are lost."""
+        if self._sleeping_runner is None:
             self.load()
-            settle()
+            freeze_loaded_objects()
             return True
-        self._resting.pipeline.move(self._device)
-        self._runner, self._resting = self._resting, None
+        self._sleeping_runner.pipeline.move(self._device)
+        self._runner, self._sleeping_runner = self._sleeping_runner, None
         return False
 
     def start_profile(self, path: str, *, max_steps: int | None) -> None:
-        """Records what is computed, in a file whose path begins so, until `max_steps` are done or it is stopped."""
-        rank = self._ranks.rank if self._ranks is not None else 0
-        self._recording = ProfilerRecording(Path(f"{path}-rank{rank}.json.gz"), max_steps=max_steps)
+        """Profiles the next `max_steps` steps, or all steps until `stop_profile`. `path` is the file's prefix."""
+        rank = self._rank_group.rank if self._rank_group is not None else 0
+        self._profile = _StepProfile(Path(f"{path}-rank{rank}.json.gz"), max_steps=max_steps)
 
     def stop_profile(self) -> None:
-        """Writes it; nothing where none goes on."""
-        recording, self._recording = self._recording, None
-        if recording is not None:
-            recording.end()
+        """Writes the profile. Does nothing if no profile is in progress."""
+        started, self._profile = self._profile, None
+        if started is not None:
+            started.end()
 
     def shutdown(self) -> None:
-        """Lets everything go. Shutting down twice is harmless."""
+        """Frees all resources. Shutting down twice is harmless."""
         self.stop_profile()
         self._states.clear()
         if self._runner is not None:
             self._runner.close()
-        self._runner = self._resting = None
+        self._runner = self._sleeping_runner = None
         gc.collect()
+
+
+class _StepProfile:
+    """A profile of steps by torch's profiler. It must start and end on the same thread."""
+
+    def __init__(self, file: Path, *, max_steps: int | None) -> None:
+        """Starts the profile. At its end, it is written to `file` as a Chrome trace."""
+        self._file, self._steps_left = file, max_steps
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile: Any = profile(activities=activities)
+        self._profile.start()
+
+    def record_step(self, step: Callable[[], T]) -> T:
+        """Runs and records a step. Ends the profile after the last step."""
+        with record_function(PROFILED_STEP):
+            result = step()
+        if self._steps_left is not None:
+            self._steps_left -= 1
+            if self._steps_left <= 0:
+                self.end()
+        return result
+
+    def end(self) -> None:
+        """Writes the file. Ending twice is harmless."""
+        ended, self._profile = self._profile, None
+        if ended is not None:
+            ended.stop()
+            ended.export_chrome_trace(str(self._file))

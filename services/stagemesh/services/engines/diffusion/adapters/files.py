@@ -1,4 +1,4 @@
-"""A LoRA adapter's folder for a diffusion model, as PEFT writes it, or as diffusers does."""
+"""Reads the folder of a LoRA adapter for a diffusion model, as written by PEFT or by diffusers."""
 
 import json
 from collections.abc import Mapping
@@ -22,35 +22,35 @@ from stagemesh.services.engines.adapters.files import (
 
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 _METADATA = "lora_adapter_metadata"
-"""Where diffusers keeps the configuration, in the head of its file."""
+"""Metadata key under which diffusers stores the configuration in its file."""
 _PEFT_PREFIX, _DIFFUSERS_PREFIX = "base_model.model.", "transformer."
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 
 
 @dataclass(frozen=True)
 class LoraFiles:
-    """What a folder holds, by the names of the transformer's layers."""
+    """Contents of an adapter's folder, by the names of the transformer's layers."""
 
     files: AdapterFiles
     config: Mapping[str, Any] | None
-    """For PEFT's LoraConfig; None where nothing but the matrices is known, and alpha is the rank."""
+    """Arguments of PEFT's LoraConfig. None if the folder contains only the matrices; alpha is then the rank."""
     weights: Path
     prefix: str
 
     def matrices(self) -> dict[str, torch.Tensor]:
-        """Reads the weights."""
+        """Reads the weights by name."""
         return {name.removeprefix(self.prefix): tensor for name, tensor in load(self.weights.read_bytes()).items()}
 
 
 def read_lora(path: str) -> LoraFiles:
-    """Reads what a folder says of its weights; raises InvalidRequestError saying what is wrong with it."""
+    """Reads an adapter's configuration and shapes. Raises InvalidRequestError if they are invalid."""
     folder = Path(path)
     if folder.is_absolute() and (folder / DIFFUSERS_WEIGHTS).exists() and not (folder / CONFIG).exists():
         return _read_diffusers(folder)
     files = read_adapter(path)
     _check_names(folder, read_head(folder / WEIGHTS).shapes, _PEFT_PREFIX)
     config = json.loads((folder / CONFIG).read_bytes())
-    return LoraFiles(_renamed(files, _PEFT_PREFIX), _known(config, files), folder / WEIGHTS, _PEFT_PREFIX)
+    return LoraFiles(_remove_prefix(files, _PEFT_PREFIX), _lora_config(config, files), folder / WEIGHTS, _PEFT_PREFIX)
 
 
 def _read_diffusers(folder: Path) -> LoraFiles:
@@ -61,29 +61,29 @@ def _read_diffusers(folder: Path) -> LoraFiles:
     files = AdapterFiles(folder, rank, layers)
     config = None
     if _METADATA in head.metadata:
-        stated: dict[str, Any] = json.loads(head.metadata[_METADATA])
-        config = _known({name.removeprefix(_DIFFUSERS_PREFIX): value for name, value in stated.items()}, files)
-    return LoraFiles(_renamed(files, _DIFFUSERS_PREFIX), config, folder / DIFFUSERS_WEIGHTS, _DIFFUSERS_PREFIX)
+        metadata: dict[str, Any] = json.loads(head.metadata[_METADATA])
+        config = _lora_config({name.removeprefix(_DIFFUSERS_PREFIX): value for name, value in metadata.items()}, files)
+    return LoraFiles(_remove_prefix(files, _DIFFUSERS_PREFIX), config, folder / DIFFUSERS_WEIGHTS, _DIFFUSERS_PREFIX)
 
 
 def _check_names(folder: Path, names: Mapping[str, object], prefix: str) -> None:
     for name in names:
         if not name.startswith(prefix):
-            raise invalid(folder, f"it changes {name}; this stage takes adapters of the transformer alone ({prefix}…)")
+            raise invalid(folder, f"it changes {name}; this stage accepts adapters of the transformer only ({prefix}…)")
         if not name.endswith(_MATRICES):
             raise invalid(
                 folder,
-                f"it holds {name}, which is neither lora_A nor lora_B; have diffusers' save_lora_weights write it",
+                f"it contains {name}, which is neither lora_A nor lora_B; write it with diffusers' save_lora_weights",
             )
 
 
-def _renamed(files: AdapterFiles, prefix: str) -> AdapterFiles:
+def _remove_prefix(files: AdapterFiles, prefix: str) -> AdapterFiles:
     layers = {name.removeprefix(prefix): sizes for name, sizes in files.layers.items()}
     return AdapterFiles(files.folder, files.rank, layers)
 
 
-def _known(config: Mapping[str, Any], files: AdapterFiles) -> dict[str, Any]:
-    """What PEFT's config has of it, with exactly those layers as targets of which there are matrices."""
+def _lora_config(config: Mapping[str, Any], files: AdapterFiles) -> dict[str, Any]:
+    """Returns the arguments of PEFT's LoraConfig, with exactly the layers that have matrices as targets."""
     names = {field.name for field in fields(LoraConfig)}
     known = {name: value for name, value in config.items() if name in names}
     prefixes = (_PEFT_PREFIX, _DIFFUSERS_PREFIX)
@@ -91,5 +91,5 @@ def _known(config: Mapping[str, Any], files: AdapterFiles) -> dict[str, Any]:
     try:
         LoraConfig(**known)
     except (TypeError, ValueError) as exc:
-        raise invalid(files.folder, f"PEFT refuses its configuration: {exc}") from exc
+        raise invalid(files.folder, f"PEFT rejects its configuration: {exc}") from exc
     return {**known, "target_modules": targets, "task_type": None}

@@ -1,4 +1,4 @@
-"""LoRA adapters as the diffusion engine lends them to its requests."""
+"""Loads and unloads the LoRA adapters of a diffusion engine while requests use them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -18,47 +18,44 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
 
 class AdapterManager:
-    """Loads, drops and lends them. All that are loaded stay on the device; a step uses one."""
+    """Implements `abilities.AdapterControl`. All loaded adapters stay on the device; a step uses one of them."""
 
     def __init__(self, executor: Executor, options: DiffusionOptions, *, stage: str) -> None:
         self._executor, self._stage = executor, stage
         self._lock = asyncio.Lock()
-        most = options.max_loras
-        self._book = AdapterRegistry(stage, most, most, "max_loras") if options.enable_lora else None
+        limit = options.max_loras
+        self._registry = AdapterRegistry(stage, limit, limit, "max_loras") if options.enable_lora else None
 
     def list_adapters(self) -> Sequence[Adapter]:
-        """Those that are loaded, by name."""
-        return self._book.list_adapters() if self._book else []
+        return self._registry.list_adapters() if self._registry else []
 
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncGenerator[None]:
-        """For a task that names an adapter, or none: it stays loaded within the context. Raises NotFoundError."""
+        """Keeps a task's adapter loaded within the context. Raises NotFoundError if it is not loaded."""
         if name is None:
             yield
-        elif self._book is None:
+        elif self._registry is None:
             raise unknown_adapter_error(self._stage, name)
         else:
-            async with self._book.using(name):
+            async with self._registry.using(name):
                 yield
 
     async def load(self, name: str, path: str) -> Adapter:
-        """See `AdapterControl`."""
-        book = self._enabled()
+        registry = self._enabled()
         check_name(name)
         async with self._lock:
-            entry = book.find_loaded(name, path)
+            entry = registry.find_loaded(name, path)
             if entry is None:
-                entry = await run_to_completion(self._load(book, name, path))
+                entry = await run_to_completion(self._load(registry, name, path))
             return entry.adapter
 
     async def unload(self, name: str, *, drain: bool) -> None:
-        """See `AdapterControl`."""
-        book = self._enabled()
-        async with book.unloading(name, drain=drain) as entry, self._lock:
-            await run_to_completion(self._unload(book, entry))
+        registry = self._enabled()
+        async with registry.unloading(name, drain=drain) as entry, self._lock:
+            await run_to_completion(self._unload(registry, entry))
 
     async def pin(self, name: str) -> Adapter:
-        """See `AdapterControl`. Each that is loaded has its place already."""
+        # Every loaded adapter already has its own slot.
         async with self._lock, self._enabled().pinning(name) as entry:
             entry.pinned = True
             return entry.adapter
@@ -66,16 +63,16 @@ class AdapterManager:
     # -- inner workings
 
     def _enabled(self) -> AdapterRegistry:
-        if self._book is None:
+        if self._registry is None:
             raise disabled_error(self._stage)
-        return self._book
+        return self._registry
 
-    async def _load(self, book: AdapterRegistry, name: str, path: str) -> Entry:
+    async def _load(self, registry: AdapterRegistry, name: str, path: str) -> Entry:
         rank: int = await self._executor.call("load_adapter", name, path)
-        entry = Entry(name, path, rank, book.next_number())
-        book.add(entry)
+        entry = Entry(name, path, rank, registry.next_number())
+        registry.add(entry)
         return entry
 
-    async def _unload(self, book: AdapterRegistry, entry: Entry) -> None:
+    async def _unload(self, registry: AdapterRegistry, entry: Entry) -> None:
         await self._executor.call("unload_adapter", entry.name)
-        book.remove(entry)
+        registry.remove(entry)

@@ -1,4 +1,4 @@
-"""LoRA adapters on a transformer, by diffusers and PEFT. One is in use at a time: requests with others take turns."""
+"""LoRA adapters on a transformer, implemented by diffusers and PEFT. One adapter is active at a time."""
 
 import itertools
 import warnings
@@ -12,28 +12,28 @@ from stagemesh.services.engines.diffusion.adapters.files import read_lora
 
 
 class ModelAdapters:
-    """Those of one model."""
+    """The adapters of one model."""
 
     def __init__(self, model: Any, max_rank: int) -> None:
         self._model, self._max_rank = model, max_rank
         self._keys: dict[str, str] = {}
-        """What PEFT calls them: it makes attributes of the names, which may hold no dots."""
+        """PEFT's names of the adapters. PEFT uses them as attribute names, which cannot contain dots."""
         self._numbers = itertools.count()
         self._selected: tuple[str, float] | None = None
 
     def load(self, name: str, path: str) -> int:
-        """Reads an adapter and checks it; returns its rank. Raises InvalidRequestError for none of this model."""
+        """Loads an adapter and returns its rank. Raises InvalidRequestError if it does not fit this model."""
         lora = read_lora(path)
         check_rank(name, lora.files.rank, most=self._max_rank)
         lora.files.check(self._sizes(lora.files.layers))
         key = f"adapter{next(self._numbers)}"
         try:
             with warnings.catch_warnings():
-                # PEFT's, about a second adapter on the model.
+                # PEFT warns about a second adapter on the model.
                 warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
                 self._model.load_lora_adapter(lora.matrices(), prefix=None, adapter_name=key, metadata=lora.config)
         except Exception as exc:
-            # diffusers clears up, which may fail in turn.
+            # diffusers cleans up after an error, which may raise another error.
             cause = exc.__context__ or exc
             raise InvalidRequestError(f"adapter {name!r}: {cause}", reason="INVALID_ADAPTER") from exc
         finally:
@@ -42,14 +42,14 @@ class ModelAdapters:
         return lora.files.rank
 
     def unload(self, name: str) -> None:
-        """Forgets an adapter; nothing if it is not known."""
+        """Unloads an adapter. Does nothing if it is unknown."""
         key = self._keys.pop(name, None)
         if key is not None:
             self._deactivate()
             self._model.delete_adapters(key)
 
     def select(self, name: str | None, scale: float) -> None:
-        """Has the next forwards use an adapter, or none. Raises NotFoundError."""
+        """Activates an adapter, or none, for the next forward passes. Raises NotFoundError if it is not loaded."""
         wanted = None if name is None else (name, scale)
         if wanted == self._selected:
             return
@@ -59,7 +59,7 @@ class ModelAdapters:
             return
         if name not in self._keys:
             raise NotFoundError(
-                f"there is no adapter {name!r} any more", reason="UNKNOWN_ADAPTER", metadata={"adapter": name}
+                f"adapter {name!r} is no longer loaded", reason="UNKNOWN_ADAPTER", metadata={"adapter": name}
             )
         self._model.set_adapters(self._keys[name], scale)
         self._model.enable_lora()
@@ -68,17 +68,17 @@ class ModelAdapters:
     # -- inner workings
 
     def _sizes(self, layers: Mapping[str, object]) -> dict[str, Sizes | None]:
-        """Of those layers that the model has; None for one that is not linear, which PEFT checks by itself."""
+        """Returns the sizes of the model's layers; None for layers that are not linear, which PEFT checks."""
         modules = dict(self._model.named_modules())
-        found = {name: modules[name] for name in layers if name in modules}
+        known = {name: modules[name] for name in layers if name in modules}
         return {
             name: Sizes(module.in_features, module.out_features) if hasattr(module, "in_features") else None
-            for name, module in found.items()
+            for name, module in known.items()
         }
 
     def _deactivate(self) -> None:
         self._selected = None
         if getattr(self._model, "peft_config", None):
-            # With none active, so that PEFT does not choose another one in the place of one that goes.
+            # If no adapter is active, PEFT does not activate another one when one is deleted.
             self._model.set_adapters([])
             self._model.disable_lora()

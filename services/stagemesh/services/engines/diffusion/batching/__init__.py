@@ -1,1 +1,1 @@
-"""Batching: transformer calls of several requests joined into shared forward passes."""
+"""Batching: transformer calls of several requests in shared forward passes."""

@@ -1,7 +1,7 @@
-"""How a transformer's calls are put together: what the blocks of several requests ask of it, in few forwards.
+"""Records a request's transformer calls and replays their results, so that several requests share a forward pass.
 
-Blocks are written for one request. To have several share a forward, each request's blocks run twice: first against a
-stand-in that notes what they ask for, then against one that answers with their rows of the joint forward.
+The blocks of diffusers are written for one request. To batch several requests, each request's blocks run twice: first
+with a stand-in that records their calls, then with one that returns the request's rows of the shared forward pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,42 +11,38 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-Answer: TypeAlias = Any
-"""What a transformer returns with `return_dict=False`: a tuple of the sample, a tensor or a list of tensors."""
+Prediction: TypeAlias = Any
+"""What a transformer returns with `return_dict=False`: a tuple whose first item is a tensor or a list of tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One forward of a transformer for one row."""
+    """One call of a transformer for one row."""
 
     inputs: Mapping[str, Any]
-    """By the names of its `forward`'s parameters."""
-    context: str = ""
-    """Whose it is, for what a model keeps from step to step."""
+    """The arguments by parameter name of the model's `forward`."""
 
 
-class Transformer:
-    """Stands in for a model where blocks see it: its calls go to `forward`, all else is the model's own."""
+class TransformerStandIn:
+    """Replaces a model for the blocks: calls go to `forward`, every other attribute is the model's."""
 
-    def __init__(self, model: Any, signature: Signature, forward: Callable[[Mapping[str, Any]], Answer]) -> None:
-        """`signature` is that of the model's `forward`, which blocks ask for at every step."""
+    def __init__(self, model: Any, signature: Signature, forward: Callable[[Mapping[str, Any]], Prediction]) -> None:
+        """`signature` is that of the model's `forward`, which blocks inspect at every step."""
         self._model, self._signature, self._forward = model, signature, forward
 
-    def __call__(self, **inputs: Any) -> Answer:
+    def __call__(self, **inputs: Any) -> Prediction:
         return self._forward(inputs)
 
     @property
     def forward(self) -> Any:
-        """What blocks look at, and do not call."""
-        return _Described(self._signature)
+        """A callable whose signature blocks inspect. They do not call it."""
+        return _SignatureOnly(self._signature)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
 
-class _Described:
-    """A callable whose signature need not be worked out."""
-
+class _SignatureOnly:
     def __init__(self, signature: Signature) -> None:
         self.__signature__ = signature
 
@@ -55,56 +51,51 @@ class _Described:
 
 
 class CallRecorder:
-    """Notes calls, and answers with no noise at all."""
+    """Records calls, and returns zeros for each."""
 
-    def __init__(self, context: str) -> None:
+    def __init__(self) -> None:
         self.calls: list[Call] = []
-        self._context = context
 
-    def __call__(self, inputs: Mapping[str, Any]) -> Answer:
-        self.calls.append(Call(inputs, f"{self._context}/{len(self.calls)}"))
-        return blank_answer(inputs)
-
-
-class CallReplayer:
-    """Answers calls in the order in which they were noted."""
-
-    def __init__(self, answers: Iterator[Answer]) -> None:
-        self._answers = answers
-
-    def __call__(self, _inputs: Mapping[str, Any]) -> Answer:
-        return next(self._answers)
+    def __call__(self, inputs: Mapping[str, Any]) -> Prediction:
+        self.calls.append(Call(inputs))
+        return zero_prediction(inputs)
 
 
-def blank_answer(inputs: Mapping[str, Any]) -> Answer:
-    """No noise at all, in the shape of a call's answer."""
-    return (_nothing(inputs["x"] if "x" in inputs else inputs["hidden_states"]),)
+class CallReplay:
+    """Returns the predictions for recorded calls, in the order of the calls."""
+
+    def __init__(self, predictions: Iterator[Prediction]) -> None:
+        self._predictions = predictions
+
+    def __call__(self, _inputs: Mapping[str, Any]) -> Prediction:
+        return next(self._predictions)
 
 
-def shape_of(call: Call) -> tuple[object, ...]:
-    """Calls of the same shape can share a forward."""
+def zero_prediction(inputs: Mapping[str, Any]) -> Prediction:
+    """Returns zeros in the shape of a call's prediction."""
+    latents: torch.Tensor | list[torch.Tensor] = inputs["x"] if "x" in inputs else inputs["hidden_states"]
+    if isinstance(latents, list):
+        return ([torch.zeros_like(each) for each in latents],)
+    return (torch.zeros_like(latents),)
+
+
+def shape_key(call: Call) -> tuple[object, ...]:
+    """Returns a key that is equal for calls that can share a forward pass."""
     return tuple((name, _shape(value)) for name, value in sorted(call.inputs.items()))
 
 
-def joined(calls: Sequence[Call], *, shared: frozenset[str]) -> dict[str, Any]:
-    """The inputs of one forward with a row for each call; those in `shared` have no rows."""
-    first = calls[0].inputs
+def concatenate(calls: Sequence[Call], *, shared: frozenset[str]) -> dict[str, Any]:
+    """Returns the inputs of one forward pass with one row per call. Inputs in `shared` have no rows."""
     return {
-        name: value if name in shared else _joined([call.inputs[name] for call in calls])
-        for name, value in first.items()
+        name: value if name in shared else _concatenate([call.inputs[name] for call in calls])
+        for name, value in calls[0].inputs.items()
     }
 
 
-def split(answer: Answer, rows: int) -> list[Answer]:
-    """Each row's answer."""
-    sample = answer[0]
+def split_rows(prediction: Prediction, rows: int) -> list[Prediction]:
+    """Returns the prediction of each row."""
+    sample = prediction[0]
     return [(sample[row : row + 1],) for row in range(rows)]
-
-
-def _nothing(latents: torch.Tensor | list[torch.Tensor]) -> Any:
-    if isinstance(latents, list):
-        return [torch.zeros_like(each) for each in latents]
-    return torch.zeros_like(latents)
 
 
 def _shape(value: Any) -> object:
@@ -115,7 +106,7 @@ def _shape(value: Any) -> object:
     return repr(value)
 
 
-def _joined(values: Sequence[Any]) -> Any:
+def _concatenate(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(values))

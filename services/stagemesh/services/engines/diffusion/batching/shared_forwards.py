@@ -1,34 +1,41 @@
-"""Which calls of a transformer share a forward."""
+"""Groups the transformer calls of several requests into shared forward passes."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stagemesh.services.engines.diffusion.batching.mixed_rows import MixedRows
-from stagemesh.services.engines.diffusion.batching.recorded_calls import Answer, Call, joined, shape_of, split
+from stagemesh.services.engines.diffusion.batching.mixed_lengths import MixedLengthForward
+from stagemesh.services.engines.diffusion.batching.recorded_calls import (
+    Call,
+    Prediction,
+    concatenate,
+    shape_key,
+    split_rows,
+)
 from stagemesh.services.engines.diffusion.caches.step_caches import Caches
 from stagemesh.services.engines.diffusion.model.families import Family
-from stagemesh.services.engines.diffusion.parallel.guidance_branches import Branches
+from stagemesh.services.engines.diffusion.parallel.guidance_branches import GuidanceBranches
 from stagemesh.services.engines.diffusion.state import DiffusionRequestState
 from stagemesh.services.engines.diffusion.transfer.serialization import tensors_of
 
 
 class SharedForwards:
-    """A transformer's forwards, for one request or for several."""
+    """Runs a transformer's forward passes, for one request or for several."""
 
     def __init__(self, family: Family, model: Any) -> None:
         self.caches: Caches | None = None
-        """What the model keeps from step to step; its requests then go one by one."""
-        self.branches: Branches | None = None
-        """Other processes that compute some of the calls; None to compute all here."""
+        """Step caches of the model. Requests with caches do not share forward passes."""
+        self.branches: GuidanceBranches | None = None
+        """Distributes calls to other processes; None if this process computes all calls."""
         self._family, self.model = family, model
-        self._mixed = MixedRows(model) if family.mixed_lengths and model is not None and not model.zero_cond_t else None
+        has_mixed_lengths = family.mixed_lengths and model is not None and not model.zero_cond_t
+        self._mixed_lengths = MixedLengthForward(model) if has_mixed_lengths else None
 
-    def alone(self, state: DiffusionRequestState) -> Callable[[Mapping[str, Any]], Answer]:
-        """For the blocks of one request: its calls as they come."""
+    def forward_alone(self, state: DiffusionRequestState) -> Callable[[Mapping[str, Any]], Prediction]:
+        """Returns a function that runs one request's calls at once, each in its own forward pass."""
         branch = 0
 
-        def forward(inputs: Mapping[str, Any]) -> Answer:
+        def forward(inputs: Mapping[str, Any]) -> Prediction:
             nonlocal branch
             if self.caches is None:
                 return self.model(**inputs)
@@ -38,23 +45,23 @@ class SharedForwards:
 
         return forward
 
-    def together(
+    def forward_together(
         self, states: Sequence[DiffusionRequestState], recorded: Sequence[Sequence[Call]]
-    ) -> dict[Call, Answer]:
-        """The answers to the calls that each request's blocks have made."""
+    ) -> dict[Call, Prediction]:
+        """Returns the predictions for the recorded calls of each request."""
         if self.branches is None:
-            return self._answers(states, recorded)
-        return self.branches.answers(recorded, lambda own: self._answers(states, own))
+            return self._predict(states, recorded)
+        return self.branches.predict(recorded, lambda own: self._predict(states, own))
 
-    def stop_mixing(self) -> None:
-        """Rows of different lengths go in forwards of their own from now on."""
-        self._mixed = None
+    def disable_mixed_lengths(self) -> None:
+        """Rows of different lengths no longer share a forward pass."""
+        self._mixed_lengths = None
 
     def batch_key(self, state: DiffusionRequestState) -> tuple[object, ...]:
-        """Of requests whose calls can share a forward."""
+        """Returns a key that is equal for requests whose calls can share a forward pass."""
         if self.caches is not None:
             return (state.request_id,)
-        if self._mixed is not None:
+        if self._mixed_lengths is not None:
             return ()
         fields = state.values.get_by_kwargs("denoiser_input_fields")
         size = (state.inputs.height, state.inputs.width, state.inputs.num_frames)
@@ -62,31 +69,28 @@ class SharedForwards:
 
     # -- inner workings
 
-    def _answers(
+    def _predict(
         self, states: Sequence[DiffusionRequestState], recorded: Sequence[Sequence[Call]]
-    ) -> dict[Call, Answer]:
+    ) -> dict[Call, Prediction]:
         groups: dict[object, list[Call]] = defaultdict(list)
         for state, calls in zip(states, recorded, strict=True):
             key = self.batch_key(state)
-            for call in self._ordered(calls):
-                groups[key, self._group(call)].append(call)
-        answers: dict[Call, Answer] = {}
+            for call in calls[::-1] if self._family.joint_guidance == "negative first" else calls:
+                groups[key, self._group_key(call)].append(call)
+        predictions: dict[Call, Prediction] = {}
         for group in groups.values():
-            answers |= zip(group, self._forward(group), strict=True)
-        return answers
+            predictions |= zip(group, self._forward(group), strict=True)
+        return predictions
 
-    def _ordered(self, calls: Sequence[Call]) -> Sequence[Call]:
-        return calls[::-1] if self._family.joint_guidance == "negative first" else calls
+    def _group_key(self, call: Call) -> object:
+        if self._mixed_lengths is not None:
+            return None if self._mixed_lengths.can_join(call) else call
+        # A pipeline that denoises both guidance branches in one forward pass accepts their inputs as they are.
+        return None if self._family.joint_guidance is not None else shape_key(call)
 
-    def _group(self, call: Call) -> object:
-        if self._mixed is not None:
-            return None if self._mixed.can_join(call) else call
-        # A pipeline that denoises both branches in one forward takes them as they are.
-        return None if self._family.joint_guidance is not None else shape_of(call)
-
-    def _forward(self, group: Sequence[Call]) -> list[Answer]:
+    def _forward(self, group: Sequence[Call]) -> list[Prediction]:
         if len(group) == 1:
             return [self.model(**group[0].inputs)]
-        if self._mixed is not None:
-            return self._mixed.forward(group)
-        return split(self.model(**joined(group, shared=self._family.shared_inputs)), len(group))
+        if self._mixed_lengths is not None:
+            return self._mixed_lengths.forward(group)
+        return split_rows(self.model(**concatenate(group, shared=self._family.shared_inputs)), len(group))

@@ -1,1 +1,1 @@
-"""Caches: step caches and the prompt cache."""
+"""Step caches, which skip computations of a step, and the cache of prompt embeddings."""

@@ -1,56 +1,56 @@
-"""What encoding a prompt has made, for when the same prompt comes again."""
+"""Cache of prompt embeddings: a repeated prompt is not encoded again."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.diffusion.transfer.serialization import tensors_of
 
 
-@dataclass
-class PromptCacheFigures:
-    """Since the engine's start."""
-
-    entries: int = 0
-    size_bytes: int = 0
-    hits: int = 0
-    misses: int = 0
-
-
 class PromptCache:
-    """The latest used, up to a number of bytes. What is kept is shared by requests and never written to."""
+    """Least-recently-used cache, limited in bytes. Requests share its values and never modify them."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.figures = PromptCacheFigures()
         self._limit_bytes = limit_bytes
         self._entries: OrderedDict[Hashable, tuple[Mapping[str, Any], int]] = OrderedDict()
+        self._size_bytes = self._hits = self._misses = 0
+
+    @property
+    def statistics(self) -> CacheStatistics:
+        """Current statistics. Hits and misses are counted from the engine's start."""
+        return CacheStatistics(
+            entries=len(self._entries),
+            size_bytes=self._size_bytes,
+            limit_bytes=self._limit_bytes,
+            hits=self._hits,
+            misses=self._misses,
+        )
 
     def get(self, key: Hashable) -> Mapping[str, Any] | None:
-        """What was made of it; None where it is not known."""
+        """Returns the values of a prompt, or None if it is not cached."""
         if not self._limit_bytes:
             return None
         entry = self._entries.get(key)
         if entry is None:
-            self.figures.misses += 1
+            self._misses += 1
             return None
-        self.figures.hits += 1
+        self._hits += 1
         self._entries.move_to_end(key)
         return entry[0]
 
-    def put(self, key: Hashable, made: Mapping[str, Any]) -> None:
-        """Keeps it, and lets those go that were not used for longest; what is larger than the cache is not kept."""
-        size_bytes = sum(tensor.nbytes for value in made.values() for tensor in tensors_of(value))
+    def put(self, key: Hashable, values: Mapping[str, Any]) -> None:
+        """Adds a prompt, and evicts the least recently used ones. Values larger than the cache are not cached."""
+        size_bytes = sum(tensor.nbytes for value in values.values() for tensor in tensors_of(value))
         if size_bytes > self._limit_bytes or key in self._entries:
             return
-        self._entries[key] = (made, size_bytes)
-        self.figures.size_bytes += size_bytes
-        while self.figures.size_bytes > self._limit_bytes:
+        self._entries[key] = (values, size_bytes)
+        self._size_bytes += size_bytes
+        while self._size_bytes > self._limit_bytes:
             _, (_, freed_bytes) = self._entries.popitem(last=False)
-            self.figures.size_bytes -= freed_bytes
-        self.figures.entries = len(self._entries)
+            self._size_bytes -= freed_bytes
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all entries."""
         self._entries.clear()
-        self.figures.entries = self.figures.size_bytes = 0
+        self._size_bytes = 0

@@ -1,8 +1,8 @@
-"""diffusers' step caches, with what they keep kept for each request.
+"""Step caches of diffusers, with separate cache state for each request.
 
-A cache keeps something of a request's last steps in the hooks of a model's blocks, under the name of a context. Here
-contexts are called `<request>/<call of the step>`, so that requests may take turns, and each request's are freed when
-it ends, or packed when it goes on elsewhere.
+A cache stores results of the last steps in the hooks of a model's blocks, under the name of a context. The name here is
+`<request>/<call of the step>`, so that requests may take turns. A request's contexts are freed when it ends, and
+serialized when it is transferred.
 """
 
 from collections.abc import Generator, Mapping
@@ -15,7 +15,7 @@ import torch
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.services.engines.diffusion.caches.cache_dit import CacheDitCaches
-from stagemesh.services.engines.diffusion.caches.options import (
+from stagemesh.services.engines.diffusion.caches.step_cache_options import (
     CacheDitOptions,
     DiffusersCacheOptions,
     FirstBlockOptions,
@@ -27,14 +27,14 @@ from stagemesh.services.engines.diffusion.transfer.serialization import Tree
 diffusers: Any = _diffusers
 
 _ATTENTION = r".*blocks\.\d+\.attn\d?"
-"""What TaylorSeer extrapolates. diffusers' own pattern misses Wan's, which are called attn1 and attn2."""
+"""Layers whose results TaylorSeer extrapolates. diffusers' own pattern misses attn1 and attn2 of Wan."""
 
 
 class StepCaches:
-    """A cache on one transformer."""
+    """A step cache on one transformer."""
 
     def __init__(self, model: Any, options: DiffusersCacheOptions) -> None:
-        """Turns it on; raises NotReadyError for a model that cannot have it."""
+        """Enables the cache. Raises NotReadyError if the model does not support it."""
         self.options = options
         self._model = model
         self._configs = cache(partial(_config, model, options))
@@ -42,45 +42,45 @@ class StepCaches:
             model.enable_cache(self._configs(1))
         except (AttributeError, ValueError) as exc:
             raise NotReadyError(
-                f"{type(model).__name__} cannot have the step cache {options.kind}: {exc}; leave the option step_cache "
-                "out, or choose another kind",
+                f"{type(model).__name__} does not support the step cache {options.kind}: {exc}; omit the option "
+                "step_cache, or choose another kind",
                 reason="UNSUPPORTED_CACHE",
             ) from exc
         self._hooks = _hooks(model)
         self._managers = _managers(self._hooks)
         if not self._managers:
             raise NotReadyError(
-                f"{type(model).__name__} has no part that the step cache {options.kind} knows; choose another kind",
+                f"{type(model).__name__} has no layer that the step cache {options.kind} supports; choose another kind",
                 reason="UNSUPPORTED_CACHE",
             )
 
     @contextmanager
     def context(self, name: str, *, total_steps: int) -> Generator[None]:
-        """For one forward: `name` is `<request>/<call of the step>`."""
+        """Sets the context of one forward pass. `name` is `<request>/<call of the step>`."""
         if isinstance(self.options, MagOptions):
-            # Which steps may be left out depends on how many there are, and requests differ in that.
+            # The steps that may be skipped depend on the number of steps, which differs between requests.
             for hook in self._hooks:
                 hook.config = self._configs(total_steps)
         with self._model.cache_context(name):
             yield
 
     def forget(self, request_id: str) -> None:
-        """Frees what is kept of a request."""
+        """Frees the cache state of a request."""
         for manager in self._managers:
             for name in _names(manager, request_id):
                 del manager._state_cache[name]  # noqa: SLF001
 
-    def kept(self, request_id: str) -> list[dict[str, Tree]]:
-        """What is kept of a request, for `restore`: for each part of the model, by the call of the step."""
+    def export(self, request_id: str) -> list[dict[str, Tree]]:
+        """Returns a request's cache state for `restore`: for each part of the model, by call of the step."""
         return [
             {name.removeprefix(f"{request_id}/"): _tree(manager._state_cache[name]) for name in names}  # noqa: SLF001
             for manager in self._managers
             for names in [_names(manager, request_id)]
         ]
 
-    def restore(self, request_id: str, kept: list[dict[str, Tree]], device: torch.device) -> None:
-        """Keeps of a request what `kept` gave where it was before."""
-        for manager, states in zip(self._managers, kept, strict=True):
+    def restore(self, request_id: str, exported: list[dict[str, Tree]], device: torch.device) -> None:
+        """Restores the cache state that `export` returned on another replica."""
+        for manager, states in zip(self._managers, exported, strict=True):
             for name, values in states.items():
                 state = manager._state_cls(*manager._init_args, **manager._init_kwargs)  # noqa: SLF001
                 vars(state).update(values)
@@ -90,15 +90,15 @@ class StepCaches:
 
     @property
     def contexts(self) -> int:
-        """How many are kept, of all requests together."""
+        """Number of contexts of all requests."""
         return sum(len(manager._state_cache) for manager in self._managers)  # noqa: SLF001
 
 
 Caches: TypeAlias = StepCaches | CacheDitCaches
 
 
-def caches_of(model: Any, options: DiffusersCacheOptions | CacheDitOptions) -> Caches:
-    """Turns a cache on; raises NotReadyError for a model that cannot have it."""
+def enable_caches(model: Any, options: DiffusersCacheOptions | CacheDitOptions) -> Caches:
+    """Enables a step cache. Raises NotReadyError if the model does not support it."""
     return CacheDitCaches(model, options) if isinstance(options, CacheDitOptions) else StepCaches(model, options)
 
 
@@ -129,7 +129,7 @@ def _known_ratios(model: Any) -> Any:
     from diffusers.hooks.mag_cache import FLUX_MAG_RATIOS
 
     if type(model).__name__ != "FluxTransformer2DModel":
-        raise ValueError("diffusers knows no mag_ratios of it; measure them with its MagCacheConfig(calibrate=True)")
+        raise ValueError("diffusers has no mag_ratios for it; measure them with MagCacheConfig(calibrate=True)")
     return FLUX_MAG_RATIOS
 
 
@@ -139,7 +139,7 @@ def _hooks(model: Any) -> list[Any]:
 
 
 def _managers(hooks: list[Any]) -> list[Any]:
-    """Each once, in the order of the model's parts, which is the same in every process."""
+    """Returns each state manager once, in the order of the model's parts, which is the same in every process."""
     return list({id(hook.state_manager): hook.state_manager for hook in hooks}.values())
 
 
@@ -148,7 +148,7 @@ def _names(manager: Any, request_id: str) -> list[str]:
 
 
 def _tree(state: Any) -> Mapping[str, Tree]:
-    """Numbers and tensors. The device is another one elsewhere; what the head block had is for one forward alone."""
+    """Returns the numbers and tensors of a state, without its device and the values of a single forward pass."""
     values = cast("dict[str, Tree]", vars(state))
     left_out = ("device", "head_block_input", "head_block_output")
     return {name: value for name, value in values.items() if name not in left_out}

@@ -1,4 +1,4 @@
-"""The kinds of models that can be stepped through, and where their modular forms differ from each other."""
+"""The supported model families, and the differences between their modular pipelines in diffusers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,32 +7,32 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of model, as diffusers' modular form of it goes about its work."""
+    """Properties of one kind of model in diffusers' modular form."""
 
     blocks: str
-    """The class of diffusers that lists its blocks."""
+    """Name of the diffusers class that lists the blocks."""
     output: str = "images"
-    """What its last block leaves."""
+    """Name of the value that the last block sets."""
     guidance_from_zero: bool = False
-    """Whether a guidance scale of 0 is none, and not 1."""
+    """Whether a guidance scale of 0 means no guidance. For other families 1 does."""
     encodes_both: bool = False
-    """Whether its text encoder's block fails where no guidance asks for the negative prompt."""
+    """Whether the text encoder's block fails if guidance does not need the negative prompt."""
     joint_guidance: Literal["negative first", "negative last"] | None = None
-    """Where the pipeline's own `__call__` denoises both branches of guidance in one forward, in which order."""
+    """Order of the guidance branches if the pipeline's own `__call__` denoises both in one forward pass, else None."""
     masks: tuple[str, ...] = ()
-    """Masks of prompts, which hide nothing where a prompt is alone."""
+    """Names of the prompt masks. They mask no token unless prompts of different lengths are batched."""
     shared_inputs: frozenset[str] = frozenset()
-    """What its transformer takes once for all rows of a batch."""
+    """Inputs of the transformer that all rows of a batch share."""
     mixed_lengths: bool = False
-    """Whether rows of different lengths can share a forward; see `mixed_rows`."""
+    """Whether rows of different lengths can share a forward pass (`batching.mixed_lengths`)."""
     size_multiple: int = 16
-    """Of height and width, in pixels: what the VAE shrinks by times the side of a patch."""
+    """Height and width are multiples of this number of pixels: the VAE's downscaling factor times the patch size."""
     frames_multiple: int = 0
-    """Frames are one more than a multiple of it; 0 for models that make pictures."""
+    """The number of frames is one more than a multiple of this number; 0 for image models."""
     min_steps: int = 1
-    """With fewer its schedule divides by zero."""
+    """Minimum number of steps. With fewer, the schedule divides by zero."""
     takes_image: bool = False
-    """Whether it starts from a picture."""
+    """Whether a request needs an input image."""
 
 
 _MASKS = ("prompt_embeds_mask", "negative_prompt_embeds_mask")
@@ -46,4 +46,4 @@ FAMILIES: Mapping[str, Family] = {
     "WanPipeline": Family("WanBlocks", output="videos", frames_multiple=4, encodes_both=True),
     "ZImagePipeline": Family("ZImageAutoBlocks", guidance_from_zero=True, joint_guidance="negative last"),
 }
-"""By the class that `model_index.json` names."""
+"""By the pipeline class in `model_index.json`."""

@@ -1,6 +1,7 @@
-"""Weights into memory: as they are, random, in fewer bits; and kept elsewhere while they are not needed.
+"""Loads a pipeline's components: unchanged, random or quantized weights, with or without offloading.
 
-All of it is diffusers' own; what is chosen here is which of it, and what it needs of the machine.
+diffusers implements all of this. This module selects the features by the stage's options and checks that the machine
+supports them.
 """
 
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 import diffusers as _diffusers
 import torch
 from diffusers.hooks.group_offloading import apply_group_offloading
+from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.services.engines.diffusion.model.load_options import LoadOptions, QuantizationOptions
@@ -28,33 +30,33 @@ _QUANTIZATION: Mapping[str, tuple[str, str]] = {
     "bitsandbytes_8bit": ("BitsAndBytesConfig", "bitsandbytes"),
     "quanto": ("QuantoConfig", "optimum.quanto"),
 }
-"""By backend: diffusers' class, and the module that does it."""
+"""By backend: diffusers' configuration class, and the module that quantizes."""
 _SEED = 0
 
 
 class Loader:
-    """Fills a pipeline's components."""
+    """Loads the components of a pipeline and places them on the device."""
 
     def __init__(self, folder: Path, options: LoadOptions, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises NotReadyError for what this machine cannot do."""
+        """Raises NotReadyError if this machine does not support the options."""
         self._folder, self._options, self._dtype, self._device = folder, options, dtype, device
         self._remove: Callable[[], object] | None = None
         on_gpu = device.type == "cuda"
         if options.offload == "model" and not on_gpu:
-            raise NotReadyError("load.offload model needs a GPU to take weights from; leave it out, or take disk")
+            raise NotReadyError("load.offload model needs a GPU; omit it, or set disk")
         if options.compile and not on_gpu and shutil.which("g++") is None:
-            raise NotReadyError("load.compile needs the compiler g++ on a machine without a GPU; install it")
+            raise NotReadyError("load.compile needs the compiler g++ on a machine without a GPU; install g++")
 
     @property
     def compiles(self) -> bool:
-        """Whether the transformer's blocks are compiled: what is put in their place would have them compiled anew."""
+        """Whether the transformer's blocks are compiled. Replacing attributes of compiled blocks recompiles them."""
         return self._options.compile
 
     def load(self, components: Any) -> None:
-        """Loads all of them; raises NotReadyError for what the options cannot be done to."""
+        """Loads all components. Raises NotReadyError if the options cannot be applied to them."""
         if self._options.format == "dummy":
             with _seeded():
-                self._make(components)
+                self._load_dummy(components)
         elif self._options.quantization is not None and _TRANSFORMER in components.component_names:
             self._quantize(components, self._options.quantization)
         components.load_components(dtype=self._dtype)
@@ -68,7 +70,7 @@ class Loader:
             model.compile_repeated_blocks(dynamic=True)
 
     def place(self, components: Any) -> None:
-        """Puts them where they are to be; raises NotReadyError for a folder that cannot be used."""
+        """Places all components on the device, or offloads them. Raises NotReadyError if a folder cannot be used."""
         match self._options.offload:
             case "none":
                 components.to(self._device)
@@ -81,35 +83,35 @@ class Loader:
                 for name, model in _models(components).items():
                     self._offload(name, model, None)
             case "disk":
-                disk = self._folder_on_disk()
+                disk = self._make_disk_folder()
                 self._remove = weakref.finalize(components, shutil.rmtree, disk, ignore_errors=True)
                 for name, model in _models(components).items():
                     _untie(model)
                     self._offload(name, model, disk)
 
     def close(self) -> None:
-        """Removes what lies on the disk. Closing twice is harmless."""
+        """Removes offloaded files. Closing twice is harmless."""
         if self._remove is not None:
             self._remove()
 
     # -- inner workings
 
-    def _make(self, components: Any) -> None:
-        """The models with random weights; the rest, such as tokenizers, is as small as it is needed."""
+    def _load_dummy(self, components: Any) -> None:
+        """Registers models with random weights. Other components, such as tokenizers, are loaded as usual."""
         index = diffusers.DiffusionPipeline.load_config(self._folder, local_files_only=True)
         models: dict[str, Any] = {}
         for name in components.component_names:
             library, kind = index.get(name, (None, None))
             if library in {"diffusers", "transformers"}:
-                made = _random(getattr(import_module(library), kind), self._folder / name)
-                if made is not None:
-                    models[name] = made.to(self._dtype).eval()
+                model = _random_model(getattr(import_module(library), kind), self._folder / name)
+                if model is not None:
+                    models[name] = model.to(self._dtype).eval()
         components.register_components(**models)
 
     def _quantize(self, components: Any, options: QuantizationOptions) -> None:
         spec = components.get_component_spec(_TRANSFORMER)
         try:
-            model = spec.load(dtype=self._dtype, quantization_config=_quantized(options))
+            model = spec.load(dtype=self._dtype, quantization_config=_quantization_config(options))
         except (ImportError, RuntimeError, TypeError, ValueError) as exc:
             raise NotReadyError(
                 f"the transformer of {self._folder} cannot be loaded with load.quantization {options.backend}: {exc}",
@@ -125,13 +127,13 @@ class Loader:
             offload_device=torch.device("cpu"),
             offload_type="block_level" if by_block else "leaf_level",
             num_blocks_per_group=1 if by_block else None,
-            # The next group is on its way while one computes.
+            # Transfers the next group while the current group computes.
             use_stream=self._device.type == "cuda",
             offload_to_disk_path=str(disk / name) if disk is not None else None,
         )
 
-    def _folder_on_disk(self) -> Path:
-        # A new one: diffusers would take files that are there for those that it has written.
+    def _make_disk_folder(self) -> Path:
+        # A new folder, because diffusers would mistake existing files for its own.
         try:
             return Path(tempfile.mkdtemp(prefix="stagemesh-offload-", dir=self._options.offload_dir))
         except OSError as exc:
@@ -139,12 +141,12 @@ class Loader:
 
 
 def _models(components: Any) -> dict[str, torch.nn.Module]:
-    found = {name: getattr(components, name, None) for name in components.component_names}
-    return {name: model for name, model in found.items() if isinstance(model, torch.nn.Module)}
+    values = {name: getattr(components, name, None) for name in components.component_names}
+    return {name: model for name, model in values.items() if isinstance(model, torch.nn.Module)}
 
 
 def _untie(model: torch.nn.Module) -> None:
-    """Has each layer have weights of its own: of what two share, diffusers would write the second time nothing."""
+    """Copies shared weights, because diffusers would write a weight that two layers share only once."""
     seen: set[int] = set()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -153,8 +155,8 @@ def _untie(model: torch.nn.Module) -> None:
             seen.add(id(parameter))
 
 
-def _random(kind: Any, folder: Path) -> Any:
-    """A model of random weights; None for what is no model."""
+def _random_model(kind: Any, folder: Path) -> Any:
+    """Returns a model with random weights, or None if `kind` is not a model class."""
     if not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
         return None
     if issubclass(kind, diffusers.ModelMixin):
@@ -171,8 +173,8 @@ def _seeded() -> Generator[None]:
         yield
 
 
-def _quantized(options: QuantizationOptions) -> Any:
-    """What diffusers takes for it; raises NotReadyError where the module or the GPU for it is not there."""
+def _quantization_config(options: QuantizationOptions) -> Any:
+    """Returns diffusers' configuration. Raises NotReadyError if the backend's module or GPU is missing."""
     kind, module = _QUANTIZATION[options.backend]
     try:
         import_module(module)
@@ -181,7 +183,7 @@ def _quantized(options: QuantizationOptions) -> Any:
             f"load.quantization {options.backend} needs the module {module}; install it", reason="MISSING_MODULE"
         ) from exc
     if module == "bitsandbytes" and not torch.cuda.is_available():
-        raise NotReadyError(f"load.quantization {options.backend} needs a GPU; take torchao, or leave it out")
+        raise NotReadyError(f"load.quantization {options.backend} needs a GPU; set torchao, or omit it")
     parameters: dict[str, Any] = dict(options.parameters)
     try:
         if options.backend == "torchao":
@@ -191,3 +193,27 @@ def _quantized(options: QuantizationOptions) -> Any:
         return getattr(diffusers, kind)(**parameters)
     except (TypeError, ValueError, KeyError, AttributeError) as exc:
         raise NotReadyError(f"load.quantization.parameters do not fit {kind}: {exc!r}") from exc
+
+
+class _ImageProcessor(Qwen2VLProcessor):
+    """Processor of prompts with an image. The base class's constructor needs a video processor, and that needs
+    torchvision, which stages must not import."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:  # pyright: ignore[reportMissingSuperCall]
+        self.image_processor, self.tokenizer = image_processor, tokenizer
+        self.chat_template = None
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id: int = tokenizer.convert_tokens_to_ids(self.image_token)
+        self.video_token_id: int = tokenizer.convert_tokens_to_ids(self.video_token)
+
+
+def load_image_processor(folder: Path) -> Any:
+    """Loads the processor of prompts with an image from a pipeline's folder, as transformers or diffusers saved it."""
+    saved = folder / "processor"
+    tokenizer: Any = Qwen2Tokenizer
+    tokenizer_folder = saved if (saved / "tokenizer_config.json").exists() else folder / "tokenizer"
+    image_processor: Any = Qwen2VLImageProcessorPil
+    return _ImageProcessor(
+        image_processor.from_pretrained(saved, local_files_only=True),
+        tokenizer.from_pretrained(tokenizer_folder, local_files_only=True),
+    )

@@ -1,4 +1,4 @@
-"""What requests take of a device's memory, from what a model is made of. Estimates, made to be too large."""
+"""Estimates of the device memory that requests need, from a model's configuration. They err on the high side."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,42 +6,42 @@ from typing import Any
 import torch
 
 from stagemesh.common.memory import available_bytes
-from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.scheduling.admission import Footprint
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 
 _BLOCK_WIDTHS = 24
-"""Times the model's width that a block holds for a token: queries, keys, values, the MLP's, residuals."""
+"""Memory of a block per token, in multiples of the model's width: queries, keys, values, MLP and residuals."""
 _VAE_WIDTHS = 4
-"""Times the VAE's width that it holds for a pixel."""
+"""Memory of the VAE per pixel, in multiples of its width."""
 _TEXT_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a model takes for each token and pixel; 0 where a stage has not that part of it."""
+    """Memory that a model needs for each token and pixel; 0 if a stage does not have that part of the model."""
 
     size_multiple: int
-    """Of height and width, in pixels."""
+    """Height and width are multiples of this number of pixels."""
     denoise_bytes: int
-    """For a token."""
+    """Bytes per token."""
     decode_bytes: int
-    """For a pixel."""
+    """Bytes per pixel."""
 
     def footprint(self, inputs: DiffusionInputs) -> Footprint:
-        """Of a request for pictures or films of its size."""
+        """Returns the memory that a request for an image or video of this size needs."""
         tokens = image_tokens(inputs, size_multiple=self.size_multiple) + _TEXT_TOKENS
         pixels = inputs.num_frames * inputs.height * inputs.width
         return Footprint(tokens * self.denoise_bytes, pixels * self.decode_bytes)
 
 
-def sizes_of(pipeline: ModularStepPipeline) -> ModelSizes:
-    """Those of a model that is loaded."""
+def model_sizes(pipeline: ModularStepPipeline) -> ModelSizes:
+    """Returns the sizes of a loaded model."""
     return ModelSizes(pipeline.family.size_multiple, _denoise_bytes(pipeline), _decode_bytes(pipeline))
 
 
 def image_tokens(inputs: DiffusionInputs, *, size_multiple: int) -> int:
-    """What a picture or film is to a transformer."""
+    """Returns the number of transformer tokens of an image or video."""
     frames = 1 + (inputs.num_frames - 1) // 4
     return frames * (inputs.height // size_multiple) * (inputs.width // size_multiple)
 

@@ -1,1 +1,1 @@
-"""Parallel execution: several worker processes that compute one step together."""
+"""Parallel workers: one model computed by several processes."""

@@ -1,4 +1,4 @@
-"""CFG parallel: the branches of guidance, each computed by ranks of its own."""
+"""CFG parallelism: each branch of classifier-free guidance is computed by ranks of its own."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -7,47 +7,52 @@ import torch
 from torch import distributed as dist
 
 from stagemesh.common.errors import InternalError, StagemeshError
-from stagemesh.services.engines.diffusion.batching.recorded_calls import Answer, Call, blank_answer
-from stagemesh.services.engines.diffusion.failures import named
+from stagemesh.services.engines.diffusion.batching.recorded_calls import Call, Prediction, zero_prediction
+from stagemesh.services.engines.diffusion.model_errors import to_stagemesh_error
 
-Recorded: TypeAlias = Sequence[Sequence[Call]]
-"""The calls of each request's step."""
+RecordedCalls: TypeAlias = Sequence[Sequence[Call]]
+"""The transformer calls of each request's step."""
 
 
-class Branches:
-    """Of each request's calls in a step, a rank computes every so-manieth; then all exchange their answers."""
+class GuidanceBranches:
+    """Splits a step's transformer calls across ranks.
+
+    With n ranks, each rank computes every n-th call of each request. Then all ranks exchange the results.
+    """
 
     def __init__(self, mesh: Any) -> None:
-        """A `DeviceMesh` of one dimension: a rank of each branch."""
+        """Takes a `DeviceMesh` of one dimension that has one rank for each branch."""
         self._group = mesh.get_group()
         self._own, self._count = mesh.get_local_rank(), mesh.size()
         self._ranks = dist.get_process_group_ranks(self._group)
 
-    def answers(self, recorded: Recorded, compute: Callable[[Recorded], dict[Call, Answer]]) -> dict[Call, Answer]:
-        """The answers to all calls, of which `compute` is given this rank's.
+    def predict(
+        self, recorded: RecordedCalls, compute: Callable[[RecordedCalls], dict[Call, Prediction]]
+    ) -> dict[Call, Prediction]:
+        """Returns the predictions for all calls. `compute` receives only the calls of this rank.
 
-        Where it fails at one rank, all raise that rank's error, and none waits for answers in vain.
+        If `compute` fails on one rank, all ranks raise that rank's error, so that none waits for missing results.
         """
-        mine, error = dict[Call, Answer](), None
+        own_predictions, error = dict[Call, Prediction](), None
         try:
-            mine = compute([self._of(self._own, calls) for calls in recorded])
-            _check_shapes(mine)
-        except Exception as exc:  # noqa: BLE001  # whatever a model raises
-            error = named(exc)
-        self._raise_any(error)
-        answers: dict[Call, Answer] = {}
+            own_predictions = compute([self._calls_of(self._own, calls) for calls in recorded])
+            _check_shapes(own_predictions)
+        except Exception as exc:  # noqa: BLE001  # models raise any exception
+            error = to_stagemesh_error(exc)
+        self._raise_first_error(error)
+        predictions: dict[Call, Prediction] = {}
         for branch in range(self._count):
-            calls = [call for each in recorded for call in self._of(branch, each)]
-            answers |= self._exchanged(calls, mine, branch)
-        return answers
+            calls = [call for each in recorded for call in self._calls_of(branch, each)]
+            predictions |= self._exchange(calls, own_predictions, branch)
+        return predictions
 
     # -- inner workings
 
-    def _of(self, branch: int, calls: Sequence[Call]) -> Sequence[Call]:
+    def _calls_of(self, branch: int, calls: Sequence[Call]) -> Sequence[Call]:
         return calls[branch :: self._count]
 
-    def _raise_any(self, error: StagemeshError | None) -> None:
-        # Of the CPU, so that a GPU's queue of work goes on.
+    def _raise_first_error(self, error: StagemeshError | None) -> None:
+        # The tensor is on the CPU, so that a GPU does not have to finish its queued work first.
         failed = torch.tensor([int(error is not None)])
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
         if not failed.item():
@@ -56,35 +61,36 @@ class Branches:
         dist.all_gather_object(errors, error, group=self._group)
         raise next(each for each in errors if each is not None)
 
-    def _exchanged(self, calls: Sequence[Call], mine: dict[Call, Answer], branch: int) -> dict[Call, Answer]:
+    def _exchange(
+        self, calls: Sequence[Call], own_predictions: dict[Call, Prediction], branch: int
+    ) -> dict[Call, Prediction]:
         if not calls:
             return {}
-        own = branch == self._own
-        answers = {call: mine[call] if own else blank_answer(call.inputs) for call in calls}
-        tensors = [tensor for answer in answers.values() for tensor in _tensors(answer)]
-        joint = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.broadcast(joint, src=self._ranks[branch], group=self._group)
-        if not own:
-            at = 0
-            for tensor in tensors:
-                tensor.copy_(joint[at : at + tensor.numel()].view_as(tensor))
-                at += tensor.numel()
-        return answers
+        is_own = branch == self._own
+        predictions = {call: own_predictions[call] if is_own else zero_prediction(call.inputs) for call in calls}
+        tensors = [tensor for prediction in predictions.values() for tensor in _tensors(prediction)]
+        joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.broadcast(joined, src=self._ranks[branch], group=self._group)
+        if not is_own:
+            parts = torch.split(joined, [each.numel() for each in tensors])
+            for tensor, values in zip(tensors, parts, strict=True):
+                tensor.copy_(values.view_as(tensor))
+        return predictions
 
 
-def _tensors(answer: Answer) -> list[torch.Tensor]:
-    sample: torch.Tensor | list[torch.Tensor] = answer[0]
+def _tensors(prediction: Prediction) -> list[torch.Tensor]:
+    sample: torch.Tensor | list[torch.Tensor] = prediction[0]
     return [sample] if isinstance(sample, torch.Tensor) else sample
 
 
-def _check_shapes(answers: dict[Call, Answer]) -> None:
-    for call, answer in answers.items():
-        expected, made = (
+def _check_shapes(predictions: dict[Call, Prediction]) -> None:
+    for call, prediction in predictions.items():
+        expected, actual = (
             [(tuple(tensor.shape), tensor.dtype) for tensor in _tensors(each)]
-            for each in (blank_answer(call.inputs), answer)
+            for each in (zero_prediction(call.inputs), prediction)
         )
-        if made != expected:
+        if actual != expected:
             raise InternalError(
-                f"the model answers {made} to latents of {expected}; this model cannot be run with the option "
+                f"the model predicts {actual} from latents of {expected}; this model cannot run with the option "
                 "parallel.cfg"
             )

@@ -1,26 +1,44 @@
-"""Workers in several processes, which compute together."""
+"""Executor whose workers are several processes, the ranks, which compute together."""
 
 import asyncio
+import os
 import shutil
+import signal
+import socket
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from stagemesh.common.errors import UnavailableError
+from stagemesh.common.settings import variables
 from stagemesh.services.engines.cleanup import run_to_completion
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from stagemesh.services.engines.diffusion.parallel.rank_messages import RankCall, Reply, Setup
-from stagemesh.services.engines.diffusion.parallel.rank_process import RankProcess, start_rank
+from stagemesh.services.engines.diffusion.parallel.rank_messages import RankCall, RankReply, RankSetup
 
+_MODULE = "stagemesh.services.engines.diffusion.parallel.rank_main"
 _AGREE_S = 10.0
-"""Once a rank has failed, the others have as long to say the same: they may wait for it, and would for minutes."""
+"""Time that the other ranks have to report the same failure after the first rank has failed. Without this limit they
+could wait for the failed rank for minutes."""
+_EXIT_GRACE_S = 5.0
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    # All ranks run on this host.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 
 
 class ProcessExecutor:
-    """See `Executor`. All ranks do all calls in the same order, so that they meet where they compute together.
+    """Runs each call on all ranks, in the same order, so that they reach their collective operations together.
 
-    They are one: when one ends, or fails where the others do not, all are ended. Rank 0's answers count.
+    If one rank ends, or fails in a call in which the others do not, all ranks are killed. Rank 0's value is returned.
     """
 
     def __init__(self, folder: Path, options: DiffusionOptions) -> None:
@@ -30,104 +48,177 @@ class ProcessExecutor:
         self._calling = asyncio.Lock()
         self._failure = ""
         self._failed = asyncio.Event()
-        self._meeting: Path | None = None
+        self._store_folder: Path | None = None
 
     async def start(self, report: Callable[[str], None]) -> None:
-        """See `Executor`."""
         count = self._options.parallel.ranks
         report(f"importing diffusers in {count} processes")
-        self._meeting = await asyncio.to_thread(lambda: Path(tempfile.mkdtemp(prefix="stagemesh-ranks-")))
-        setups = [Setup(self._folder, self._options, rank, self._meeting / "store") for rank in range(count)]
+        self._store_folder = await asyncio.to_thread(lambda: Path(tempfile.mkdtemp(prefix="stagemesh-ranks-")))
+        setups = [RankSetup(self._folder, self._options, rank, self._store_folder / "store") for rank in range(count)]
         for setup in setups:
             self._ranks.append(await start_rank(f"rank {setup.rank} of {count}"))
         self._watchers = [asyncio.create_task(self._watch(rank), name="diffusion rank") for rank in self._ranks]
         async with self._calling:
-            await run_to_completion(self._all(setups))
+            await run_to_completion(self._send_all(setups))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """See `Executor`."""
         async with self._calling:
-            return await run_to_completion(self._all([RankCall(method, args, kwargs)] * len(self._ranks)))
+            return await run_to_completion(self._send_all([RankCall(method, args, kwargs)] * len(self._ranks)))
 
     async def wait_failed(self) -> str:
-        """See `Executor`."""
         await self._failed.wait()
         return self._failure
 
     async def close(self) -> None:
-        """See `Executor`."""
         watchers, self._watchers = self._watchers, []
         for watcher in watchers:
             watcher.cancel()
         if watchers:
             await asyncio.wait(watchers)
         ranks, self._ranks = self._ranks, []
-        self._fail("the workers' processes are closed", kill=False)
+        self._note_failure("the worker processes are closed")
         await asyncio.gather(*(rank.close() for rank in ranks))
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            await asyncio.to_thread(shutil.rmtree, meeting, ignore_errors=True)
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the processes, by rank."""
-        return [rank.pid for rank in self._ranks]
+        folder, self._store_folder = self._store_folder, None
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     # -- inner workings
 
-    async def _all(self, messages: list[Any]) -> Any:
+    async def _send_all(self, messages: Sequence[RankSetup | RankCall]) -> Any:
         if self._failed.is_set():
             raise UnavailableError(self._failure)
-        asking = [asyncio.ensure_future(rank.ask(message)) for rank, message in zip(self._ranks, messages, strict=True)]
+        requests = [
+            asyncio.ensure_future(rank.request(message)) for rank, message in zip(self._ranks, messages, strict=True)
+        ]
         try:
-            first = await self._agreed(asking)
+            first = await self._agreed_reply(requests)
         except UnavailableError as exc:
-            self._fail(exc.message)
+            self._note_failure(exc.message)
+            self._kill()
             raise UnavailableError(self._failure) from exc
         finally:
-            # Those that are left have been killed.
-            await asyncio.wait(asking)
-            for each in asking:
-                each.exception()
+            # Requests that are still pending end at once, because their ranks have been killed.
+            await asyncio.wait(requests)
+            for request in requests:
+                request.exception()
         if first.error is not None:
             raise first.error
         return first.value
 
-    async def _agreed(self, asking: Sequence["asyncio.Future[Reply]"]) -> Reply:
-        """Rank 0's answer, once all have answered; raises UnavailableError where one is gone or they disagree."""
-        waiting, limit_s = set(asking), None
+    async def _agreed_reply(self, requests: Sequence["asyncio.Future[RankReply]"]) -> RankReply:
+        """Returns rank 0's reply after all ranks have replied.
+
+        Raises UnavailableError if a rank has ended or the ranks disagree.
+        """
+        waiting, limit_s = set(requests), None
         while waiting:
             done, waiting = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                raise UnavailableError(f"the ranks have parted: one has failed ({_said(asking)}), others go on")
-            if any(_failure_in(each.result()) for each in done):
+                raise UnavailableError(
+                    f"the ranks disagree: one has failed ({_summary(requests)}), others are still computing"
+                )
+            if any(_has_failure(each.result()) for each in done):
                 limit_s = _AGREE_S
-        replies = [each.result() for each in asking]
+        replies = [each.result() for each in requests]
         if len({reply.failures for reply in replies}) > 1:
-            raise UnavailableError(f"the ranks have parted: they end a call differently ({_said(asking)})")
+            raise UnavailableError(f"the ranks disagree: they end a call differently ({_summary(requests)})")
         return replies[0]
 
-    async def _watch(self, rank: RankProcess) -> None:
-        self._fail(await rank.ended())
+    async def _watch(self, rank: "RankProcess") -> None:
+        self._note_failure(await rank.wait_ended())
+        self._kill()
 
-    def _fail(self, cause: str, *, kill: bool = True) -> None:
-        """All are one: the first cause is that of all."""
+    def _note_failure(self, cause: str) -> None:
+        """Only the first cause counts: the ranks fail as one."""
         if not self._failed.is_set():
             self._failure = cause
             self._failed.set()
-        if kill:
-            for rank in self._ranks:
-                rank.kill()
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
 
 
-def _failure_in(reply: Reply) -> bool:
+class RankProcess:
+    """Handle that the stage process has on one rank. Made by `start_rank`."""
+
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, connection: "Connection[Any, RankReply]"
+    ) -> None:
+        self._name, self._process, self._connection = name, process, connection
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        """A connection blocks, so that each rank has a thread for it."""
+
+    async def request(self, message: RankSetup | RankCall) -> RankReply:
+        """Sends a message and returns the reply. Raises UnavailableError with the exit status if the rank has ended."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, message)
+        except (EOFError, OSError) as exc:
+            raise UnavailableError(await self.wait_ended()) from exc
+
+    async def wait_ended(self) -> str:
+        """Waits until the process has ended. Returns a sentence with its exit status."""
+        status = await self._process.wait()
+        cause = f" ({signal.Signals(-status).name})" if status < 0 else ""
+        return f"{self._name} has ended with exit status {status}{cause}; its own log says why"
+
+    def kill(self) -> None:
+        """Kills the process. Does nothing if it has ended."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def close(self) -> None:
+        """Shuts the connection down, at which the process ends, and kills the process after a grace period."""
+        self._disconnect()
+        try:
+            async with asyncio.timeout(_EXIT_GRACE_S):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+        self._thread.shutdown()
+        self._connection.close()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def _disconnect(self) -> None:
+        # Unlike `Connection.close`, this also ends a `recv` that blocks the thread.
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate, suppress(OSError):
+            duplicate.shutdown(socket.SHUT_RDWR)
+
+    def _exchange(self, message: RankSetup | RankCall) -> RankReply:
+        self._connection.send(message)
+        return self._connection.recv()
+
+
+async def start_rank(name: str) -> RankProcess:
+    """Starts a rank, called `name` in errors. The first message to it must be a `RankSetup`."""
+    connection, child_connection = Pipe()
+    with child_connection:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            _MODULE,
+            str(child_connection.fileno()),
+            str(os.getpid()),
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=(child_connection.fileno(),),
+            env=_ENVIRONMENT | variables(),
+        )
+    return RankProcess(name, process, connection)
+
+
+def _has_failure(reply: RankReply) -> bool:
     return any(reason is not None for reason in reply.failures)
 
 
-def _said(asking: Sequence["asyncio.Future[Reply]"]) -> str:
-    said: list[str] = []
-    for rank, each in enumerate(asking):
+def _summary(requests: Sequence["asyncio.Future[RankReply]"]) -> str:
+    parts: list[str] = []
+    for rank, each in enumerate(requests):
         if each.done():
             error = each.result().error
-            said.append(f"rank {rank}: {error.message if error is not None else each.result().failures or 'done'}")
-    return "; ".join(said)
+            parts.append(f"rank {rank}: {error.message if error is not None else each.result().failures or 'done'}")
+    return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""How many requests are under way at once: as many as are allowed, and as memory holds."""
+"""Admission of requests to denoising, limited by a number of requests and by memory."""
 
 import asyncio
 import heapq
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 
 from stagemesh.common.errors import InvalidRequestError
 
-PLACES_A_PRIORITY = 64
+POSITIONS_PER_PRIORITY = 64
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a request takes of memory beside the weights, in bytes."""
+    """Memory that a request needs in addition to the weights, in bytes."""
 
     denoise_bytes: int
-    """As long as it runs: its tensors, and its share of a forward."""
+    """Needed while the request runs: its tensors, and its part of a forward pass."""
     decode_bytes: int = 0
-    """At its end; one is decoded at a time."""
+    """Needed at its end. Only one request is decoded at a time."""
 
 
 class Admission:
-    """The highest priority first, else in order; nobody passes one who waits for memory.
+    """Admits requests by priority, then in arrival order. No request overtakes one that waits for memory.
 
-    A priority is worth `PLACES_A_PRIORITY` places: one who has been passed by that many no longer counts as lower, and
-    so nobody waits for ever.
+    Each priority level is worth `POSITIONS_PER_PRIORITY` queue positions. A request that this many later requests have
+    overtaken is no longer overtaken by higher priorities, so that every request is admitted at some time.
     """
 
     def __init__(self, *, max_running: int, memory_bytes: int) -> None:
@@ -34,21 +34,21 @@ class Admission:
         self._max_running, self._memory_bytes = max_running, memory_bytes
         self._admitted: list[Footprint] = []
         self._waiting: list[tuple[int, int, Footprint, asyncio.Future[None]]] = []
-        """A heap by place and number."""
+        """A heap, ordered by queue position and number."""
         self._numbers = itertools.count()
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """Number of requests that wait."""
         return len(self._waiting)
 
     @asynccontextmanager
     async def admitted(self, footprint: Footprint, *, priority: int) -> AsyncGenerator[None]:
-        """Waits for room and holds it. Raises InvalidRequestError for what never fits."""
+        """Waits for admission and holds it within the context. Raises InvalidRequestError if the request never fits."""
         self._check(footprint)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         number = next(self._numbers)
-        heapq.heappush(self._waiting, (number - PLACES_A_PRIORITY * priority, number, footprint, future))
+        heapq.heappush(self._waiting, (number - POSITIONS_PER_PRIORITY * priority, number, footprint, future))
         self._admit()
         try:
             await future
@@ -69,13 +69,13 @@ class Admission:
         needed_bytes = footprint.denoise_bytes + footprint.decode_bytes
         if needed_bytes > self._memory_bytes:
             raise InvalidRequestError(
-                f"the request would take about {needed_bytes >> 20} MiB beside the weights, and the stage has "
-                f"{self._memory_bytes >> 20} MiB; ask for fewer pixels or frames, or raise the option memory_bytes",
+                f"the request needs about {needed_bytes >> 20} MiB in addition to the weights, and the stage has "
+                f"{self._memory_bytes >> 20} MiB; request fewer pixels or frames, or raise the option memory_bytes",
                 reason="TOO_LARGE",
             )
 
     def _admit(self) -> None:
-        # One that gave up is still here until its turn to be told so has come, and nobody waits for it.
+        # A cancelled request is still in the queue until its task runs. It must not block the others.
         self._waiting = [entry for entry in self._waiting if not entry[3].cancelled()]
         heapq.heapify(self._waiting)
         while self._waiting and self._fits(self._waiting[0][2]):
@@ -85,8 +85,8 @@ class Admission:
             future.set_result(None)
 
     def _fits(self, footprint: Footprint) -> bool:
-        held = [*self._admitted, footprint]
-        needed_bytes = sum(each.denoise_bytes for each in held) + max(each.decode_bytes for each in held)
+        footprints = [*self._admitted, footprint]
+        needed_bytes = sum(each.denoise_bytes for each in footprints) + max(each.decode_bytes for each in footprints)
         return self.running < self._max_running and needed_bytes <= self._memory_bytes
 
     def _release(self, footprint: Footprint) -> None:

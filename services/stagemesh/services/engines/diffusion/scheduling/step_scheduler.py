@@ -1,4 +1,4 @@
-"""Whose step is next, and who shares it. Knows nothing of models."""
+"""Chooses the requests of the next denoising step. Independent of models and of asyncio."""
 
 import itertools
 from collections import OrderedDict, deque
@@ -10,69 +10,69 @@ _arrivals = itertools.count()
 
 @dataclass(eq=False)
 class Turn:
-    """A request that waits for its next step, or is in it."""
+    """A request that waits for its next step, or takes part in the current one."""
 
     request_id: str
     key: Hashable
     """Requests with the same key can share a step."""
     tokens: int
-    """What it brings to a forward."""
+    """Tokens that the request adds to a forward pass."""
     steps_left: int
     priority: int = 0
-    """Higher goes first."""
+    """A higher priority goes first."""
     deadline_s: float | None = None
-    """When it must be done, by the clock of `StepScheduler.next_batch`; None for any time."""
+    """Deadline by the clock of `StepScheduler.next_batch`, or None."""
     waited: int = 0
-    """Steps of others since its own last."""
+    """Number of steps of other requests since its own last step."""
     arrival: int = field(default_factory=lambda: next(_arrivals))
 
 
 class StepScheduler:
-    """Shortest first, by priority, and nobody waits for ever.
+    """Shortest remaining job first within the highest priority, without starvation.
 
-    The request with the fewest steps left goes first among those of the highest priority: short ones are soon done, and
-    cost the long ones little. One that has waited for `max_wait_steps` steps, or would miss its deadline, goes before
-    all of them. Those of about its size that can share its step join it, as far as that pays: rows of a forward are
-    filled up to the longest.
+    The request with the fewest remaining steps goes first, because short requests delay long ones only a little. A
+    request that has waited for `max_wait_steps` steps takes precedence over all others, then one that would miss its
+    deadline. Requests of about the same size join the step if that makes each of them cheaper: rows of a forward pass
+    are padded to the longest row.
     """
 
     def __init__(self, *, max_wait_steps: int, max_batch: int) -> None:
         self.step_s = 0.0
-        """What a step has taken lately."""
+        """Moving average of the time of a step, in seconds."""
         self._max_wait_steps = max_wait_steps
         self._sizes = BatchSizes(max_batch)
         self._turns: set[Turn] = set()
 
     def add(self, turn: Turn) -> None:
-        """It waits for a step from now on."""
+        """Adds a request, which waits for a step from now on."""
         turn.waited = 0
         self._turns.add(turn)
 
     def remove(self, turn: Turn) -> None:
-        """It waits no more; nothing if it did not."""
+        """Removes a request. Does nothing if it does not wait."""
         self._turns.discard(turn)
 
     def next_batch(self, now_s: float) -> list[Turn]:
-        """Who is in the next step; empty where nobody waits. They wait on, for the step after it."""
+        """Returns the requests of the next step, or none if none waits. They stay in the queue for further steps."""
         ordered = sorted(self._turns, key=lambda turn: self._rank(turn, now_s))
         if not ordered:
             return []
         first = ordered[0]
-        alike = [turn for turn in ordered if _can_join(turn, first)]
-        batch = alike[: self._sizes.size(self._measured(first), len(alike))]
+        candidates = [turn for turn in ordered if _can_join(turn, first)]
+        batch = candidates[: self._sizes.size(self._size_class(first), len(candidates))]
         for turn in ordered:
             turn.waited = 0 if turn in batch else turn.waited + 1
         return batch
 
     def done(self, batch: Sequence[Turn], seconds: float) -> None:
-        """A step was made; learns from what it took."""
-        self._sizes.note(self._measured(batch[0]), len(batch), seconds)
+        """Records that a step is completed, and the seconds that it took."""
+        self._sizes.record(self._size_class(batch[0]), len(batch), seconds)
         self.step_s = seconds if not self.step_s else 0.9 * self.step_s + 0.1 * seconds
         for turn in batch:
             turn.steps_left -= 1
 
     def work_s(self) -> float:
-        """About what is left to do for those who wait, in seconds."""
+        """Returns the estimated time of all remaining steps, in seconds."""
         return self.step_s * sum(turn.steps_left for turn in self._turns)
 
     # -- inner workings
@@ -83,16 +83,16 @@ class StepScheduler:
         return (not overdue, -turn.waited if overdue else 0, not late, -turn.priority, turn.steps_left, turn.arrival)
 
     @staticmethod
-    def _measured(turn: Turn) -> Hashable:
-        """Steps of about the same size take about the same time."""
+    def _size_class(turn: Turn) -> Hashable:
+        """Returns a key that is equal for steps that take about the same time."""
         return (turn.key, turn.tokens.bit_length())
 
 
 class BatchSizes:
-    """How many rows a forward should have: as many as make each of them cheaper, by what steps have taken.
+    """Learns from measured step times how many rows a forward pass should have, so that the time per row is minimal.
 
-    A size is tried once the next smaller one has been, and more than once, as a step may be slow by chance; the best of
-    the last few times stands for it.
+    A size is measured after the next smaller one. Each size is measured several times, because a step may be slow by
+    chance, and the shortest of the last times counts.
     """
 
     def __init__(self, max_batch: int) -> None:
@@ -100,25 +100,25 @@ class BatchSizes:
         self._times: OrderedDict[Hashable, dict[int, deque[float]]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Of how many kinds of steps it knows what they take."""
+        """Number of size classes with measurements."""
         return len(self._times)
 
     def size(self, key: Hashable, available: int) -> int:
-        """At most `available`."""
+        """Returns the number of rows to use, at most `available`."""
         times, best = self._times.get(key, {}), 1
         limit = min(available, self._max_batch)
         for size in range(1, limit + 1):
-            if len(times.get(size, ())) < _TRIED:
+            if len(times.get(size, ())) < _MIN_MEASUREMENTS:
                 return size
-            if self._row_s(times, size) < _WORTHWHILE * self._row_s(times, best):
+            if self._row_s(times, size) < _WORTHWHILE_RATIO * self._row_s(times, best):
                 best = size
         return best
 
-    def note(self, key: Hashable, size: int, seconds: float) -> None:
-        """A step with so many rows took so long."""
-        self._times.setdefault(key, {}).setdefault(size, deque(maxlen=_REMEMBERED)).append(seconds)
+    def record(self, key: Hashable, size: int, seconds: float) -> None:
+        """Records the time of a step with `size` rows."""
+        self._times.setdefault(key, {}).setdefault(size, deque(maxlen=_KEPT_MEASUREMENTS)).append(seconds)
         self._times.move_to_end(key)
-        if len(self._times) > _KINDS:
+        if len(self._times) > _MAX_KEYS:
             self._times.popitem(last=False)
 
     @staticmethod
@@ -127,15 +127,17 @@ class BatchSizes:
 
 
 def _can_join(turn: Turn, first: Turn) -> bool:
-    alike = turn.key == first.key and max(turn.tokens, first.tokens) <= _ALIKE * min(turn.tokens, first.tokens)
-    return alike and turn.steps_left <= _LONGER * first.steps_left
+    is_similar = turn.key == first.key and max(turn.tokens, first.tokens) <= _MAX_TOKENS_RATIO * min(
+        turn.tokens, first.tokens
+    )
+    return is_similar and turn.steps_left <= _MAX_STEPS_RATIO * first.steps_left
 
 
-_ALIKE = 2
-"""Times as many tokens."""
-_LONGER = 3
-"""Times as many steps."""
-_WORTHWHILE = 0.97
-_TRIED = 2
-_REMEMBERED = 16
-_KINDS = 1024
+_MAX_TOKENS_RATIO = 2
+"""Maximum ratio of the tokens of two requests in one step."""
+_MAX_STEPS_RATIO = 3
+"""Maximum ratio of a request's remaining steps to those of the first request in its step."""
+_WORTHWHILE_RATIO = 0.97
+_MIN_MEASUREMENTS = 2
+_KEPT_MEASUREMENTS = 16
+_MAX_KEYS = 1024

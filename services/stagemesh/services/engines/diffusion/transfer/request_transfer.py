@@ -1,4 +1,4 @@
-"""What of a request goes to another stage or replica: after encoding, between two steps, and after the last."""
+"""Transfer of requests to another stage or replica: after encoding, between two steps, and after the last step."""
 
 import copy
 import hashlib
@@ -12,129 +12,126 @@ from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineSta
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.tensors import Array
 from stagemesh.services.engines.diffusion.caches.step_caches import Caches
-from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
-from stagemesh.services.engines.diffusion.transfer.serialization import Tree, pack, unpack
+from stagemesh.services.engines.diffusion.transfer.serialization import Tree, deserialize, serialize
 
 diffusers: Any = _diffusers
 
 _CONDITIONING, _LATENTS, _STATE = "conditioning", "latents", "state"
-_TEXTS = ("prompt", "negative_prompt", "image")
+_PROMPT_FIELDS = ("prompt", "negative_prompt", "image")
 _CONFIG = "_internal_dict"
-"""Where diffusers keeps what an object was made from."""
+"""Attribute in which diffusers stores an object's configuration."""
 
 
 class RequestTransfer:
-    """Packs the requests of one pipeline, and unpacks what another stage or replica of the same model has packed."""
+    """Serializes requests of one pipeline, and restores requests from other stages and replicas of the same model."""
 
     def __init__(self, pipeline: ModularStepPipeline, folder: Path) -> None:
         self._pipeline = pipeline
         self._model = fingerprint(folder)
-        whole = getattr(diffusers, pipeline.family.blocks)()
-        given = set(pipeline.given_names)
-        self._denoise_inputs = _names(whole.sub_blocks["denoise"].inputs) - given
-        self._decode_inputs = _names(whole.sub_blocks["decode"].inputs) - (given - {"height", "width"})
+        blocks = getattr(diffusers, pipeline.family.blocks)()
+        given = set(pipeline.request_input_names)
+        self._denoise_inputs = _names(blocks.sub_blocks["denoise"].inputs) - given
+        self._decode_inputs = _names(blocks.sub_blocks["decode"].inputs) - (given - {"height", "width"})
 
-    def pack_conditioning(self, state: DiffusionRequestState) -> Array:
-        """What encoding has made, as uint8[bytes]."""
-        return self._pack(_CONDITIONING, self._values(state, self._denoise_inputs | self._decode_inputs))
+    def serialize_conditioning(self, state: DiffusionRequestState) -> Array:
+        """Returns the results of encoding as uint8[bytes]."""
+        return self._serialize(_CONDITIONING, self._values(state, self._denoise_inputs | self._decode_inputs))
 
-    def unpack_conditioning(self, state: DiffusionRequestState, packed: Array) -> None:
-        """Gives a request what encoding has made elsewhere."""
-        self._take(state, self._unpack(_CONDITIONING, packed), self._denoise_inputs | self._decode_inputs)
+    def restore_conditioning(self, state: DiffusionRequestState, data: Array) -> None:
+        """Sets the results of encoding on another stage."""
+        self._set_values(state, self._deserialize(_CONDITIONING, data), self._denoise_inputs | self._decode_inputs)
 
-    def pack_latents(self, state: DiffusionRequestState) -> Array:
-        """What decoding needs, as uint8[bytes]; between two steps it is what there is of the picture."""
-        return self._pack(_LATENTS, self._values(self._pipeline.so_far(state), self._decode_inputs))
+    def serialize_latents(self, state: DiffusionRequestState) -> Array:
+        """Returns the inputs of decoding as uint8[bytes]; before the last step, those of a preview."""
+        return self._serialize(_LATENTS, self._values(self._pipeline.end_loop(state), self._decode_inputs))
 
-    def unpack_latents(self, state: DiffusionRequestState, packed: Array) -> None:
-        """Gives a request what is to be decoded."""
-        self._take(state, self._unpack(_LATENTS, packed), self._decode_inputs)
+    def restore_latents(self, state: DiffusionRequestState, data: Array) -> None:
+        """Sets the inputs of decoding."""
+        self._set_values(state, self._deserialize(_LATENTS, data), self._decode_inputs)
 
-    def pack_state(self, state: DiffusionRequestState) -> Array:
-        """All that is needed to go on from the step where it is, as uint8[bytes]."""
+    def serialize_state(self, state: DiffusionRequestState) -> Array:
+        """Returns everything that is needed to resume the request after its last step, as uint8[bytes]."""
         needed = self._denoise_inputs | self._decode_inputs
-        return self._pack(
+        return self._serialize(
             _STATE,
             {
                 "step_index": state.step_index,
                 "total_steps": state.total_steps,
-                "asked": self._asked(state.inputs),
-                "texts": _texts(state.inputs),
+                "asked": self._settings(state.inputs),
+                "texts": _prompt_digest(state.inputs),
                 "values": self._values(state, needed),
                 "kinds": state.values.kwargs_mapping,
                 "loop": state.loop.as_dict() if state.loop is not None else None,
                 "scheduler": _attributes(state.scheduler),
-                "kept": self._caches.kept(state.request_id) if self._caches is not None else [],
+                "kept": self._caches.export(state.request_id) if self._caches is not None else [],
             },
         )
 
-    def unpack_state(self, request_id: str, inputs: DiffusionInputs, packed: Array) -> DiffusionRequestState:
-        """A request as it was packed. Raises InvalidChunkError for one that asks for something else."""
-        tree = self._unpack(_STATE, packed)
+    def restore_state(self, request_id: str, inputs: DiffusionInputs, data: Array) -> DiffusionRequestState:
+        """Returns the request as it was serialized. Raises InvalidChunkError if `inputs` are not those of the state."""
+        tree = self._deserialize(_STATE, data)
         state = DiffusionRequestState(request_id, inputs)
         try:
-            self._check(inputs, asked=tree["asked"], texts=tree["texts"])
+            self._check(inputs, settings=tree["asked"], prompt_digest=tree["texts"])
             state.step_index, state.total_steps = int(tree["step_index"]), int(tree["total_steps"])
             if not 0 <= state.step_index < state.total_steps:
                 raise InvalidChunkError(f"the state is at step {state.step_index} of {state.total_steps}")
             state.values = PipelineState(values=tree["values"], kwargs_mapping=tree["kinds"])
             state.loop = BlockState(**tree["loop"])
-            state.scheduler = self._scheduler(tree["scheduler"])
+            state.scheduler = copy.deepcopy(self._pipeline.components.scheduler)
+            vars(state.scheduler).update(tree["scheduler"])
             if self._caches is not None:
                 self._caches.restore(request_id, tree["kept"], self._pipeline.device)
             self._pipeline.adopt(state)
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
-            raise InvalidChunkError(f"the state is not as this version packs it: {exc!r}") from exc
+            raise InvalidChunkError(f"the state was not serialized by this version: {exc!r}") from exc
         return state
 
     # -- inner workings
 
-    def _asked(self, inputs: DiffusionInputs) -> dict[str, Tree]:
-        """What a state goes on with: what was asked for in numbers, and how the model computes."""
-        numbers = {name: value for name, value in vars(inputs).items() if name not in _TEXTS}
+    def _settings(self, inputs: DiffusionInputs) -> dict[str, Tree]:
+        """Returns the settings that must not change when a request resumes."""
+        numbers = {name: value for name, value in vars(inputs).items() if name not in _PROMPT_FIELDS}
         transformer = getattr(self._pipeline.components, "transformer", None)
         step_cache = repr(self._caches.options) if self._caches is not None else None
         return {**numbers, "dtype": str(getattr(transformer, "dtype", None)), "step_cache": step_cache}
 
-    def _check(self, inputs: DiffusionInputs, *, asked: dict[str, Tree], texts: str) -> None:
-        for name, expected in self._asked(inputs).items():
-            if asked[name] != expected:
+    def _check(self, inputs: DiffusionInputs, *, settings: dict[str, Tree], prompt_digest: str) -> None:
+        for name, expected in self._settings(inputs).items():
+            if settings[name] != expected:
                 raise InvalidChunkError(
-                    f"the state's {name} is {asked[name]}, the request's {expected}; go on with what it began with"
+                    f"the state's {name} is {settings[name]}, the request's {expected}; resume with the value of the "
+                    "state"
                 )
-        # One that goes on need not say again what its prompt was.
-        if inputs.prompt and texts != _texts(inputs):
-            raise InvalidChunkError("the state's prompt is not the request's; go on with what it began with")
+        # A request that resumes may omit its prompt.
+        if inputs.prompt and prompt_digest != _prompt_digest(inputs):
+            raise InvalidChunkError("the state's prompt is not the request's; resume with the same prompt")
 
     @property
     def _caches(self) -> Caches | None:
-        return self._pipeline.forwarding.caches
+        return self._pipeline.forwards.caches
 
-    def _pack(self, kind: str, tree: dict[str, Tree]) -> Array:
-        return pack(tree, kind=kind, model=self._model)
+    def _serialize(self, kind: str, tree: dict[str, Tree]) -> Array:
+        return serialize(tree, kind=kind, model=self._model)
 
-    def _unpack(self, kind: str, packed: Array) -> dict[str, Tree]:
-        return unpack(packed, kind=kind, model=self._model, device=self._pipeline.device)
+    def _deserialize(self, kind: str, data: Array) -> dict[str, Tree]:
+        return deserialize(data, kind=kind, model=self._model, device=self._pipeline.device)
 
     def _values(self, state: DiffusionRequestState, names: Iterable[str]) -> dict[str, Tree]:
-        found = {name: state.values.get(name) for name in sorted(names)}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {name: state.values.get(name) for name in sorted(names)}
+        return {name: value for name, value in values.items() if value is not None}
 
-    def _take(self, state: DiffusionRequestState, values: dict[str, Tree], names: set[str]) -> None:
+    def _set_values(self, state: DiffusionRequestState, values: dict[str, Tree], names: set[str]) -> None:
         if unknown := values.keys() - names:
-            raise InvalidChunkError(f"the model has no use for {', '.join(sorted(map(str, unknown)))}")
+            raise InvalidChunkError(f"the model has no input {', '.join(sorted(map(str, unknown)))}")
         for name, value in values.items():
             state.values.set(name, value)
 
-    def _scheduler(self, values: dict[str, Tree]) -> Any:
-        scheduler = copy.deepcopy(self._pipeline.components.scheduler)
-        vars(scheduler).update(values)
-        return scheduler
-
 
 def fingerprint(folder: Path) -> str:
-    """Of a model: its configuration, not its weights, and the version of diffusers."""
+    """Returns a digest of a model's configuration, without its weights, and of the version of diffusers."""
     digest = hashlib.blake2b(diffusers.__version__.encode(), digest_size=8)
     for path in ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"):
         if (folder / path).exists():
@@ -142,19 +139,17 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _texts(inputs: DiffusionInputs) -> str:
-    """Of what a request says and shows, a digest."""
+def _prompt_digest(inputs: DiffusionInputs) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for name in _TEXTS:
+    for name in _PROMPT_FIELDS:
         value = getattr(inputs, name) or ""
         data = value if isinstance(value, bytes) else value.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
 
 
-def _attributes(made: Any) -> dict[str, Tree]:
-    """Of an object of diffusers, all but what it was made from."""
-    attributes = cast("dict[str, Any]", vars(made))
+def _attributes(scheduler: Any) -> dict[str, Tree]:
+    attributes = cast("dict[str, Any]", vars(scheduler))
     return {name: value for name, value in attributes.items() if name != _CONFIG}
 
 

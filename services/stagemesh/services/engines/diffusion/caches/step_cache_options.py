@@ -1,6 +1,7 @@
-"""A stage's option `step_cache`. Imports nothing of torch.
+"""The stage option `step_cache`. Imports nothing of torch.
 
-A step cache leaves out what it takes to differ little from the step before: it saves time and changes the picture.
+A step cache skips computations whose results it expects to differ little from those of the previous step. It saves time
+and changes the image.
 """
 
 from dataclasses import dataclass
@@ -11,13 +12,14 @@ from pydantic import ConfigDict, Field
 
 @dataclass(frozen=True)
 class FirstBlockOptions:
-    """FirstBlockCache: where the first block changes little from step to step, the others are not run."""
+    """FirstBlockCache: skips the other blocks if the first block changes little from step to step."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     kind: Literal["first_block"]
     threshold: float = 0.05
-    """The mean change of the first block's residual, as a part of the residual, up to which the others are left out."""
+    """Maximum mean change of the first block's residual, relative to the residual, at which the other blocks are
+    skipped."""
 
     def __post_init__(self) -> None:
         _check("threshold", self.threshold, minimum=0)
@@ -25,20 +27,20 @@ class FirstBlockOptions:
 
 @dataclass(frozen=True)
 class MagOptions:
-    """MagCache: where the model's residuals are known to change little, a step is not computed."""
+    """MagCache: skips a step if the model's residuals are known to change little."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     kind: Literal["mag"]
     threshold: float = 0.06
-    """The error that may add up while steps are left out."""
+    """Maximum accumulated error of skipped steps."""
     max_skip_steps: int = 3
-    """Steps that are left out in a row, at most."""
+    """Maximum number of consecutive skipped steps."""
     retention_ratio: float = 0.2
-    """The part of the steps, from the first on, of which none is left out."""
+    """Fraction of the steps, from the first one, that are never skipped."""
     mag_ratios: tuple[float, ...] = ()
-    """By how much the residual grows from step to step: the model's own, measured by diffusers' MagCache with
-    `calibrate`, over any number of steps. Empty for those that diffusers knows, which are Flux's."""
+    """Growth of the model's residual from step to step, as measured by diffusers' MagCache with `calibrate` over any
+    number of steps. If empty, diffusers' own values are used, which exist only for Flux."""
 
     def __post_init__(self) -> None:
         _check("threshold", self.threshold, minimum=0)
@@ -49,19 +51,19 @@ class MagOptions:
 
 @dataclass(frozen=True)
 class TaylorSeerOptions:
-    """TaylorSeer: between two computed steps, what attention gives is extrapolated."""
+    """TaylorSeer: extrapolates the results of attention between two computed steps."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     kind: Literal["taylor_seer"]
     cache_interval: int = 5
-    """Of so many steps one is computed."""
+    """Every n-th step is computed."""
     disable_cache_before_step: int = 3
-    """The first steps are all computed."""
+    """Number of first steps that are always computed."""
     disable_cache_after_step: int | None = None
-    """So are those from this one on; None for none."""
+    """Step from which every step is computed; None for no such step."""
     max_order: int = 1
-    """Of the series; higher is closer, and takes more memory."""
+    """Order of the Taylor series. A higher order is more accurate and uses more memory."""
 
     def __post_init__(self) -> None:
         _check("cache_interval", self.cache_interval, minimum=1)
@@ -71,21 +73,21 @@ class TaylorSeerOptions:
 
 @dataclass(frozen=True)
 class CacheDitOptions:
-    """DBCache, of the package cache-dit: as FirstBlockCache, with any number of blocks that are always run."""
+    """DBCache of the package cache-dit: like FirstBlockCache, with any number of blocks that always run."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     kind: Literal["cache_dit"]
     first_blocks: int = 1
-    """Blocks at the beginning that are always run, and tell whether the rest is."""
+    """Number of first blocks. They always run, and decide whether the other blocks run."""
     last_blocks: int = 0
-    """Blocks at the end that are always run."""
+    """Number of last blocks that always run."""
     threshold: float = 0.08
-    """The mean change of the first blocks' residual up to which the others are left out."""
+    """Maximum mean change of the first blocks' residual at which the other blocks are skipped."""
     warmup_steps: int = 8
-    """The first steps are all computed."""
+    """Number of first steps that are always computed."""
     max_skip_steps: int = -1
-    """Steps that are left out in a row, at most; -1 for any number."""
+    """Maximum number of consecutive skipped steps; -1 for no limit."""
 
     def __post_init__(self) -> None:
         _check("first_blocks", self.first_blocks, minimum=1)
@@ -100,6 +102,6 @@ StepCacheOptions: TypeAlias = Annotated[DiffusersCacheOptions | CacheDitOptions,
 
 
 def _check(name: str, value: float, *, minimum: int) -> None:
-    # Written so that what is no number fails too.
+    # Not `value < minimum`, so that NaN is rejected too.
     if not value >= minimum:
         raise ValueError(f"{name} is {value}; it must be at least {minimum}")

@@ -1,4 +1,4 @@
-"""Requests as bytes: what goes in comes out, and what was never packed is refused in one way."""
+"""Serialization of requests: values survive a round trip, and invalid data raises InvalidChunkError."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from stagemesh.common.errors import InternalError, InvalidChunkError
-from stagemesh.services.engines.diffusion.transfer.serialization import pack, tensors_of, unpack
+from stagemesh.services.engines.diffusion.transfer.serialization import deserialize, serialize, tensors_of
 
 CPU = torch.device("cpu")
 DTYPES = (
@@ -31,7 +31,7 @@ DTYPES = (
 
 
 def tensors() -> st.SearchStrategy[torch.Tensor]:
-    """Any shape, that of a number and those of nothing too."""
+    """Generates any shape, including shapes of scalars and of empty tensors."""
     shapes = st.lists(st.integers(0, 3), max_size=4)
     return st.builds(
         lambda shape, dtype, seed: torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
@@ -42,7 +42,7 @@ def tensors() -> st.SearchStrategy[torch.Tensor]:
 
 
 def generators() -> st.SearchStrategy[torch.Generator]:
-    """Each at its own place."""
+    """Generates generators in different states."""
     return st.builds(lambda seed: torch.Generator().manual_seed(seed), st.integers(0, 1 << 62))
 
 
@@ -70,11 +70,11 @@ def trees() -> st.SearchStrategy[Any]:
 
 
 def there_and_back(tree: dict[str, Any]) -> dict[str, Any]:
-    return unpack(pack(tree, kind="state", model="m"), kind="state", model="m", device=CPU)
+    return deserialize(serialize(tree, kind="state", model="m"), kind="state", model="m", device=CPU)
 
 
 def bits(value: Any) -> object:
-    """Equal for values that are equal in kind and in every bit."""
+    """Returns a value that is equal for trees of equal types and bits."""
     found: Any = value
     kind = type(found).__name__
     match value:
@@ -94,36 +94,36 @@ def bits(value: Any) -> object:
 
 @given(st.dictionaries(st.text(), trees(), max_size=4))
 @settings(deadline=None)
-def test_what_is_packed_comes_out_the_same(tree: dict[str, Any]) -> None:
+def test_serialized_trees_survive_a_round_trip(tree: dict[str, Any]) -> None:
     assert bits(there_and_back(tree)) == bits(tree)
 
 
-def test_a_tensor_that_is_met_twice_is_one() -> None:
+def test_a_repeated_tensor_is_stored_once() -> None:
     tensor = torch.arange(1000)
     made = there_and_back({"a": tensor, "b": [tensor]})
     assert made["a"] is made["b"][0]
-    assert pack({"a": tensor, "b": tensor}, kind="k", model="m").nbytes < 1.2 * tensor.nbytes
+    assert serialize({"a": tensor, "b": tensor}, kind="k", model="m").nbytes < 1.2 * tensor.nbytes
 
 
-def test_views_of_one_tensor_are_packed_apart() -> None:
+def test_views_of_one_tensor_are_stored_separately() -> None:
     whole = torch.arange(12.0).view(3, 4)
     tree = {"row": whole[0], "column": whole[:, 1], "turned": whole.T}
     assert bits(there_and_back(tree)) == bits(tree)
 
 
-def test_what_is_packed_no_longer_changes() -> None:
+def test_serialized_tensors_are_copies() -> None:
     tensor = torch.zeros(3)
-    packed = pack({"t": tensor}, kind="k", model="m")
+    packed = serialize({"t": tensor}, kind="k", model="m")
     tensor += 1
-    assert not unpack(packed, kind="k", model="m", device=CPU)["t"].any()
+    assert not deserialize(packed, kind="k", model="m", device=CPU)["t"].any()
 
 
-def test_shapes_and_numpys_numbers_become_plain_ones() -> None:
+def test_shapes_and_numpy_numbers_become_python_values() -> None:
     made = there_and_back({"shape": torch.Size([2, 3]), "number": np.float32(0.5)})
     assert bits(made) == bits({"shape": (2, 3), "number": 0.5})
 
 
-def test_a_generator_goes_on_where_it_was() -> None:
+def test_a_generator_keeps_its_state() -> None:
     generator = torch.Generator().manual_seed(7)
     torch.rand(5, generator=generator)
     other = there_and_back({"g": generator})["g"]
@@ -131,28 +131,28 @@ def test_a_generator_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), torch.nn.Linear(2, 2), len, b"bytes", {1, 2}, 1j])
-def test_what_is_no_data_is_refused_where_it_is_packed(value: object) -> None:
-    with pytest.raises(InternalError, match="cannot be packed"):
-        pack({"v": value}, kind="k", model="m")
+def test_unsupported_values_are_not_serialized(value: object) -> None:
+    with pytest.raises(InternalError, match="cannot be serialized"):
+        serialize({"v": value}, kind="k", model="m")
 
 
-def test_tensors_of_a_tree_are_found_once_each() -> None:
+def test_tensors_of_a_tree_are_returned_once() -> None:
     first, second = torch.zeros(1), torch.ones(2)
     assert [tensor.numel() for tensor in tensors_of({"a": [first, (second, first)], "b": 3})] == [1, 2]
 
 
-# -- what was never packed
+# -- invalid data
 
 
-PACKED = pack({"t": torch.arange(64.0), "g": torch.Generator(), "n": [1, (2.5, None)]}, kind="state", model="m")
+PACKED = serialize({"t": torch.arange(64.0), "g": torch.Generator(), "n": [1, (2.5, None)]}, kind="state", model="m")
 
 
 def taken(data: bytes) -> dict[str, Any]:
-    return unpack(np.frombuffer(data, np.uint8), kind="state", model="m", device=CPU)
+    return deserialize(np.frombuffer(data, np.uint8), kind="state", model="m", device=CPU)
 
 
 def refused(data: bytes) -> bool:
-    """Whether it is, and in the one way; whatever else is raised is the test's to see."""
+    """Returns whether the data raises InvalidChunkError. Other exceptions fail the test."""
     try:
         made = taken(data)
     except InvalidChunkError:
@@ -164,30 +164,30 @@ def refused(data: bytes) -> bool:
 @pytest.mark.parametrize(
     ("kind", "model", "said"),
     [
-        ("latents", "m", "latents has the kind 'state'; this stage takes 'latents'"),
-        ("state", "other", "state has the model 'm'; this stage takes 'other'"),
+        ("latents", "m", "latents has the kind 'state'; this stage accepts 'latents'"),
+        ("state", "other", "state has the model 'm'; this stage accepts 'other'"),
     ],
 )
-def test_what_is_something_else_or_of_another_model_is_refused(kind: str, model: str, said: str) -> None:
+def test_data_of_another_kind_or_model_is_rejected(kind: str, model: str, said: str) -> None:
     with pytest.raises(InvalidChunkError, match=said):
-        unpack(PACKED, kind=kind, model=model, device=CPU)
+        deserialize(PACKED, kind=kind, model=model, device=CPU)
 
 
-def test_what_another_version_packed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_of_another_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.services.engines.diffusion.transfer.serialization.VERSION", 2)
-    with pytest.raises(InvalidChunkError, match="state has the version 1; this stage takes 2"):
-        unpack(PACKED, kind="state", model="m", device=CPU)
+    with pytest.raises(InvalidChunkError, match="state has the version 1; this stage accepts 2"):
+        deserialize(PACKED, kind="state", model="m", device=CPU)
 
 
 @given(st.integers(0, PACKED.nbytes - 1))
 @settings(deadline=None)
-def test_what_is_cut_short_is_refused(length: int) -> None:
+def test_truncated_data_is_rejected(length: int) -> None:
     assert refused(PACKED.tobytes()[:length])
 
 
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 255)), min_size=1, max_size=4))
 @settings(deadline=None, max_examples=400)
-def test_damaged_bytes_are_refused_or_are_data(places: list[tuple[int, int]]) -> None:
+def test_damaged_bytes_are_rejected_or_are_data(places: list[tuple[int, int]]) -> None:
     data = bytearray(PACKED.tobytes())
     for at, value in places:
         data[at] = value
@@ -200,12 +200,12 @@ def test_damaged_bytes_are_refused_or_are_data(places: list[tuple[int, int]]) ->
 
 @given(st.binary(max_size=300))
 @settings(deadline=None)
-def test_foreign_bytes_are_refused(data: bytes) -> None:
+def test_foreign_bytes_are_rejected(data: bytes) -> None:
     assert refused(data)
 
 
 def header(tree: Any, **changed: Any) -> bytes:
-    """A file that says of itself that it holds such a tree, beside one tensor."""
+    """Returns a file with one tensor whose metadata contains the tree."""
     head = {"version": 1, "kind": "state", "model": "m", "tree": tree, "all_on_cpu": True} | changed
     return file(json.dumps(head))
 
@@ -230,7 +230,7 @@ JSON = st.recursive(
 
 @given(JSON)
 @settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow])
-def test_outlines_that_nobody_packs_are_refused_or_are_data(tree: Any) -> None:
+def test_arbitrary_outlines_are_rejected_or_are_data(tree: Any) -> None:
     refused(header(tree))
 
 
@@ -265,7 +265,7 @@ def test_outlines_that_nobody_packs_are_refused_or_are_data(tree: Any) -> None:
         json.dumps({"__metadata__": {}}).encode(),
     ],
 )
-def test_files_made_to_mislead_are_refused(data: bytes) -> None:
+def test_malicious_files_are_rejected(data: bytes) -> None:
     with pytest.raises(InvalidChunkError):
         taken(data)
 
@@ -274,7 +274,7 @@ def _never(path: str) -> None:
     Path(path).touch()
 
 
-def test_no_code_runs(tmp_path: Path) -> None:
+def test_deserialization_runs_no_code(tmp_path: Path) -> None:
     witness = tmp_path / "ran"
 
     class Runs:

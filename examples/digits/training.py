@@ -1,11 +1,11 @@
-"""The two things that are trained: the autoencoder on pictures, then the transformer on what it makes of them."""
+"""Trains the autoencoder on images, then the transformer on the latents of these images."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from examples.digits.blank import Autoencoder, Pipeline
 from examples.digits.prompts import NO_PROMPTS, WORDINGS, all_prompts
+from examples.digits.untrained import Autoencoder, Pipeline
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import mse_loss
@@ -16,12 +16,12 @@ from torch.optim.lr_scheduler import OneCycleLR
 _PEAK_RATE = 4e-3
 _KL_WEIGHT = 1e-4
 _UNPROMPTED = 0.1
-"""The share of examples that say nothing, for guidance."""
-_SAID_EVERY = 50
+"""Fraction of the examples that have an empty prompt, for guidance."""
+_REPORT_STEPS = 50
 
 
-def learn_pictures(vae: Autoencoder, images: Tensor, *, steps: int) -> None:
-    """Trains the autoencoder on images, [n, 3, 1, height, width] in [-1, 1], and notes the scale of its latents."""
+def train_autoencoder(vae: Autoencoder, images: Tensor, *, steps: int) -> None:
+    """Trains the autoencoder on images, [n, 3, 1, height, width] in [-1, 1]. Stores the latents' scale."""
 
     def loss() -> Tensor:
         batch = images[torch.randint(len(images), (32,))]
@@ -30,23 +30,23 @@ def learn_pictures(vae: Autoencoder, images: Tensor, *, steps: int) -> None:
         spread: Tensor = latents.kl().mean()
         return mse_loss(reconstruction, batch) + _KL_WEIGHT * spread
 
-    _descend(vae.parameters(), loss, what="autoencoder", steps=steps)
-    latents = _encoded(vae, images)
+    _optimize(vae.parameters(), loss, what="autoencoder", steps=steps)
+    latents = _latents(vae, images)
     over = (0, 2, 3, 4)
     vae.register_to_config(latents_mean=latents.mean(over).tolist(), latents_std=latents.std(over).tolist())
 
 
-def learn_prompts(pipeline: Pipeline, images: Tensor, digits: Tensor, *, steps: int) -> None:
-    """Trains the transformer to lead from noise to the images, [n, 3, 1, height, width], of the digits, [n]."""
+def train_transformer(pipeline: Pipeline, images: Tensor, digits: Tensor, *, steps: int) -> None:
+    """Trains the transformer to denoise the images, [n, 3, 1, height, width], of the digits, [n]."""
     embeds, mask = _prompt_embeds(pipeline)
-    latents = _patches(_normalised(pipeline.vae, images))
+    latents = _patches(_normalized_latents(pipeline.vae, images))
     count, height, width, channels = latents.shape
     latents = latents.view(count, height * width, channels)
     size = 128
 
     def loss() -> Tensor:
         chosen = torch.randint(count, (size,))
-        texts = _drawn_prompts(digits[chosen])
+        texts = _random_prompts(digits[chosen])
         clean, noise, sigma = latents[chosen], torch.randn(size, height * width, channels), torch.rand(size)
         velocity: Tensor = pipeline.transformer(
             hidden_states=torch.lerp(clean, noise, sigma[:, None, None]),
@@ -57,10 +57,10 @@ def learn_prompts(pipeline: Pipeline, images: Tensor, digits: Tensor, *, steps: 
         ).sample
         return mse_loss(velocity, noise - clean)
 
-    _descend(pipeline.transformer.parameters(), loss, what="transformer", steps=steps)
+    _optimize(pipeline.transformer.parameters(), loss, what="transformer", steps=steps)
 
 
-def _descend(parameters: Iterable[Parameter], loss: Callable[[], Tensor], *, what: str, steps: int) -> None:
+def _optimize(parameters: Iterable[Parameter], loss: Callable[[], Tensor], *, what: str, steps: int) -> None:
     parameters = list(parameters)
     optimizer = AdamW(parameters, lr=_PEAK_RATE)
     schedule = OneCycleLR(optimizer, max_lr=_PEAK_RATE, total_steps=steps)
@@ -73,13 +73,13 @@ def _descend(parameters: Iterable[Parameter], loss: Callable[[], Tensor], *, wha
         optimizer.step()
         schedule.step()
         total += value.item()
-        if step % _SAID_EVERY == 0:
-            print(f"{what}: step {step} of {steps}, loss {total / _SAID_EVERY:.4f}", flush=True)
+        if step % _REPORT_STEPS == 0:
+            print(f"{what}: step {step} of {steps}, loss {total / _REPORT_STEPS:.4f}", flush=True)
             total = 0.0
 
 
-def _drawn_prompts(digits: Tensor) -> Tensor:
-    """A prompt for each digit, [n], as its place in all_prompts."""
+def _random_prompts(digits: Tensor) -> Tensor:
+    """Returns a random prompt for each digit, [n], as an index in `all_prompts`."""
     texts = digits * len(WORDINGS) + torch.randint(len(WORDINGS), digits.shape)
     nothing = len(all_prompts()) - 1 - torch.randint(len(NO_PROMPTS), digits.shape)
     return torch.where(torch.rand(digits.shape) < _UNPROMPTED, nothing, texts)
@@ -87,22 +87,22 @@ def _drawn_prompts(digits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _prompt_embeds(pipeline: Pipeline) -> tuple[Tensor, Tensor]:
-    """Of all_prompts: [n, longest, width], and which of their rows are no padding, [n, longest]."""
+    """Returns the embeddings of `all_prompts`, [n, longest, width], and their mask, [n, longest]."""
     embeds, mask = pipeline.encode_prompt(all_prompts())
     return embeds, mask
 
 
-def _normalised(vae: Autoencoder, images: Tensor) -> Tensor:
+def _normalized_latents(vae: Autoencoder, images: Tensor) -> Tensor:
     mean, std = (torch.tensor(vae.config[name]).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
-    return (_encoded(vae, images) - mean) / std
+    return (_latents(vae, images) - mean) / std
 
 
 @torch.no_grad()
-def _encoded(vae: Autoencoder, images: Tensor) -> Tensor:
+def _latents(vae: Autoencoder, images: Tensor) -> Tensor:
     batches = (images[start : start + 64] for start in range(0, len(images), 64))
     return torch.cat([vae.encode(batch).latent_dist.mean for batch in batches])
 
 
 def _patches(latents: Tensor) -> Tensor:
-    """Latents, [n, channels, 1, 2 h, 2 w], as the transformer takes them: [n, h, w, channels * 4]."""
+    """Converts latents, [n, channels, 1, 2 h, 2 w], to the transformer's input, [n, h, w, channels * 4]."""
     return latents.squeeze(2).unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3)

@@ -1,8 +1,8 @@
-"""Any model that diffusers has in modular form, cut into the four phases.
+"""Step-wise execution of the models that diffusers offers in modular form.
 
-A modular pipeline is a list of blocks, of which one is the denoising loop, itself made of blocks for one step. Blocks
-find the model's parts on the pipeline that they are given: each request has a shallow copy of it, with a scheduler and
-a guider of its own, and a stand-in for the transformer.
+A modular pipeline is a list of blocks. One block is the denoising loop, which consists of the blocks of one step. The
+blocks read the model's components from the pipeline that they are called with. Each request has a shallow copy of the
+pipeline with its own scheduler, its own guider, and a stand-in for the transformer.
 """
 
 import copy
@@ -22,34 +22,38 @@ from diffusers.modular_pipelines.modular_pipeline import (
 )
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
-from stagemesh.services.engines.diffusion.batching.recorded_calls import Call, CallRecorder, CallReplayer, Transformer
+from stagemesh.services.engines.diffusion.batching.recorded_calls import (
+    Call,
+    CallRecorder,
+    CallReplay,
+    TransformerStandIn,
+)
 from stagemesh.services.engines.diffusion.batching.shared_forwards import SharedForwards
 from stagemesh.services.engines.diffusion.caches.prompt_cache import PromptCache
 from stagemesh.services.engines.diffusion.model.families import FAMILIES, Family
-from stagemesh.services.engines.diffusion.model.image_processor import picture_processor
 from stagemesh.services.engines.diffusion.model.load_options import LoadOptions
-from stagemesh.services.engines.diffusion.model.loading import Loader
+from stagemesh.services.engines.diffusion.model.loading import Loader, load_image_processor
 from stagemesh.services.engines.diffusion.options import Part
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 
 diffusers: Any = _diffusers
 
 _DENOISER = "denoiser"
-"""The block of a step that makes the noise; those after it go on by it."""
+"""The block of a step that predicts the noise. The blocks after it advance the latents."""
 _GUIDED = 2.0
-"""A scale that asks for both branches of guidance."""
-_PICTURE_ENCODER = "vae_encoder"
+"""A guidance scale that needs both guidance branches."""
+_IMAGE_ENCODER = "vae_encoder"
 _SUB_BLOCKS: Mapping[str, tuple[str, ...]] = {
-    "encode": ("text_encoder", _PICTURE_ENCODER),
+    "encode": ("text_encoder", _IMAGE_ENCODER),
     "denoise": ("denoise",),
     "decode": ("decode",),
 }
-"""What diffusers calls each part's blocks."""
+"""The blocks of each part, by their names in diffusers."""
 
 
 @dataclass(frozen=True)
-class Flow:
-    """The blocks that a request goes through; those of parts that are not here are missing."""
+class PhaseBlocks:
+    """The blocks of each phase. Phases of parts that are not loaded have no blocks."""
 
     encode: Sequence[Any]
     before: Sequence[Any]
@@ -61,7 +65,11 @@ class Flow:
 
 
 class ModularStepPipeline:
-    """See `stagemesh.services.engines.diffusion.model.base.StepPipeline`."""
+    """A pipeline in four phases. All data of a request is in its state, so that requests may alternate at any step.
+
+    Call `prepare_encode` once, then `denoise_step` and `step_scheduler` for each step, then `post_decode` once. They
+    compute the same result as the pipeline's own `__call__`. Not thread-safe.
+    """
 
     def __init__(
         self,
@@ -73,7 +81,7 @@ class ModularStepPipeline:
         prompt_cache: PromptCache | None = None,
         loader: Loader | None = None,
     ) -> None:
-        """Loads a pipeline that diffusers saved, or one part of it; raises NotReadyError where it cannot."""
+        """Loads a pipeline that diffusers saved, or one part of it. Raises NotReadyError if it cannot be loaded."""
         self.family = family_of(folder)
         self.device = device or torch.device("cpu")
         self.parts = tuple(_SUB_BLOCKS) if part == "all" else (part,)
@@ -85,108 +93,111 @@ class ModularStepPipeline:
         chosen = {name: block for each in chosen_blocks.values() for name, block in each.items()}
         self.components: Any = _sequence(chosen, like=blocks).init_pipeline(str(folder))
         if self.family.takes_image and "encode" in self.parts:
-            self.components.update_components(processor=picture_processor(folder))
+            self.components.update_components(processor=load_image_processor(folder))
         loader = loader or Loader(folder, LoadOptions(), dtype=dtype, device=self.device)
         loader.load(self.components)
         _check_loaded(self.components, folder, dtype)
         loader.place(self.components)
-        self.forwarding = SharedForwards(self.family, getattr(self.components, "transformer", None))
+        self.forwards = SharedForwards(self.family, getattr(self.components, "transformer", None))
         if loader.compiles:
-            self.forwarding.stop_mixing()
+            self.forwards.disable_mixed_lengths()
         self._prompt_cache = prompt_cache or PromptCache(0)
         model = getattr(self.components, "transformer", None)
         kind = cast("Any", type(model))
-        # The class's own: what is hooked onto the object takes anything.
+        # The signature of the class, because hooks replace `forward` of the object by a function with any arguments.
         self._signature = inspect.signature(kind.forward.__get__(model)) if model else inspect.Signature()
-        # diffusers works these out anew each time that they are asked for, for every request.
+        # diffusers computes these properties again at every access.
         self._inputs = list(self.components.blocks.inputs)
-        _settle(self.components, _execution_device=self.device)
-        self._flow = self._flow_of(chosen_blocks, whole=blocks)
+        _freeze_properties(self.components, _execution_device=self.device)
+        self._phases = self._make_phases(chosen_blocks, whole=blocks)
 
     @torch.no_grad()
     def prepare_encode(self, state: DiffusionRequestState) -> None:
-        """See `StepPipeline`. Does what the loaded parts have to do before the steps."""
+        """Runs everything before the first step: encodes the prompt, generates the noise, sets the schedule."""
         self.adopt(state)
-        if self._flow.encode:
+        if self._phases.encode:
             self._encode(state)
-        if self._flow.loop is not None:
+        if self._phases.loop is not None:
             self._begin_loop(state)
 
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[DiffusionRequestState]) -> list[torch.Tensor]:
-        """See `StepPipeline`."""
-        single = len(batch) == 1 and self.forwarding.branches is None and not self._jointly(batch[0])
-        if single or self.forwarding.caches is not None:
-            return [self._denoise(state, self.forwarding.alone(state)) for state in batch]
+        """Returns the noise that the model predicts for each request at its current step."""
+        single = len(batch) == 1 and self.forwards.branches is None and not self._guides_jointly(batch[0])
+        if single or self.forwards.caches is not None:
+            return [self._denoise(state, self.forwards.forward_alone(state)) for state in batch]
         recorded: list[list[Call]] = []
         for state in batch:
-            recorder = CallRecorder(state.request_id)
+            recorder = CallRecorder()
             self._denoise(state, recorder)
             recorded.append(recorder.calls)
-        answers = self.forwarding.together(batch, recorded)
+        predictions = self.forwards.forward_together(batch, recorded)
         return [
-            self._denoise(state, CallReplayer(iter([answers[call] for call in calls])))
+            self._denoise(state, CallReplay(iter([predictions[call] for call in calls])))
             for state, calls in zip(batch, recorded, strict=True)
         ]
 
     @torch.no_grad()
     def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> None:
-        """See `StepPipeline`."""
+        """Advances a request by one step."""
         assert state.loop is not None, "a request is encoded before its steps"
         state.loop.noise_pred = noise_pred
-        self._run_step(self._flow.advance, state, self._view(state))
+        self._run_step(self._phases.advance, state, self._view(state))
         state.step_index += 1
         if state.denoised:
-            state.values = self.so_far(state).values
+            state.values = self.end_loop(state).values
             state.loop = None
 
     @torch.no_grad()
     def post_decode(self, state: DiffusionRequestState) -> torch.Tensor:
-        """See `StepPipeline`."""
-        for block in self._flow.decode:
+        """Returns the result, with values in [0, 1].
+
+        Its shape is [images, channels, height, width] or [videos, frames, channels, height, width].
+        """
+        for block in self._phases.decode:
             block(self._view(state), state.values)
-        made: torch.Tensor = state.values.get(self.family.output)
-        return made
+        result: torch.Tensor = state.values.get(self.family.output)
+        return result
 
     @torch.no_grad()
-    def so_far(self, state: DiffusionRequestState) -> DiffusionRequestState:
-        """The request as if no step were left, for decoding what there is of it; `state` itself can go on."""
+    def end_loop(self, state: DiffusionRequestState) -> DiffusionRequestState:
+        """Returns the request as if its current step were the last, for decoding. `state` itself stays as it is."""
         if state.loop is None:
             return state
         ended = replace(state, values=PipelineState(dict(state.values.values), state.values.kwargs_mapping), loop=None)
-        self._flow.loop.set_block_state(ended.values, state.loop)
-        for block in self._flow.after:
+        self._phases.loop.set_block_state(ended.values, state.loop)
+        for block in self._phases.after:
             block(self._view(state), ended.values)
         return ended
 
     def move(self, device: torch.device) -> None:
-        """Moves the weights, and nothing else; steps are made on `self.device` alone."""
+        """Moves only the weights. Steps require that they are on `self.device`."""
         self.components.to(device)
 
     def adopt(self, state: DiffusionRequestState) -> None:
-        """Makes a request, which may have been begun elsewhere, one of this pipeline."""
+        """Completes the state of a new or transferred request with its guider and its inputs."""
         state.guider = self._guider(state.inputs.guidance_scale)
-        given = _given(state.inputs)
+        given = _request_inputs(state.inputs)
         for param in self._inputs:
             if param.name is not None and state.values.get(param.name) is None:
                 state.values.set(param.name, given.get(param.name, param.default), param.kwargs_type)
 
     def batch_key(self, state: DiffusionRequestState) -> tuple[object, ...]:
-        """Requests with the same key can share a forward."""
+        """Returns a key that is equal for requests that can share a forward pass."""
         guided = state.guider is None or state.guider.num_conditions
-        return (state.inputs.adapter, state.inputs.adapter_scale, guided, *self.forwarding.batch_key(state))
+        return (state.inputs.adapter, state.inputs.adapter_scale, guided, *self.forwards.batch_key(state))
 
     # -- inner workings
 
     def _has(self, name: str, blocks: Any) -> bool:
-        """Of many models that start from text there are variants that start from pictures, and need more parts."""
-        return name in blocks.sub_blocks and (name != _PICTURE_ENCODER or self.family.takes_image)
+        """Excludes the image encoder of text-to-image models, for which diffusers often lists it too."""
+        return name in blocks.sub_blocks and (name != _IMAGE_ENCODER or self.family.takes_image)
 
-    def _flow_of(self, chosen_blocks: Mapping[str, Mapping[str, Any]], *, whole: Any) -> Flow:
+    def _make_phases(self, chosen_blocks: Mapping[str, Mapping[str, Any]], *, whole: Any) -> PhaseBlocks:
         with_image = {"image": True, "image_latents": True} if self.family.takes_image else {}
         chosen = {
             part: [
-                _settled_block(block)
+                _copy_block(block)
                 for block in _sequence(blocks, like=whole)
                 .get_execution_blocks(prompt="", **with_image)
                 .sub_blocks.values()
@@ -196,15 +207,15 @@ class ModularStepPipeline:
         denoise = chosen.get("denoise", [])
         at = next((i for i, each in enumerate(denoise) if isinstance(each, LoopSequentialPipelineBlocks)), None)
         if at is None:
-            return Flow(chosen.get("encode", []), [], None, [], [], [], chosen.get("decode", []))
+            return PhaseBlocks(chosen.get("encode", []), [], None, [], [], [], chosen.get("decode", []))
         steps = dict(denoise[at].sub_blocks)
-        cut = list(steps).index(_DENOISER) + 1
-        return Flow(
+        denoiser_end = list(steps).index(_DENOISER) + 1
+        return PhaseBlocks(
             encode=chosen.get("encode", []),
             before=denoise[:at],
             loop=denoise[at],
-            denoise=list(steps.values())[:cut],
-            advance=list(steps.values())[cut:],
+            denoise=list(steps.values())[:denoiser_end],
+            advance=list(steps.values())[denoiser_end:],
             after=denoise[at + 1 :],
             decode=chosen.get("decode", []),
         )
@@ -219,37 +230,37 @@ class ModularStepPipeline:
             view = self._view(state)
             if self.family.encodes_both:
                 view.guider = self._guider(_GUIDED)
-            for block in self._flow.encode:
+            for block in self._phases.encode:
                 block(view, state.values)
             made = {name: value for name, value in state.values.values.items() if before.get(name) is not value}
-            # Pictures were read to be encoded; nothing after that looks at them.
-            known = {name: value for name, value in made.items() if not _is_picture(value)}
+            # Input images are needed only for encoding.
+            known = {name: value for name, value in made.items() if not _is_image(value)}
             self._prompt_cache.put(key, known)
         for name, value in known.items():
             state.values.set(name, value)
 
     def _begin_loop(self, state: DiffusionRequestState) -> None:
-        # Before the blocks call `set_timesteps`: a schedule is one request's.
+        # Copied before the blocks call `set_timesteps`, because each request has its own schedule.
         state.scheduler = copy.deepcopy(self.components.scheduler)
         view = self._view(state)
-        for block in self._flow.before:
+        for block in self._phases.before:
             block(view, state.values)
-        state.loop = loop = self._flow.loop.get_block_state(state.values)
-        # Blocks of a step read these; the loop's own `__call__` would have set them.
+        state.loop = loop = self._phases.loop.get_block_state(state.values)
+        # The blocks of a step read these. Usually the loop's own `__call__` sets them.
         loop.num_warmup_steps, loop.additional_cond_kwargs = 0, {}
         for name in self.family.masks:
-            # As the pipeline's own `__call__`: attention without a mask is faster, and what it makes is the same.
+            # As in the pipeline's own `__call__`: attention without a mask is faster, and its result is the same.
             if (mask := loop[name]) is not None and mask.all():
                 loop[name] = None
         state.total_steps = len(loop.timesteps)
 
-    def _jointly(self, state: DiffusionRequestState) -> bool:
+    def _guides_jointly(self, state: DiffusionRequestState) -> bool:
         return self.family.joint_guidance is not None and state.guider.num_conditions > 1
 
     def _denoise(self, state: DiffusionRequestState, forward: Any) -> torch.Tensor:
         view = self._view(state)
-        view.transformer = Transformer(self.components.transformer, self._signature, forward)
-        noise: torch.Tensor = self._run_step(self._flow.denoise, state, view)["noise_pred"]
+        view.transformer = TransformerStandIn(self.components.transformer, self._signature, forward)
+        noise: torch.Tensor = self._run_step(self._phases.denoise, state, view)["noise_pred"]
         return noise
 
     def _run_step(self, blocks: Sequence[Any], state: DiffusionRequestState, view: Any) -> Any:
@@ -260,7 +271,7 @@ class ModularStepPipeline:
         return state.loop
 
     def _guider(self, scale: float) -> Any:
-        """The model's own with a scale; None where the scale is an input of the model."""
+        """Returns a copy of the model's guider with a scale, or None if the scale is an input of the model."""
         guider = copy.deepcopy(getattr(self.components, "guider", None))
         if guider is not None:
             guider.guidance_scale = scale
@@ -269,7 +280,7 @@ class ModularStepPipeline:
         return guider
 
     def _view(self, state: DiffusionRequestState) -> Any:
-        """The pipeline as this request's blocks see it."""
+        """Returns the pipeline with this request's scheduler and guider."""
         view = copy.copy(self.components)
         if state.scheduler is not None:
             view.scheduler = state.scheduler
@@ -278,16 +289,16 @@ class ModularStepPipeline:
         return view
 
     @property
-    def given_names(self) -> Iterable[str]:
-        """What a request itself gives its blocks."""
-        return _given(DiffusionInputs(seed=0)).keys()
+    def request_input_names(self) -> Iterable[str]:
+        """The inputs of blocks that a request sets."""
+        return _request_inputs(DiffusionInputs(seed=0)).keys()
 
 
-def _given(inputs: DiffusionInputs) -> dict[str, object]:
+def _request_inputs(inputs: DiffusionInputs) -> dict[str, object]:
     return {
         "prompt": inputs.prompt,
         "negative_prompt": inputs.negative_prompt,
-        "image": _picture(inputs.image) if inputs.image is not None else None,
+        "image": _read_image(inputs.image) if inputs.image is not None else None,
         "height": inputs.height or None,
         "width": inputs.width or None,
         "num_frames": inputs.num_frames,
@@ -299,23 +310,24 @@ def _given(inputs: DiffusionInputs) -> dict[str, object]:
 
 
 def family_of(folder: Path) -> Family:
-    """The kind of model that diffusers saved there; raises NotReadyError for one that cannot be stepped through."""
+    """Returns the family of the model in a folder. Raises NotReadyError if the engine does not support the model."""
     try:
         name: str = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)["_class_name"]
     except (OSError, KeyError, ValueError) as exc:
         raise NotReadyError(
-            f"{folder} holds no pipeline of diffusers: {exc}; name a folder with a model_index.json",
+            f"{folder} does not contain a diffusers pipeline: {exc}; set a folder with a model_index.json",
             reason="MODEL_NOT_LOADED",
         ) from exc
     if name not in FAMILIES:
         raise NotReadyError(
-            f"{folder} holds a {name}; the diffusion engine knows {', '.join(FAMILIES)}", reason="UNSUPPORTED_MODEL"
+            f"{folder} contains a {name}; the diffusion engine supports {', '.join(FAMILIES)}",
+            reason="UNSUPPORTED_MODEL",
         )
     return FAMILIES[name]
 
 
 def _check_loaded(components: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Raises NotReadyError for what diffusers could not load: it logs that, and goes on without."""
+    """Raises NotReadyError if diffusers could not load a component, which diffusers itself only logs."""
     for name in components.null_component_names:
         spec = components.get_component_spec(name)
         if not spec.pretrained_model_name_or_path:
@@ -324,47 +336,46 @@ def _check_loaded(components: Any, folder: Path, dtype: torch.dtype) -> None:
             spec.load(dtype=dtype)
         except Exception as exc:
             raise NotReadyError(
-                f"the {name} of {folder} cannot be loaded: {exc}; see whether its files are there and whole",
+                f"the {name} of {folder} cannot be loaded: {exc}; check that its files exist and are complete",
                 reason="MODEL_NOT_LOADED",
             ) from exc
 
 
-def _settle(owner: Any, **values: object) -> None:
-    """Has properties of an object be what they are now."""
+def _freeze_properties(owner: Any, **values: object) -> None:
+    """Replaces properties of an object by constant values."""
     kind: Any = owner.__class__
     owner.__class__ = type(kind.__name__, (kind,), values)
 
 
-def _settled_block(block: Any) -> Any:
-    """A copy: diffusers has one block for all pipelines, and marks its inputs as it puts blocks together."""
-    settled = copy.copy(block)
-    _settle(
-        settled,
+def _copy_block(block: Any) -> Any:
+    """Returns a copy, because diffusers shares blocks between pipelines and modifies them when it combines blocks."""
+    copied = copy.copy(block)
+    _freeze_properties(
+        copied,
         inputs=[copy.copy(param) for param in block.inputs],
         intermediate_outputs=[copy.copy(param) for param in block.intermediate_outputs],
     )
-    return settled
+    return copied
 
 
 def _sequence(blocks: Mapping[str, Any], *, like: Any) -> Any:
-    """Some of `like`'s blocks. By its model's name diffusers finds the class of the pipeline."""
+    """Returns a pipeline of some of `like`'s blocks. diffusers finds the pipeline class by the model name."""
     kind: Any = type(type(like).__name__, (SequentialPipelineBlocks,), {"model_name": like.model_name})
     return kind.from_blocks_dict(dict(blocks))
 
 
-def _is_picture(value: Any) -> bool:
-    """Or a list of them."""
+def _is_image(value: Any) -> bool:
+    """Returns whether the value is an image or a list of images."""
     from PIL.Image import Image
 
-    pictures: Any = value
-    return isinstance(pictures[0] if isinstance(value, list) and value else pictures, Image)
+    images: Any = value
+    return isinstance(images[0] if isinstance(value, list) and value else images, Image)
 
 
-def _picture(data: bytes) -> Any:
+def _read_image(data: bytes) -> Any:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        picture = Image.open(io.BytesIO(data))
-        return picture.convert("RGB")
+        return Image.open(io.BytesIO(data)).convert("RGB")
     except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as exc:
-        raise InvalidRequestError(f"the picture cannot be read: {exc}", reason="INVALID_MEDIA") from exc
+        raise InvalidRequestError(f"the image cannot be read: {exc}", reason="INVALID_MEDIA") from exc

@@ -1,4 +1,4 @@
-"""The processes that compute together, and how a transformer is spread over them."""
+"""Process group of a stage's ranks, and how a transformer is distributed over them."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -12,24 +12,24 @@ from torch.distributed.fsdp import fully_shard
 
 from stagemesh.common.errors import NotReadyError
 from stagemesh.services.engines.diffusion.batching.shared_forwards import SharedForwards
-from stagemesh.services.engines.diffusion.devices import device_of
+from stagemesh.services.engines.diffusion.device import choose_device
 from stagemesh.services.engines.diffusion.options import DiffusionOptions
-from stagemesh.services.engines.diffusion.parallel.guidance_branches import Branches
+from stagemesh.services.engines.diffusion.parallel.guidance_branches import GuidanceBranches
 
 diffusers: Any = _diffusers
 
-_MEETING_S = 300.0
-"""As long a rank waits for another: the slowest may still read its weights."""
+_COLLECTIVE_TIMEOUT_S = 300.0
+"""How long a rank waits for another one, which may still be reading its weights."""
 
 
-class Ranks:
-    """This process among those of its stage. Made once a process, by all of them together."""
+class RankGroup:
+    """This process as a member of its stage's process group. All ranks construct theirs at the same time."""
 
     def __init__(self, options: DiffusionOptions, *, rank: int, store: Path) -> None:
-        """`store` is a file by which they find each other. Raises NotReadyError where there are too few devices."""
+        """Connects the ranks through the file `store`. Raises NotReadyError if there are too few devices."""
         self._parallel = parallel = options.parallel
         self.rank = rank
-        self.device = device_of(options, rank=rank)
+        self.device = choose_device(options, rank=rank)
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(self.device)
@@ -38,35 +38,38 @@ class Ranks:
             init_method=f"file://{store}",
             rank=rank,
             world_size=parallel.ranks,
-            timeout=timedelta(seconds=_MEETING_S),
+            timeout=timedelta(seconds=_COLLECTIVE_TIMEOUT_S),
         )
         self._mesh = self._make_mesh(parallel.cfg, 1, parallel.branch_ranks, names=("cfg", "ring", "ulysses"))
 
-    def spread(self, forwarding: SharedForwards) -> None:
-        """Has the ranks share a model's forwards. Raises NotReadyError for a model that cannot be shared so."""
-        model = forwarding.model
+    def distribute(self, forwards: SharedForwards) -> None:
+        """Distributes a model's forward passes over the ranks.
+
+        Raises NotReadyError if the model does not support the stage's kind of parallelism.
+        """
+        model = forwards.model
         if model is None:
             return
         if self._parallel.cfg > 1:
-            forwarding.branches = Branches(self._mesh["cfg"])
+            forwards.branches = GuidanceBranches(self._mesh["cfg"])
         if self._parallel.ulysses > 1:
-            forwarding.stop_mixing()
-            self._share_tokens(model)
+            forwards.disable_mixed_lengths()
+            self._split_tokens(model)
         if self._parallel.hsdp > 1:
-            self._share_weights(model)
+            self._shard_weights(model)
 
     # -- inner workings
 
     def _make_mesh(self, *shape: int, names: tuple[str, ...]) -> Any:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
-    def _share_tokens(self, model: Any) -> None:
+    def _split_tokens(self, model: Any) -> None:
         degree = self._parallel.ulysses
         config = diffusers.ContextParallelConfig(ulysses_degree=degree, mesh=self._mesh, ulysses_anything=True)
         accelerator = cast("Any", torch.accelerator)
         count = accelerator.device_count
         if self.device.type == "cpu":
-            # diffusers takes the rank modulo the number of accelerators, for a device that it then does not use.
+            # diffusers takes the rank modulo the number of accelerators for a device that it does not use here.
             accelerator.device_count = lambda: 1
         try:
             model.enable_parallelism(config=config)
@@ -78,12 +81,12 @@ class Ranks:
         finally:
             accelerator.device_count = count
 
-    def _share_weights(self, model: torch.nn.Module) -> None:
-        """Each block by itself, so that one is whole at a time, and what is in none of them together."""
+    def _shard_weights(self, model: torch.nn.Module) -> None:
+        """Shards each block on its own, so that only one block is complete at a time, and the remaining weights."""
         degree = self._parallel.hsdp
         mesh = self._make_mesh(self._parallel.ranks // degree, degree, names=("same", "shard"))["shard"]
-        for part in model.children():
-            if isinstance(part, torch.nn.ModuleList):
-                for block in part:
+        for child in model.children():
+            if isinstance(child, torch.nn.ModuleList):
+                for block in child:
                     fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -1,4 +1,4 @@
-"""The pipeline before training: diffusers' own Qwen-Image classes, a ten-thousandth of Qwen-Image's size."""
+"""The untrained pipeline: diffusers' own Qwen-Image classes at a ten-thousandth of Qwen-Image's size."""
 
 import re
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from tokenizers import pre_tokenizers
 from transformers import Qwen2_5_VLConfig, Qwen2Tokenizer
 
-# diffusers and transformers annotate their classes in part.
+# The annotations of diffusers and transformers are incomplete.
 Autoencoder: TypeAlias = Any
 Pipeline: TypeAlias = Any
 TextEncoder: TypeAlias = Any
@@ -26,11 +26,11 @@ _TEXT_WIDTH = 64
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 
 
-def blank_pipeline(prompts: Iterable[str], *, seed: int) -> Pipeline:
-    """A pipeline with random weights whose tokenizer has each word of the prompts as one token.
+def untrained_pipeline(prompts: Iterable[str], *, seed: int) -> Pipeline:
+    """Returns a pipeline with random weights whose tokenizer has one token for each word of the prompts.
 
-    Its text encoder is complete as it is: random, but it tells words and places apart, and the transformer learns to
-    read it.
+    Its text encoder needs no training: random weights distinguish words and positions, and the transformer learns to
+    interpret its output.
     """
     torch.manual_seed(seed)
     tokenizer = _tokenizer(prompts)
@@ -44,10 +44,10 @@ def blank_pipeline(prompts: Iterable[str], *, seed: int) -> Pipeline:
 
 
 def _tokenizer(prompts: Iterable[str]) -> Qwen2Tokenizer:
-    """Byte-level, so that any text has tokens. A word is merged from its beginning: s+e, se+v, sev+e, seve+n."""
+    """Returns a byte-level tokenizer, so that any text has tokens. Words merge from their start: s+e, se+v, sev+e."""
     split = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
     assert split is not None
-    # The pipeline drops what becomes of the template's first 34 tokens: its words must be one token each, as Qwen's.
+    # The pipeline removes the embeddings of the template's first 34 tokens, so each of its words must be one token.
     texts = [*re.split(r"<\|\w+\|>", QWENIMAGE_PROMPT_TEMPLATE.format("")), *prompts]
     words = dict.fromkeys(word for text in texts for word, _ in split.pre_tokenize_str(text))
     merges = list(dict.fromkeys((word[:end], word[end]) for word in words for end in range(1, len(word))))
@@ -105,7 +105,7 @@ def _transformer() -> Transformer:
 
 
 def _scheduler() -> Scheduler:
-    """Qwen-Image's own settings."""
+    """Returns a scheduler with Qwen-Image's settings."""
     return FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.5,

@@ -1,4 +1,4 @@
-"""Random LoRA adapters for tiny transformers, as PEFT and diffusers write them, and what diffusers makes with them."""
+"""Random LoRA adapters for tiny transformers, written by PEFT or diffusers, and reference images with them."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -6,13 +6,13 @@ from typing import Any, Literal
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-from tests.diffusion.tiny_calls import Wish, diffusers, load, picture
+from tests.diffusion.tiny.calls import ImageSpec, classic_image, diffusers, load
 
 _TARGETS = ["to_q", "to_v", "to_out.0"]
 
 
 def write_lora(folder: Path, model: Path, *, by: Literal["peft", "diffusers"], seed: int = 0, rank: int = 4) -> Path:
-    """An adapter that changes what the tiny Qwen-Image in `model` makes; alpha is twice the rank."""
+    """Writes an adapter for the tiny Qwen-Image in `model`. Alpha is twice the rank. Returns its folder."""
     transformer = diffusers.QwenImageTransformer2DModel.from_pretrained(model / "transformer")
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=_TARGETS, init_lora_weights=False)
     with torch.random.fork_rng(devices=[]):
@@ -29,9 +29,9 @@ def write_lora(folder: Path, model: Path, *, by: Literal["peft", "diffusers"], s
     return folder
 
 
-def lora_picture(model: Path, adapter: Path, wish: Wish, *, scale: float = 1.0) -> Any:
-    """What the pipeline's own `__call__` makes with an adapter that diffusers wrote."""
+def lora_image(model: Path, adapter: Path, spec: ImageSpec, *, scale: float = 1.0) -> Any:
+    """Returns the image of the pipeline's own `__call__` with an adapter that diffusers wrote."""
     pipeline = load(model)
     pipeline.load_lora_weights(adapter, adapter_name="one")
     pipeline.set_adapters("one", scale)
-    return picture("qwen-image", pipeline, wish)
+    return classic_image("qwen-image", pipeline, spec)

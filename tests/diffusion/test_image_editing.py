@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit: a picture goes in beside the prompt, and what is no picture is refused."""
+"""Qwen-Image-Edit: a prompt has an input image, and invalid images are rejected."""
 
 import io
 from collections.abc import AsyncGenerator
@@ -15,10 +15,10 @@ from stagemesh.common.errors import InternalError, StagemeshError
 from stagemesh.services.engines.base import ChatMessage, Task
 from stagemesh.services.engines.diffusion import FRAMES
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
-from stagemesh.services.engines.diffusion.model.image_processor import picture_processor
+from stagemesh.services.engines.diffusion.model.loading import load_image_processor
 from stagemesh.services.engines.media import MediaFile
 from tests.diffusion.stages import diffusion_config, md5
-from tests.diffusion.tiny_pipelines import write_qwen_image_edit
+from tests.diffusion.tiny.pipelines import write_qwen_image_edit
 from tests.engines.support import collect, packets
 
 diffusers: Any = _diffusers
@@ -44,14 +44,14 @@ async def engine(folder: Path) -> AsyncGenerator[DiffusionEngine]:
         await made.close()
 
 
-def png(picture: Image.Image = NOISE) -> bytes:
+def png(image: Image.Image = NOISE) -> bytes:
     file = io.BytesIO()
-    picture.save(file, "PNG")
+    image.save(file, "PNG")
     return file.getvalue()
 
 
-def task(*pictures: MediaFile) -> Task:
-    prompt = (ChatMessage("user", "", ("make it red", *pictures)),)
+def task(*images: MediaFile) -> Task:
+    prompt = (ChatMessage("user", "", ("make it red", *images)),)
     return Task("r", 1, prompt=prompt, negative_prompt="blur", options=SIZE, wanted=frozenset({FRAMES}))
 
 
@@ -60,9 +60,9 @@ def shown(data: bytes) -> MediaFile:
 
 
 def expected(folder: Path) -> str:
-    """The digest of what `__call__` makes."""
+    """Returns the digest of the image of `__call__`."""
     classic = diffusers.DiffusionPipeline.from_pretrained(
-        folder, processor=picture_processor(folder), local_files_only=True
+        folder, processor=load_image_processor(folder), local_files_only=True
     )
     classic.set_progress_bar_config(disable=True)
     made = classic(
@@ -79,8 +79,8 @@ def expected(folder: Path) -> str:
     return md5(made[0].numpy())
 
 
-async def test_an_edited_picture_is_what_the_call_makes(folder: Path, engine: DiffusionEngine) -> None:
-    # The second time the prompt and the picture are known.
+async def test_an_edited_image_equals_that_of_the_call(folder: Path, engine: DiffusionEngine) -> None:
+    # The second time, the prompt and the image are in the prompt cache.
     made = [packets(await collect(engine.submit(task(shown(png())))))[-1].tensors[FRAMES] for _ in range(2)]
     assert {md5(np.asarray(one)) for one in made} == {expected(folder)}
     assert engine.load().running == 0
@@ -93,23 +93,21 @@ def damaged(at: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("pictures", "said"),
+    ("images", "said"),
     [
-        ((shown(b""),), "the picture cannot be read"),
-        ((shown(b"not a picture"),), "the picture cannot be read"),
-        ((shown(png()[:200]),), "the picture cannot be read"),
-        ((shown(damaged(8)),), "the picture cannot be read"),
-        ((shown(damaged(60)),), "the picture cannot be read"),
-        ((shown(b"RIFF\x24\x00\x00\x00WAVEfmt "),), "the picture cannot be read"),
-        ((), "0 pictures were given; this model starts from one picture"),
-        ((shown(png()), shown(png())), "2 pictures were given; this model starts from one picture"),
-        ((MediaFile("audio", b"RIFF", "audio/wav"),), "a diffusion stage takes pictures, and neither sound nor films"),
+        ((shown(b""),), "the image cannot be read"),
+        ((shown(b"not an image"),), "the image cannot be read"),
+        ((shown(png()[:200]),), "the image cannot be read"),
+        ((shown(damaged(8)),), "the image cannot be read"),
+        ((shown(damaged(60)),), "the image cannot be read"),
+        ((shown(b"RIFF\x24\x00\x00\x00WAVEfmt "),), "the image cannot be read"),
+        ((), "the prompt has 0 images; this model needs one image"),
+        ((shown(png()), shown(png())), "the prompt has 2 images; this model needs one image"),
+        ((MediaFile("audio", b"RIFF", "audio/wav"),), "a diffusion stage accepts images, but not audio or video"),
     ],
 )
-async def test_what_is_no_picture_is_refused(
-    pictures: tuple[MediaFile, ...], said: str, engine: DiffusionEngine
-) -> None:
+async def test_an_invalid_image_is_rejected(images: tuple[MediaFile, ...], said: str, engine: DiffusionEngine) -> None:
     with pytest.raises(StagemeshError, match=said) as caught:
-        await collect(engine.submit(task(*pictures)))
+        await collect(engine.submit(task(*images)))
     assert not isinstance(caught.value, InternalError)
     assert (engine.load().running, engine.load().queued) == (0, 0)

@@ -1,4 +1,4 @@
-"""The cache of prompt embeddings, as an operator sees it."""
+"""Operators' statistics and clearing of the prompt cache."""
 
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from stagemesh.services.engines.abilities import CacheStatistics
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
-from tests.diffusion.tiny_pipelines import WRITERS
+from tests.diffusion.tiny.pipelines import WRITERS
 from tests.engines.support import collect, controls_of, packets, stage_config
 
 pytestmark = pytest.mark.timeout(180)
@@ -40,7 +40,7 @@ def task(prompt: str) -> Task:
     return Task("r", 1, prompt=prompt)
 
 
-async def test_prompts_that_come_again_are_hits(engine: DiffusionEngine) -> None:
+async def test_repeated_prompts_are_hits(engine: DiffusionEngine) -> None:
     assert controls_of(engine).caches.cache_statistics() == CacheStatistics(limit_bytes=LIMIT_BYTES)
     made = [packets(await collect(engine.submit(task(prompt))))[-1] for prompt in ("a cat", "a dog", "a cat")]
     assert np.array_equal(made[0].tensors["frames"], made[2].tensors["frames"])
@@ -49,7 +49,7 @@ async def test_prompts_that_come_again_are_hits(engine: DiffusionEngine) -> None
     assert 0 < figures.size_bytes <= figures.limit_bytes == LIMIT_BYTES
 
 
-async def test_a_cleared_cache_holds_nothing_and_goes_on_counting(engine: DiffusionEngine) -> None:
+async def test_a_cleared_cache_is_empty_and_keeps_its_counters(engine: DiffusionEngine) -> None:
     await collect(engine.submit(task("a cat")))
     await controls_of(engine).caches.clear_caches(preempt=False)
     assert controls_of(engine).caches.cache_statistics() == CacheStatistics(limit_bytes=LIMIT_BYTES, misses=1)

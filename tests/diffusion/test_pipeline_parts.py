@@ -1,4 +1,4 @@
-"""A pipeline in three services, each with its own folders: together they make what `__call__` makes."""
+"""A pipeline in three services, each with its own folders, generates the same images as `__call__`."""
 
 from collections.abc import Generator
 from dataclasses import replace
@@ -13,20 +13,20 @@ from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, Stag
 from stagemesh.common.tensors import Array
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.diffusion.engine import DiffusionEngine
-from stagemesh.services.engines.diffusion.model.modular import ModularStepPipeline
+from stagemesh.services.engines.diffusion.model.modular_pipeline import ModularStepPipeline
 from stagemesh.services.engines.diffusion.options import Part
 from stagemesh.services.engines.diffusion.state import DiffusionInputs, DiffusionRequestState
 from stagemesh.services.engines.diffusion.transfer.request_transfer import RequestTransfer
 from tests.deployment import Deployment, deployed, eventually
+from tests.diffusion.pipeline_runs import inputs_of
 from tests.diffusion.stages import diffusion_config, md5
-from tests.diffusion.tiny_calls import Wish, load, picture
-from tests.diffusion.tiny_pipelines import WRITERS, write_qwen_image
-from tests.diffusion.turns import inputs_of
+from tests.diffusion.tiny.calls import ImageSpec, classic_image, load
+from tests.diffusion.tiny.pipelines import WRITERS, write_qwen_image
 from tests.engines.support import collect
 
 pytestmark = pytest.mark.timeout(240)
 
-WISH = Wish(prompt="two dogs and a long tail", seed=7, height=64, width=96, steps=5, scale=3.0)
+SPEC = ImageSpec(prompt="two dogs and a long tail", seed=7, height=64, width=96, steps=5, scale=3.0)
 PREVIEW_STEPS = 2
 PIPELINE = """\
 pipeline: parts
@@ -80,56 +80,56 @@ def classic(folder: Path) -> Any:
     return load(folder)
 
 
-def options_of(wish: Wish) -> dict[str, float]:
+def options_of(spec: ImageSpec) -> dict[str, float]:
     return {
-        "height": wish.height,
-        "width": wish.width,
-        "num_inference_steps": wish.steps,
-        "guidance_scale": wish.scale,
+        "height": spec.height,
+        "width": spec.width,
+        "num_inference_steps": spec.steps,
+        "guidance_scale": spec.scale,
     }
 
 
-def pictures(client: Client, wish: Wish) -> list[Array]:
-    """All that come, the last one last."""
+def images(client: Client, spec: ImageSpec) -> list[Array]:
+    """Returns the previews and the final image."""
     generation = client.generate(
-        wish.prompt, negative_prompt=wish.negative_prompt, seed=wish.seed, options=options_of(wish)
+        spec.prompt, negative_prompt=spec.negative_prompt, seed=spec.seed, options=options_of(spec)
     )
     return [event.tensor for event in generation if isinstance(event, TensorOutput)]
 
 
-def digest_of(classic: Any, wish: Wish) -> str:
-    return md5(picture("qwen-image", classic, wish).numpy())
+def digest_of(classic: Any, spec: ImageSpec) -> str:
+    return md5(classic_image("qwen-image", classic, spec).numpy())
 
 
 @pytest.mark.parametrize(
-    "wish", [WISH, replace(WISH, prompt="x", height=96, width=64, steps=2), replace(WISH, scale=1.0, steps=3)]
+    "spec", [SPEC, replace(SPEC, prompt="x", height=96, width=64, steps=2), replace(SPEC, scale=1.0, steps=3)]
 )
-def test_three_services_make_what_one_call_makes(wish: Wish, client: Client, classic: Any) -> None:
-    assert md5(pictures(client, wish)[-1]) == digest_of(classic, wish)
+def test_three_services_generate_the_same_image_as_one_call(spec: ImageSpec, client: Client, classic: Any) -> None:
+    assert md5(images(client, spec)[-1]) == digest_of(classic, spec)
 
 
-def test_previews_come_every_few_steps_and_the_last_is_final(client: Client) -> None:
-    made = pictures(client, WISH)
-    assert len(made) == 1 + (WISH.steps - 1) // PREVIEW_STEPS
-    assert all(one.shape == (1, 3, WISH.height, WISH.width) for one in made)
+def test_previews_arrive_at_their_interval(client: Client) -> None:
+    made = images(client, SPEC)
+    assert len(made) == 1 + (SPEC.steps - 1) // PREVIEW_STEPS
+    assert all(one.shape == (1, 3, SPEC.height, SPEC.width) for one in made)
     assert len({md5(one) for one in made}) == len(made)
 
 
-def test_a_picture_comes_as_a_file_too(client: Client) -> None:
-    result = client.generate(WISH.prompt, seed=1, options=options_of(WISH), outputs=["image"]).result()
+def test_an_image_arrives_as_a_file(client: Client) -> None:
+    result = client.generate(SPEC.prompt, seed=1, options=options_of(SPEC), outputs=["image"]).result()
     assert result.images["image"].media_type == "image/png"
     assert not result.tensors
 
 
-def test_steps_are_told_by_the_stage_that_makes_them(client: Client) -> None:
+def test_the_denoiser_reports_its_steps(client: Client) -> None:
     told = [event for event in client.generate("x", seed=1) if isinstance(event, Progress)]
     steps = [event.steps for event in told if event.stage == "denoiser"]
     assert (steps[-1], steps) == (4, sorted(steps))
 
 
-def test_what_one_stage_refuses_leaves_nothing_in_any(client: Client, services: Deployment) -> None:
+def test_a_request_that_one_stage_rejects_leaves_no_stage_busy(client: Client, services: Deployment) -> None:
     with pytest.raises(StagemeshError, match="option height is 65; it must be a multiple of 16"):
-        pictures(client, replace(WISH, height=65))
+        images(client, replace(SPEC, height=65))
     eventually(services.idle, timeout_s=5)
 
 
@@ -144,25 +144,25 @@ def parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return model, folder, {part: ModularStepPipeline(folder, torch.float32, part=part) for part in names}
 
 
-def test_parts_of_every_model_make_what_its_call_makes(parts: tuple[str, Path, dict[str, Any]]) -> None:
+def test_parts_of_every_model_generate_the_same_image_as_its_call(parts: tuple[str, Path, dict[str, Any]]) -> None:
     model, folder, pipelines = parts
     carriers = {part: RequestTransfer(pipeline, folder) for part, pipeline in pipelines.items()}
-    inputs = inputs_of(model, WISH)
+    inputs = inputs_of(model, SPEC)
     encoded = DiffusionRequestState("r", inputs)
     pipelines["encode"].prepare_encode(encoded)
     state = DiffusionRequestState("r", replace(inputs, prompt="", negative_prompt=""))
-    carriers["denoise"].unpack_conditioning(state, carriers["encode"].pack_conditioning(encoded))
+    carriers["denoise"].restore_conditioning(state, carriers["encode"].serialize_conditioning(encoded))
     pipelines["denoise"].prepare_encode(state)
     while not state.denoised:
         (noise,) = pipelines["denoise"].denoise_step([state])
         pipelines["denoise"].step_scheduler(state, noise)
     made = DiffusionRequestState("r", DiffusionInputs(seed=0))
-    carriers["decode"].unpack_latents(made, carriers["denoise"].pack_latents(state))
+    carriers["decode"].restore_latents(made, carriers["denoise"].serialize_latents(state))
     pipelines["decode"].prepare_encode(made)
-    assert torch.equal(pipelines["decode"].post_decode(made), picture(model, load(folder), WISH))
+    assert torch.equal(pipelines["decode"].post_decode(made), classic_image(model, load(folder), SPEC))
 
 
-def test_a_part_loads_its_own_folders_alone(parts: tuple[str, Path, dict[str, Any]]) -> None:
+def test_a_part_loads_only_its_own_folders(parts: tuple[str, Path, dict[str, Any]]) -> None:
     _, _, pipelines = parts
     loaded = {
         part: [name for name in ("text_encoder", "transformer", "vae") if getattr(pipeline.components, name, None)]
@@ -171,21 +171,21 @@ def test_a_part_loads_its_own_folders_alone(parts: tuple[str, Path, dict[str, An
     assert loaded == {"encode": ["text_encoder"], "denoise": ["transformer"], "decode": ["vae"]}
 
 
-def test_what_is_for_another_part_is_refused(parts: tuple[str, Path, dict[str, Any]]) -> None:
+def test_data_for_another_part_is_rejected(parts: tuple[str, Path, dict[str, Any]]) -> None:
     model, folder, pipelines = parts
-    state = DiffusionRequestState("r", inputs_of(model, WISH))
+    state = DiffusionRequestState("r", inputs_of(model, SPEC))
     pipelines["encode"].prepare_encode(state)
-    packed = RequestTransfer(pipelines["encode"], folder).pack_conditioning(state)
+    packed = RequestTransfer(pipelines["encode"], folder).serialize_conditioning(state)
     with pytest.raises(InvalidChunkError, match="latents has the kind 'conditioning'"):
-        RequestTransfer(pipelines["decode"], folder).unpack_latents(DiffusionRequestState("r", state.inputs), packed)
+        RequestTransfer(pipelines["decode"], folder).restore_latents(DiffusionRequestState("r", state.inputs), packed)
 
 
 @pytest.mark.parametrize("part", ["denoise", "decode"])
-async def test_a_part_that_is_fed_by_no_edge_says_so(part: str, folder: Path) -> None:
+async def test_a_part_without_an_incoming_edge_is_an_error(part: str, folder: Path) -> None:
     engine = DiffusionEngine(diffusion_config("qwen-image", folder, part=part))
     await engine.start(lambda _: None)
     try:
-        with pytest.raises(InvalidRequestError, match="this stage is fed by one edge, and 0 are bound"):
+        with pytest.raises(InvalidRequestError, match="this stage needs one incoming edge, but 0 are bound"):
             await collect(engine.submit(Task("r", 0)))
     finally:
         await engine.close()

@@ -1,4 +1,4 @@
-"""A picture that is interrupted goes on elsewhere from its last state, and comes out the same. Real processes."""
+"""An interrupted image resumes on another replica process from its last state, with the same result."""
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -12,15 +12,15 @@ from stagemesh.v1 import admin_pb2
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
 from tests.deployment import Deployment, deployed
 from tests.diffusion.stages import md5
-from tests.diffusion.tiny_pipelines import write_qwen_image
+from tests.diffusion.tiny.pipelines import write_qwen_image
 
 pytestmark = pytest.mark.timeout(240)
 
 STEPS, CHECKPOINT_STEPS = 40, 3
 STRUCK_AFTER = 10
-"""Steps, not a multiple of those between two checkpoints."""
+"""Number of steps, not a multiple of the checkpoint interval."""
 SIDE = 640
-"""Pixels: its state takes 1.2 MB, about as much as that of a real picture in half precision."""
+"""Side length in pixels. The state takes 1.2 MB, about as much as that of a real image in half precision."""
 PIPELINE = f"""\
 pipeline: moving
 stages:
@@ -47,7 +47,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Generator[Deployment]:
 @pytest.fixture(scope="module")
 def undisturbed(up: Deployment) -> str:
     with up.client() as client:
-        return _picture(iter(client.generate("a red ball", seed=7)))
+        return _image(iter(client.generate("a red ball", seed=7)))
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def _operator(up: Deployment) -> Generator[AdminServiceStub]:
 
 
 def _empty(up: Deployment, replica: str) -> None:
-    """Has what runs on a replica go on elsewhere."""
+    """Makes the requests of a replica resume on another one."""
     with _operator(up) as operator:
         drain = admin_pb2.DrainReplicasRequest(target=replica, wait=True, move_after_s=0.0)
         operator.DrainReplicas(drain, timeout=60)
@@ -72,7 +72,7 @@ def _empty(up: Deployment, replica: str) -> None:
     ],
     ids=["killed", "drained"],
 )
-def test_a_picture_goes_on_elsewhere_and_comes_out_the_same(
+def test_an_interrupted_image_resumes_elsewhere_with_the_same_result(
     up: Deployment,
     undisturbed: str,
     strike: Callable[[Deployment, str], None],
@@ -82,7 +82,7 @@ def test_a_picture_goes_on_elsewhere_and_comes_out_the_same(
     up.wait(lambda up: up.all_ready())
     with up.client() as client:
         generation = client.generate("a red ball", seed=7)
-        made = _picture(_struck(iter(generation), lambda replica: strike(up, replica)))
+        made = _image(_struck(iter(generation), lambda replica: strike(up, replica)))
     with _operator(up) as operator:
         said = operator.GetRequest(admin_pb2.GetRequestRequest(request_id=generation.request_id), timeout=10)
     first, second = said.steps
@@ -93,7 +93,7 @@ def test_a_picture_goes_on_elsewhere_and_comes_out_the_same(
 
 
 def _struck(events: Iterator[Event], strike: Callable[[str], None]) -> Iterator[Event]:
-    """The events, while what paints is struck once."""
+    """Yields the events, and interrupts the painting replica once."""
     replica = ""
     for event in events:
         if isinstance(event, Admitted):
@@ -105,5 +105,5 @@ def _struck(events: Iterator[Event], strike: Callable[[str], None]) -> Iterator[
     assert not replica, "it was done before it was struck"
 
 
-def _picture(events: Iterator[Event]) -> str:
+def _image(events: Iterator[Event]) -> str:
     return md5([event.tensor for event in events if isinstance(event, TensorOutput)][-1])

@@ -1,10 +1,12 @@
-"""Rows of different lengths in one forward of Qwen-Image's transformer: prompts, sizes and guidance may all differ.
+"""Rows of different lengths in one forward pass of Qwen-Image's transformer: prompts, sizes and guidance may differ.
 
-Everything but attention treats each token alone, so rows are filled up to the longest, and what the filling becomes is
-never looked at. Attention, and the positions that go into it, are each row's own: a row gets what it gets alone, up to
-the order in which the matrix library adds. With MKL in strict mode (`MKL_CBWR=AVX2,STRICT`) that order does not depend
-on the number of rows, from a few rows on and for widths that are multiples of 32: what has fewer rows is then computed
-apart, and each row gets what it gets alone, bit for bit.
+Every layer except attention treats each token separately. Rows are therefore padded to the longest row, and the results
+for the padding are discarded. Attention and its positions are computed for each row separately. A row's result equals
+that of the row alone, except for the order in which the matrix library adds numbers.
+
+In MKL's strict mode (`MKL_CBWR=AVX2,STRICT`) that order does not depend on the number of rows, if a matrix has at least
+a few rows and its width is a multiple of 32. Layers whose input has fewer rows are then computed for each row
+separately, and each row's result is bit-identical to that of the row alone.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -16,54 +18,54 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 from stagemesh.common.settings import library_variable
-from stagemesh.services.engines.diffusion.batching.recorded_calls import Answer, Call
+from stagemesh.services.engines.diffusion.batching.recorded_calls import Call, Prediction
 
 _STRICT_ROWS = 8
-"""From so many rows on, strict MKL multiplies each as it would any other number of them."""
+"""Number of rows from which strict MKL multiplies each row in the same way, however many rows there are."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One row's own part of a forward."""
+    """Lengths and mask of one row."""
 
     image_tokens: int
     text_tokens: int
     mask: torch.Tensor | None
-    """bool[1, 1, 1, text and image tokens]: what is looked at; None for all."""
+    """bool[1, 1, 1, text and image tokens]: the tokens to attend to; None for all."""
 
 
-class MixedRows:
-    """Forwards of a `QwenImageTransformer2DModel` over rows of different lengths."""
+class MixedLengthForward:
+    """Runs forward passes of a `QwenImageTransformer2DModel` over rows of different lengths."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._strict = library_variable("MKL_CBWR").upper().endswith("STRICT")
 
     def can_join(self, call: Call) -> bool:
-        """Whether the call may share a forward with others."""
+        """Returns whether the call may share a forward pass."""
         tokens = min(call.inputs[name].shape[1] for name in ("hidden_states", "encoder_hidden_states"))
         return not self._strict or tokens >= _STRICT_ROWS
 
-    def forward(self, calls: Sequence[Call]) -> list[Answer]:
-        """The answer to each call. Calls differ in tensors and `img_shapes` alone."""
+    def forward(self, calls: Sequence[Call]) -> list[Prediction]:
+        """Returns the prediction for each call. Calls may differ only in tensors and in `img_shapes`."""
         inputs = [call.inputs for call in calls]
         rows = [_row(each["hidden_states"], each["encoder_hidden_states"], each) for each in inputs]
-        joint = {
+        joined = {
             **inputs[0],
-            "hidden_states": _filled([each["hidden_states"] for each in inputs]),
-            "encoder_hidden_states": _filled([each["encoder_hidden_states"] for each in inputs]),
+            "hidden_states": _pad([each["hidden_states"] for each in inputs]),
+            "encoder_hidden_states": _pad([each["encoder_hidden_states"] for each in inputs]),
             "encoder_hidden_states_mask": None,
             "timestep": torch.cat([each["timestep"] for each in inputs]),
             "img_shapes": [shape for each in inputs for shape in each["img_shapes"]],
         }
-        with self._rows_apart(rows):
-            (sample,) = self._model(**joint)
+        with self._separate_rows(rows):
+            (sample,) = self._model(**joined)
         return [(sample[i : i + 1, : row.image_tokens],) for i, row in enumerate(rows)]
 
     # -- inner workings
 
     @contextmanager
-    def _rows_apart(self, rows: Sequence[_Row]) -> Generator[None]:
+    def _separate_rows(self, rows: Sequence[_Row]) -> Generator[None]:
         model = self._model
         attentions = [block.attn for block in model.transformer_blocks]
         processors = [attention.processor for attention in attentions]
@@ -74,10 +76,10 @@ class MixedRows:
 
         replaced: list[tuple[Any, str, Callable[..., Any]]] = [(model, "pos_embed", positions)]
         if self._strict:
-            few = [(model, "time_text_embed"), (model.norm_out, "linear")]
-            few += [(block, name) for block in model.transformer_blocks for name in ("img_mod", "txt_mod")]
-            replaced += [(owner, name, _by_row(getattr(owner, name))) for owner, name in few]
-        # What is set on the object itself comes before its submodule of that name.
+            small = [(model, "time_text_embed"), (model.norm_out, "linear")]
+            small += [(block, name) for block in model.transformer_blocks for name in ("img_mod", "txt_mod")]
+            replaced += [(owner, name, _by_row(getattr(owner, name))) for owner, name in small]
+        # An attribute in the object's own `__dict__` takes precedence over its submodule of that name.
         for owner, name, function in replaced:
             vars(owner)[name] = function
         try:
@@ -92,12 +94,12 @@ class MixedRows:
 
 
 class _AttentionByRow:
-    """A processor of `diffusers.models.attention_processor.Attention` with two streams, text and image."""
+    """Replaces the processor of `diffusers.models.attention_processor.Attention` with two streams, text and image."""
 
     def __init__(self, rows: Sequence[_Row], stock: Any) -> None:
         self._rows, self._stock = rows, stock
 
-    def __call__(  # noqa: PLR0917  # as diffusers calls it
+    def __call__(  # noqa: PLR0917  # the signature that diffusers calls
         self,
         attn: Any,
         hidden_states: torch.Tensor,
@@ -106,24 +108,24 @@ class _AttentionByRow:
         attention_mask: None = None,
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Shapes are [rows, longest, width] of image and text, and so are the returned ones."""
-        assert encoder_hidden_states_mask is attention_mask is None, "masks are the rows' own"
-        assert image_rotary_emb is not None, "the model has positions"
+        """Receives and returns image and text states, each of shape [rows, longest, width]."""
+        assert encoder_hidden_states_mask is attention_mask is None, "each row has its own mask"
+        assert image_rotary_emb is not None, "the model uses rotary positions"
         image_positions, text_positions = image_rotary_emb
         head = attn.inner_dim // attn.heads
         image = _heads(hidden_states, (attn.to_q, attn.to_k, attn.to_v), head)
         text = _heads(encoder_hidden_states, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), head)
-        for streams, norms, turns in (
+        for streams, norms, positions in (
             (image, (attn.norm_q, attn.norm_k), image_positions),
             (text, (attn.norm_added_q, attn.norm_added_k), text_positions),
         ):
             for i, norm in enumerate(norms):
-                streams[i] = _turned(norm(streams[i]) if norm is not None else streams[i], turns)
+                streams[i] = _rotate(norm(streams[i]) if norm is not None else streams[i], positions)
         image_out, text_out = torch.zeros_like(hidden_states), torch.zeros_like(encoder_hidden_states)
         for i, row in enumerate(self._rows):
-            made = self._attend(i, row, text, image)
-            text_out[i, : row.text_tokens] = made[0, : row.text_tokens]
-            image_out[i, : row.image_tokens] = made[0, row.text_tokens :]
+            attended = self._attend(i, row, text, image)
+            text_out[i, : row.text_tokens] = attended[0, : row.text_tokens]
+            image_out[i, : row.image_tokens] = attended[0, row.text_tokens :]
         for layer in attn.to_out:
             image_out = layer(image_out)
         return image_out, attn.to_add_out(text_out)
@@ -133,7 +135,7 @@ class _AttentionByRow:
             torch.cat([words[i : i + 1, : row.text_tokens], patches[i : i + 1, : row.image_tokens]], dim=1)
             for words, patches in zip(text, image, strict=True)
         )
-        made: torch.Tensor = dispatch_attention_fn(
+        attended: torch.Tensor = dispatch_attention_fn(
             query,
             key,
             value,
@@ -141,19 +143,19 @@ class _AttentionByRow:
             backend=self._stock._attention_backend,  # noqa: SLF001
             parallel_config=self._stock._parallel_config,  # noqa: SLF001
         )
-        return made.flatten(2, 3).to(query.dtype)
+        return attended.flatten(2, 3).to(query.dtype)
 
 
 def _by_row(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Of a batch, what the layer makes of each row alone."""
+    """Returns a function that applies the layer to each row of a batch separately."""
 
-    def apart(batch: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+    def apply_by_row(batch: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
         rows = range(len(batch))
         return torch.cat(
             [layer(batch[i : i + 1], *(each if each is None else each[i : i + 1] for each in others)) for i in rows]
         )
 
-    return apart
+    return apply_by_row
 
 
 def _row(latents: torch.Tensor, text: torch.Tensor, inputs: Any) -> _Row:
@@ -173,30 +175,30 @@ def _positions(
     max_txt_seq_len: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's own, complex[rows, longest, 1, half a head] of image and text."""
+    """Returns the positions of image and text, each complex[rows, longest, 1, half the head size]."""
     del max_txt_seq_len
-    own = [
+    row_positions = [
         embed([shape], max_txt_seq_len=row.text_tokens, device=device)
         for shape, row in zip(img_shapes, rows, strict=True)
     ]
-    image, text = zip(*own, strict=True)
-    return _filled([each[None] for each in image])[:, :, None], _filled([each[None] for each in text])[:, :, None]
+    image, text = zip(*row_positions, strict=True)
+    return _pad([each[None] for each in image])[:, :, None], _pad([each[None] for each in text])[:, :, None]
 
 
-def _filled(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[1, length, width] each to [rows, longest, width], with zeros after those that are shorter."""
+def _pad(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenates [1, length, width] tensors to [rows, longest, width], padded with zeros."""
     longest = max(row.shape[1] for row in rows)
-    filled = rows[0].new_zeros((len(rows), longest, *rows[0].shape[2:]))
+    padded = rows[0].new_zeros((len(rows), longest, *rows[0].shape[2:]))
     for i, row in enumerate(rows):
-        filled[i, : row.shape[1]] = row[0]
-    return filled
+        padded[i, : row.shape[1]] = row[0]
+    return padded
 
 
 def _heads(states: torch.Tensor, projections: Sequence[Any], head: int) -> list[torch.Tensor]:
     return [projection(states).unflatten(-1, (-1, head)) for projection in projections]
 
 
-def _turned(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary positions: [rows, tokens, heads, head] turned by complex[rows, tokens, 1, half a head]."""
+def _rotate(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Applies rotary positions, complex[rows, tokens, 1, half the head size], to [rows, tokens, heads, head size]."""
     pairs = torch.view_as_complex(states.float().reshape(*states.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * positions).flatten(3).type_as(states)

@@ -1,4 +1,4 @@
-"""A task as what a pipeline takes, checked before it holds anything."""
+"""Converts a task to the inputs of a pipeline, and validates it before it uses any resource."""
 
 from collections.abc import Mapping
 
@@ -12,20 +12,23 @@ from stagemesh.services.engines.media import MediaFile, Medium
 _MAX_SEED = (1 << 63) - 1
 
 
-def inputs_of(
+def build_inputs(
     task: Task, options: Mapping[str, float], *, stage: DiffusionOptions, facts: ModelFacts
 ) -> DiffusionInputs:
-    """`options` are complete. Raises InvalidRequestError naming what is wrong and what is allowed."""
+    """Returns a task's inputs. `options` includes the defaults.
+
+    Raises InvalidRequestError, or UnsupportedError, that names the invalid value and the allowed values.
+    """
     if not 0 <= task.seed <= _MAX_SEED:
         raise InvalidRequestError(f"seed is {task.seed}; it must be from 0 to {_MAX_SEED}", reason="INVALID_OPTION")
-    prompt, image = _prompt_and_image(task.prompt or "", facts) if _is_prompted(task, stage) else ("", None)
-    for what, text in (("prompt", prompt), ("negative prompt", task.negative_prompt)):
+    prompt, image = _prompt_and_image(task.prompt or "", facts) if _needs_prompt(task, stage) else ("", None)
+    for label, text in (("prompt", prompt), ("negative prompt", task.negative_prompt)):
         if len(text) > stage.max_prompt_characters:
             raise InvalidRequestError(
-                f"the {what} has {len(text)} characters; this stage takes {stage.max_prompt_characters}",
+                f"the {label} has {len(text)} characters; this stage allows {stage.max_prompt_characters}",
                 reason="PROMPT_TOO_LONG",
             )
-    numbers = {name: whole(name, options[name]) for name in _WHOLE if name in options}
+    numbers = {name: parse_integer(name, options[name]) for name in _INTEGERS if name in options}
     _check_sizes(numbers, facts)
     return DiffusionInputs(
         seed=task.seed,
@@ -39,19 +42,19 @@ def inputs_of(
     )
 
 
-def _is_prompted(task: Task, stage: DiffusionOptions) -> bool:
-    """Whether it says what is to be seen; one that goes on need not say it again."""
+def _needs_prompt(task: Task, stage: DiffusionOptions) -> bool:
+    """Returns whether the task must have a prompt. A task that resumes may omit it."""
     return stage.part in {"all", "encode"} and (task.resume_from is None or task.prompt is not None)
 
 
-def whole(name: str, value: float) -> int:
-    """An option that counts something; raises InvalidRequestError for a fraction."""
+def parse_integer(name: str, value: float) -> int:
+    """Returns an option as an integer. Raises InvalidRequestError if it is a fraction."""
     if value != int(value):
-        raise InvalidRequestError(f"option {name} is {value:g}; it must be a whole number", reason="INVALID_OPTION")
+        raise InvalidRequestError(f"option {name} is {value:g}; it must be an integer", reason="INVALID_OPTION")
     return int(value)
 
 
-_WHOLE = ("height", "width", "num_frames", "num_inference_steps")
+_INTEGERS = ("height", "width", "num_frames", "num_inference_steps")
 
 
 def _check_sizes(numbers: Mapping[str, int], facts: ModelFacts) -> None:
@@ -73,7 +76,7 @@ def _check_sizes(numbers: Mapping[str, int], facts: ModelFacts) -> None:
     frames = numbers.get("num_frames", 1)
     if facts.frames_multiple == 0 and frames != 1:
         raise InvalidRequestError(
-            f"option num_frames is {frames}; this model makes pictures, which have 1", reason="INVALID_OPTION"
+            f"option num_frames is {frames}; this model generates images, which have 1 frame", reason="INVALID_OPTION"
         )
     if facts.frames_multiple and (frames - 1) % facts.frames_multiple:
         raise InvalidRequestError(
@@ -86,22 +89,22 @@ def _prompt_and_image(prompt: Prompt, facts: ModelFacts) -> tuple[str, bytes | N
     if isinstance(prompt, str):
         text, media = prompt, list[Medium]()
     elif prompt and isinstance(prompt[0], int):
-        raise UnsupportedError("a diffusion stage takes text, and no token ids", metadata={"ability": "token_ids"})
+        raise UnsupportedError("a diffusion stage accepts text, but not token ids", metadata={"ability": "token_ids"})
     else:
         messages = [message for message in prompt if isinstance(message, ChatMessage)]
         if len(messages) != 1:
             raise InvalidRequestError(
-                f"the conversation has {len(messages)} messages; a diffusion stage takes one", reason="INVALID_PROMPT"
+                f"the conversation has {len(messages)} messages; a diffusion stage accepts one", reason="INVALID_PROMPT"
             )
         (message,) = messages
         text = message.content or "\n".join(part for part in message.parts if isinstance(part, str))
         media = list(media_of(prompt))
-    pictures = [medium for medium in media if isinstance(medium, MediaFile) and medium.kind == "image"]
-    if len(pictures) != len(media):
-        raise UnsupportedError("a diffusion stage takes pictures, and neither sound nor films")
-    if len(pictures) != int(facts.takes_image):
-        wanted = "starts from one picture" if facts.takes_image else "takes text alone"
-        raise InvalidRequestError(f"{len(pictures)} pictures were given; this model {wanted}", reason="INVALID_MEDIA")
+    images = [medium for medium in media if isinstance(medium, MediaFile) and medium.kind == "image"]
+    if len(images) != len(media):
+        raise UnsupportedError("a diffusion stage accepts images, but not audio or video")
+    if len(images) != int(facts.takes_image):
+        wanted = "needs one image" if facts.takes_image else "accepts only text"
+        raise InvalidRequestError(f"the prompt has {len(images)} images; this model {wanted}", reason="INVALID_MEDIA")
     if not text.strip():
-        raise InvalidRequestError("the prompt is empty; say what is to be seen", reason="EMPTY_PROMPT")
-    return text, pictures[0].data if pictures else None
+        raise InvalidRequestError("the prompt is empty; describe the image", reason="EMPTY_PROMPT")
+    return text, images[0].data if images else None

@@ -1,4 +1,4 @@
-"""Text encoders of the real classes with random weights, for the tokenizers beside."""
+"""Text encoders of the real classes with random weights, for the tiny tokenizers."""
 
 from typing import Any
 
@@ -19,17 +19,17 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from tests.diffusion.tiny_tokenizers import QWEN_SPECIAL
+from tests.diffusion.tiny.tokenizers import QWEN_SPECIAL
 
 HIDDEN = 64
-"""The width of all but CLIP's."""
+"""Hidden size of all text encoders except CLIP."""
 CLIP_HIDDEN = 32
 _HEAD = 32
 _LAYERS = 2
 
 
 def qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
-    """Qwen-Image's: a language model that could see."""
+    """Text encoder of Qwen-Image, a vision-language model."""
     text = {
         **_decoder(tokenizer),
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
@@ -56,27 +56,27 @@ def qwen_vl(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
 
 
 def qwen3(tokenizer: Qwen2Tokenizer) -> Qwen3Model:
-    """Z-Image's."""
+    """Text encoder of Z-Image."""
     return Qwen3Model(Qwen3Config(**_decoder(tokenizer), head_dim=_HEAD, tie_word_embeddings=True))
 
 
 def clip(tokenizer: CLIPTokenizer) -> CLIPTextModel:
-    """Flux's, of which the pooled output is used."""
+    """Text encoder of Flux whose pooled output is used."""
     return CLIPTextModel(_clip_config(tokenizer))
 
 
 def clip_with_projection(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
-    """Stable Diffusion 3's, twice."""
+    """Each of the two CLIP text encoders of Stable Diffusion 3."""
     return CLIPTextModelWithProjection(_clip_config(tokenizer))
 
 
 def t5(tokenizer: T5Tokenizer) -> T5EncoderModel:
-    """Flux's and Stable Diffusion 3's."""
+    """T5 text encoder of Flux and Stable Diffusion 3."""
     return T5EncoderModel(T5Config(**_t5_sizes(tokenizer)))
 
 
 def umt5(tokenizer: T5Tokenizer) -> UMT5EncoderModel:
-    """Wan's."""
+    """Text encoder of Wan."""
     return UMT5EncoderModel(UMT5Config(**_t5_sizes(tokenizer)))  # type: ignore[no-untyped-call]
 
 

@@ -1,7 +1,7 @@
-"""Real pipelines with a few hundred thousand random weights: complete, without a hub, the same each time.
+"""Complete pipelines with a few hundred thousand random weights, made without a model hub and reproducible.
 
-Their VAEs shrink eight times a side and have 16 channels, as the real ones; hidden sizes are multiples of 32, so that a
-row's arithmetic need not depend on the batch it is in (MKL's strict mode).
+Their VAEs downscale each side by 8 and have 16 channels, like the real ones. Hidden sizes are multiples of 32, so that
+a row's result does not depend on its batch in MKL's strict mode.
 """
 
 import json
@@ -14,22 +14,22 @@ import diffusers as _diffusers
 import torch
 from transformers import Qwen2VLImageProcessorPil
 
-from tests.diffusion import tiny_text_encoders as encoders
-from tests.diffusion.tiny_tokenizers import clip_tokenizer, qwen_tokenizer, t5_tokenizer
+from tests.diffusion.tiny import text_encoders as encoders
+from tests.diffusion.tiny.tokenizers import clip_tokenizer, qwen_tokenizer, t5_tokenizer
 
 diffusers: Any = _diffusers
-"""Its classes are typed in part, and not as they are where something optional is absent."""
+"""Untyped, because its annotations are incomplete, and wrong if an optional dependency is missing."""
 
 _LAYERS = 2
 _HEADS = 2
 _HEAD = 32
 _ROPE = (8, 12, 12)
-"""Adds up to a head."""
+"""Adds up to the head size."""
 _CHANNELS = 16
 
 
 def write_qwen_image(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Qwen-Image: true CFG, packed latents, a VAE for films of one frame."""
+    """Qwen-Image: true CFG, packed latents, a VAE for videos of one frame."""
     with _seeded():
         tokenizer = qwen_tokenizer()
         pipeline = diffusers.QwenImagePipeline(
@@ -51,9 +51,9 @@ def write_qwen_image(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 
 
 def write_qwen_image_edit(folder: Path) -> Path:
-    """Qwen-Image-Edit: the same model, which is shown a picture twice, as latents and beside the prompt."""
+    """Qwen-Image-Edit: the same model, which receives an image as latents and as a part of the prompt."""
     write_qwen_image(folder)
-    # What a pipeline itself would save needs a processor of films beside it.
+    # The processor that a pipeline would save needs a video processor.
     Qwen2VLImageProcessorPil().save_pretrained(folder / "processor")
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     index |= {"_class_name": "QwenImageEditPipeline", "processor": ["transformers", "Qwen2VLProcessor"]}
@@ -87,7 +87,7 @@ def write_flux(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 
 
 def write_sd3(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Stable Diffusion 3: three text encoders, a learnt position for each patch up to 512 pixels a side."""
+    """Stable Diffusion 3: three text encoders, a learned position for each patch of up to 512 x 512 pixels."""
     with _seeded():
         short, long = clip_tokenizer(), t5_tokenizer()
         pipeline = diffusers.StableDiffusion3Pipeline(
@@ -138,7 +138,7 @@ def write_wan(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 
 
 def write_z_image(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Z-Image: lists of latents and of prompts, padded by learnt tokens."""
+    """Z-Image: lists of latents and of prompts, padded with learned tokens."""
     with _seeded():
         tokenizer = qwen_tokenizer()
         transformer = diffusers.ZImageTransformer2DModel(
@@ -150,7 +150,7 @@ def write_z_image(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
             cap_feat_dim=encoders.HIDDEN,
             axes_dims=list(_ROPE),
         )
-        # Zero in a new model, and an error in them would not show.
+        # They are zero in a new model, which would hide errors.
         torch.nn.init.normal_(transformer.x_pad_token)
         torch.nn.init.normal_(transformer.cap_pad_token)
         pipeline = diffusers.ZImagePipeline(

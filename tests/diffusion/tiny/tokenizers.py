@@ -1,4 +1,4 @@
-"""Tokenizers of a few hundred tokens for tiny pipelines: one token a character, made in memory."""
+"""Tokenizers of a few hundred tokens for tiny pipelines, made in memory: one token per character."""
 
 from itertools import chain
 
@@ -18,7 +18,7 @@ QWEN_SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-"""Their ids are their places."""
+"""The id of a token is its index."""
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -26,7 +26,7 @@ _CHAT_TEMPLATE = (
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
-    """Bytes, and the words of Qwen-Image's templates: the pipelines drop a template by its number of tokens."""
+    """Tokens are bytes and the words of Qwen-Image's templates, which pipelines remove by their number of tokens."""
     pieces = _template_pieces()
     merges = list(dict.fromkeys((word[:end], word[end]) for word in pieces for end in range(1, len(word))))
     tokens = [*QWEN_SPECIAL, *_alphabet(), *("".join(merge) for merge in merges)]
@@ -37,21 +37,21 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """Bytes, of which the last of a word is another token than elsewhere; at most 77 tokens."""
+    """Tokens are bytes. The last byte of a word has a token of its own. A prompt has at most 77 tokens."""
     ends = [f"{letter}</w>" for letter in _alphabet()]
     tokens = ["<|startoftext|>", "<|endoftext|>", *_alphabet(), *ends]
     return CLIPTokenizer(vocab=_numbered(tokens), model_max_length=77)
 
 
 def t5_tokenizer() -> T5Tokenizer:
-    """The printable characters of ASCII, all equally likely."""
+    """Tokens are the printable ASCII characters, all equally likely."""
     letters = [("\N{LOWER ONE EIGHTH BLOCK}", -2.0), *((chr(code), -2.0) for code in range(33, 127))]
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     return T5Tokenizer(vocab=[*special, *letters], extra_ids=0, model_max_length=512)
 
 
 def _template_pieces() -> list[str]:
-    # Words that begin with a space come first: a merge inside of one would otherwise be done before the one at its
+    # Words that begin with a space come first. Otherwise a merge inside of a word would precede the merge at its
     # beginning, and the word would be two tokens.
     split = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
     templates = (QWENIMAGE_PROMPT_TEMPLATE, QWENIMAGE_EDIT_PROMPT_TEMPLATE)

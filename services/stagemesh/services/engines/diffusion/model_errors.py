@@ -1,0 +1,21 @@
+"""Maps exceptions of models and schedulers to this project's errors."""
+
+import torch
+
+from stagemesh.common.errors import InternalError, InvalidRequestError, OverloadedError, StagemeshError
+
+
+def to_stagemesh_error(exc: Exception) -> StagemeshError:
+    """Returns the error to report to the caller. Models raise ValueError for inputs that they do not support."""
+    if isinstance(exc, StagemeshError):
+        return exc
+    # torch reports exhausted host memory only in the text of a RuntimeError.
+    if isinstance(exc, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(exc):
+        return OverloadedError(
+            f"the device does not have enough memory for the request in addition to those that run: {exc}; ask for "
+            "less, or lower the stage's max_running",
+            reason="OUT_OF_MEMORY",
+        )
+    if isinstance(exc, ValueError):
+        return InvalidRequestError(f"the model rejects the request: {exc}")
+    return InternalError(f"the model failed: {type(exc).__name__}: {exc}")

@@ -1,0 +1,128 @@
+"""Runs the steps of all requests, one batch after the other, and other calls to the worker between them."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.services.engines.diffusion.executor import Executor
+from stagemesh.services.engines.diffusion.scheduling.step_scheduler import StepScheduler, Turn
+
+if TYPE_CHECKING:
+    from stagemesh.services.engines.diffusion.worker import PreparedRequest
+
+
+class RequestProgress:
+    """How many steps of a request are completed."""
+
+    def __init__(self, name: str, prepared: "PreparedRequest", *, priority: int, deadline_s: float | None) -> None:
+        self.total, self.done = prepared.total_steps, prepared.step_index
+        self.stop_at = 0
+        """The step at which the request leaves the step loop."""
+        self.turn = Turn(
+            name, prepared.key, prepared.tokens, prepared.total_steps, priority=priority, deadline_s=deadline_s
+        )
+        self._error: StagemeshError | None = None
+        self._recorded = asyncio.Event()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the request takes no further step for now."""
+        return self._error is not None or self.done >= self.stop_at
+
+    def stop_early(self) -> None:
+        """Stops the request after its next step, or after its current step if that has begun."""
+        self.stop_at = min(self.stop_at, self.done + 1)
+
+    def record(self, error: StagemeshError | None) -> None:
+        """Records that a step is completed, or that it has failed."""
+        if error is None:
+            self.done += 1
+        self._error = error
+        self._recorded.set()
+
+    async def wait_step(self) -> None:
+        """Waits for steps that were not waited for yet. Raises the error of a failed step."""
+        await self._recorded.wait()
+        self._recorded.clear()
+        if self._error is not None:
+            raise self._error
+
+
+class StepLoop:
+    """Runs one batch of steps after the other on an executor that runs one call at a time.
+
+    Calls that begin or end a request run before the next step. Otherwise a short request would wait for a step of a
+    long request at each of these calls.
+    """
+
+    def __init__(self, executor: Executor, scheduler: StepScheduler) -> None:
+        self._executor, self._scheduler = executor, scheduler
+        self._requests: dict[str, RequestProgress] = {}
+        self._calls = 0
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the worker. No step starts before the call has returned."""
+        self._calls += 1
+        try:
+            return await self._executor.call(method, *args, **kwargs)
+        finally:
+            self._calls -= 1
+            self._changed.set()
+
+    async def run_steps(self, request: RequestProgress, stop_at: int) -> AsyncGenerator[int, None]:
+        """Runs a request's steps up to step `stop_at`. Yields the number of completed steps after each step.
+
+        `RequestProgress.stop_early` ends it at an earlier step.
+        """
+        if self._ended:
+            raise UnavailableError("the engine has ended")
+        request.turn.steps_left = request.total - request.done
+        self._requests[request.turn.request_id] = request
+        request.stop_at = stop_at
+        self._scheduler.add(request.turn)
+        self._changed.set()
+        try:
+            while request.done < request.stop_at:
+                await request.wait_step()
+                yield request.done
+        finally:
+            self._scheduler.remove(request.turn)
+            del self._requests[request.turn.request_id]
+
+    async def serve(self) -> None:
+        """Runs until it is cancelled. Requests that then wait for a step fail."""
+        try:
+            await self._serve()
+        finally:
+            self._ended = True
+            for request in self._requests.values():
+                request.record(UnavailableError("the engine has ended"))
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            batch = [] if self._calls else self._scheduler.next_batch(loop.time())
+            if not batch:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            began_s = loop.time()
+            requests = [self._requests[turn.request_id] for turn in batch]
+            errors = await self._step(batch)
+            self._scheduler.done(batch, loop.time() - began_s)
+            for request, error in zip(requests, errors, strict=True):
+                request.record(error)
+                if request.stopped:
+                    self._scheduler.remove(request.turn)
+            # Lets requests that have stopped make their calls before the next step.
+            await asyncio.sleep(0)
+
+    async def _step(self, batch: list[Turn]) -> list[StagemeshError | None]:
+        try:
+            errors: list[StagemeshError | None] = await self._executor.call("step", [turn.request_id for turn in batch])
+        except StagemeshError as exc:
+            return [exc] * len(batch)
+        return errors
