@@ -4,10 +4,9 @@ from collections.abc import Callable
 from typing import cast
 
 from stagemesh.orchestrator.config import ReplicaAddress
-from stagemesh.orchestrator.fleet.load_estimate import StepCost
-from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.fleet.replica import Replica, StepCost
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
-from stagemesh.orchestrator.fleet.stage_client import StageClient
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import stage_pb2
 
@@ -40,30 +39,30 @@ def ready_replica(
     name: str,
     pipeline: Pipeline,
     *,
-    book: ReplicaRegistry | None = None,
+    registry: ReplicaRegistry | None = None,
     generation: str = "",
     host: str = "",
     zone: str = "",
     cost: StepCost | None = None,
     clock: Callable[[], float] = Clock(),  # noqa: B008
 ) -> Replica:
-    """A replica of the stage that its name begins with ("b-0"), in the book."""
+    """A replica of the stage that its name begins with ("b-0"), in the registry."""
     stage = name.split("-", maxsplit=1)[0]
 
     def changed() -> None:
-        if book is not None:
-            book.update(replica)
+        if registry is not None:
+            registry.update(replica)
 
     replica = Replica(
         stage,
         ReplicaAddress(name, f"h:{name}"),
-        cast("StageClient", None),
+        cast("ReplicaClient", None),
         on_change=changed,
         cost=cost,
         clock=clock,
     )
-    if book is not None:
-        book.add(replica)
+    if registry is not None:
+        registry.add(replica)
     described = said(stage, pipeline=pipeline, generation=generation, host=host, zone=zone)
     replica.observe_description(described, pipeline, generations={generation})
     return replica

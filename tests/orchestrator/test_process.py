@@ -70,7 +70,7 @@ async def test_a_config_without_all_stages_ends_it_with_the_cause(tmp_path: Path
     process = await _start(_config(tmp_path, port=port, stages="az"))
     said = await _output(process)
     assert process.returncode == 1
-    assert "stages without a replica: b, c; no such stage: z" in said
+    assert "stages without a replica: b, c; unknown stages: z" in said
 
 
 def test_a_config_survives_its_file(tmp_path: Path) -> None:

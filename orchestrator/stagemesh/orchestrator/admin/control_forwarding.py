@@ -8,7 +8,7 @@ import grpc
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.orchestrator.admin.directory import Directory
-from stagemesh.orchestrator.fleet.stage_client import CONTROL_NAME
+from stagemesh.orchestrator.fleet.replica_client import CONTROL_NAME
 from stagemesh.rpc.error_boundary import answering, time_left_s
 
 REPLICA_KEY = "stagemesh-replica"

@@ -31,7 +31,7 @@ class Directory:
 
     def replicas_of(self, stage: str) -> Sequence[Replica]:
         """Those of a stage, by name: "a-2" before "a-10"."""
-        return sorted(self._fleet.book.of(stage), key=lambda replica: (len(replica.name), replica.name))
+        return sorted(self._fleet.registry.of(stage), key=lambda replica: (len(replica.name), replica.name))
 
     def stage_replicas(self, stage: str) -> list[Replica]:
         """Those of a stage; raises NotFoundError (UNKNOWN_TARGET) where there is no such stage."""
@@ -45,7 +45,7 @@ class Directory:
 
     def links_of(self, edge: Edge) -> Sequence[EdgeLink]:
         """An edge's links between replicas that are ready."""
-        return self._fleet.links.of(edge)
+        return self._fleet.edge_connectors.links_of(edge)
 
     def find(self, name: str) -> Replica | None:
         """The replica of this name. Of two, one of which is on its way out or refused, the other."""

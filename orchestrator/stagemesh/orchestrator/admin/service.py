@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from stagemesh.orchestrator.admin.control_forwarding import ControlForwarder
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.servicer import AdminServicer
-from stagemesh.orchestrator.fleet.stage_client import CONTROL_NAME
+from stagemesh.orchestrator.fleet.replica_client import CONTROL_NAME
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.rpc.server import Server
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc

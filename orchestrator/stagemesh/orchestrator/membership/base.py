@@ -1,4 +1,4 @@
-"""The contract between those who know which replicas there are, and whoever watches them."""
+"""Members and their sources: which replicas there are."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,26 +6,28 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Member:
-    """A replica that there is: its stage, and where it serves ("host:port")."""
+    """A replica: its stage and the address at which it serves ("host:port")."""
 
     stage: str
     endpoint: str
     name: str = ""
-    """In the pipeline; empty where only the replica itself can say."""
+    """The replica's name in the pipeline. Empty if only the replica itself knows it."""
 
 
 class MembershipListener(Protocol):
-    """The members as they come and go. Several sources may tell of the same one; it leaves when none does."""
+    """Gets the members as they join and leave. Several sources may report the same member, which leaves with the last
+    report.
+    """
 
     def join(self, member: Member) -> None:
-        """It is there. Once a source, until it leaves."""
+        """Called when a source reports a new member; once for each source until the member leaves."""
 
     def leave(self, member: Member, why: str) -> None:
-        """It is no longer there; `why` is for people."""
+        """Called when a source no longer reports a member. `why` is a text for people."""
 
 
 class MemberSource(Protocol):
-    """A way to know the members."""
+    """A source of members."""
 
-    async def follow(self, roster: MembershipListener) -> None:
-        """Tells the roster of all members, and of every change, until it is cancelled. Called once."""
+    async def follow(self, listener: MembershipListener) -> None:
+        """Reports all members and every change to the listener until it is cancelled. Called once."""
