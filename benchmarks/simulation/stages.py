@@ -295,7 +295,7 @@ class Members:
             for number in range(count)
         ]
 
-    async def follow(self, roster: MembershipListener) -> None:
+    async def follow(self, listener: MembershipListener) -> None:
         """See MemberSource."""
         for member in self.members:
-            roster.join(member)
+            listener.join(member)

@@ -1,4 +1,4 @@
-"""Replicas for tests of pure logic: nothing serves at their addresses."""
+"""Replicas without processes, for tests of pure logic."""
 
 from collections.abc import Callable
 from typing import cast
@@ -20,10 +20,10 @@ class Clock:
         return self.now_s
 
 
-def said(
+def ready_description(
     stage: str, *, pipeline: Pipeline | None = None, generation: str = "", host: str = "", zone: str = ""
 ) -> stage_pb2.DescribeResponse:
-    """What a ready replica says of itself."""
+    """Returns the description of a ready replica."""
     return stage_pb2.DescribeResponse(
         pipeline=pipeline.name if pipeline else "",
         generation=generation or (pipeline.generation if pipeline else ""),
@@ -46,7 +46,7 @@ def ready_replica(
     cost: StepCost | None = None,
     clock: Callable[[], float] = Clock(),  # noqa: B008
 ) -> Replica:
-    """A replica of the stage that its name begins with ("b-0"), in the registry."""
+    """Returns a ready replica of the stage with which its name begins ("b-0"), and adds it to the registry."""
     stage = name.split("-", maxsplit=1)[0]
 
     def changed() -> None:
@@ -63,6 +63,6 @@ def ready_replica(
     )
     if registry is not None:
         registry.add(replica)
-    described = said(stage, pipeline=pipeline, generation=generation, host=host, zone=zone)
+    described = ready_description(stage, pipeline=pipeline, generation=generation, host=host, zone=zone)
     replica.observe_description(described, pipeline, generations={generation})
     return replica

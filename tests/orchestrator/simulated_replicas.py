@@ -1,6 +1,5 @@
-"""Replicas that pass rows along, keep the contract of recovery to the letter, and die when they are told to.
-
-All in one process and by the event loop's clock, so that hours of it take a moment.
+"""Simulated replicas that pass rows on, follow the rules of recovery exactly, and die on request. All run in one
+process and by the event loop's clock, so that hours take a moment.
 """
 
 import asyncio
@@ -19,50 +18,50 @@ from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import request_pb2, stage_pb2
 
 ROW_S = 0.1
-"""How long a row takes."""
+"""Seconds to make a row."""
 _TENSOR = "text"
 _UNSENT = "unsent"
 """A tensor that no edge carries."""
 START_S = 1.0
-"""How long a process is away once it died."""
+"""Seconds from a death of a process to its restart."""
 FAILED_S = 0.05
-"""How long a process lives whose engine has died."""
+"""Seconds from a death of an engine to the death of its process."""
 
 
 class World:
-    """What goes on between the replicas of a pipeline, for one request at a time."""
+    """The replicas of a pipeline and the flows between them, for one request at a time."""
 
     def __init__(self, pipeline: Pipeline, *, rows: int = 5, checkpoints: bool = False) -> None:
         self.pipeline, self.rows, self.checkpoints = pipeline, rows, checkpoints
         self.keeps = True
-        """Whether producers have their first chunks still when they are asked for them."""
+        """Whether producers retain their first chunks."""
         self.replicas: dict[str, SimulatedReplica] = {}
         self.changed = Notifier()
         self.on_row: Callable[[Step], None] = lambda _: None
         """Called before a step makes a row."""
         self.made: defaultdict[str, int] = defaultdict(int)
-        """By stage, the rows that were made in all."""
+        """By stage, the total number of rows made."""
 
     def connect(self, member: Member) -> "SimulatedReplica":
-        """A process serves there."""
+        """Starts the process of a member and returns its client."""
         replica = self.replicas[member.name] = SimulatedReplica(member, self)
         return replica
 
 
 @dataclass
 class Inlet:
-    """What a step takes from a producer."""
+    """The rows that a step gets from a producer."""
 
     producer: str
     attempt: int
     begins: int = 0
-    """The first row that the present flow brings."""
+    """The first row of the present flow."""
     taken: int = 0
 
 
 @dataclass(eq=False)
 class Step:
-    """One attempt at a stage's share."""
+    """One attempt of a stage."""
 
     replica: "SimulatedReplica"
     request: stage_pb2.ExecuteStepRequest
@@ -74,7 +73,7 @@ class Step:
     finished: bool = False
     over: bool = False
 
-    def tell(self, **event: object) -> None:
+    def emit(self, **event: object) -> None:
         self.events.append(stage_pb2.ExecuteStepResponse(**event))  # type: ignore[arg-type]
         self.replica.world.changed.fire()
 
@@ -91,10 +90,10 @@ class SimulatedReplica:
         self.calls: list[stage_pb2.ExecuteStepRequest] = []
         self.rebinds: list[stage_pb2.RebindStepRequest] = []
 
-    # -- what befalls it
+    # -- faults
 
     def die(self) -> None:
-        """The process is killed, and started anew soon."""
+        """Kills the process. It restarts after START_S."""
         if self.dead:
             return
         self.dead = True
@@ -104,21 +103,21 @@ class SimulatedReplica:
         asyncio.get_running_loop().call_later(START_S, self._rise)
 
     def fail(self) -> None:
-        """Its engine dies: its steps hear of that at once, and the process ends a moment later."""
+        """Kills the engine. Its steps fail at once, and the process dies after FAILED_S."""
         self.fails = True
         self.world.changed.fire()
         asyncio.get_running_loop().call_later(FAILED_S, self.die)
 
     def hand_on(self) -> None:
-        """It is drained: what runs is paused."""
+        """Pauses all steps, as a drain does."""
         for step_id, step in self.steps.items():
             self.tasks[step_id].cancel()
             checkpoint = stage_pb2.Checkpoint(steps=step.made, token_ids=[1], rows={_TENSOR: step.made})
-            step.tell(paused=stage_pb2.StepPaused(checkpoint=checkpoint))
+            step.emit(paused=stage_pb2.StepPaused(checkpoint=checkpoint))
             step.over = True
 
     async def sever(self, for_s: float) -> None:
-        """It cannot be reached for a while, and lives."""
+        """Makes the process unreachable for a while. It keeps running."""
         self.cut = True
         self.world.changed.fire()
         await asyncio.sleep(for_s)
@@ -139,7 +138,7 @@ class SimulatedReplica:
         if self.dead or self.cut:
             raise UnavailableError(f"{self.member.name} is out of reach", reason=REPLICA_LOST)
 
-    # -- as connection
+    # -- ReplicaClient
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
         self._check()
@@ -170,7 +169,7 @@ class SimulatedReplica:
     async def close(self) -> None:
         self._drop()
 
-    # -- as client
+    # -- ReplicaClient: steps
 
     async def execute(
         self,
@@ -235,7 +234,7 @@ class SimulatedReplica:
     async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
         raise UnsupportedError(f"no {method} here")
 
-    # -- its work
+    # -- the work of a step
 
     def _begin(self, request: stage_pb2.ExecuteStepRequest) -> Step:
         begins = request.resume_from.rows[_TENSOR] if request.HasField("resume_from") else 0
@@ -263,7 +262,7 @@ class SimulatedReplica:
 
     async def _work(self, step: Step) -> None:
         world = self.world
-        step.tell(accepted=stage_pb2.StepAccepted())
+        step.emit(accepted=stage_pb2.StepAccepted())
         while step.made < world.rows:
             while not all(self._take(step, edge) > step.made for edge in step.inlets):
                 await world.changed.wait()
@@ -271,22 +270,22 @@ class SimulatedReplica:
             await asyncio.sleep(ROW_S)
             for name in step.request.streamed:
                 text = f"{self.member.stage}{step.made}é "
-                step.tell(output=request_pb2.Output(name=name, text=text, seq=step.made))
+                step.emit(output=request_pb2.Output(name=name, text=text, seq=step.made))
             step.made += 1
             world.made[self.member.stage] += 1
-            step.tell(progress=stage_pb2.StepProgress(steps=step.made))
+            step.emit(progress=stage_pb2.StepProgress(steps=step.made))
             if world.checkpoints:
                 rows = {_TENSOR: step.made, _UNSENT: step.made}
                 checkpoint = stage_pb2.Checkpoint(steps=step.made, token_ids=[1], rows=rows)
-                step.tell(checkpoint=checkpoint)
+                step.emit(checkpoint=checkpoint)
         while not all(self._has_arrived(step, target) for target in list(step.outlets.values())):
             await world.changed.wait()
         step.finished = True
-        step.tell(finished=stage_pb2.StepFinished(usage=request_pb2.Usage(steps=step.made)))
+        step.emit(finished=stage_pb2.StepFinished(usage=request_pb2.Usage(steps=step.made)))
         step.over = True
 
     def _take(self, step: Step, edge: str) -> int:
-        """Takes what there is; how many rows it has then."""
+        """Takes the rows that have been made. Returns the number of rows taken in all."""
         inlet = step.inlets[edge]
         for producer in self.world.replicas[inlet.producer].steps.values():
             target = producer.outlets.get(edge)
@@ -307,7 +306,7 @@ class SimulatedReplica:
 
 
 class Members:
-    """So many replicas of each stage."""
+    """A source with `count` members of each stage."""
 
     def __init__(self, pipeline: Pipeline, count: int) -> None:
         self._members = [
@@ -316,7 +315,6 @@ class Members:
             for number in range(count)
         ]
 
-    async def follow(self, roster: MembershipListener) -> None:
-        """See MemberSource."""
+    async def follow(self, listener: MembershipListener) -> None:
         for member in self._members:
-            roster.join(member)
+            listener.join(member)

@@ -184,7 +184,7 @@ async def test_a_replica_that_joins_does_not_stop_the_others() -> None:
         assert broken.state is ReplicaState.FAILED
 
 
-async def test_a_replica_that_left_is_forgotten() -> None:
+async def test_a_replica_that_left_has_no_links() -> None:
     links = EdgeConnectors((_EDGE,))
     replicas = [_replica(name) for name in ("a-0", "a-1", "b-0", "b-1")]
     async with _probing(links) as changed:

@@ -1,4 +1,4 @@
-"""Replicas come, restart and go while the fleet is watched; in virtual time, over connections that a test plays."""
+"""Replicas join, restart and leave while the fleet is watched, in virtual time and without gRPC."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -19,7 +19,7 @@ from stagemesh.orchestrator.planning.planner import Planner
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.v1 import stage_pb2
 from tests.orchestrator.mesh import CHAIN
-from tests.orchestrator.replicas import said
+from tests.orchestrator.replicas import ready_description
 
 
 @pytest.fixture
@@ -29,10 +29,10 @@ def pipeline(tmp_path: Path) -> Pipeline:
 
 
 class _Stage:
-    """A process at an address, or nobody; is connection and client too."""
+    """The client of a simulated process at an address."""
 
     def __init__(self, member: Member, pipeline: Pipeline) -> None:
-        self.description = said(member.stage, pipeline=pipeline)
+        self.description = ready_description(member.stage, pipeline=pipeline)
         self.description.incarnation = "one"
         self.description.replica = member.name
         self.reachable, self.listening, self.closed = True, True, False
@@ -44,9 +44,9 @@ class _Stage:
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
         self._check()
-        said = stage_pb2.DescribeResponse()
-        said.CopyFrom(self.description)
-        return said
+        description = stage_pb2.DescribeResponse()
+        description.CopyFrom(self.description)
+        return description
 
     async def wait_while_serving(self) -> None:
         incarnation = self.description.incarnation
@@ -72,19 +72,19 @@ class _Stage:
             raise UnavailableError("out of reach")
 
     def vanish(self, *, listening: bool) -> None:
-        """Dies, or is cut off."""
+        """Makes the process unreachable. It has died unless it is still `listening`."""
         self.reachable, self.listening = False, listening
         self.changed.fire()
 
     def restart(self, incarnation: str) -> None:
-        """Another process serves there."""
+        """Starts another process at the address."""
         self.reachable = self.listening = True
         self.description.incarnation = incarnation
         self.changed.fire()
 
 
 class _World:
-    """A fleet over such stages, one a stage from the start, and what its source tells it."""
+    """A fleet over simulated processes, at first one for each stage, and the source of its members."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.fleet = Fleet(pipeline, [self], connect=self._connect, clock=lambda: asyncio.get_running_loop().time())
@@ -92,9 +92,9 @@ class _World:
         self.members = {stage: Member(stage, f"h:{stage}", f"{stage}-0") for stage in pipeline.stages}
         self._pipeline = pipeline
 
-    async def follow(self, roster: MembershipListener) -> None:
+    async def follow(self, listener: MembershipListener) -> None:
         for member in self.members.values():
-            roster.join(member)
+            listener.join(member)
 
     def _connect(self, member: Member) -> ReplicaClient:
         self.stages[member.endpoint] = _Stage(member, self._pipeline)
@@ -124,7 +124,7 @@ def test_a_replica_joins_and_leaves_while_it_runs(pipeline: Pipeline) -> None:
             await asyncio.sleep(0.1)
             assert [replica.state for replica in world.fleet.replicas["b"]] == [ReplicaState.READY] * 2
             assert len(world.fleet.edge_connectors.links_of(pipeline.edges[0])) == 2
-            world.fleet.leave(late, "it said so")
+            world.fleet.leave(late, "it left")
             await asyncio.sleep(0.1)
             assert [replica.name for replica in world.fleet.replicas["b"]] == ["b-0"]
             assert len(world.fleet.edge_connectors.links_of(pipeline.edges[0])) == 1
@@ -149,10 +149,10 @@ def test_a_member_of_two_sources_leaves_with_the_last(pipeline: Pipeline) -> Non
     _play(pipeline, scene)
 
 
-def test_one_that_leaves_is_let_go_when_its_requests_are_done(pipeline: Pipeline) -> None:
+def test_a_leaving_replica_is_closed_once_its_requests_have_ended(pipeline: Pipeline) -> None:
     async def scene(world: _World) -> None:
         plan = Planner(pipeline, world.fleet.registry).plan(pipeline.route(["last"]))
-        world.fleet.leave(world.members["b"], "it said so")
+        world.fleet.leave(world.members["b"], "it left")
         await asyncio.sleep(60)
         (replica,) = world.fleet.replicas["b"]
         assert (replica.state, replica.end_cause) == (ReplicaState.DRAINING, None)
@@ -165,7 +165,7 @@ def test_one_that_leaves_is_let_go_when_its_requests_are_done(pipeline: Pipeline
     _play(pipeline, scene)
 
 
-def test_a_process_started_anew_is_another_replica(pipeline: Pipeline) -> None:
+def test_a_restarted_process_is_another_replica(pipeline: Pipeline) -> None:
     async def scene(world: _World) -> None:
         plan = Planner(pipeline, world.fleet.registry).plan(pipeline.route(["last"]))
         world.stages["h:b"].work_s = 9.0
@@ -188,7 +188,7 @@ def test_a_process_started_anew_is_another_replica(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize(("listening", "at_least_s", "at_most_s"), [(False, 0.0, 1.0), (True, 15.0, 20.0)])
-def test_a_dead_replica_is_gone_at_once_and_a_silent_one_after_a_while(
+def test_a_dead_replica_ends_at_once_and_an_unreachable_one_after_a_while(
     pipeline: Pipeline, listening: bool, at_least_s: float, at_most_s: float
 ) -> None:
     async def scene(world: _World) -> None:
@@ -208,7 +208,7 @@ def test_a_dead_replica_is_gone_at_once_and_a_silent_one_after_a_while(
     _play(pipeline, scene)
 
 
-def test_one_that_was_out_of_reach_for_a_moment_is_the_same(pipeline: Pipeline) -> None:
+def test_a_replica_that_was_briefly_unreachable_is_the_same(pipeline: Pipeline) -> None:
     async def scene(world: _World) -> None:
         (before,) = world.fleet.replicas["b"]
         world.stages["h:b"].vanish(listening=True)
@@ -237,7 +237,7 @@ def test_an_engine_that_failed_ends_its_replica(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("known_as", ["", "b-6"], ids=["by its address", "where another one was"])
-def test_a_replica_takes_the_name_that_it_says(pipeline: Pipeline, known_as: str) -> None:
+def test_a_replica_takes_the_name_that_it_reports(pipeline: Pipeline, known_as: str) -> None:
     async def scene(world: _World) -> None:
         world.fleet.join(Member("b", "10.0.0.1:7", known_as))
         world.stages["10.0.0.1:7"].description.replica = "b-7"
@@ -247,7 +247,7 @@ def test_a_replica_takes_the_name_that_it_says(pipeline: Pipeline, known_as: str
     _play(pipeline, scene)
 
 
-def test_a_second_one_of_a_name_is_refused(pipeline: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_replica_of_a_name_is_refused(pipeline: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
     async def scene(world: _World) -> None:
         world.fleet.join(Member("b", "10.0.0.1:7"))
         world.stages["10.0.0.1:7"].description.replica = "b-0"

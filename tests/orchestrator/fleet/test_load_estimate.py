@@ -1,4 +1,4 @@
-"""A replica's work: as reported, less what time has done of it, more by what was placed since."""
+"""The estimate of a replica's work: the last report, minus the time since, plus what was placed since."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def load(clock: Clock) -> LoadEstimate:
     return LoadEstimate(StepCost(), clock=clock)
 
 
-def test_work_is_done_as_time_passes(load: LoadEstimate, clock: Clock) -> None:
+def test_work_decreases_with_time(load: LoadEstimate, clock: Clock) -> None:
     load.report(3.0, steps=2)
     clock.now_s += 1.0
     assert load.work_s == pytest.approx(2.0)
@@ -24,13 +24,13 @@ def test_work_is_done_as_time_passes(load: LoadEstimate, clock: Clock) -> None:
     assert load.work_s == 0
 
 
-def test_what_was_placed_since_the_report_counts_as_much_as_steps_do(load: LoadEstimate) -> None:
+def test_requests_placed_since_the_report_count_as_one_step_each(load: LoadEstimate) -> None:
     load.report(3.0, steps=2)
     load.place()
     assert load.work_s == pytest.approx(4.5)
 
 
-def test_what_is_released_counts_no_more(load: LoadEstimate) -> None:
+def test_released_requests_no_longer_count(load: LoadEstimate) -> None:
     load.report(3.0, steps=2)
     release = load.place()
     release()
@@ -39,28 +39,28 @@ def test_what_is_released_counts_no_more(load: LoadEstimate) -> None:
     assert load.running == 0
 
 
-def test_a_report_counts_what_it_has_seen_once(load: LoadEstimate) -> None:
+def test_a_request_in_the_report_counts_once(load: LoadEstimate) -> None:
     for _ in range(3):
         load.place()
     load.report(3.0, steps=3)
     assert load.work_s == pytest.approx(3.0)
 
 
-def test_what_a_report_cannot_have_seen_still_counts(load: LoadEstimate) -> None:
+def test_requests_that_the_report_cannot_contain_still_count(load: LoadEstimate) -> None:
     for _ in range(3):
         load.place()
     load.report(1.0, steps=1)
     assert load.work_s == pytest.approx(3.0)
 
 
-def test_steps_are_counted_where_the_engine_does_not_estimate(load: LoadEstimate) -> None:
+def test_steps_are_counted_if_the_engine_does_not_estimate(load: LoadEstimate) -> None:
     load.report(0.0, steps=4)
     assert load.work_s == pytest.approx(4.0)
     load.report(0.0, steps=0)
     assert load.work_s == 0
 
 
-def test_each_request_there_makes_it_less_welcome(load: LoadEstimate) -> None:
+def test_each_running_request_increases_the_backlog(load: LoadEstimate) -> None:
     load.report(3.0, steps=2)
     release = load.place()
     load.report(3.0, steps=2)
@@ -71,20 +71,20 @@ def test_each_request_there_makes_it_less_welcome(load: LoadEstimate) -> None:
 
 
 @pytest.mark.parametrize("work_s", [float("nan"), float("inf")])
-def test_an_estimate_that_is_no_number_spoils_nothing(load: LoadEstimate, work_s: float) -> None:
+def test_an_estimate_that_is_not_finite_is_ignored(load: LoadEstimate, work_s: float) -> None:
     load.report(3.0, steps=2)
     load.report(work_s, steps=2)
     load.place()
     assert load.work_s == pytest.approx(1.5)
 
 
-def test_an_engine_that_estimates_is_believed_when_it_says_none(load: LoadEstimate) -> None:
+def test_an_engine_that_estimates_may_report_no_work(load: LoadEstimate) -> None:
     load.report(2.0, steps=1)
     load.report(0.0, steps=4)
     assert load.work_s == 0
 
 
-def test_what_a_report_has_seen_is_not_taken_off_at_its_release(load: LoadEstimate) -> None:
+def test_a_request_in_the_report_is_not_subtracted_at_its_release(load: LoadEstimate) -> None:
     load.report(3.0, steps=2)
     release = load.place()
     load.report(1.0, steps=1)

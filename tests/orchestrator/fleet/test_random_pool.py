@@ -1,4 +1,4 @@
-"""A pool is a set, drawn from evenly."""
+"""A pool is a set from which items are drawn evenly."""
 
 import random
 from collections import Counter
@@ -10,7 +10,7 @@ from stagemesh.orchestrator.fleet.replica_registry import RandomPool
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9))))
-def test_it_holds_what_a_set_would(changes: list[tuple[bool, int]]) -> None:
+def test_a_pool_contains_the_items_of_a_set(changes: list[tuple[bool, int]]) -> None:
     pool, expected = RandomPool[int](), set[int]()
     for adds, item in changes:
         (pool.add if adds else pool.discard)(item)
@@ -20,7 +20,7 @@ def test_it_holds_what_a_set_would(changes: list[tuple[bool, int]]) -> None:
 
 
 @given(st.sets(st.integers(0, 99)), st.integers(0, 10))
-def test_what_is_drawn_is_different_and_as_much_as_there_is(items: set[int], count: int) -> None:
+def test_drawn_items_are_different_and_as_many_as_there_are(items: set[int], count: int) -> None:
     pool = RandomPool[int]()
     for item in items:
         pool.add(item)
@@ -29,7 +29,7 @@ def test_what_is_drawn_is_different_and_as_much_as_there_is(items: set[int], cou
     assert set(drawn) <= items
 
 
-def test_all_are_drawn_equally_often() -> None:
+def test_all_items_are_drawn_equally_often() -> None:
     pool, rng = RandomPool[int](), random.Random(1)
     for item in range(20):
         pool.add(item)

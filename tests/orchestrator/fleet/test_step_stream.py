@@ -1,4 +1,4 @@
-"""Steps that are called at a replica over one stream, and what becomes of them where it breaks."""
+"""Steps of one replica share a stream. Tests what happens to them if it breaks."""
 
 import asyncio
 import weakref
@@ -26,17 +26,17 @@ BOUND_S = 10
 
 @dataclass
 class Caller:
-    """A client of a scripted replica, and what its steps have heard."""
+    """A client of a scripted replica, and the events that its steps received."""
 
     client: GrpcReplicaClient
     stage: ScriptedStage
     server: Server
-    heard: dict[str, list[str | None]] = field(default_factory=dict[str, list[str | None]])
+    received: dict[str, list[str | None]] = field(default_factory=dict[str, list[str | None]])
 
     async def run(self, request_id: str, *, take: Callable[[Response], None] | None = None, text: str = "") -> None:
         request = stage_pb2.ExecuteStepRequest(request_id=request_id, step_id=f"{request_id}/a/1", streamed=["text"])
         request.input.text = text
-        kinds = self.heard.setdefault(request_id, [])
+        kinds = self.received.setdefault(request_id, [])
         take = take or (lambda event: kinds.append(event.WhichOneof("event")))
         async with asyncio.timeout(BOUND_S):
             await self.client.execute(request, timeout_s=BOUND_S, take=take)
@@ -69,11 +69,11 @@ async def _fail(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> 
     yield FINISHED
 
 
-async def test_steps_share_a_stream_and_hear_each_its_own() -> None:
+async def test_steps_share_a_stream_and_each_gets_its_own_events() -> None:
     async with _calling() as caller:
         await asyncio.gather(*(caller.run(f"r{number}") for number in range(8)))
     said = ["accepted", "progress", "output", "output", "finished"]
-    assert list(caller.heard.values()) == [said] * 8
+    assert list(caller.received.values()) == [said] * 8
     assert caller.stage.streams == 1
 
 
@@ -81,10 +81,10 @@ async def test_a_step_that_fails_fails_alone() -> None:
     async with _calling(_fail) as caller:
         error, _ = await asyncio.gather(caller.fails("bad"), caller.run("good"))
     assert (error.message, error.metadata["replica"]) == ("out of luck", "a-0")
-    assert caller.heard["good"] == ["accepted", "finished"]
+    assert caller.received["good"] == ["accepted", "finished"]
 
 
-async def test_who_is_cancelled_hangs_up_and_others_go_on() -> None:
+async def test_cancelling_a_call_cancels_its_step_and_no_other() -> None:
     async with _calling(hang) as caller:
         leaving = asyncio.create_task(caller.run("leaves"))
         staying = asyncio.create_task(caller.run("stays"))
@@ -97,7 +97,7 @@ async def test_who_is_cancelled_hangs_up_and_others_go_on() -> None:
         await _until(lambda: caller.stage.running == 0)
 
 
-async def test_what_take_raises_ends_the_step() -> None:
+async def test_an_error_of_take_ends_the_step() -> None:
     def refuse(event: Response) -> None:
         raise UnavailableError(f"{event.WhichOneof('event')} is not wanted", reason="NOT_WANTED")
 
@@ -107,7 +107,7 @@ async def test_what_take_raises_ends_the_step() -> None:
     assert (error.message, error.reason) == ("accepted is not wanted", "NOT_WANTED")
 
 
-async def test_a_replica_that_goes_away_loses_its_steps_and_is_called_anew_later() -> None:
+async def test_a_replica_that_terminates_loses_its_steps_and_is_called_over_a_new_stream() -> None:
     async with _calling(hang) as caller:
         running = [asyncio.create_task(caller.fails(name)) for name in ("one", "two")]
         await _until(lambda: caller.stage.running == 2)
@@ -119,10 +119,10 @@ async def test_a_replica_that_goes_away_loses_its_steps_and_is_called_anew_later
     assert "cannot be reached" in unreachable.message
 
 
-async def test_a_stream_that_is_about_to_end_is_ended_from_here_and_followed_by_another(
+async def test_a_stream_whose_end_is_announced_is_closed_and_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # So that its replica does not end it first.
+    # The replica must not end the stream first.
     monkeypatch.setattr(step_session, "_READ_S", 60.0)
     go_on = asyncio.Event()
 
@@ -141,7 +141,7 @@ async def test_a_stream_that_is_about_to_end_is_ended_from_here_and_followed_by_
         await _until(lambda: not caller.stage.open_streams)
         caller.stage.closing.clear()
         await caller.run("three")
-    assert caller.heard == {name: ["accepted", "finished"] for name in ("one", "two", "three")}
+    assert caller.received == {name: ["accepted", "finished"] for name in ("one", "two", "three")}
     assert caller.stage.streams == 2
 
 
@@ -153,7 +153,7 @@ async def test_closing_the_client_ends_its_steps() -> None:
         assert "is no longer connected" in (await running).message
 
 
-async def test_an_order_that_no_message_can_hold_is_refused_and_others_go_on() -> None:
+async def test_a_request_larger_than_a_message_is_rejected_and_others_continue() -> None:
     async with _calling(hang) as caller:
         running = asyncio.create_task(caller.run("r"))
         await _until(lambda: caller.stage.running == 1)
@@ -164,9 +164,9 @@ async def test_an_order_that_no_message_can_hold_is_refused_and_others_go_on() -
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_step_that_is_given_up_before_it_was_sent_never_begins() -> None:
+async def test_a_step_cancelled_before_it_was_sent_never_starts() -> None:
     async with _calling(hang) as caller:
-        # Each is larger than what may be on its way unread: the last one waits for the others.
+        # Each message is larger than the send window: the last one waits for the others.
         large = [asyncio.create_task(caller.run(f"large-{number}", text="x" * (7 << 20))) for number in range(3)]
         small = asyncio.create_task(caller.run("small"))
         await asyncio.sleep(0)
@@ -181,14 +181,14 @@ async def test_a_step_that_is_given_up_before_it_was_sent_never_begins() -> None
 
 
 class _Held:
-    """What a step holds while it runs."""
+    """An object that a step refers to while it runs."""
 
     def take(self, event: Response) -> None:
         raise UnavailableError(f"{event.WhichOneof('event')} is not wanted")
 
 
 @pytest.mark.usefixtures("no_collector")
-async def test_a_step_that_take_ends_is_freed_at_once() -> None:
+async def test_a_step_that_an_error_of_take_ends_is_freed_at_once() -> None:
     async with _calling(hang) as caller:
         held = _Held()
         gone = weakref.ref(held)
@@ -220,7 +220,7 @@ async def test_a_step_that_is_cancelled_before_it_was_accepted_is_freed_at_once(
         assert gone() is None
 
 
-async def test_a_service_that_does_not_know_the_call_is_not_taken_for_lost() -> None:
+async def test_a_service_without_the_method_does_not_count_as_lost() -> None:
     server = Server("127.0.0.1:0")
     endpoint = f"127.0.0.1:{await server.start()}"
     async with open_channel(endpoint) as channel:

@@ -38,25 +38,25 @@ def pipeline(path: Path) -> Pipeline:
 
 @dataclass
 class _Orchestrator:
-    """One that lists no replica."""
+    """Serves an orchestrator whose config lists no replica."""
 
     endpoint: str
     channel: grpc.aio.Channel
 
     async def replicas(self, stage: str) -> list[str]:
-        """The names of a stage's replicas."""
+        """Returns the names of a stage's replicas."""
         stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self.channel)
         described = await stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest(), timeout=10)
         return [replica.name for each in described.stages if each.name == stage for replica in each.replicas]
 
     async def until(self, stage: str, names: list[str]) -> None:
-        """Returns once the stage has these replicas."""
+        """Waits until the stage has exactly these replicas."""
         async with asyncio.timeout(20):
             while await self.replicas(stage) != names:
                 await asyncio.sleep(0.02)
 
     async def answer(self) -> str:
-        """What a request through all stages gets."""
+        """Returns the output of a request through all stages."""
         stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self.channel)
         return texts([event async for event in stub.Generate(ask(), timeout=20)], "last")
 
@@ -73,7 +73,7 @@ async def _orchestrator(path: Path, *, port: int = 0, open_to_all: bool = True) 
 
 @asynccontextmanager
 async def _registered(pipeline: Pipeline, stage: str, *orchestrators: str) -> AsyncGenerator[None]:
-    """A scripted stage that registers as a stage process does."""
+    """Serves a scripted stage that registers as a stage process does."""
     scripted = ScriptedStage(stage)
     scripted.description.pipeline, scripted.description.generation = pipeline.name, pipeline.generation
     server, endpoint = await serve(scripted)
@@ -124,7 +124,7 @@ async def test_a_replica_registers_with_each_orchestrator(path: Path, pipeline: 
         assert (await one.replicas("b"), await other.replicas("b")) == (["b-0"], ["b-0"])
 
 
-async def test_it_registers_again_with_an_orchestrator_that_starts_anew(
+async def test_a_replica_registers_again_after_its_orchestrator_restarted(
     path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -133,7 +133,7 @@ async def test_it_registers_again_with_an_orchestrator_that_starts_anew(
         await stack.enter_async_context(_registered(pipeline, "b", orchestrator.endpoint))
         await orchestrator.until("b", ["b-0"])
         await first.aclose()
-        # Nobody who is registered holds up its end until calls are cut off.
+        # Registered replicas do not delay the orchestrator's end until its calls are aborted.
         await _until_logged(caplog, "the orchestrator stops; register again")
         port = int(orchestrator.endpoint.rpartition(":")[2])
         again = await stack.enter_async_context(_orchestrator(path, port=port))
@@ -141,7 +141,7 @@ async def test_it_registers_again_with_an_orchestrator_that_starts_anew(
         assert await again.replicas("b") == ["b-0"]
 
 
-async def test_a_stage_that_fails_leaves_and_says_of_what(path: Path, pipeline: Pipeline) -> None:
+async def test_a_failed_stage_leaves_and_reports_its_error(path: Path, pipeline: Pipeline) -> None:
     async with _orchestrator(path) as orchestrator:
         with pytest.raises(NotReadyError, match="out of memory"):
             async with _registered(pipeline, "b", orchestrator.endpoint):
@@ -151,7 +151,9 @@ async def test_a_stage_that_fails_leaves_and_says_of_what(path: Path, pipeline: 
 
 
 class _Silent(membership_pb2_grpc.MembershipServiceServicer):
-    """An orchestrator that never answers whoever registers, once it has told so many that their lease has ended."""
+    """An orchestrator that tells the first `ended` registrations that their lease has ended, and never answers later
+    ones.
+    """
 
     def __init__(self, *, ended: int = 0) -> None:
         self._ended = ended
@@ -173,7 +175,7 @@ class _Silent(membership_pb2_grpc.MembershipServiceServicer):
 
 
 @pytest.mark.parametrize("ended", [0, 1], ids=["never registered", "lease ended"])
-async def test_a_silent_orchestrator_holds_up_nobody_who_leaves(pipeline: Pipeline, ended: int) -> None:
+async def test_a_silent_orchestrator_does_not_delay_a_leaving_replica(pipeline: Pipeline, ended: int) -> None:
     server, silent = Server("127.0.0.1:0"), _Silent(ended=ended)
     membership_pb2_grpc.add_MembershipServiceServicer_to_server(silent, server.grpc)
     config = replace(_config(pipeline, "b"), orchestrators=(f"127.0.0.1:{await server.start()}",))
@@ -188,7 +190,7 @@ async def test_a_silent_orchestrator_holds_up_nobody_who_leaves(pipeline: Pipeli
     ("field", "complaint"),
     [("generation", "its generation is other, expected"), ("pipeline", "its pipeline is other, expected chain")],
 )
-async def test_a_stage_that_belongs_elsewhere_logs_why_it_is_refused(
+async def test_a_stage_of_another_pipeline_logs_why_it_is_refused(
     path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture, field: str, complaint: str
 ) -> None:
     async with _orchestrator(path) as orchestrator:
@@ -201,7 +203,7 @@ async def test_a_stage_that_belongs_elsewhere_logs_why_it_is_refused(
     assert (record.levelname, complaint in record.getMessage()) == ("ERROR", True)
 
 
-async def test_an_orchestrator_that_lists_its_replicas_takes_no_others(
+async def test_an_orchestrator_without_registration_rejects_replicas(
     path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with _orchestrator(path, open_to_all=False) as orchestrator:
@@ -211,14 +213,14 @@ async def test_an_orchestrator_that_lists_its_replicas_takes_no_others(
             assert await orchestrator.replicas("b") == ["b-0"], "it is the listed one alone"
 
 
-async def test_an_address_that_nobody_can_reach_is_not_advertised(pipeline: Pipeline) -> None:
+async def test_an_unreachable_address_is_not_advertised(pipeline: Pipeline) -> None:
     config = replace(_config(pipeline, "b"), orchestrators=("h:1",), listen="0.0.0.0:0")
     with pytest.raises(InvalidRequestError, match="set `advertise`"):
         async with registered(config, incarnation="one", port=7):
             pass
 
 
-async def test_a_stage_process_comes_and_at_sigterm_goes(path: Path, pipeline: Pipeline, tmp_path: Path) -> None:
+async def test_a_stage_process_registers_and_leaves_at_sigterm(path: Path, pipeline: Pipeline, tmp_path: Path) -> None:
     async with _orchestrator(path) as orchestrator:
         config = replace(_config(pipeline, "b"), orchestrators=(orchestrator.endpoint,))
         (tmp_path / "stage.json").write_bytes(dump_stage_config(config))

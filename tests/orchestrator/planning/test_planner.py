@@ -53,16 +53,16 @@ def test_only_ready_replicas_are_chosen(pipeline: Pipeline) -> None:
     assert {Planner(pipeline, registry).plan(pipeline.route(["last"])).replicas["b"] for _ in range(20)} == {"b-1"}
 
 
-def test_one_that_leaves_takes_no_more_whatever_it_says(pipeline: Pipeline) -> None:
+def test_a_leaving_replica_gets_no_requests_even_if_it_reports_ready(pipeline: Pipeline) -> None:
     registry = _book(pipeline, 2)
     leaving = registry.of("b")[0]
-    leaving.leave("it said so")
+    leaving.leave("it left")
     leaving.observe(ReplicaState.READY, "")
     assert {Planner(pipeline, registry).plan(pipeline.route(["last"])).replicas["b"] for _ in range(20)} == {"b-1"}
-    assert (leaving.state, leaving.detail) == (ReplicaState.DRAINING, "it said so")
+    assert (leaving.state, leaving.detail) == (ReplicaState.DRAINING, "it left")
 
 
-def test_a_stage_without_a_ready_replica_is_named_with_their_states(pipeline: Pipeline) -> None:
+def test_the_error_names_a_stage_without_a_ready_replica_and_their_states(pipeline: Pipeline) -> None:
     registry = _book(pipeline, 2)
     registry.of("b")[0].observe(ReplicaState.LOADING, "reading weights")
     registry.of("b")[1].observe(ReplicaState.UNREACHABLE, "")
@@ -71,7 +71,7 @@ def test_a_stage_without_a_ready_replica_is_named_with_their_states(pipeline: Pi
     assert registry.of("a")[0].running == 0
 
 
-def test_a_message_names_a_few_of_many_replicas(pipeline: Pipeline) -> None:
+def test_an_error_names_a_few_of_many_replicas(pipeline: Pipeline) -> None:
     registry = _book(pipeline, 100)
     for replica in registry.of("b"):
         replica.observe(ReplicaState.LOADING, "")
@@ -86,7 +86,7 @@ def test_a_stage_that_is_not_needed_need_not_be_ready(pipeline: Pipeline) -> Non
     assert set(Planner(pipeline, registry).plan(pipeline.route(["first"])).replicas) == {"a"}
 
 
-def test_a_plan_is_of_one_generation(pipeline: Pipeline) -> None:
+def test_a_plan_uses_one_generation(pipeline: Pipeline) -> None:
     registry = ReplicaRegistry()
     for stage in pipeline.stages:
         for generation in ("old", "new"):
@@ -99,7 +99,7 @@ def test_a_plan_is_of_one_generation(pipeline: Pipeline) -> None:
     }
 
 
-def test_a_generation_takes_requests_once_all_its_stages_are_ready(pipeline: Pipeline) -> None:
+def test_a_generation_gets_requests_once_all_its_stages_are_ready(pipeline: Pipeline) -> None:
     registry = _book(pipeline, 1)
     ready_replica("a-new", pipeline, registry=registry, generation="new")
     planner = Planner(pipeline, registry)
@@ -122,37 +122,37 @@ def test_another_replica_of_the_generation_is_chosen_again(pipeline: Pipeline) -
         planner.choose_again("b", plan, avoid=[lost, again])
 
 
-def test_whoever_planned_on_a_replica_hears_of_its_end(pipeline: Pipeline) -> None:
+def test_the_end_of_a_replica_is_reported_to_its_callbacks(pipeline: Pipeline) -> None:
     replica = ready_replica("a-0", pipeline)
-    heard: list[StagemeshError] = []
-    replica.on_end(heard.append)
+    received: list[StagemeshError] = []
+    replica.on_end(received.append)
     take_back = replica.on_end(lambda _: pytest.fail("it was taken back"))
     take_back()
     for cause in ("died", "died again"):
         replica.end(UnavailableError(cause))
-    replica.on_end(heard.append)
-    assert [error.message for error in heard] == ["died", "died"]
+    replica.on_end(received.append)
+    assert [error.message for error in received] == ["died", "died"]
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [("generation", "other"), ("pipeline", "other"), ("wire_version", 2), ("stage", "other")]
 )
-def test_a_replica_that_belongs_elsewhere_is_refused(pipeline: Pipeline, field: str, value: str | int) -> None:
-    said = stage_pb2.DescribeResponse(
+def test_a_replica_of_another_pipeline_is_refused(pipeline: Pipeline, field: str, value: str | int) -> None:
+    description = stage_pb2.DescribeResponse(
         pipeline="chain",
         generation=pipeline.generation,
         stage="a",
         wire_version=1,
         state=stage_pb2.REPLICA_STATE_READY,
     )
-    setattr(said, field, value)
+    setattr(description, field, value)
     replica = Replica("a", ReplicaAddress("a-0", "h:1"), cast("ReplicaClient", None), on_change=lambda: None)
-    replica.observe_description(said, pipeline)
+    replica.observe_description(description, pipeline)
     assert replica.state is ReplicaState.FAILED
     assert replica.detail.startswith(f"refused: its {field.replace('_', ' ')} is {value}, expected")
 
 
-async def test_the_orchestrator_serves_once_every_stage_does(tmp_path: Path) -> None:
+async def test_the_orchestrator_serves_once_every_stage_is_ready(tmp_path: Path) -> None:
     async with mesh(tmp_path, ready=False) as chain:
         live = await check(chain.channel)(Request(service="liveness"))
         await until_health(chain.channel, serving=True)
@@ -160,7 +160,7 @@ async def test_the_orchestrator_serves_once_every_stage_does(tmp_path: Path) -> 
     assert (live.status, whole.status) == (Response.SERVING, Response.SERVING)
 
 
-async def test_a_replica_that_stops_serving_is_seen_to_load(tmp_path: Path) -> None:
+async def test_a_replica_that_stops_serving_is_shown_as_loading(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         chain.stages["b"].description.state = stage_pb2.REPLICA_STATE_LOADING
         chain.stages["b"].description.detail = "reading weights"

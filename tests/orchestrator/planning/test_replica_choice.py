@@ -1,4 +1,4 @@
-"""Of the replicas that could take a request, the one with the least work does; of equals, the nearest."""
+"""The replica with the least work gets a request, and the nearest one of equals."""
 
 import random
 from pathlib import Path
@@ -32,40 +32,40 @@ def _picks(ready: ReadyReplicas, *near: Replica, count: int = 200) -> set[str]:
     return {replica.name for replica in picked if replica is not None}
 
 
-def test_of_two_the_one_with_less_work_is_chosen(pipeline: Pipeline) -> None:
+def test_the_replica_with_less_work_is_chosen(pipeline: Pipeline) -> None:
     idle, busy = ready_replica("b-0", pipeline), ready_replica("b-1", pipeline)
     busy.load.report(2.0, steps=1)
     assert _picks(_ready(idle, busy)) == {"b-0"}
 
 
-def test_the_busiest_of_many_is_never_chosen(pipeline: Pipeline) -> None:
+def test_the_busiest_replica_is_never_chosen(pipeline: Pipeline) -> None:
     replicas = [ready_replica(f"b-{number}", pipeline) for number in range(10)]
     replicas[3].load.report(2.0, steps=1)
     assert _picks(_ready(*replicas)) == {f"b-{number}" for number in range(10)} - {"b-3"}
 
 
-def test_one_on_the_host_of_its_neighbour_is_found_among_many(pipeline: Pipeline) -> None:
+def test_a_replica_on_the_same_host_is_found_among_many(pipeline: Pipeline) -> None:
     producer = ready_replica("a-0", pipeline, host="here", zone="z")
     near = ready_replica("b-near", pipeline, host="here", zone="z")
     far = [ready_replica(f"b-{number}", pipeline, host=f"h{number}", zone="z") for number in range(100)]
     assert _picks(_ready(near, *far), producer) == {"b-near"}
 
 
-def test_one_in_the_zone_goes_before_one_elsewhere(pipeline: Pipeline) -> None:
+def test_a_replica_in_the_same_zone_is_preferred(pipeline: Pipeline) -> None:
     producer = ready_replica("a-0", pipeline, host="here", zone="z")
     near = ready_replica("b-near", pipeline, host="there", zone="z")
     far = [ready_replica(f"b-{number}", pipeline, host=f"h{number}", zone="y") for number in range(100)]
     assert _picks(_ready(near, *far), producer) == {"b-near"}
 
 
-def test_nearness_does_not_outweigh_work(pipeline: Pipeline) -> None:
+def test_locality_does_not_outweigh_work(pipeline: Pipeline) -> None:
     producer = ready_replica("a-0", pipeline, host="here")
     near, far = ready_replica("b-near", pipeline, host="here"), ready_replica("b-far", pipeline, host="there")
     near.load.report(0.5, steps=1)
     assert _picks(_ready(near, far), producer) == {"b-far"}
 
 
-def test_all_that_are_to_be_avoided_are_left_out(pipeline: Pipeline) -> None:
+def test_replicas_to_avoid_are_never_chosen(pipeline: Pipeline) -> None:
     replicas = [ready_replica(f"b-{number}", pipeline) for number in range(4)]
     choice = LeastWork(random.Random(7))
     picked = {choice.choose(_ready(*replicas), avoid=replicas[1:]) for _ in range(50)}
@@ -73,7 +73,7 @@ def test_all_that_are_to_be_avoided_are_left_out(pipeline: Pipeline) -> None:
     assert choice.choose(_ready(*replicas), avoid=replicas) is None
 
 
-def test_a_plan_keeps_neighbours_on_one_host(pipeline: Pipeline) -> None:
+def test_a_plan_keeps_adjacent_stages_on_one_host(pipeline: Pipeline) -> None:
     registry = ReplicaRegistry()
     for host in range(20):
         for stage in pipeline.stages:
@@ -85,8 +85,8 @@ def test_a_plan_keeps_neighbours_on_one_host(pipeline: Pipeline) -> None:
         plan.release()
 
 
-def test_uneven_work_piles_up_less_than_by_turns(pipeline: Pipeline) -> None:
-    """Every tenth request is twenty times the others; ten replicas work them off one after the other."""
+def test_uneven_work_queues_less_than_with_round_robin(pipeline: Pipeline) -> None:
+    """Simulates ten replicas. Every tenth request takes twenty times as long as the others."""
     rng = random.Random(3)
     sizes = [20.0 if rng.random() < 0.1 else 1.0 for _ in range(3000)]
 

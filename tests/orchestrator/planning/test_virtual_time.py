@@ -1,4 +1,4 @@
-"""The simulation runs the orchestrator's code, and an hour of it takes a moment."""
+"""The simulation runs the orchestrator's own code, and an hour of virtual time takes a moment."""
 
 import asyncio
 import time
@@ -41,7 +41,7 @@ def test_waiting_for_nothing_is_an_error() -> None:
         virtual_time.run(wait())
 
 
-def test_by_turns_finds_none_where_all_are_to_be_avoided(pipeline: Pipeline) -> None:
+def test_round_robin_finds_none_if_all_must_be_avoided(pipeline: Pipeline) -> None:
     ready, replicas = ReadyReplicas(), [ready_replica(f"b-{number}", pipeline) for number in range(2)]
     for replica in replicas:
         ready.add(replica)
@@ -51,7 +51,7 @@ def test_by_turns_finds_none_where_all_are_to_be_avoided(pipeline: Pipeline) -> 
 
 
 @pytest.mark.parametrize("choice", [None, ByTurns()], ids=["planned", "by turns"])
-def test_requests_run_through_the_orchestrator_and_take_their_time(pipeline: Pipeline, choice: Choice | None) -> None:
+def test_simulated_requests_take_virtual_time(pipeline: Pipeline, choice: Choice | None) -> None:
     load = Load(requests=40, utilization=0.5, seed=1)
     taken_s = virtual_time.run(latencies_s(pipeline, replicas=6, load=load, choice=choice))
     assert len(taken_s) == 30

@@ -1,4 +1,4 @@
-"""Both halves together: what a caller says that it has, and what an orchestrator leaves out for that."""
+"""The client's position and the orchestrator's resumption together: no output is lost or repeated."""
 
 import numpy as np
 from hypothesis import given
@@ -20,14 +20,14 @@ PICTURES = tuple(bytes([number]) for number in range(3))
 
 
 def _cut(draw: st.DrawFn, length: int) -> list[slice]:
-    """Pieces of something, empty ones among them."""
+    """Cuts `length` units into pieces at random. Pieces may be empty."""
     cuts = sorted(draw(st.lists(st.integers(0, length), max_size=5)))
     return [slice(start, end) for start, end in zip([0, *cuts], [*cuts, length], strict=True)]
 
 
 @st.composite
 def lives(draw: st.DrawFn) -> list[Output]:
-    """All of a request's outputs, in pieces and an order of an orchestrator's own."""
+    """All outputs of a request, cut and interleaved at random as each orchestrator may do."""
     pieces = {
         "text": [Output(name="text", text=TEXT[piece]) for piece in _cut(draw, len(TEXT))],
         "codes": [Output(name="codes", token_ids=TokenIds(ids=TOKENS[piece])) for piece in _cut(draw, len(TOKENS))],
@@ -43,20 +43,20 @@ def lives(draw: st.DrawFn) -> list[Output]:
 
 
 @given(rounds=st.lists(st.tuples(lives(), st.integers(0, 30)), max_size=5), last=lives())
-def test_a_caller_hears_all_of_it_once_however_often_it_is_lost(
+def test_a_caller_gets_every_output_once_however_often_its_call_breaks(
     rounds: list[tuple[list[Output], int]], last: list[Output]
 ) -> None:
-    delivery, heard = ClientPosition(GenerateRequest(), RetryPolicy()), list[Event]()
+    delivery, received = ClientPosition(GenerateRequest(), RetryPolicy()), list[Event]()
     for outputs, lost_after in [*rounds, (last, len(last))]:
         resumption = Resumption(next_seqs={}, next_positions=delivery.request().next_positions)
         rests = [rest for output in outputs if (rest := resumption.remainder(output)) is not None]
         events = [delivery.take(GenerateResponse(output=rest)) for rest in rests[:lost_after]]
-        heard += [event for event in events if event is not None]
+        received += [event for event in events if event is not None]
         delivery.note_lost()
-    assert "".join(event.delta for event in heard if isinstance(event, Text)) == TEXT
-    assert [number for event in heard if isinstance(event, Tokens) for number in event.ids] == list(TOKENS)
-    assert [event.data for event in heard if isinstance(event, Image)] == list(PICTURES)
-    sounds = [event.samples for event in heard if isinstance(event, AudioChunk)]
+    assert "".join(event.delta for event in received if isinstance(event, Text)) == TEXT
+    assert [number for event in received if isinstance(event, Tokens) for number in event.ids] == list(TOKENS)
+    assert [event.data for event in received if isinstance(event, Image)] == list(PICTURES)
+    sounds = [event.samples for event in received if isinstance(event, AudioChunk)]
     np.testing.assert_array_equal(np.concatenate(sounds), SAMPLES)
-    rows = [event.tensor for event in heard if isinstance(event, TensorOutput)]
+    rows = [event.tensor for event in received if isinstance(event, TensorOutput)]
     np.testing.assert_array_equal(np.concatenate(rows), ROWS)

@@ -43,7 +43,7 @@ async def test_a_stage_that_echoes_an_abort_is_not_blamed(tmp_path: Path) -> Non
     assert (error.message, error.metadata["stage"]) == ("the real cause", "b")
 
 
-async def test_a_stage_that_lost_its_peer_is_not_taken_for_lost_itself(tmp_path: Path) -> None:
+async def test_a_stage_that_lost_its_peer_does_not_count_as_lost(tmp_path: Path) -> None:
     relayed = UnavailableError("replica b-0 cannot be reached", metadata={"peer": "replica b-0 at somewhere"})
     scripts = {"a": _failing(relayed), "b": _slow_failure, "c": hang}
     async with mesh(tmp_path, scripts=scripts) as chain:
@@ -54,7 +54,7 @@ async def test_a_stage_that_lost_its_peer_is_not_taken_for_lost_itself(tmp_path:
 async def _slow_failure(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
     del stage, request
     yield ACCEPTED
-    await asyncio.sleep(0.1)  # the echo is to arrive first
+    await asyncio.sleep(0.1)  # The echo must arrive first.
     raise InternalError("the real cause")
 
 
@@ -89,7 +89,7 @@ async def test_a_stage_whose_outputs_are_out_of_order_fails_the_request(
     assert (error.reason, error.metadata["stage"]) == ("OUTPUT_OUT_OF_ORDER", "a")
 
 
-async def test_a_stage_that_speaks_after_its_end_fails_the_request(tmp_path: Path) -> None:
+async def test_an_output_after_the_end_of_its_stage_fails_the_request(tmp_path: Path) -> None:
     late = Response(output=request_pb2.Output(name="text", text="late", seq=1))
     scripts = {"a": _saying(0, then=(FINISHED, late)), "b": hang, "c": hang}
     async with mesh(tmp_path, scripts=scripts) as chain:
@@ -99,7 +99,7 @@ async def test_a_stage_that_speaks_after_its_end_fails_the_request(tmp_path: Pat
     assert error.reason == "OUTPUT_OUT_OF_ORDER"
 
 
-async def test_a_stage_that_nobody_serves_any_more_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
+async def test_a_request_waits_for_a_lost_stage_until_its_deadline(tmp_path: Path) -> None:
     async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}, max_request_s=3.0) as chain:
         call = chain.stub.Generate(ask())
         await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
@@ -111,7 +111,7 @@ async def test_a_stage_that_nobody_serves_any_more_is_waited_for_until_the_deadl
         await chain.until_idle()
 
 
-async def test_a_request_for_a_lost_stage_names_its_replicas_state(tmp_path: Path) -> None:
+async def test_the_error_for_a_lost_stage_names_its_replicas_state(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         await chain.servers["b"].stop(grace_s=0)
         await until_health(chain.channel, serving=False)
@@ -121,7 +121,7 @@ async def test_a_request_for_a_lost_stage_names_its_replicas_state(tmp_path: Pat
     assert error.retry_after_s == 1.0
 
 
-async def test_a_client_that_hangs_up_leaves_nothing_running(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_leaves_nothing_running(tmp_path: Path) -> None:
     async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain:
         call = chain.stub.Generate(ask())
         await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
@@ -131,7 +131,7 @@ async def test_a_client_that_hangs_up_leaves_nothing_running(tmp_path: Path) -> 
         assert [len(stage.cancels) for stage in chain.stages.values()] == [1, 1, 1]
 
 
-async def test_cancel_returns_when_every_stage_has_let_go(tmp_path: Path) -> None:
+async def test_cancel_returns_once_every_stage_has_released_the_request(tmp_path: Path) -> None:
     async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain, asyncio.TaskGroup() as group:
         failure = group.create_task(chain.failure(request_id="r1"))
         await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
@@ -141,20 +141,20 @@ async def test_cancel_returns_when_every_stage_has_let_go(tmp_path: Path) -> Non
         await chain.until_idle()
 
 
-async def test_cancelling_an_unknown_request_says_so(tmp_path: Path) -> None:
+async def test_cancelling_an_unknown_request_is_an_error(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         with pytest.raises(grpc.aio.AioRpcError, match="no request 'nobody' here"):
             await chain.cancel("nobody")
 
 
-async def test_a_request_over_its_time_names_the_stages_at_work(tmp_path: Path) -> None:
+async def test_the_deadline_error_names_the_stages_at_work(tmp_path: Path) -> None:
     async with mesh(tmp_path, scripts={"b": hang}, max_request_s=0.3) as chain:
         error = await chain.failure()
         await chain.until_idle()
     assert isinstance(error, DeadlineError)
 
 
-async def test_a_stage_that_stops_without_an_end_is_an_error(tmp_path: Path) -> None:
+async def test_a_stream_that_ends_before_its_step_is_an_error(tmp_path: Path) -> None:
     async with mesh(tmp_path, scripts={"c": _accept_only}) as chain:
         error = await chain.failure()
     assert "stage 'c' ended its stream before it finished" in error.message
@@ -165,7 +165,7 @@ async def _accept_only(stage: ScriptedStage, request: stage_pb2.ExecuteStepReque
     yield ACCEPTED
 
 
-async def test_a_stage_that_says_cancelled_unasked_ends_the_request(tmp_path: Path) -> None:
+async def test_an_unrequested_cancellation_ends_the_request(tmp_path: Path) -> None:
     scripts = {"a": hang, "b": _failing(CancelledRequestError("someone called CancelStep")), "c": hang}
     async with mesh(tmp_path, scripts=scripts) as chain:
         error = await chain.failure()

@@ -4,7 +4,7 @@ from stagemesh.v1 import chunk_pb2, request_pb2
 from tests.orchestrator.mesh import DIAMOND, ask, mesh, texts
 
 
-async def test_outputs_of_all_stages_come_in_one_stream(tmp_path: Path) -> None:
+async def test_outputs_of_all_stages_arrive_in_one_stream(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         events = await chain.generate()
     assert texts(events, "first") == "a done"
@@ -46,7 +46,7 @@ async def test_stages_that_no_output_needs_do_not_run(tmp_path: Path) -> None:
         assert [binding.consumer for binding in diamond.stages["top"].requests[0].outputs] == ["left-0"]
 
 
-async def test_a_diamond_is_bound_at_all_its_edges(tmp_path: Path) -> None:
+async def test_all_edges_of_a_diamond_are_bound(tmp_path: Path) -> None:
     async with mesh(tmp_path, DIAMOND) as diamond:
         await diamond.generate(outputs=["end"])
         top, join = (diamond.stages[name].requests[0] for name in ("top", "join"))
@@ -74,7 +74,7 @@ outputs: {end: join}
 """
 
 
-async def test_a_stage_is_told_what_its_request_leaves_out(tmp_path: Path) -> None:
+async def test_a_stage_is_told_which_tensors_are_absent(tmp_path: Path) -> None:
     async with mesh(tmp_path, CONDITIONAL) as conditional:
         events = await conditional.generate()
         assert not conditional.stages["text"].requests
@@ -84,7 +84,7 @@ async def test_a_stage_is_told_what_its_request_leaves_out(tmp_path: Path) -> No
     assert [(binding.edge, binding.apart) for binding in asked.inputs] == [("frames->join", False)]
 
 
-async def test_an_option_of_the_pipeline_goes_to_no_stage(tmp_path: Path) -> None:
+async def test_an_option_of_the_pipeline_reaches_no_stage(tmp_path: Path) -> None:
     async with mesh(tmp_path, CONDITIONAL) as conditional:
         await conditional.generate(parameters=request_pb2.Parameters(options={"side": 1.0}))
         (asked,) = conditional.stages["join"].requests
@@ -103,14 +103,14 @@ async def test_chunk_policies_reach_the_producers(tmp_path: Path) -> None:
     assert (right.frames.frames, right.frames.initial_frames) == (5, 2)
 
 
-async def test_the_prompt_goes_to_the_first_stages_only(tmp_path: Path) -> None:
+async def test_only_the_first_stages_get_the_prompt(tmp_path: Path) -> None:
     async with mesh(tmp_path, DIAMOND) as diamond:
         await diamond.generate()
         with_input = {name for name, stage in diamond.stages.items() if stage.requests[0].HasField("input")}
     assert with_input == {"top"}
 
 
-async def test_a_seed_is_drawn_reported_and_given_to_every_stage(tmp_path: Path) -> None:
+async def test_a_random_seed_is_reported_and_sent_to_every_stage(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         events = await chain.generate()
         seeds = {stage.requests[0].parameters.seed for stage in chain.stages.values()}
@@ -123,7 +123,7 @@ async def test_a_given_seed_is_kept(tmp_path: Path) -> None:
     assert events[0].admitted.seed == 0
 
 
-async def test_every_stage_is_given_the_clients_deadline(tmp_path: Path) -> None:
+async def test_every_stage_gets_the_clients_deadline(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         call = chain.stub.Generate(ask(), timeout=7)
         async for _ in call:

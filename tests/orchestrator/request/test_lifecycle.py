@@ -1,4 +1,4 @@
-"""What is left of a request that has ended, by whoever keeps it."""
+"""The memory that a request which has ended still holds."""
 
 import asyncio
 import weakref
@@ -26,7 +26,7 @@ from tests.orchestrator.mesh import CHAIN
 
 LIMITS = Limits(1, 1 << 30, 1, 1 << 30)
 FAILOVER = Failover(cast("Planner", None))
-"""These tests place no stage again."""
+"""In these tests no stage is placed again."""
 
 
 def _request() -> ValidRequest:
@@ -64,7 +64,9 @@ async def test_an_ended_request_is_kept_without_its_input(plan: Callable[[], Pla
 
 
 @pytest.mark.parametrize("plan", [_nothing_to_do, _no_replica])
-async def test_an_ended_request_is_gone_when_nobody_keeps_it(plan: Callable[[], Plan], no_collector: None) -> None:
+async def test_an_ended_request_without_references_is_freed_at_once(
+    plan: Callable[[], Plan], no_collector: None
+) -> None:
     life = _life()
     await _run(life, _request(), plan)
     life.stop(CancelledRequestError("too late"))
@@ -73,7 +75,7 @@ async def test_an_ended_request_is_gone_when_nobody_keeps_it(plan: Callable[[], 
     assert ended() is None
 
 
-async def test_one_that_was_stopped_in_the_queue_is_gone_too(no_collector: None) -> None:
+async def test_a_request_stopped_in_the_queue_is_freed_at_once(no_collector: None) -> None:
     admission = Admission(LIMITS)
     lives = [_life_of(admission, name) for name in "ab"]
     waiting = lives.pop()
@@ -85,7 +87,7 @@ async def test_one_that_was_stopped_in_the_queue_is_gone_too(no_collector: None)
 
 
 @pytest.mark.parametrize("admitted", [True, False])
-async def test_one_whose_task_is_cancelled_gives_its_place_back(admitted: bool) -> None:
+async def test_a_cancelled_task_releases_its_admission(admitted: bool) -> None:
     admission = Admission(LIMITS)
     first, second = (_life_of(admission, name) for name in "ab")
     task = asyncio.ensure_future(_run(second, _request(), _nothing_to_do))
@@ -106,7 +108,7 @@ class _FailingClient:
         raise InternalError(f"{request.request_id} does not work")
 
 
-async def test_a_run_that_failed_is_gone_when_nobody_keeps_it(tmp_path: Path, no_collector: None) -> None:
+async def test_a_failed_run_without_references_is_freed_at_once(tmp_path: Path, no_collector: None) -> None:
     (tmp_path / "chain.yaml").write_text(CHAIN)
     stage = load_pipeline(str(tmp_path / "chain.yaml")).stages["a"]
     replica = SimpleNamespace(

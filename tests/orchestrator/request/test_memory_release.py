@@ -1,4 +1,4 @@
-"""What a request has made is freed with it, not when the garbage collector comes by: it can be hundreds of MB."""
+"""The outputs of a request are freed with it, before the garbage collector runs: they can be hundreds of MB."""
 
 import asyncio
 import gc
@@ -26,7 +26,7 @@ async def test_a_request_that_is_no_longer_kept_is_freed_at_once(tmp_path: Path)
         assert _found(RequestRecord) == 0
 
 
-async def test_the_time_line_of_a_failed_request_holds_nothing_of_what_it_made(tmp_path: Path) -> None:
+async def test_the_timeline_of_a_failed_request_refers_to_none_of_its_outputs(tmp_path: Path) -> None:
     async with mesh(tmp_path, scripts={"c": _fail}) as chain:
         for number in range(4):
             await chain.failure(request_id=f"r{number}")
@@ -48,7 +48,7 @@ def _found(kind: type[object]) -> int:
 
 
 def _forget_ended() -> None:
-    """As time would."""
+    """Drops the requests that have ended, as their timers would."""
     for each in gc.get_objects():
         if type(each) is RequestRegistry:
             each.clear()

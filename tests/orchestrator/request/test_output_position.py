@@ -31,7 +31,7 @@ def test_tokens_keep_their_logprobs() -> None:
 
 
 @pytest.mark.parametrize("channels", [0, 2])
-def test_sound_is_cut_between_samples(channels: int) -> None:
+def test_audio_is_cut_between_samples(channels: int) -> None:
     whole = _sound(5, channels=channels)
     rest = after(whole, 2)
     assert rest is not None
@@ -52,17 +52,17 @@ def test_a_tensor_is_cut_between_rows() -> None:
     [Output(image=Image(data=b"png")), Output(tensor=inline_tensor("loss", np.ones((), np.float32)))],
     ids=["image", "tensor without axes"],
 )
-def test_what_has_no_parts_is_one_unit(whole: Output) -> None:
+def test_an_image_or_scalar_is_one_unit(whole: Output) -> None:
     assert (length_of(whole), after(whole, 0), after(whole, 1)) == (1, whole, None)
 
 
-def test_nothing_is_left_of_a_piece_that_was_had() -> None:
+def test_nothing_remains_of_a_received_piece() -> None:
     assert after(_sound(5), 5) is None
     assert after(Output(text=""), 1) is None
     assert after(Output(), 1) is None
 
 
-def test_a_tensor_that_does_not_hold_together_is_not_cut() -> None:
+def test_a_tensor_with_a_wrong_size_is_not_cut() -> None:
     whole = _sound(5)
     whole.audio.samples.shape[:] = [6]
     with pytest.raises(InvalidChunkError, match="24 bytes"):

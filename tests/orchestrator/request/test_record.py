@@ -1,4 +1,4 @@
-"""What a request has made, as it is kept."""
+"""The record of a request's events."""
 
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -15,7 +15,7 @@ def _record_of(*texts: str) -> RequestRecord:
     return record
 
 
-async def test_outputs_take_no_more_than_on_the_wire() -> None:
+async def test_outputs_take_as_many_bytes_as_on_the_wire() -> None:
     record = _record_of("Hel", "lo")
     async with aclosing(record.journal.follow()) as items:
         assert sum([len(item) async for item in items]) == record.size_bytes
@@ -26,13 +26,13 @@ async def _heard(record: RequestRecord, **had: Mapping[str, int]) -> list[orches
         return [orchestrator_pb2.GenerateResponse.FromString(event) async for event in events]
 
 
-async def test_callers_hear_messages() -> None:
-    heard = await _heard(_record_of("Hel", "lo"))
-    assert [event.output.text for event in heard if event.HasField("output")] == ["Hel", "lo"]
-    assert heard[-1].HasField("finished")
+async def test_callers_get_messages() -> None:
+    received = await _heard(_record_of("Hel", "lo"))
+    assert [event.output.text for event in received if event.HasField("output")] == ["Hel", "lo"]
+    assert received[-1].HasField("finished")
 
 
-async def test_callers_hear_what_they_have_not() -> None:
-    heard = await _heard(_record_of("Hel", "lo ", "you"), next_positions={"text": 4})
-    assert [event.output.text for event in heard if event.HasField("output")] == ["o ", "you"]
+async def test_callers_get_the_outputs_that_they_lack() -> None:
+    received = await _heard(_record_of("Hel", "lo ", "you"), next_positions={"text": 4})
+    assert [event.output.text for event in received if event.HasField("output")] == ["o ", "you"]
     assert [event.output.text for event in await _heard(_record_of("Hel", "lo"), next_seqs={"text": 1})][:1] == ["lo"]

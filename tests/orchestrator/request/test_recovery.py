@@ -1,4 +1,4 @@
-"""What follows from a loss: cases, and a model of rows that flow which loses stages at random."""
+"""The consequences of a loss: single cases, and a model of flowing rows in which stages are lost at random."""
 
 import random
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def _apply(graph: Graph, states: dict[str, AttemptState], *, lost: set[str], fre
     return found.restarted
 
 
-def test_a_lost_stage_runs_anew_and_nothing_else() -> None:
+def test_only_the_lost_stage_restarts() -> None:
     assert plan_restarts(_CHAIN, _running(), lost={"b"}).restarted == {"b": Restart(2, resumes=False)}
 
 
@@ -69,7 +69,7 @@ def test_the_consumer_is_rebound_first_and_the_producer_last() -> None:
     assert next_actions(_CHAIN, states) == []
 
 
-def test_a_stage_resumes_where_its_consumers_go_on() -> None:
+def test_a_stage_resumes_if_its_consumers_keep_running() -> None:
     states = _running(b=AttemptState(phase=Phase.RUNNING, bound=_BOUND, checkpoint_rows={"t": 3}))
     assert plan_restarts(_CHAIN, states, lost={"b"}).restarted["b"].resumes
     together = plan_restarts(_CHAIN, states, lost={"b", "c"})
@@ -77,43 +77,43 @@ def test_a_stage_resumes_where_its_consumers_go_on() -> None:
     assert together.void == {"b"}
 
 
-def test_a_state_before_the_first_row_is_of_use_to_any_consumer() -> None:
+def test_a_checkpoint_before_the_first_row_is_always_useful() -> None:
     states = _running(b=AttemptState(phase=Phase.RUNNING, bound=_BOUND, checkpoint_rows={"t": 0}))
     assert plan_restarts(_CHAIN, states, lost={"b", "c"}).restarted["b"].resumes
 
 
-def test_a_stage_that_resumed_cannot_feed_another_consumer() -> None:
+def test_a_resumed_stage_cannot_feed_a_new_consumer() -> None:
     states = _running(b=AttemptState(phase=Phase.RUNNING, bound=_BOUND, first_rows={"t": 3}))
     assert set(plan_restarts(_CHAIN, states, lost={"c"}).restarted) == {"b", "c"}
 
 
-def test_an_edge_whose_chunks_would_be_cut_otherwise_allows_no_resuming() -> None:
+def test_a_stage_restarts_if_its_chunks_cannot_begin_after_the_first_row() -> None:
     graph = Graph(("a", "b"), (Flow("a->b", "a", "b", resumable=False),))
     state = AttemptState(phase=Phase.RUNNING, bound={"a->b": 1})
     assert not is_checkpoint_useful(graph, {"a": state, "b": state}, "a", {"t": 1})
     assert is_checkpoint_useful(graph, {"a": state, "b": state}, "a", {"t": 0})
 
 
-def test_a_checkpoint_of_rows_that_nobody_got_is_not_kept() -> None:
+def test_a_checkpoint_of_rows_that_no_consumer_gets_is_not_stored() -> None:
     states = _running(c=AttemptState(2, Phase.RUNNING, {"b->c": 2}))
     assert not is_checkpoint_useful(_CHAIN, states, "b", {"t": 1})
     assert is_checkpoint_useful(_CHAIN, _running(), "b", {"t": 1})
 
 
-def test_what_cannot_be_given_again_is_made_again() -> None:
+def test_a_producer_that_cannot_send_again_restarts() -> None:
     states = _running(a=AttemptState(phase=Phase.FINISHED, bound={"a->b": 1}))
     assert plan_restarts(_CHAIN, states, lost={"a"}).restarted == {}
     assert plan_restarts(_CHAIN, states, lost=set(), fresh={"a"}).restarted == {"a": Restart(2, resumes=False)}
 
 
-def test_a_lost_stage_of_which_nobody_waits_for_anything_is_over() -> None:
+def test_a_lost_stage_that_nothing_needs_is_finished() -> None:
     states = _running(c=AttemptState(phase=Phase.FINISHED, bound={"b->c": 1}))
     found = plan_restarts(_CHAIN, states, lost={"b"})
     assert found.unneeded == {"b"}
     assert not found.restarted
 
 
-def test_a_flow_never_gets_an_attempt_twice() -> None:
+def test_an_attempt_of_a_flow_is_never_reused() -> None:
     states = _running()
     seen = {1}
     for stage in ("a", "b", "b", "a"):
@@ -128,22 +128,22 @@ _ROWS = 3
 
 @dataclass
 class _Step:
-    """A model of one attempt at a replica."""
+    """A model of one attempt on a replica."""
 
     made: int
-    """Rows that the attempt has emitted, or need not."""
+    """The number of rows that the attempt has emitted or skipped."""
     begins: int
     outlets: dict[str, int] = field(default_factory=dict[str, int])
-    """By edge, the attempt of the flow that it feeds."""
+    """By edge, the attempt of the outgoing flow."""
     inlets: dict[str, int] = field(default_factory=dict[str, int])
     taken: dict[str, int] = field(default_factory=dict[str, int])
-    """By edge, how many rows from the first on it has."""
+    """By edge, the number of rows that have arrived."""
     origin: dict[str, int] = field(default_factory=dict[str, int])
-    """By edge, the row with which the flow that it expects begins."""
+    """By edge, the first row of the expected flow."""
 
 
 class _Mesh:
-    """Stages that emit a row for each that all their producers have given them, carried out as `recovery` says."""
+    """Stages that emit one row for each row of all their producers, and carry out the actions of `recovery`."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -213,7 +213,7 @@ class _Mesh:
                 self.states[stage].bound = {**self.states[stage].bound, flow.edge: step.outlets[flow.edge]}
 
     def crosses(self, flow: Flow) -> bool:
-        """One row crosses, where there is one and both ends know each other; whether it did."""
+        """Transfers one row, if there is one and both ends agree on the attempt. Returns whether it did."""
         producer, consumer = self.steps.get(flow.producer), self.steps.get(flow.consumer)
         if producer is None or consumer is None or self.states[flow.consumer].phase is not Phase.RUNNING:
             return False
@@ -226,7 +226,7 @@ class _Mesh:
         return True
 
     def works(self, stage: str) -> bool:
-        """The stage makes a row, or ends; whether it did."""
+        """Has the stage make a row or finish, if it can. Returns whether it did."""
         state, step = self.states[stage], self.steps.get(stage)
         if state.phase is not Phase.RUNNING or step is None:
             return False
@@ -271,7 +271,7 @@ _GRAPHS = [
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(_GRAPHS), st.integers(0, 1 << 32))
-def test_whatever_is_lost_every_row_gets_everywhere_once(graph: Graph, seed: int) -> None:
+def test_every_row_arrives_everywhere_once_whatever_is_lost(graph: Graph, seed: int) -> None:
     mesh, rng = _Mesh(graph), random.Random(seed)
     for _ in range(rng.randrange(120)):
         chance = rng.random()
@@ -284,13 +284,13 @@ def test_whatever_is_lost_every_row_gets_everywhere_once(graph: Graph, seed: int
     _run_to_the_end(mesh)
     for flow in graph.flows:
         consumer = mesh.steps[flow.consumer]
-        # One that resumed behind its last row needs nothing any more, nor does one whose consumers are done.
+        # A stage that resumed after its last row needs nothing more, nor does one whose consumers have finished.
         if not graph.outgoing[flow.consumer] and not consumer.begins:
             assert consumer.taken[flow.edge] == _ROWS
 
 
 def _do_something(mesh: _Mesh, rng: random.Random) -> None:
-    """One thing that can be done, at random."""
+    """Performs one possible step, chosen at random."""
     actions = next_actions(mesh.graph, mesh.states)
     if actions and rng.random() < 0.6:
         mesh.do(rng.choice(actions), kept=rng.random() < 0.7)

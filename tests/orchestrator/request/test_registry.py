@@ -33,7 +33,7 @@ async def test_an_ended_request_is_dropped_in_time() -> None:
     assert table.find("r1") is None
 
 
-async def test_the_oldest_go_first_where_too_much_is_kept() -> None:
+async def test_the_oldest_requests_are_dropped_if_too_much_is_kept() -> None:
     table = RequestRegistry(keep_bytes=100)
     for request_id in ("r1", "r2", "r3"):
         table.add(request_id, _known(size_bytes=40))
@@ -42,7 +42,7 @@ async def test_the_oldest_go_first_where_too_much_is_kept() -> None:
     table.clear()
 
 
-async def test_other_content_under_one_id_is_refused() -> None:
+async def test_other_content_under_one_id_is_rejected() -> None:
     table = RequestRegistry()
     table.add("r1", _known())
     with pytest.raises(ExistsError, match="exists with other content"):

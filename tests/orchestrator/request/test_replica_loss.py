@@ -1,4 +1,4 @@
-"""Requests whose replicas die under them, in virtual time."""
+"""Requests whose replicas die while they run, in virtual time."""
 
 import asyncio
 import random
@@ -26,24 +26,24 @@ _DIAMOND = DIAMOND.replace("chunk: {frames: 5, initial_frames: 2}", "chunk: {fra
 
 @dataclass
 class _Mesh:
-    """An orchestrator over mortal replicas."""
+    """An orchestrator over simulated replicas."""
 
     orchestrator: Orchestrator
     world: World
     replicas: dict[str, str] = field(default_factory=dict[str, str])
-    """By stage, the one that was chosen first."""
+    """By stage, the replica that was chosen first."""
     spoken: dict[str, str] = field(default_factory=dict[str, str])
-    """By output, what the client heard."""
+    """By output, the text that the client received."""
     began: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def ask(self, request_id: str = "r") -> dict[str, str]:
-        """Runs a request; what its outputs say in all."""
+        """Runs a request and returns the text of each output."""
         async with aclosing(await self.orchestrator.generate(ask(request_id=request_id), time_left_s=60.0)) as events:
             async for event in events:
-                self._hear(orchestrator_pb2.GenerateResponse.FromString(event))
+                self._add_event(orchestrator_pb2.GenerateResponse.FromString(event))
         return self.spoken
 
-    def _hear(self, event: orchestrator_pb2.GenerateResponse) -> None:
+    def _add_event(self, event: orchestrator_pb2.GenerateResponse) -> None:
         match event.WhichOneof("event"):
             case "admitted":
                 self.replicas = dict(event.admitted.replicas)
@@ -54,18 +54,18 @@ class _Mesh:
                 pass
 
     def of(self, stage: str) -> SimulatedReplica:
-        """The replica that was chosen first."""
+        """Returns the replica that was chosen first."""
         return self.world.replicas[self.replicas[stage]]
 
     @property
     def timeline(self) -> Timeline:
-        """The request's."""
+        """The request's timeline."""
         found = self.orchestrator.history.find("r")
         assert found is not None
         return found
 
     def attempts(self, stage: str) -> list[int]:
-        """Of the request at a stage."""
+        """Returns the number of attempts of a stage."""
         return [notes.attempt for notes in self.timeline.steps if notes.stage == stage]
 
 
@@ -90,14 +90,14 @@ async def _mesh(world: World, *, replicas: int = 2) -> AsyncGenerator[_Mesh]:
         yield _Mesh(orchestrator, world)
 
 
-def _run(world: World, ordeal: Callable[[_Mesh], Coroutine[object, object, None]], *, replicas: int = 2) -> _Mesh:
-    """Runs a request while `ordeal` befalls it; the request must succeed."""
+def _run(world: World, fault: Callable[[_Mesh], Coroutine[object, object, None]], *, replicas: int = 2) -> _Mesh:
+    """Runs a request together with `fault`. The request must succeed."""
 
     async def main() -> _Mesh:
         async with _mesh(world, replicas=replicas) as mesh, asyncio.TaskGroup() as group:
             asking = group.create_task(mesh.ask())
             await mesh.began.wait()
-            await ordeal(mesh)
+            await fault(mesh)
             await asking
         return mesh
 
@@ -105,11 +105,11 @@ def _run(world: World, ordeal: Callable[[_Mesh], Coroutine[object, object, None]
 
 
 def _kill(stage: str, *, after_s: float) -> Callable[[_Mesh], Coroutine[object, object, None]]:
-    async def ordeal(mesh: _Mesh) -> None:
+    async def fault(mesh: _Mesh) -> None:
         await asyncio.sleep(after_s)
         mesh.of(stage).die()
 
-    return ordeal
+    return fault
 
 
 async def _nothing(mesh: _Mesh) -> None:
@@ -124,15 +124,13 @@ def test_without_a_loss_every_stage_runs_once(chain: Pipeline) -> None:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.15, 0.45, 0.62])
 @pytest.mark.parametrize("stage", ["a", "b", "c"])
-def test_a_stage_that_dies_runs_anew_and_the_client_notices_nothing(
-    chain: Pipeline, stage: str, after_s: float
-) -> None:
+def test_the_client_does_not_notice_that_a_stage_dies(chain: Pipeline, stage: str, after_s: float) -> None:
     mesh = _run(World(chain), _kill(stage, after_s=after_s))
     assert mesh.spoken == _SPOKEN
     assert {name: mesh.attempts(name) for name in chain.stages if name != stage and len(mesh.attempts(name)) > 1} == {}
 
 
-def test_it_goes_on_within_a_moment_of_a_kill(chain: Pipeline) -> None:
+def test_a_request_continues_soon_after_a_kill(chain: Pipeline) -> None:
     mesh = _run(World(chain), _kill("b", after_s=0.25))
     first, second = (notes for notes in mesh.timeline.steps if notes.stage == "b")
     assert first.ended_s is not None and second.accepted_s is not None  # noqa: PT018
@@ -140,15 +138,15 @@ def test_it_goes_on_within_a_moment_of_a_kill(chain: Pipeline) -> None:
 
 
 def _hand_on(stage: str, *, after_s: float) -> Callable[[_Mesh], Coroutine[object, object, None]]:
-    async def ordeal(mesh: _Mesh) -> None:
+    async def fault(mesh: _Mesh) -> None:
         await asyncio.sleep(after_s)
         mesh.of(stage).hand_on()
 
-    return ordeal
+    return fault
 
 
 @pytest.mark.parametrize("stage", ["a", "b", "c"])
-def test_a_stage_that_is_paused_goes_on_elsewhere_from_there(chain: Pipeline, stage: str) -> None:
+def test_a_paused_stage_resumes_elsewhere(chain: Pipeline, stage: str) -> None:
     world = World(chain)
     mesh = _run(world, _hand_on(stage, after_s=0.45))
     assert mesh.spoken == _SPOKEN
@@ -172,7 +170,7 @@ def test_a_stage_resumes_from_its_last_checkpoint(chain: Pipeline) -> None:
     assert world.made["b"] < 2 * world.rows - 2
 
 
-def test_a_producer_that_lost_its_first_chunk_runs_anew_too(chain: Pipeline) -> None:
+def test_a_producer_without_its_first_chunk_restarts_too(chain: Pipeline) -> None:
     world = World(chain)
     world.keeps = False
     mesh = _run(world, _kill("c", after_s=0.45))
@@ -181,34 +179,32 @@ def test_a_producer_that_lost_its_first_chunk_runs_anew_too(chain: Pipeline) -> 
 
 
 def test_a_broken_connection_costs_nothing(chain: Pipeline) -> None:
-    async def ordeal(mesh: _Mesh) -> None:
+    async def fault(mesh: _Mesh) -> None:
         await asyncio.sleep(0.25)
         await mesh.of("b").sever(0.5)
 
-    mesh = _run(World(chain), ordeal)
+    mesh = _run(World(chain), fault)
     assert mesh.spoken == _SPOKEN
     assert mesh.attempts("b") == [1]
 
 
-def test_a_replica_that_stays_out_of_reach_is_replaced(chain: Pipeline) -> None:
-    async def ordeal(mesh: _Mesh) -> None:
+def test_a_replica_that_remains_unreachable_is_replaced(chain: Pipeline) -> None:
+    async def fault(mesh: _Mesh) -> None:
         await asyncio.sleep(0.25)
         await mesh.of("c").sever(30.0)
 
-    mesh = _run(World(chain), ordeal)
+    mesh = _run(World(chain), fault)
     assert mesh.spoken == _SPOKEN
     assert mesh.attempts("c") == [1, 2]
 
 
-def test_the_only_replica_is_waited_for(chain: Pipeline) -> None:
+def test_a_request_waits_for_the_only_replica(chain: Pipeline) -> None:
     mesh = _run(World(chain), _kill("b", after_s=0.25), replicas=1)
     assert mesh.spoken == _SPOKEN
 
 
 @pytest.mark.parametrize("blow", [SimulatedReplica.die, lambda replica: asyncio.ensure_future(replica.sever(3.0))])
-def test_a_request_that_comes_while_the_only_replica_is_away_waits_for_it(
-    chain: Pipeline, blow: Callable[[SimulatedReplica], object]
-) -> None:
+def test_a_new_request_waits_for_the_only_replica(chain: Pipeline, blow: Callable[[SimulatedReplica], object]) -> None:
     world = World(chain)
 
     async def main() -> dict[str, str]:
@@ -221,7 +217,7 @@ def test_a_request_that_comes_while_the_only_replica_is_away_waits_for_it(
     assert virtual_time.run(main()) == _SPOKEN
 
 
-def test_a_request_waits_no_longer_than_its_bound_for_a_replica(chain: Pipeline) -> None:
+def test_a_new_request_waits_for_a_replica_for_a_limited_time(chain: Pipeline) -> None:
     world = World(chain)
 
     async def main() -> float:
@@ -255,14 +251,14 @@ def test_a_request_that_waits_for_a_replica_can_be_cancelled(chain: Pipeline) ->
     virtual_time.run(main())
 
 
-def test_losses_at_random_leave_the_outputs_as_they_are(tmp_path: Path) -> None:
+def test_random_losses_do_not_change_the_outputs(tmp_path: Path) -> None:
     for text in (CHAIN, _DIAMOND):
         pipeline = _pipeline(tmp_path, text)
         expected = _run(World(pipeline), _nothing).spoken
         for seed in range(40):
             rng = random.Random(seed)
 
-            async def ordeal(mesh: _Mesh, rng: random.Random = rng) -> None:
+            async def fault(mesh: _Mesh, rng: random.Random = rng) -> None:
                 for _ in range(rng.randrange(1, 6)):
                     await asyncio.sleep(rng.random() * 0.5)
                     replica = rng.choice(list(mesh.world.replicas.values()))
@@ -273,25 +269,25 @@ def test_losses_at_random_leave_the_outputs_as_they_are(tmp_path: Path) -> None:
                         await replica.sever(rng.choice([0.3, 4.0]))
 
             world = World(pipeline, checkpoints=rng.random() < 0.5)
-            assert _run(world, ordeal, replicas=3).spoken == expected, f"seed {seed} of {pipeline.name}"
+            assert _run(world, fault, replicas=3).spoken == expected, f"seed {seed} of {pipeline.name}"
 
 
-def test_a_process_that_is_chosen_again_while_it_dies_is_one_death(chain: Pipeline) -> None:
-    async def ordeal(mesh: _Mesh) -> None:
+def test_a_dying_process_that_is_chosen_again_counts_as_one_death(chain: Pipeline) -> None:
+    async def fault(mesh: _Mesh) -> None:
         await asyncio.sleep(0.25)
         mesh.of("b").fail()
         await asyncio.sleep(2.0)
         assert mesh.of("b").steps
         mesh.of("b").die()
 
-    mesh = _run(World(chain), ordeal, replicas=1)
+    mesh = _run(World(chain), fault, replicas=1)
     assert mesh.spoken == _SPOKEN
     tried = [notes.error.reason for notes in mesh.timeline.steps if notes.stage == "b" and notes.error is not None]
     assert tried.count("ENGINE_DIED") > 1
 
 
-def test_a_process_that_is_chosen_alone_while_it_dies_is_no_third_death(chain: Pipeline) -> None:
-    async def ordeal(mesh: _Mesh) -> None:
+def test_a_dying_process_that_is_chosen_alone_is_not_a_third_death(chain: Pipeline) -> None:
+    async def fault(mesh: _Mesh) -> None:
         first = mesh.of("b")
         second = next(each for each in mesh.world.replicas.values() if each.member.stage == "b" and each is not first)
         await asyncio.sleep(0.25)
@@ -300,7 +296,7 @@ def test_a_process_that_is_chosen_alone_while_it_dies_is_no_third_death(chain: P
             await asyncio.sleep(0.01)
         second.fail()
 
-    mesh = _run(World(chain), ordeal)
+    mesh = _run(World(chain), fault)
     assert mesh.spoken == _SPOKEN
     tried = [(notes.replica, notes.error.reason) for notes in mesh.timeline.steps if notes.error is not None]
     assert tried.count((tried[-1][0], "ENGINE_DIED")) > 1

@@ -22,17 +22,17 @@ STOPPED = Failure("a", CancelledRequestError("the consumer stopped reading"))
 
 
 @pytest.mark.parametrize("root", [LOST, BROKE])
-def test_the_root_is_found_in_whatever_order_failures_come(root: Failure) -> None:
+def test_the_root_cause_is_found_in_any_order_of_failures(root: Failure) -> None:
     for failures in permutations([root, ECHO, NO_PRODUCER, NOT_EXPECTED, STOPPED]):
         assert root_cause(failures) is root
 
 
-def test_a_lost_replica_explains_what_its_neighbours_say() -> None:
+def test_a_lost_replica_explains_the_failures_of_adjacent_stages() -> None:
     assert root_cause([BROKE, LOST]) is LOST
 
 
 @pytest.mark.parametrize(("failure", "conclusive"), [(LOST, True), (BROKE, True), (ECHO, False), (NO_PRODUCER, False)])
-def test_only_a_sure_cause_needs_no_waiting(failure: Failure, conclusive: bool) -> None:
+def test_only_a_conclusive_cause_ends_the_wait(failure: Failure, conclusive: bool) -> None:
     assert failure.is_conclusive is conclusive
 
 
@@ -51,10 +51,10 @@ def test_of_two_causes_the_first_counts() -> None:
         Failure("a", StaleAttemptError("replaced", metadata={"edge": "a->b"})),
     ],
 )
-def test_a_loss_is_mended(failure: Failure) -> None:
+def test_a_loss_is_recoverable(failure: Failure) -> None:
     assert failure.is_recoverable
 
 
 @pytest.mark.parametrize("failure", [BROKE, ECHO, STOPPED, Failure("a", StaleAttemptError("made elsewhere"))])
-def test_a_verdict_is_not_mended(failure: Failure) -> None:
+def test_an_error_of_the_stage_itself_is_not_recoverable(failure: Failure) -> None:
     assert not failure.is_recoverable

@@ -1,4 +1,4 @@
-"""The wall clock is set while requests run."""
+"""The system time is set while requests run."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ _TEN_YEARS_S = 10 * 365 * 86_400.0
 
 
 @pytest.mark.parametrize("jump_s", [_TEN_YEARS_S, -_TEN_YEARS_S])
-async def test_a_request_under_way_does_not_notice_a_clock_that_jumps(
+async def test_a_running_request_does_not_notice_a_clock_that_jumps(
     tmp_path: Path, jump_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_back, real = asyncio.Event(), time.time

@@ -1,4 +1,4 @@
-"""Clients that read slower than the outputs come."""
+"""Clients that read more slowly than the outputs arrive."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,22 +11,22 @@ from stagemesh.orchestrator.request.record import RequestRecord
 from stagemesh.rpc.statuses import from_rpc_error
 from stagemesh.v1 import request_pb2, stage_pb2
 from tests.orchestrator.mesh import CHAIN, ask, mesh
-from tests.orchestrator.scripted_stage import ACCEPTED, Response, ScriptedStage, hang, said
+from tests.orchestrator.scripted_stage import ACCEPTED, Response, ScriptedStage, hang, text_output
 
 _LIMITED = CHAIN + "limits: {max_unread_bytes: 4194304}\n"
 _PIECE = "x" * (256 << 10)
 
 
 async def _talk(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-    """More and more."""
+    """Sends output without end."""
     del stage
     yield ACCEPTED
     while True:
-        yield said(request.streamed[0], _PIECE)
+        yield text_output(request.streamed[0], _PIECE)
         await asyncio.sleep(0)
 
 
-async def test_a_client_that_does_not_read_ends_its_request_and_hears_why_once_it_does(tmp_path: Path) -> None:
+async def test_a_client_that_does_not_read_stops_its_request_and_later_gets_the_error(tmp_path: Path) -> None:
     async with mesh(tmp_path, _LIMITED, scripts={"a": _talk, "b": hang, "c": hang}) as chain:
         call = chain.stub.Generate(ask())
         events = [await anext(aiter(call))]
@@ -53,7 +53,7 @@ def _add(record: RequestRecord, size_bytes: int) -> None:
     record.add_output("text", request_pb2.Output(text="x" * size_bytes))
 
 
-async def test_who_reads_as_it_comes_may_have_any_amount() -> None:
+async def test_a_client_that_keeps_up_may_read_any_amount() -> None:
     stopped: list[str] = []
     record = _record(stopped)
     _add(record, 0)
@@ -82,7 +82,7 @@ async def test_the_fastest_of_several_callers_counts() -> None:
     await slow.aclose()
 
 
-async def test_a_request_without_callers_is_not_stopped_for_its_size_nor_one_that_catches_up() -> None:
+async def test_a_request_without_callers_or_with_a_late_caller_is_not_stopped_for_its_size() -> None:
     stopped: list[str] = []
     record = _record(stopped)
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""What a stage can be told."""
+"""The messages to a stage."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tests.orchestrator.mesh import CHAIN
         (MAX_MESSAGE_BYTES - (1 << 20), 1 << 20, False),
     ],
 )
-def test_a_state_is_kept_where_it_can_be_sent_beside_the_input(
+def test_a_checkpoint_is_useful_if_it_fits_into_a_message_with_the_input(
     tmp_path: Path, prompt_bytes: int, state_bytes: int, *, fits: bool
 ) -> None:
     state = tensor_pb2.Tensor(name="state", inline=bytes(state_bytes))
@@ -31,7 +31,7 @@ def test_a_state_is_kept_where_it_can_be_sent_beside_the_input(
     assert _requests(tmp_path, prompt_bytes).can_resume_from(checkpoint) is fits
 
 
-def test_a_place_without_a_state_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_state_is_useless(tmp_path: Path) -> None:
     requests = _requests(tmp_path, prompt_bytes=10)
     assert not requests.can_resume_from(stage_pb2.Checkpoint(steps=3, rows={"text": 3}))
     assert requests.can_resume_from(stage_pb2.Checkpoint(steps=3, token_ids=[5, 6, 7]))

@@ -8,7 +8,7 @@ from stagemesh.v1 import control_pb2, request_pb2, stage_pb2
 
 
 class Clock:
-    """Time that a test sets."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -43,7 +43,7 @@ def test_times_count_from_when_the_request_was_received() -> None:
     assert (notes.accepted_s, notes.first_output_s, notes.heard_s, notes.outputs) == (0.0, 3.0, 5.0, 2)
 
 
-def test_progress_is_the_last_that_was_told() -> None:
+def test_progress_is_the_last_report() -> None:
     _, notes = _running(Clock())
     notes.note_progress(stage_pb2.StepProgress(steps=1, total_steps=9))
     notes.note_progress(stage_pb2.StepProgress(steps=2, total_steps=9))
@@ -59,14 +59,14 @@ def test_a_request_goes_from_queued_to_running_to_its_end() -> None:
     assert [*states, timeline.state] == [RequestState.QUEUED, RequestState.RUNNING, RequestState.FINISHED]
 
 
-def test_an_end_says_how_it_came() -> None:
+def test_the_final_state_follows_from_the_error() -> None:
     ended = [_running(Clock())[0] for _ in range(2)]
     ended[0].end(InternalError("broken"))
     ended[1].end(CancelledRequestError("enough"))
     assert [timeline.state for timeline in ended] == [RequestState.FAILED, RequestState.CANCELLED]
 
 
-def test_the_end_of_a_request_ends_what_was_at_work_for_it() -> None:
+def test_the_end_of_a_request_ends_its_attempts() -> None:
     clock = Clock()
     timeline, notes = _running(clock)
     clock.now_s = 107.0
@@ -77,7 +77,7 @@ def test_the_end_of_a_request_ends_what_was_at_work_for_it() -> None:
     assert [str(each) for each in (notes.error, timeline.error)] == ["broken", "broken"]
 
 
-def test_a_remembered_error_holds_on_to_nothing() -> None:
+def test_a_stored_error_refers_to_no_frames() -> None:
     timeline, notes = _running(Clock())
     with pytest.raises(InternalError) as caught:
         raise InternalError("broken", reason="WHY") from KeyError("cause")
@@ -88,7 +88,7 @@ def test_a_remembered_error_holds_on_to_nothing() -> None:
         assert (error.reason, error.__traceback__, error.__cause__, error.__context__) == ("WHY", None, None, None)
 
 
-def test_totals_count_running_requests_as_they_stand_and_ended_ones_once() -> None:
+def test_totals_count_running_requests_as_they_are_and_ended_ones_once() -> None:
     totals = Totals()
     done, notes = _running(Clock())
     notes.note_output()
@@ -105,7 +105,7 @@ def test_totals_count_running_requests_as_they_stand_and_ended_ones_once() -> No
     assert totals.stages["a"].outputs == 1
 
 
-def test_only_so_many_ended_requests_are_remembered_the_newest() -> None:
+def test_only_the_newest_ended_requests_are_kept() -> None:
     history = History(keep=2)
     for name in ("one", "two", "one", "three"):
         history.add(Timeline(name))
@@ -139,11 +139,11 @@ def test_a_step_with_nothing_to_read_waits_for_its_producer() -> None:
     assert describe_wait(_running(Clock())[1], report, unready=[]) == "chunk 7 of edge a->b from b-0"
 
 
-def test_a_step_that_has_what_it_needs_waits_for_nothing() -> None:
+def test_a_step_with_all_its_inputs_waits_for_nothing() -> None:
     report = control_pb2.StepReport(started=True, inlets=[_flow(chunks=7, waiting_chunks=1)], outlets=[_flow()])
     assert describe_wait(_running(Clock())[1], report, unready=[]) == ""
 
 
-def test_a_step_that_is_done_waits_for_its_last_chunks_to_arrive() -> None:
+def test_a_finished_step_waits_for_its_last_chunks_to_arrive() -> None:
     report = control_pb2.StepReport(started=True, outlets=[_flow(ended=True, waiting_chunks=3)])
     assert describe_wait(_running(Clock())[1], report, unready=[]) == "b-0 to take the last 3 chunks of edge a->b"

@@ -35,34 +35,34 @@ def _refused(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> S
         ),
     ],
 )
-def test_an_empty_prompt_is_refused(given: request_pb2.Input, pipeline: Pipeline) -> None:
+def test_an_empty_prompt_is_rejected(given: request_pb2.Input, pipeline: Pipeline) -> None:
     error = _refused(orchestrator_pb2.GenerateRequest(input=given), pipeline)
     assert (error.reason, error.message) == ("EMPTY_PROMPT", "the prompt is empty; give some text")
 
 
-def test_an_unknown_output_is_refused_with_those_known(pipeline: Pipeline) -> None:
+def test_the_error_for_an_unknown_output_names_the_known_ones(pipeline: Pipeline) -> None:
     error = _refused(ask(outputs=["video"]), pipeline)
     assert error.reason == "UNKNOWN_OUTPUT"
     assert error.message == "unknown output 'video'; pipeline 'chain' has first, last"
 
 
-def test_an_unknown_pipeline_is_refused_with_the_one_served(pipeline: Pipeline) -> None:
+def test_the_error_for_an_unknown_pipeline_names_the_served_one(pipeline: Pipeline) -> None:
     error = _refused(ask(pipeline="other"), pipeline)
     assert error.reason == "UNKNOWN_PIPELINE"
     assert error.message == "pipeline 'other' is not served here; this orchestrator serves 'chain'"
 
 
-def test_an_unknown_option_is_refused(pipeline: Pipeline) -> None:
+def test_an_unknown_option_is_rejected(pipeline: Pipeline) -> None:
     error = _refused(ask(parameters=request_pb2.Parameters(options={"speed": 1.5})), pipeline)
     assert (error.reason, error.message) == ("UNKNOWN_OPTION", "unknown option 'speed'; pipeline 'chain' has none")
 
 
 @pytest.mark.parametrize("request_id", ["a b", "x" * 129, "r/1", "é"])
-def test_a_request_id_of_other_characters_is_refused(request_id: str, pipeline: Pipeline) -> None:
+def test_a_request_id_with_other_characters_is_rejected(request_id: str, pipeline: Pipeline) -> None:
     assert _refused(ask(request_id=request_id), pipeline).reason == "INVALID_REQUEST_ID"
 
 
-def test_an_unknown_role_is_refused(pipeline: Pipeline) -> None:
+def test_an_unknown_role_is_rejected(pipeline: Pipeline) -> None:
     message = request_pb2.Message(role="robot", content="hello")
     given = request_pb2.Input(conversation=request_pb2.Conversation(messages=[message]))
     error = _refused(orchestrator_pb2.GenerateRequest(input=given), pipeline)
@@ -93,7 +93,7 @@ def test_an_unknown_role_is_refused(pipeline: Pipeline) -> None:
         ),
     ],
 )
-def test_parts_that_hold_nothing_usable_are_refused(
+def test_parts_without_usable_content_are_rejected(
     message: request_pb2.Message, reason: str, problem: str, pipeline: Pipeline
 ) -> None:
     message.role = "user"
@@ -103,7 +103,7 @@ def test_parts_that_hold_nothing_usable_are_refused(
     assert problem in error.message
 
 
-def test_a_tensor_with_too_few_bytes_is_refused(pipeline: Pipeline) -> None:
+def test_a_tensor_with_too_few_bytes_is_rejected(pipeline: Pipeline) -> None:
     request = ask()
     request.input.tensors.add(name="x", dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[2], inline=b"1234")
     assert _refused(request, pipeline).reason == "INVALID_CHUNK"
@@ -114,7 +114,7 @@ def test_tensors_alone_are_an_input(pipeline: Pipeline) -> None:
     assert validate(orchestrator_pb2.GenerateRequest(input=given), pipeline).outputs == ("first", "last")
 
 
-async def test_nothing_reaches_a_stage_when_a_request_is_refused(tmp_path: Path) -> None:
+async def test_a_rejected_request_reaches_no_stage(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         error = await chain.failure(outputs=["video"])
         assert not any(stage.requests for stage in chain.stages.values())
