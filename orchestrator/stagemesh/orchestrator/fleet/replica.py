@@ -4,13 +4,13 @@ import math
 import time
 from collections.abc import Callable, Collection
 from enum import Enum
-from typing import Protocol
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.notifier import Notifier
 from stagemesh.orchestrator.config import ReplicaAddress
 from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
-from stagemesh.orchestrator.spec import WIRE_VERSION, Pipeline
+from stagemesh.orchestrator.membership.base import find_refusal
+from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import stage_pb2
 
 _SMOOTHING = 0.2
@@ -276,27 +276,3 @@ class Replica:
         else:
             self._holds[hold] = why
         self._on_change()
-
-
-class Belonging(Protocol):
-    """The fields of DescribeResponse and ReplicaIdentity that say where a replica belongs."""
-
-    wire_version: int
-    pipeline: str
-    generation: str
-    stage: str
-
-
-def find_refusal(description: Belonging, *, stage: str, pipeline: Pipeline, generations: Collection[str] = ()) -> str:
-    """Returns why a replica does not belong to this stage, for people, or an empty text if it does.
-
-    Replicas of `generations` are accepted in addition to those of the pipeline's own generation.
-    """
-    generation = description.generation if description.generation in generations else pipeline.generation
-    facts = {
-        "wire version": (description.wire_version, WIRE_VERSION),
-        "pipeline": (description.pipeline, pipeline.name),
-        "generation": (description.generation, generation),
-        "stage": (description.stage, stage),
-    }
-    return "; ".join(f"its {what} is {has}, expected {want}" for what, (has, want) in facts.items() if has != want)

@@ -9,8 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from stagemesh.common.errors import ExistsError, InvalidRequestError, NotReadyError, StaleAttemptError
-from stagemesh.orchestrator.fleet.replica import find_refusal
-from stagemesh.orchestrator.membership.base import Member, MembershipListener
+from stagemesh.orchestrator.membership.base import Member, MembershipListener, find_refusal
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import membership_pb2
 
