@@ -86,7 +86,7 @@ async def _decide(pipeline: Pipeline, replicas: int) -> Decisions:
         gc.collect()
         size_bytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        planner, route = Planner(pipeline, orchestrator.fleet.book), pipeline.route(["text"])
+        planner, route = Planner(pipeline, orchestrator.fleet.registry), pipeline.route(["text"])
         taken_s = sorted(_timed(planner, route) for _ in range(_DECISIONS))
         again_s = [_timed_again(planner, planner.plan(route)) for _ in range(_DECISIONS)]
     return Decisions(

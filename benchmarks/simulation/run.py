@@ -10,7 +10,7 @@ from benchmarks.simulation.stages import CHUNK_S, Members, World
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.orchestrator import Orchestrator
-from stagemesh.orchestrator.planning.replica_choice import Choice, LeastWork
+from stagemesh.orchestrator.planning.planner import Choice, LeastWork
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import orchestrator_pb2
 

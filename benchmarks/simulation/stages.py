@@ -16,7 +16,7 @@ from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.common.errors import NotFoundError, UnavailableError, UnsupportedError
 from stagemesh.common.notifier import Notifier
 from stagemesh.connectors.stream.negotiation import EdgeProbe
-from stagemesh.orchestrator.fleet.stage_client import REPLICA_LOST, StageClient
+from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST
 from stagemesh.orchestrator.membership.base import Member, MembershipListener
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import stage_pb2
@@ -121,7 +121,7 @@ class Step:
 
 
 class SimulatedReplica:
-    """One address, as connection and as client; see `stagemesh.orchestrator.fleet.replica_connection.Connection`."""
+    """One address, and the ReplicaClient of its process."""
 
     def __init__(self, member: Member, world: World) -> None:
         self._world = world
@@ -155,11 +155,6 @@ class SimulatedReplica:
         """The request has ended."""
         self._steps.pop(request_id, None)
 
-    @property
-    def client(self) -> StageClient:
-        """See Connection."""
-        return self
-
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:  # noqa: ARG002
         """See Connection."""
         self._check_alive()
@@ -182,7 +177,7 @@ class SimulatedReplica:
         await self._died.wait()
         self._check_alive()
 
-    async def loads(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+    async def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
         """See Connection."""
         while True:
             self._check_alive()
@@ -197,7 +192,7 @@ class SimulatedReplica:
                     continue
             await asyncio.sleep(_REPORT_S)
 
-    async def nobody_listens(self) -> bool:
+    async def is_port_closed(self) -> bool:
         """See Connection."""
         return not self.alive
 
@@ -211,7 +206,7 @@ class SimulatedReplica:
         timeout_s: float,  # noqa: ARG002
         take: Callable[[stage_pb2.ExecuteStepResponse], None],
     ) -> None:
-        """See StageClient."""
+        """See ReplicaClient."""
         self._check_alive()
         request_id = request.request_id
         feeds = [self._world.flow(request_id, binding.edge) for binding in request.outputs]
@@ -246,10 +241,10 @@ class SimulatedReplica:
         step.events.put_nowait(_FINISHED)
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
-        """See StageClient."""
+        """See ReplicaClient."""
 
     async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:  # noqa: ARG002
-        """See StageClient."""
+        """See ReplicaClient."""
         self._check_alive()
         step = self._steps.get(request.request_id)
         if step is None or step.request.step_id != request.step_id:
@@ -266,16 +261,16 @@ class SimulatedReplica:
         connector: ConnectorName,  # noqa: ARG002
         timeout_s: float,  # noqa: ARG002
     ) -> EdgeProbe:
-        """See StageClient."""
+        """See ReplicaClient."""
         self._check_alive()
         return EdgeProbe("shm", {})
 
     async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:  # noqa: ARG002
-        """See StageClient."""
+        """See ReplicaClient."""
         return self._load()
 
     async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:  # noqa: ARG002
-        """See StageClient."""
+        """See ReplicaClient."""
         raise UnsupportedError(f"a simulated replica knows no {method}")
 
     def _load(self) -> stage_pb2.WatchLoadResponse:
@@ -300,7 +295,7 @@ class Members:
             for number in range(count)
         ]
 
-    async def follow(self, roster: MembershipListener) -> None:
+    async def follow(self, listener: MembershipListener) -> None:
         """See MemberSource."""
         for member in self.members:
-            roster.join(member)
+            listener.join(member)

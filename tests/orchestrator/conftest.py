@@ -1,4 +1,4 @@
-"""What several files of tests of the orchestrator need."""
+"""Fixtures for several test files of the orchestrator."""
 
 import gc
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """What has no reference left goes at once; circles stay."""
+    """Disables the garbage collector: objects without references are freed at once, and reference cycles are not."""
     gc.collect()
     gc.disable()
     yield

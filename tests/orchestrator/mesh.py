@@ -1,4 +1,4 @@
-"""A whole orchestrator over scripted stages, all real gRPC in this process."""
+"""An orchestrator over scripted stages, with real gRPC in one process."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -51,7 +51,7 @@ outputs: {start: top, side: left, end: join}
 
 @dataclass
 class Mesh:
-    """A running orchestrator, its client stub, and the stages' first replicas by stage."""
+    """A running orchestrator, its client stub, and the first replica of each stage."""
 
     pipeline: Pipeline
     stub: "orchestrator_pb2_grpc.OrchestratorServiceAsyncStub"
@@ -61,17 +61,17 @@ class Mesh:
     stages: dict[str, ScriptedStage] = field(default_factory=dict[str, ScriptedStage])
     servers: dict[str, Server] = field(default_factory=dict[str, Server])
     admin: grpc.aio.Channel = field(kw_only=True)
-    """To the port for operators."""
+    """A channel to the admin port."""
 
     async def generate(
         self, **fields: "str | list[str] | request_pb2.Parameters"
     ) -> list[orchestrator_pb2.GenerateResponse]:
-        """All events of a request."""
+        """Runs a request and returns its events."""
         call = self.stub.Generate(ask(**fields), timeout=20)
         return [event async for event in call]
 
     async def failure(self, **fields: "str | list[str] | request_pb2.Parameters") -> StagemeshError:
-        """The error that a request ends with."""
+        """Runs a request and returns the error with which it ends."""
         try:
             await self.generate(**fields)
         except grpc.aio.AioRpcError as exc:
@@ -79,16 +79,16 @@ class Mesh:
         raise AssertionError("the request succeeded")
 
     async def cancel(self, request_id: str, *, when_left: bool = False) -> None:
-        """CancelRequest."""
+        """Calls CancelRequest."""
         request = orchestrator_pb2.CancelRequestRequest(request_id=request_id, when_left=when_left)
         await self.stub.CancelRequest(request, timeout=10)
 
     async def describe(self) -> orchestrator_pb2.DescribePipelineResponse:
-        """DescribePipeline."""
+        """Calls DescribePipeline."""
         return await self.stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest(), timeout=10)
 
     async def until_idle(self) -> None:
-        """Returns once no stage runs anything."""
+        """Waits until no stage runs a step."""
         async with asyncio.timeout(5):
             for stage in self.stages.values():
                 while stage.running:
@@ -96,14 +96,14 @@ class Mesh:
 
 
 def ask(**fields: "str | list[str] | request_pb2.Parameters") -> orchestrator_pb2.GenerateRequest:
-    """A request with a prompt."""
+    """Returns a request with a prompt."""
     request = orchestrator_pb2.GenerateRequest(**fields)  # type: ignore[arg-type]
     request.input.text = "hello"
     return request
 
 
 def texts(events: list[orchestrator_pb2.GenerateResponse], name: str) -> str:
-    """What an output says in all."""
+    """Returns the whole text of one output."""
     return "".join(event.output.text for event in events if event.output.name == name)
 
 
@@ -118,7 +118,7 @@ async def mesh(
     max_request_s: float = 60.0,
     drain_s: float = 0.1,
 ) -> AsyncGenerator[Mesh]:
-    """Serves `text` over scripted stages."""
+    """Serves the pipeline file `text` over scripted stages."""
     path = folder / "pipeline.yaml"
     path.write_text(text)
     pipeline = load_pipeline(str(path))
@@ -157,7 +157,7 @@ async def mesh(
 
 
 async def until_health(channel: grpc.aio.Channel, *, serving: bool) -> None:
-    """Returns once the orchestrator as a whole serves, or no longer does."""
+    """Waits until the health of the orchestrator is as given."""
     wanted = HealthResponse.SERVING if serving else HealthResponse.NOT_SERVING
     async for answer in watch(channel)(HealthRequest(), timeout=10):
         if answer.status == wanted:
@@ -165,7 +165,7 @@ async def until_health(channel: grpc.aio.Channel, *, serving: bool) -> None:
 
 
 async def serve(stage: ScriptedStage) -> tuple[Server, str]:
-    """A server of the stage, and where it is."""
+    """Starts a server for the stage and returns it with its endpoint."""
     server = Server("127.0.0.1:0")
     add_stage_service(stage, server.grpc)
     control_pb2_grpc.add_StageControlServiceServicer_to_server(stage.controls, server.grpc)

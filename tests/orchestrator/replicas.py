@@ -1,13 +1,12 @@
-"""Replicas for tests of pure logic: nothing serves at their addresses."""
+"""Replicas without processes, for tests of pure logic."""
 
 from collections.abc import Callable
 from typing import cast
 
 from stagemesh.orchestrator.config import ReplicaAddress
-from stagemesh.orchestrator.fleet.load_estimate import StepCost
-from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.fleet.replica import Replica, StepCost
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
 from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
-from stagemesh.orchestrator.fleet.stage_client import StageClient
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import stage_pb2
 
@@ -21,10 +20,10 @@ class Clock:
         return self.now_s
 
 
-def said(
+def ready_description(
     stage: str, *, pipeline: Pipeline | None = None, generation: str = "", host: str = "", zone: str = ""
 ) -> stage_pb2.DescribeResponse:
-    """What a ready replica says of itself."""
+    """Returns the description of a ready replica."""
     return stage_pb2.DescribeResponse(
         pipeline=pipeline.name if pipeline else "",
         generation=generation or (pipeline.generation if pipeline else ""),
@@ -40,30 +39,30 @@ def ready_replica(
     name: str,
     pipeline: Pipeline,
     *,
-    book: ReplicaRegistry | None = None,
+    registry: ReplicaRegistry | None = None,
     generation: str = "",
     host: str = "",
     zone: str = "",
     cost: StepCost | None = None,
     clock: Callable[[], float] = Clock(),  # noqa: B008
 ) -> Replica:
-    """A replica of the stage that its name begins with ("b-0"), in the book."""
+    """Returns a ready replica of the stage with which its name begins ("b-0"), and adds it to the registry."""
     stage = name.split("-", maxsplit=1)[0]
 
     def changed() -> None:
-        if book is not None:
-            book.update(replica)
+        if registry is not None:
+            registry.update(replica)
 
     replica = Replica(
         stage,
         ReplicaAddress(name, f"h:{name}"),
-        cast("StageClient", None),
+        cast("ReplicaClient", None),
         on_change=changed,
         cost=cost,
         clock=clock,
     )
-    if book is not None:
-        book.add(replica)
-    described = said(stage, pipeline=pipeline, generation=generation, host=host, zone=zone)
+    if registry is not None:
+        registry.add(replica)
+    described = ready_description(stage, pipeline=pipeline, generation=generation, host=host, zone=zone)
     replica.observe_description(described, pipeline, generations={generation})
     return replica

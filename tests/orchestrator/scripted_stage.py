@@ -1,4 +1,4 @@
-"""A StageService that plays a script for each step and remembers what it was asked."""
+"""A StageService that runs a script for each step and records the requests."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -24,38 +24,38 @@ ACCEPTED = Response(accepted=stage_pb2.StepAccepted())
 FINISHED = Response(finished=stage_pb2.StepFinished(usage=request_pb2.Usage(output_tokens=2, steps=3)))
 
 
-def said(tensor: str, text: str) -> Response:
-    """An output of the stage's own tensor."""
+def text_output(tensor: str, text: str) -> Response:
+    """Returns an output event with a text."""
     return Response(output=request_pb2.Output(name=tensor, text=text))
 
 
 async def say_hello(stage: "ScriptedStage", request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-    """Streams two pieces of each tensor asked for, named for the stage, once those that feed it have begun."""
+    """Streams two pieces of each requested tensor, with the stage's name, once the producers have started."""
     yield ACCEPTED
     await stage.until_fed(request)
     yield Response(progress=stage_pb2.StepProgress(steps=1))
     for tensor in request.streamed:
-        yield said(tensor, f"{stage.name} ")
-        yield said(tensor, "done")
+        yield text_output(tensor, f"{stage.name} ")
+        yield text_output(tensor, "done")
     yield FINISHED
 
 
 async def hang(stage: "ScriptedStage", request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
-    """Accepts, says something, and then never ends by itself."""
+    """Accepts, sends one output, and never ends."""
     yield ACCEPTED
     for tensor in request.streamed:
-        yield said(tensor, f"{stage.name} ")
+        yield text_output(tensor, f"{stage.name} ")
     await asyncio.Event().wait()
 
 
 class ScriptedControls(control_pb2_grpc.StageControlServiceServicer):
-    """A replica's controls, some of them: drains change what it describes, and the rest it cannot."""
+    """Some of a replica's controls. A drain changes the description."""
 
     def __init__(self, stage: "ScriptedStage") -> None:
         self._stage = stage
         self.slept: list[control_pb2.SleepRequest] = []
         self.reports: list[control_pb2.StepReport] = []
-        """What ListSteps answers."""
+        """The answer of ListSteps."""
 
     async def Drain(self, request: control_pb2.DrainRequest, context: object) -> control_pb2.DrainResponse:
         self._stage.description.state = stage_pb2.REPLICA_STATE_DRAINING
@@ -74,7 +74,7 @@ class ScriptedControls(control_pb2_grpc.StageControlServiceServicer):
 
 
 class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
-    """One replica. It numbers outputs that its script has not."""
+    """One replica. Numbers the outputs that its script does not number."""
 
     def __init__(self, name: str, *, script: Script = say_hello) -> None:
         self.name = name
@@ -85,16 +85,18 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self.rebinds: list[stage_pb2.RebindStepRequest] = []
         self.probes: list[stage_pb2.ProbeEdgeRequest] = []
         self.probed: list[Probed] = [stage_pb2.ProbeEdgeResponse()]
-        """What ProbeEdge answers, the last one again and again; unset for what was asked for, and shm for auto."""
+        """The answers of ProbeEdge, of which the last one repeats. An answer without a connector stands for the
+        requested one, or shm for auto.
+        """
         self.controls = ScriptedControls(self)  # type: ignore[abstract]
-        self.begun: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        """By request."""
+        self.started_steps: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        """By request, an event that is set once its step has started."""
         self.peers: Mapping[str, ScriptedStage] = {}
-        """By replica, those whose beginnings it can see."""
+        """By replica name, the stages whose `started_steps` it can wait for."""
         self.streams = self.open_streams = 0
-        """Of ExecuteSteps: that were opened, and that have not ended."""
+        """The numbers of ExecuteSteps streams that were opened, and that are open."""
         self.closing = asyncio.Event()
-        """Has those streams end once their calls have."""
+        """If set, the streams end once their calls have ended."""
         self.tells_load = True
         self.running = 0
         self.time_left_s = 0.0
@@ -102,10 +104,10 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self.started = asyncio.Event()
 
     async def until_fed(self, request: stage_pb2.ExecuteStepRequest) -> None:
-        """No stage is done before those that feed it have begun."""
+        """Waits until the producers have started."""
         for binding in request.inputs:
             if binding.producer in self.peers:
-                await self.peers[binding.producer].begun[request.request_id].wait()
+                await self.peers[binding.producer].started_steps[request.request_id].wait()
 
     @streaming
     async def ExecuteStep(self, request: stage_pb2.ExecuteStepRequest, context: Context) -> AsyncIterator[Response]:
@@ -135,7 +137,7 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
     ) -> AsyncGenerator[Response]:
         self.requests.append(request)
-        self.begun[request.request_id].set()
+        self.started_steps[request.request_id].set()
         self.time_left_s = time_left_s or 0.0
         self.running += 1
         self.idle.clear()

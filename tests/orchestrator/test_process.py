@@ -1,4 +1,4 @@
-"""`python -m stagemesh.orchestrator` as a process."""
+"""Runs `python -m stagemesh.orchestrator` as a process."""
 
 import asyncio
 import signal
@@ -46,7 +46,7 @@ def port() -> int:
         return int(listener.getsockname()[1])
 
 
-async def test_it_is_alive_without_stages_and_ends_at_sigterm(tmp_path: Path, port: int) -> None:
+async def test_the_process_is_alive_without_stages_and_ends_at_sigterm(tmp_path: Path, port: int) -> None:
     process = await _start(_config(tmp_path, port=port))
     async with open_channel(f"127.0.0.1:{port}") as channel:
         async for answer in watch(channel)(Request(service="liveness"), wait_for_ready=True, timeout=20):
@@ -57,7 +57,7 @@ async def test_it_is_alive_without_stages_and_ends_at_sigterm(tmp_path: Path, po
     assert process.returncode == 0
 
 
-async def test_a_port_in_use_ends_it_with_its_own_status(tmp_path: Path) -> None:
+async def test_a_port_in_use_ends_the_process_with_its_own_status(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         process = await _start(_config(tmp_path, port=port))
@@ -66,14 +66,14 @@ async def test_a_port_in_use_ends_it_with_its_own_status(tmp_path: Path) -> None
     assert f"port {port} of 127.0.0.1" in said
 
 
-async def test_a_config_without_all_stages_ends_it_with_the_cause(tmp_path: Path, port: int) -> None:
+async def test_a_config_without_all_stages_ends_the_process_with_the_cause(tmp_path: Path, port: int) -> None:
     process = await _start(_config(tmp_path, port=port, stages="az"))
     said = await _output(process)
     assert process.returncode == 1
-    assert "stages without a replica: b, c; no such stage: z" in said
+    assert "stages without a replica: b, c; unknown stages: z" in said
 
 
-def test_a_config_survives_its_file(tmp_path: Path) -> None:
+def test_a_config_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:
     config = load_orchestrator_config(_config(tmp_path, port=7))
     assert config.replicas["b"] == (ReplicaAddress("b-0", "127.0.0.1:1"),)
 
@@ -85,7 +85,7 @@ def test_an_unknown_key_in_a_config_is_named(tmp_path: Path) -> None:
         load_orchestrator_config(path)
 
 
-def test_operators_are_not_served_on_the_port_of_clients() -> None:
+def test_the_admin_port_must_differ_from_the_port_for_clients() -> None:
     with pytest.raises(ValueError, match="admin_listen is h:3"):
         OrchestratorConfig("x", {}, "h:3", admin_listen="h:3")
 

@@ -1,4 +1,4 @@
-"""A soak by hand: `python -m tests.soak --seconds 600 --seed 7 --kinds kill,stop --json out/soak.json`."""
+"""Runs a soak by hand: `python -m tests.soak --seconds 600 --seed 7 --kinds kill,stop --json out/soak.json`."""
 
 import argparse
 import asyncio
@@ -11,7 +11,7 @@ from tests.soak.soak import Plan, soak
 
 
 def main() -> int:
-    """Exit status 0 where it passes."""
+    """Runs a soak. Returns the exit status, which is 0 if it passes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=110.0, help="of faults")
     parser.add_argument("--faults", type=int, default=1_000_000, help="at most")

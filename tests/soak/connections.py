@@ -1,8 +1,6 @@
-"""Severs the connections of another process, as a cable that is pulled or a middlebox that forgets would.
-
-TCP connections are reset, so that what was on its way is lost; local streams (abstract unix sockets) end for both
-sides. What is no connection of the mesh stays: listening sockets, and the socket pairs by which an event loop wakes
-itself.
+"""Severs the connections of another process, like a pulled cable. TCP connections are reset, so that data in flight is
+lost. Local streams (abstract unix sockets) end for both sides. Sockets that are not connections of the mesh stay open:
+listening sockets, and the socket pairs by which an event loop wakes itself.
 """
 
 import ctypes
@@ -18,7 +16,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def sever(process_id: int) -> int:
-    """Severs all of a process's connections; how many. Raises OSError where the system does not permit it."""
+    """Severs all connections of a process and returns their number. Raises OSError if the system does not permit it."""
     with _process(process_id) as process:
         return sum(_severed(process, descriptor) for descriptor in _sockets(process_id))
 
@@ -45,7 +43,7 @@ def _severed(process: int, descriptor: int) -> bool:
     copy = _libc.syscall(_SYS_PIDFD_GETFD, process, descriptor, 0)
     if copy < 0:
         error = ctypes.get_errno()
-        # It may have closed it since.
+        # The process may have closed it meanwhile.
         if error not in {errno.EBADF, errno.ESRCH}:
             raise OSError(error, f"cannot take sockets of another process: {os.strerror(error)}")
         return False
@@ -61,12 +59,14 @@ def _severed(process: int, descriptor: int) -> bool:
 
 
 def _is_abstract(name: str | bytes) -> bool:
-    """Those with a path are an engine's own, to its worker processes: what is lost between them is lost for good."""
+    """Returns whether a unix socket is a local stream. Sockets with a path belong to an engine and its worker
+    processes, which cannot recover from a lost connection.
+    """
     return isinstance(name, bytes) and name.startswith(b"\0")
 
 
 def _reset(descriptor: int) -> None:
-    """connect() to no address: the kernel sends RST and drops what is queued."""
+    """Resets a TCP connection by connect() with AF_UNSPEC: the kernel sends RST and drops queued data."""
     nowhere = (ctypes.c_char * 16)()
     if _libc.connect(descriptor, nowhere, len(nowhere)) != 0:
         error = ctypes.get_errno()

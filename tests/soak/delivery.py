@@ -1,4 +1,4 @@
-"""What a client received of one request, when, and what is wrong with it."""
+"""What a client received of one request and when, and its flaws."""
 
 import time
 from bisect import bisect_right
@@ -17,13 +17,13 @@ _ON_ITS_WAY_S = 1.0
 
 @dataclass(frozen=True)
 class Flaws:
-    """How many units are wrong, and how."""
+    """The number of wrong units, by kind of flaw."""
 
     duplicated: int = 0
     lost: int = 0
     reordered: int = 0
     altered: int = 0
-    """Stretches that are of no unit."""
+    """Stretches that do not belong to any unit."""
 
     def __add__(self, other: "Flaws") -> "Flaws":
         return Flaws(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -33,7 +33,7 @@ class Flaws:
 
 
 def flaws(received: bytes, units: Sequence[bytes]) -> Flaws:
-    """Compares what arrived of an output, however it was cut, with what it must bring."""
+    """Compares the received bytes of an output, however they were cut, with the expected units."""
     if received == b"".join(units):
         return Flaws()
     found, altered = _units_in(received, units)
@@ -48,10 +48,10 @@ def flaws(received: bytes, units: Sequence[bytes]) -> Flaws:
 
 
 def _units_in(received: bytes, units: Sequence[bytes]) -> tuple[list[int], int]:
-    """The numbers of the units that stand there, and how often something else does."""
+    """Returns the numbers of the units in the received bytes, and the number of stretches that are no unit."""
     number_of = {unit: number for number, unit in enumerate(units)}
     sizes = sorted({len(unit) for unit in units}, reverse=True)
-    # Far fewer places begin like a unit than have to be looked at where something was altered.
+    # Few positions begin like a unit, while an altered stretch contains many positions.
     beginnings = {unit[:_BEGINNING_BYTES] for unit in units}
     found, altered, at, in_altered = list[int](), 0, 0, False
     while at < len(received):
@@ -71,30 +71,30 @@ def _units_in(received: bytes, units: Sequence[bytes]) -> tuple[list[int], int]:
 
 @dataclass
 class Arrivals:
-    """The pieces of one output."""
+    """The received pieces of one output."""
 
     pieces: list[bytes] = field(default_factory=list[bytes])
     times_s: list[float] = field(default_factory=list[float])
 
     def add(self, piece: bytes) -> None:
-        """One more has come."""
+        """Adds a piece."""
         self.pieces.append(piece)
         self.times_s.append(time.monotonic())
 
     def resumed_s(self, struck_s: float) -> float | None:
-        """How long until they came again after what happened then; None where nothing came any more.
-
-        That is where the longest pause ends of those that began before it or soon after: some may have been on its way.
+        """Returns the seconds from a fault to the end of the pause that it caused, or None if no piece arrived
+        afterwards. The pause is the longest one that began before the fault or soon after, because some pieces may have
+        been in flight.
         """
         pauses = [each for each in pairwise(self.times_s) if each[1] > struck_s and each[0] < struck_s + _ON_ITS_WAY_S]
         return max(pauses, key=lambda pause: pause[1] - pause[0])[1] - struck_s if pauses else None
 
 
 class Delivery:
-    """One request's events, as they come."""
+    """The events of one request, as they arrive."""
 
     def __init__(self, request: Request, units: Mapping[str, Sequence[bytes]]) -> None:
-        """`units` are what each output must bring."""
+        """`units` are the expected units of each output."""
         self.request = request
         self.outputs = {output: Arrivals() for output in units}
         self.begun_s = time.monotonic()
@@ -104,7 +104,7 @@ class Delivery:
         self._admitted = self._finished = self._disorder = 0
 
     def add(self, event: Event) -> None:
-        """The next event."""
+        """Adds the next event."""
         self._disorder += self._finished > 0
         match event:
             case Admitted():
@@ -121,11 +121,11 @@ class Delivery:
                 pass
 
     def received(self, output: str) -> bytes:
-        """All that arrived of an output."""
+        """Returns all received bytes of an output."""
         return b"".join(self.outputs[output].pieces)
 
     def flaws(self) -> Flaws:
-        """What is wrong with what arrived: of a request that failed, as far as it came."""
+        """Returns the flaws of the received outputs. A failed request is compared as far as it got."""
         found = Flaws(altered=self._disorder)
         for output in self.outputs:
             received = self.received(output)
@@ -134,11 +134,11 @@ class Delivery:
         return found
 
     def whole(self) -> bool:
-        """Whether the client was told that it is all there."""
+        """Whether the client received the end of the request."""
         return not self.error and self._finished == 1 and self._admitted >= 1
 
     def _begun(self, output: str, size_bytes: int) -> list[bytes]:
-        """The units that so many bytes have come to, the last one cut."""
+        """Returns the units in the first `size` bytes; the last one may be cut."""
         ends = list(accumulate(len(unit) for unit in self._units[output]))
         whole = bisect_right(ends, size_bytes)
         rest = size_bytes - (ends[whole - 1] if whole else 0)

@@ -1,4 +1,4 @@
-"""What befalls a replica, or the orchestrator, and how to see that it really did."""
+"""Faults of a replica or of the orchestrator, each with a check that it happened."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,7 +21,7 @@ _STRUCK_S = 5.0
 
 
 class FaultKind(Enum):
-    """The value is the word for people."""
+    """A kind of fault. The value is its name in reports."""
 
     KILL = "kill"
     STOP = "stop"
@@ -33,28 +33,28 @@ class FaultKind(Enum):
 
     @property
     def is_of_orchestrator(self) -> bool:
-        """Whether it befalls the orchestrator, not a replica."""
+        """Whether the fault hits the orchestrator and not a replica."""
         return self in {FaultKind.KILL_ORCHESTRATOR, FaultKind.SEVER_ORCHESTRATOR}
 
     @property
     def kills(self) -> bool:
-        """Whether a process dies of it: the requests on it count as struck."""
+        """Whether a process dies of the fault, so that its requests count as hit by a death."""
         return self is FaultKind.KILL
 
 
 class MissedError(Exception):
-    """A fault that did not happen: the soak proves nothing by it."""
+    """A fault had no effect, so that the soak proves nothing by it."""
 
 
 class Faults:
-    """The faults of one deployment. Each returns when its victim is left to itself again."""
+    """Performs the faults of one deployment. Each method returns when the fault is over."""
 
     def __init__(self, deployment: Deployment, operator: Operator, random: Random, *, load_s: float) -> None:
-        """`load_s` is how long a process may take to be ready."""
+        """`load_s` is the maximum time for a process to become ready."""
         self._deployment, self._operator, self._random, self._load_s = deployment, operator, random, load_s
 
     async def befall(self, kind: FaultKind, victim: str) -> None:
-        """Does it. Raises MissedError where it had no effect."""
+        """Performs a fault. Raises MissedError if it had no effect."""
         await self._ways()[kind](victim)
 
     def _ways(self) -> Mapping[FaultKind, Callable[[str], Awaitable[None]]]:
@@ -99,14 +99,14 @@ class Faults:
         await self._until_another_process(victim, before)
 
     async def _restart_once(self, victim: str, before: int) -> None:
-        """Restarts that process, unless a call that was cut off has done so."""
+        """Restarts the process, unless an aborted call has already done so."""
         if self._deployment.runs(victim, before):
             phases = await self._operator.restart(victim, load_s=self._load_s)
             if phases[-1:] != [admin_pb2.RESTART_PHASE_READY]:
                 raise MissedError(f"{victim} was restarted up to phase {phases[-1:]}")
 
     async def _until_another_process(self, victim: str, before: int) -> None:
-        """Returns once `up` has started it again."""
+        """Waits until `up` has started the process again."""
         await _until(
             lambda: self._deployment.statuses[victim]["process_id"] not in {None, before},
             what="was started again",
@@ -114,7 +114,7 @@ class Faults:
         )
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """A call of the operator, who calls again where another fault cut him off: what he drained stays drained."""
+        """Repeats an operator's call if another fault aborts it. A drained replica stays drained."""
         async with asyncio.timeout(self._load_s * 2):
             while True:
                 try:

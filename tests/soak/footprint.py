@@ -1,4 +1,4 @@
-"""What processes hold: memory, open files, and what would stay in /dev/shm."""
+"""The resources that processes hold: memory, open files, and entries in /dev/shm."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,14 +9,15 @@ from statistics import median
 from typing import Any
 
 WARM_S = 60.0
-"""An orchestrator keeps what ended requests brought for 30 s; from then on it has next to nothing to grow by."""
+"""Seconds until a process is warm: an orchestrator keeps the outputs of ended requests for 30 s and grows until then.
+"""
 _FEWEST = 6
 _MB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A process at one time."""
+    """The resources of a process at one time."""
 
     process: str
     process_id: int
@@ -26,7 +27,7 @@ class Sample:
 
 
 def sample(statuses: Mapping[str, Mapping[str, Any]]) -> Iterator[Sample]:
-    """All processes of a deployment, by their statuses, but for those that load, and those that end just now."""
+    """Measures all processes of a deployment except those that load or are about to end."""
     for name, status in list(statuses.items()):
         if status["state"] != "ready":
             continue
@@ -44,9 +45,8 @@ def _heap_bytes(process_id: int) -> int:
 
 
 def growth(samples: Sequence[Sample], *, warm_s: float = WARM_S) -> list[str]:
-    """The processes that did not stay as they were: memory, or open files; nothing where all did.
-
-    Each process by itself, from when it was warm. A process that was not long enough there tells nothing.
+    """Returns a text for each process whose memory or number of open files grew since it was warm. Processes that did
+    not live long enough are skipped.
     """
     lives = dict[tuple[str, int], list[Sample]]()
     for each in samples:
@@ -59,19 +59,19 @@ def _growth_of(name: str, life: Sequence[Sample], warm_s: float) -> Iterator[str
     if len(steady) < _FEWEST:
         return
     third = len(steady) // 3
-    # It may begin in a time in which most of its callers are away, and take less then.
+    # A process may take less at first because most of its callers are disconnected then.
     heap, later_heap = (
         max(each.heap_bytes for each in steady[:third]),
         median(each.heap_bytes for each in steady[-third:]),
     )
     if later_heap > heap * 1.05 + 4 * _MB:
         yield f"{name} grew from at most {heap / _MB:.1f} to {later_heap / _MB:.1f} MB"
-    # It may begin in a moment in which most of its neighbours are away, and each of them takes some files.
+    # A process may take fewer files at first because most of its peers are down then, and each peer takes some files.
     files, later_files = max(each.files for each in steady[:third]), median(each.files for each in steady[-third:])
     if later_files > files * 1.25 + 12:
         yield f"{name} had at most {files} files open, then {later_files:.0f}"
 
 
 def shared_memory() -> frozenset[str]:
-    """What is in /dev/shm."""
+    """Returns the names in /dev/shm."""
     return frozenset(path.name for path in Path("/dev/shm").iterdir())

@@ -1,4 +1,4 @@
-"""Faults by seed: which kind, whom and when; how long until what it struck went on."""
+"""Injects faults: kind, victim and time follow from a seed. Measures how long the requests that they hit paused."""
 
 import asyncio
 import time
@@ -17,27 +17,27 @@ from tests.soak.operators import Operator
 from tests.soak.report import UNTOUCHED
 
 PAUSE_S = (0.5, 3.5)
-"""Between two faults."""
+"""Seconds between two faults."""
 MAX_DEATHS = 2
-"""A request that two dying replicas ran is tried alone, and a third that dies fails it: no soak may be the third."""
+"""The number of deaths that a request may suffer. After two it runs alone, and a third one would rightly fail it."""
 _AT_WORK_S = 0.3
 
 
 @dataclass(frozen=True)
 class Struck:
-    """A request that a fault found at work, and the output of the stage that it hit."""
+    """A request that a fault hit, and the output of the stage that it hit."""
 
     delivery: Delivery
     output: str
     at_s: float
 
     def resumed_s(self) -> float | None:
-        """How long until its client had more; None where there was none to come."""
+        """Seconds until its client received more, or None if the output was complete."""
         return self.delivery.outputs[self.output].resumed_s(self.at_s) if self.delivery.whole() else None
 
 
 class Injector:
-    """Strikes one deployment under load."""
+    """Injects faults into one deployment under load."""
 
     def __init__(
         self,
@@ -50,23 +50,25 @@ class Injector:
         output_of: Mapping[str, str],
         load_s: float,
     ) -> None:
-        """`output_of` says by stage where a client sees that it goes on; `load_s` is how long a process may take to be
-        ready.
+        """`output_of` names, by stage, the output in which a client sees that the stage continues. `load_s` is the
+        maximum time for a process to become ready.
         """
         self.counts = Counter[FaultKind]()
         self.missed = list[str]()
         self.struck = dict[str, list[Struck]]()
-        """By kind; under UNTOUCHED those that ran elsewhere at the time of a fault."""
+        """The pauses in seconds by kind of fault. UNTOUCHED has those of requests that ran elsewhere at the time of a
+        fault.
+        """
         self._deployment, self._operator, self._load = deployment, operator, load
         self._kinds, self._random = kinds, Random(seed)
         self._faults = Faults(deployment, operator, Random(seed + 1), load_s=load_s)
         self._output_of, self._load_s = output_of, load_s
         self._ill = set[str]()
-        """Those under a fault now."""
+        """The replicas that have a fault now."""
         self._deaths = Counter[str]()
 
     async def run(self, *, count: int, stop_s: float) -> None:
-        """So many faults, or as many as there is time for; returns when the last victim is itself again."""
+        """Injects a number of faults, or as many as there is time for. Returns when the last fault is over."""
         end_s, kinds = time.monotonic() + stop_s, self._deal()
         kind = next(kinds)
         async with asyncio.TaskGroup() as group:
@@ -79,7 +81,7 @@ class Injector:
                     kind = next(kinds)
 
     def _deal(self) -> Iterator[FaultKind]:
-        """Each kind as often as the others, in any order."""
+        """Yields kinds in random order, each as often as the others."""
         while True:
             yield from self._random.sample(self._kinds, len(self._kinds))
 
@@ -97,7 +99,7 @@ class Injector:
             self._ill.discard(victim)
 
     async def _victim(self, kind: FaultKind) -> str | None:
-        """Whom it is to befall: never the last one of its stage that is well. None where there is none now."""
+        """Returns the victim: never the last healthy replica of its stage. Returns None if there is none now."""
         if kind.is_of_orchestrator:
             return None if "orchestrator" in self._ill else "orchestrator"
         try:
@@ -133,15 +135,15 @@ class Injector:
             self._note(kind.value if request in requests else UNTOUCHED, delivery, self._output_of[stage])
 
     def _note(self, kind: str, delivery: Delivery, output: str) -> None:
-        # Of one that has yet to begin, or waits for another reason, nobody can tell when it went on.
+        # For a request that has not started yet, or waits for another reason, the pause cannot be measured.
         times_s, now_s = delivery.outputs[output].times_s, time.monotonic()
         if times_s and now_s - times_s[-1] < _AT_WORK_S:
             self.struck.setdefault(kind, []).append(Struck(delivery, output, now_s))
 
     async def _came_back(self, victim: str) -> None:
-        """Returns once it takes work again."""
+        """Waits until the victim accepts requests again."""
         if victim == "orchestrator":
-            # The replicas may be anywhere: some have faults of their own.
+            # The replicas may be in any state: some have faults of their own.
             await asyncio.to_thread(
                 self._deployment.wait,
                 lambda up: up.statuses["orchestrator"]["state"] == "ready",

@@ -1,4 +1,4 @@
-"""Steady load from real clients: as soon as a request has ended, its client sends the next."""
+"""Steady load from real clients. A client sends its next request as soon as the last one has ended."""
 
 import asyncio
 import itertools
@@ -17,7 +17,7 @@ Condition: TypeAlias = Callable[[], bool]
 
 
 class Load:
-    """The requests that run and those that have ended, by id."""
+    """Running and ended requests by id."""
 
     def __init__(self, endpoint: str, work: Work) -> None:
         self.running: dict[str, Delivery] = {}
@@ -28,12 +28,12 @@ class Load:
         self._numbers = itertools.count()
 
     async def each_once(self, count: int, *, clients: int) -> None:
-        """The next so many requests, some at once."""
+        """Runs the next `count` requests, some at a time."""
         left = iter(range(count))
         await self._all(clients, lambda: next(left, None) is not None)
 
     async def until(self, stop: asyncio.Event, *, clients: int) -> None:
-        """Requests until told to stop, and then to the end of the last ones."""
+        """Runs requests until `stop` is set, and waits for the last ones."""
         await self._all(clients, lambda: not stop.is_set())
 
     async def _all(self, clients: int, goes_on: Condition) -> None:

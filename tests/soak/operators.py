@@ -1,4 +1,4 @@
-"""What an operator sees and does, over the port for operators."""
+"""The calls of an operator, over the admin port."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,46 +16,46 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 20.0
 DRAIN_S = 40.0
-"""What runs on a replica that is restarted may take so long: a request can wait for a stopped neighbour."""
+"""The time in which a restarted replica must finish its steps: one may wait for a stopped peer."""
 
 
 class Operator:
-    """Calls of one orchestrator."""
+    """An operator of one orchestrator."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub: AdminServiceAsyncStub = AdminServiceStub(channel)
 
     async def ready(self) -> dict[str, str]:
-        """The replicas that take requests, each with its stage."""
+        """Returns the ready replicas with their stages."""
         request = admin_pb2.ListReplicasRequest(state=stage_pb2.REPLICA_STATE_READY)
         listed = await self._stub.ListReplicas(request, timeout=_TIMEOUT_S)
         return {replica.name: replica.stage for replica in listed.replicas}
 
     async def requests_on(self, replica: str) -> list[str]:
-        """The requests of which a replica has a share."""
+        """Returns the requests that run on a replica."""
         request = admin_pb2.ListRequestsRequest(target=replica)
         return [each.request_id for each in (await self._stub.ListRequests(request, timeout=_TIMEOUT_S)).requests]
 
     async def running(self) -> list[str]:
-        """The requests that wait or run."""
+        """Returns the ids of queued and running requests."""
         listed = await self._stub.ListRequests(admin_pb2.ListRequestsRequest(), timeout=_TIMEOUT_S)
         return [each.request_id for each in listed.requests]
 
     async def drain(self, replica: str) -> None:
-        """No new work for a replica."""
+        """Drains a replica."""
         await self._stub.DrainReplicas(admin_pb2.DrainReplicasRequest(target=replica), timeout=_TIMEOUT_S)
 
     async def resume(self, replica: str) -> None:
-        """Work for it again."""
+        """Resumes a drained replica."""
         await self._stub.ResumeReplicas(admin_pb2.ResumeReplicasRequest(target=replica), timeout=_TIMEOUT_S)
 
     async def restart(self, replica: str, *, load_s: float) -> list[int]:
-        """Restarts a replica, which may take so long to be ready, in order; its phases."""
+        """Restarts a replica in order and returns the phases. `load_s` is the maximum time for it to become ready."""
         request = admin_pb2.RestartReplicasRequest(target=replica, drain_s=DRAIN_S)
         return [change.phase async for change in self._stub.RestartReplicas(request, timeout=DRAIN_S + load_s)]
 
     async def timeline(self, request_id: str) -> object:
-        """What became of a request, for people; nothing where the orchestrator no longer knows it."""
+        """Returns what the orchestrator noted of a request, for display. Empty if it no longer knows the request."""
         try:
             request = admin_pb2.GetRequestRequest(request_id=request_id)
             return MessageToDict(await self._stub.GetRequest(request, timeout=_TIMEOUT_S))
@@ -65,6 +65,6 @@ class Operator:
 
 @asynccontextmanager
 async def operating(endpoint: str) -> AsyncIterator[Operator]:
-    """An operator of the orchestrator whose port for operators that is."""
+    """Connects an operator to the admin port of an orchestrator."""
     async with open_channel(endpoint) as channel:
         yield Operator(channel)

@@ -1,4 +1,4 @@
-"""What a soak found."""
+"""The results of a soak."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,41 +8,41 @@ from statistics import median, quantiles
 from tests.soak.delivery import Flaws
 
 MEDIAN_RESUME_S = 1.0
-"""From a kill, over what passes at the same time for requests that it does not touch: a busy machine has pauses."""
+"""The limit for the pause after a kill, in excess of the pauses of untouched requests: a busy machine pauses too."""
 UNTOUCHED = "nothing"
-"""The kind of fault of those."""
+"""The kind of requests that no fault has hit."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The figures, and what is wrong with them."""
+    """The figures of a soak, and its problems."""
 
     requests: int
     failed: Mapping[str, str]
-    """By request: the error."""
+    """The errors of failed requests, by request."""
     flawed: Mapping[str, Flaws]
-    """By request."""
+    """The flaws of deliveries, by request."""
     timelines: Mapping[str, object]
-    """Of those that failed or are flawed, what the orchestrator says of them."""
+    """The orchestrator's notes on failed or flawed requests."""
     faults: Mapping[str, int]
-    """By kind."""
+    """The numbers of faults by kind."""
     missed_faults: Sequence[str]
     resumed_s: Mapping[str, Sequence[float]]
-    """By kind of fault: of each request that it found at work, how long until its client had more."""
+    """By kind of fault, the seconds until the client of each hit request received more."""
     growth: Sequence[str]
     orchestrator_mb: Sequence[int]
-    """Its memory over time."""
+    """The measured resources of each process over time."""
     left: Sequence[str]
-    """What was not let go of: steps, arenas, requests, shared memory."""
+    """Resources that were not released: steps, arenas, requests, shared memory."""
     slowest_s: float
 
     @property
     def flaws(self) -> Flaws:
-        """Of all requests."""
+        """The number of bytes that all clients received."""
         return sum(self.flawed.values(), Flaws())
 
     def problems(self) -> list[str]:
-        """Why the soak fails; nothing where it passes."""
+        """The reasons for which the soak fails; empty if it passes."""
         return [
             *(f"request {name} failed: {error}" for name, error in self.failed.items()),
             *(f"request {name}: {flaws}" for name, flaws in self.flawed.items()),
@@ -53,7 +53,7 @@ class Report:
         ]
 
     def summary(self) -> str:
-        """The figures for people."""
+        """Returns the figures as a text."""
         flaws = self.flaws
         faults = ", ".join(f"{count} {kind}" for kind, count in sorted(self.faults.items())) or "none"
         lines = [
@@ -73,7 +73,7 @@ class Report:
         return "\n".join([*lines, *(f"! {problem}" for problem in self.problems())])
 
     def json(self) -> str:
-        """All of it."""
+        """Returns all figures as JSON."""
         return json.dumps({**asdict(self), "problems": self.problems()}, indent=2)
 
     def _slow(self) -> list[str]:

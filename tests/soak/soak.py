@@ -1,4 +1,4 @@
-"""A deployment under steady load and faults, and what its clients got."""
+"""Runs a deployment under steady load and faults, and checks what its clients received."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,7 +19,7 @@ from tests.soak.work import Work
 from tests.soak.workload import OUTPUT_OF, requests, units, write_pipeline
 
 Through: TypeAlias = Callable[[str], AbstractAsyncContextManager[str]]
-"""From the orchestrator's endpoint to that which clients call."""
+"""Returns the endpoint that clients call, given the orchestrator's endpoint."""
 
 _SAMPLE_S = 2.0
 _QUIET_S = 30.0
@@ -27,22 +27,22 @@ _QUIET_S = 30.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done."""
+    """The plan of a soak."""
 
     kinds: Sequence[FaultKind] = ()
     seed: int = 1
     faults: int = 1_000_000
-    """At most."""
+    """The maximum number of faults."""
     faults_s: float = 0.0
-    """For so long; without any, the load runs each request once more."""
+    """The seconds for which faults are injected. With 0 the load runs each request once more."""
     clients: int = 6
     replicas: int = 3
     step_s: float = 0.08
     steps: tuple[int, int] = (20, 45)
     different: int = 12
-    """Requests that differ; they come again and again."""
+    """The number of different requests, which are repeated."""
     load_s: float = 30.0
-    """How long a process may take to be ready."""
+    """The maximum seconds for a process to become ready."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class _Found:
 
 
 async def soak(folder: Path, plan: Plan) -> Report:
-    """Runs the plan on a deployment of its own, which it starts and stops."""
+    """Starts a deployment, runs the plan on it and stops it."""
     before = shared_memory()
     with deployed(write_pipeline(folder, replicas=plan.replicas, step_s=plan.step_s)) as up:
         report = await soaked(up, plan)
@@ -65,15 +65,13 @@ async def soak(folder: Path, plan: Plan) -> Report:
 
 
 def fake_work(plan: Plan) -> Work:
-    """All is compared with the functions called in a row, and so with the run without a fault too."""
+    """Compares all outputs with those of the stages' functions called one after the other."""
     return Work(requests(plan.seed, count=plan.different, steps=plan.steps), OUTPUT_OF, units)
 
 
 async def soaked(up: Deployment, plan: Plan, *, work: Work | None = None, through: Through | None = None) -> Report:
-    """Runs the plan on a deployment that is there: first each different request once without a fault.
-
-    `work` is that of fake engines unless it is given. `through` puts something between the clients and the
-    orchestrator.
+    """Runs the plan on a running deployment, first each different request once without a fault. `work` is the requests
+    for fake engines by default. `through` puts a relay between the clients and the orchestrator.
     """
     work = work or fake_work(plan)
     async with operating(up.admin_endpoint) as operator, (through or _directly)(up.endpoint) as endpoint:
@@ -124,7 +122,7 @@ async def _sample(up: Deployment, found: _Found) -> None:
 
 
 async def _not_let_go(up: Deployment, operator: Operator) -> list[str]:
-    """What is still held some time after the last request has ended."""
+    """Returns the resources that are still held some time after the last request has ended."""
     for _ in range(int(_QUIET_S / 0.5)):
         held = await _held(up, operator)
         if not held:

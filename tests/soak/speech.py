@@ -1,4 +1,6 @@
-"""The real speech pipeline as a soak's work: what is said is judged by the run without a fault, and by ear."""
+"""The real speech pipeline as a soak's work. Its audio is compared with that of a run without faults, and by speech
+recognition.
+"""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -13,22 +15,21 @@ from tests.soak.workload import Request
 from tests.speech.whisper import transcribe, word_error_rate
 
 Hearing: TypeAlias = Callable[[npt.NDArray[np.float32], int], str]
-"""The words in samples of a rate."""
+"""Returns the words in audio samples of a sample rate."""
 
 TOPICS = ("river", "castle", "garden", "mountain", "kitchen", "library")
 _SEED, _MAX_TOKENS = 7, 40
 _TIMEOUT_S = 240.0
 _HEARING = 0.15
-"""A word error rate by which Whisper may mishear, over what it makes of the same request without a fault."""
+"""The word error rate that is allowed to Whisper in excess of its rate for the same request without a fault."""
 _NEXT_TO_NOTHING = 1e-3
-"""Of full scale: rounding, where batches differ."""
+"""The allowed difference of samples as a fraction of full scale: rounding depends on the batch."""
 
 
 class Ears:
-    """Judges deliveries: the first of each request is without a fault, and the later ones are to be as that one.
-
-    Where another batch had the language model write something else, what is heard must be what it wrote: nothing of it
-    twice, nothing missing, and nothing that was written before a fault and not after it.
+    """Judges deliveries. The first delivery of each request is without a fault, and later ones must equal it. If the
+    language model wrote another text because of another batch, the audio must say exactly that text, without
+    repetitions or omissions.
     """
 
     def __init__(self, hear: Hearing = transcribe) -> None:
@@ -36,10 +37,10 @@ class Ears:
         self._first: dict[Request, Delivery] = {}
         self._usual: dict[Request, float] = {}
         self.same = self.by_ear = 0
-        """How many were judged by which."""
+        """The number of deliveries by the way in which they were judged."""
 
     def judge(self, delivery: Delivery) -> Flaws:
-        """What is wrong with a delivery; of one that failed only that it did."""
+        """Returns the flaws of a delivery. For a failed one, only that it failed."""
         if delivery.error:
             return Flaws()
         first = self._first.setdefault(delivery.request, delivery)
@@ -57,7 +58,7 @@ class Ears:
 
 
 def speech_work(ears: Ears) -> Work:
-    """Short answers, read aloud."""
+    """Requests for short answers, which are spoken."""
     return Work(
         [Request(f"Describe a {topic} in one sentence.", _SEED, _MAX_TOKENS) for topic in TOPICS],
         {"thinker": "text", "acoustic": "audio", "vocoder": "audio"},

@@ -1,4 +1,4 @@
-"""A relay before the orchestrator that tampers with what clients are sent, as an orchestrator with a fault would."""
+"""A relay in front of the orchestrator that tampers with responses, like a faulty orchestrator."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,7 +14,7 @@ _GENERATE = "/stagemesh.v1.OrchestratorService/Generate"
 
 
 class Tampering(Enum):
-    """What is done to one piece of one output of every request."""
+    """The way in which one piece of one output of every request is changed."""
 
     NOTHING = "nothing"
     DUPLICATE = "duplicate"
@@ -27,7 +27,7 @@ class Tampering(Enum):
 
 
 def tampered(tampering: Tampering, *, output: str, piece: int = 3) -> Through:
-    """Something for `soak`'s `through`. A piece is what one message carries."""
+    """Returns a relay for the parameter `through` of `soak`. A piece is the content of one message."""
 
     @asynccontextmanager
     async def through(endpoint: str) -> AsyncIterator[str]:
@@ -45,7 +45,7 @@ def tampered(tampering: Tampering, *, output: str, piece: int = 3) -> Through:
 
 
 class _Hand:
-    """Tampers with one call's messages."""
+    """Tampers with the messages of one call."""
 
     def __init__(self, tampering: Tampering, output: str, piece: int) -> None:
         self._tampering, self._output, self._piece = tampering, output, piece
@@ -53,7 +53,9 @@ class _Hand:
         self._held: list[bytes] = []
 
     def pass_on(self, message: bytes) -> list[bytes]:
-        """What goes on instead; raises EOFError where the stream is to end, ConnectionError where it is to fail."""
+        """Returns the messages to send instead. Raises EOFError if the stream must end, and ConnectionError if it must
+        fail.
+        """
         response = orchestrator_pb2.GenerateResponse.FromString(message)
         if response.WhichOneof("event") == "finished" and self._tampering is Tampering.REPEAT_END:
             return [message, message]
@@ -89,7 +91,6 @@ class _Relay(grpc.GenericRpcHandler):
         self._channel, self._hand = channel, hand
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes] | None":
-        """See `grpc.GenericRpcHandler`."""
         if handler_call_details.method != _GENERATE:
             return None
         return grpc.unary_stream_rpc_method_handler(self._serve)
@@ -105,7 +106,7 @@ class _Relay(grpc.GenericRpcHandler):
         except EOFError:
             return
         except ConnectionError:
-            # Not one by which a client takes its connection for broken: it would call again.
+            # Not a status that clients treat as a broken connection: they would call again.
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "it was made to fail")
         finally:
             call.cancel()

@@ -1,4 +1,4 @@
-"""Each way in which a delivery can be wrong is told from the others."""
+"""Each kind of flaw of a delivery is distinguished from the others."""
 
 import numpy as np
 import pytest
@@ -29,11 +29,11 @@ FINISHED = Finished({}, Timings(0.0, None, 0.0))
         ([0, 11, 2, 3], Flaws(lost=1, altered=1)),
     ],
 )
-def test_what_is_wrong_is_called_by_its_name(numbers: list[int], expected: Flaws) -> None:
+def test_each_flaw_is_named(numbers: list[int], expected: Flaws) -> None:
     assert flaws(b"".join(UNITS[number] for number in numbers), UNITS[:4]) == expected
 
 
-def test_a_unit_that_is_cut_is_lost_and_what_is_left_of_it_altered() -> None:
+def test_a_cut_unit_is_lost_and_its_remainder_altered() -> None:
     assert flaws(b"".join(UNITS)[:-3], UNITS) == Flaws(lost=1, altered=1)
 
 
@@ -44,7 +44,7 @@ def test_one_byte_that_differs_is_found() -> None:
 
 
 @given(st.lists(st.integers(0, 11), max_size=24))
-def test_only_all_units_in_order_are_without_flaw(numbers: list[int]) -> None:
+def test_only_all_units_in_order_are_without_flaws(numbers: list[int]) -> None:
     received = b"".join(UNITS[number] for number in numbers)
     assert bool(flaws(received, UNITS)) == (numbers != list(range(12)))
 
@@ -63,7 +63,7 @@ def test_the_units_of_a_request_differ_in_every_output() -> None:
 
 
 def _delivered(*, without: int = 0, cut: int = 1) -> Delivery:
-    """A request of four units whose pieces are cut otherwise than its units."""
+    """A delivery of four units whose pieces are cut in other places than the units."""
     delivery = Delivery(REQUEST, {"text": UNITS[:4], "frames": UNITS[:4], "audio": UNITS[:4]})
     delivery.add(Admitted("r", 1, {}))
     whole = b"".join(UNITS[:4])
@@ -77,24 +77,24 @@ def _delivered(*, without: int = 0, cut: int = 1) -> Delivery:
     return delivery
 
 
-def test_how_outputs_are_cut_is_of_no_matter() -> None:
+def test_outputs_may_be_cut_anywhere() -> None:
     delivery = _delivered(cut=3)
     assert delivery.whole()
     assert not delivery.flaws()
 
 
-def test_a_request_whose_end_never_came_is_not_whole() -> None:
+def test_a_request_without_its_end_is_incomplete() -> None:
     assert not _delivered(without=1).whole()
 
 
-def test_what_comes_after_the_end_is_a_flaw() -> None:
+def test_output_after_the_end_is_a_flaw() -> None:
     delivery = _delivered()
     delivery.add(FINISHED)
     assert delivery.flaws() == Flaws(altered=1)
     assert not delivery.whole()
 
 
-def test_what_a_failed_request_brought_before_is_compared_as_far_as_it_came() -> None:
+def test_a_failed_request_is_compared_as_far_as_it_got() -> None:
     delivery = Delivery(REQUEST, {"text": UNITS})
     delivery.error = "it failed"
     delivery.add(Text("text", b"".join(UNITS[:2]).decode() + UNITS[2].decode()[:5]))
@@ -103,7 +103,7 @@ def test_what_a_failed_request_brought_before_is_compared_as_far_as_it_came() ->
     assert delivery.flaws()
 
 
-def test_time_to_resume_is_until_the_longest_pause_ends() -> None:
+def test_a_pause_ends_with_the_longest_gap() -> None:
     arrivals = Arrivals(times_s=[1.0, 1.1, 1.2, 1.25, 2.0, 2.3, 9.0])
     assert arrivals.resumed_s(1.15) == pytest.approx(0.85)
     assert arrivals.resumed_s(8.0) == pytest.approx(1.0)

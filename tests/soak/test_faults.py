@@ -1,4 +1,4 @@
-"""A fault that does nothing proves nothing: each is seen to strike."""
+"""A fault without effect proves nothing, so each fault is checked to have one."""
 
 import socket
 import subprocess
@@ -27,7 +27,7 @@ print("accepted", flush=True)
 
 
 class _Peer:
-    """A process with a local stream and a TCP connection to us, a socket pair of its own and a listening socket."""
+    """Starts a process with a local stream and a TCP connection to this one, a socket pair and a listening socket."""
 
     def __init__(self, process: "subprocess.Popen[str]", local: socket.socket, tcp: socket.socket) -> None:
         self.process, self.local, self.tcp = process, local, tcp
@@ -62,7 +62,7 @@ def test_severing_ends_local_streams_and_resets_tcp(peer: _Peer) -> None:
         peer.tcp.recv(1)
 
 
-def test_severing_leaves_the_process_what_is_no_connection(peer: _Peer) -> None:
+def test_severing_leaves_other_sockets_open(peer: _Peer) -> None:
     sever(peer.process.pid)
     assert peer.process.stdin is not None
     peer.process.stdin.write("\n")
@@ -72,7 +72,7 @@ def test_severing_leaves_the_process_what_is_no_connection(peer: _Peer) -> None:
         assert peer.line() == "accepted"
 
 
-def test_severing_what_has_no_connection_says_so() -> None:
+def test_severing_a_process_without_connections_is_an_error() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         try:
             assert sever(process.pid) == 0

@@ -22,19 +22,19 @@ def test_only_processes_that_are_ready_are_measured() -> None:
     assert measured.files > 2
 
 
-def test_a_process_that_stays_as_it_is_does_not_grow() -> None:
+def test_a_constant_process_does_not_grow() -> None:
     assert growth(_life([50.0, 52.0, 49.0] * 10), warm_s=3) == []
 
 
-def test_memory_that_grows_with_time_is_found() -> None:
+def test_growing_memory_is_found() -> None:
     assert growth(_life([50.0 + at for at in range(30)]), warm_s=3) == ["one grew from at most 61.0 to 75.0 MB"]
 
 
-def test_callers_that_come_back_are_no_leak() -> None:
+def test_returning_callers_are_not_a_leak() -> None:
     assert growth(_life([41.0, 41.0, 50.0] + [41.0] * 7 + [51.0] * 20), warm_s=1) == []
 
 
-def test_what_is_taken_while_a_process_warms_is_no_growth() -> None:
+def test_growth_of_a_warming_process_is_ignored() -> None:
     assert growth(_life([10.0 * at for at in range(10)] + [100.0] * 20), warm_s=10) == []
 
 
@@ -43,10 +43,10 @@ def test_files_that_stay_open_are_found() -> None:
     assert growth(life, warm_s=3) == ["one had at most 32 files open, then 60"]
 
 
-def test_neighbours_that_come_back_are_no_leak() -> None:
+def test_returning_peers_are_not_a_leak() -> None:
     files = [33, 33, 33, 33, 51, 33, 33, 33, 33] + [51] * 21
     assert growth(_life([50.0] * 30, files=files), warm_s=1) == []
 
 
-def test_a_process_that_started_again_is_another() -> None:
+def test_a_restarted_process_is_measured_separately() -> None:
     assert growth([*_life([50.0] * 10), *_life([90.0] * 10, process_id=2)], warm_s=1) == []

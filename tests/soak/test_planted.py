@@ -1,4 +1,4 @@
-"""The soak finds what is planted by hand, on real processes, and nothing where nothing is planted."""
+"""The soak finds planted problems on real processes, and none if none is planted."""
 
 import asyncio
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ async def _tampered(up: Deployment, tampering: Tampering, *, output: str = "text
     return await soaked(up, PLAN, through=tampered(tampering, output=output))
 
 
-async def test_where_nothing_is_planted_nothing_is_found(up: Deployment) -> None:
+async def test_no_problem_is_found_if_none_is_planted(up: Deployment) -> None:
     report = await _tampered(up, Tampering.NOTHING)
     assert report.problems() == []
     assert (report.requests, report.faults) == (4, {})
@@ -46,21 +46,19 @@ async def test_where_nothing_is_planted_nothing_is_found(up: Deployment) -> None
         (Tampering.REPEAT_END, "text", Flaws(altered=4)),
     ],
 )
-async def test_a_delivery_that_is_tampered_with_is_caught(
-    up: Deployment, tampering: Tampering, output: str, found: Flaws
-) -> None:
+async def test_a_tampered_delivery_is_found(up: Deployment, tampering: Tampering, output: str, found: Flaws) -> None:
     report = await _tampered(up, tampering, output=output)
     assert report.flaws == found
     assert len(report.flawed) == report.requests == 4
 
 
 @pytest.mark.parametrize("tampering", [Tampering.DUPLICATE, Tampering.LOSE, Tampering.SWAP])
-async def test_audio_that_is_not_cut_by_units_is_compared_too(up: Deployment, tampering: Tampering) -> None:
+async def test_audio_cut_anywhere_is_compared_too(up: Deployment, tampering: Tampering) -> None:
     report = await _tampered(up, tampering, output="audio")
     assert len(report.flawed) == 4
 
 
-async def test_a_request_that_ends_early_has_failed_and_lost_something(up: Deployment) -> None:
+async def test_a_request_that_ends_early_has_failed_and_lost_units(up: Deployment) -> None:
     report = await _tampered(up, Tampering.END_EARLY)
     assert len(report.failed) == len(report.timelines) == 4
     assert report.flaws.lost > 4
@@ -73,7 +71,7 @@ async def test_a_request_that_fails_is_counted_with_its_error(up: Deployment) ->
     assert not report.flaws
 
 
-async def test_a_replica_that_still_holds_something_is_caught(up: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_releases_nothing_is_found(up: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soaking, "_QUIET_S", 1.0)
     with up.client() as client:
         events = iter(client.generate("hello", seed=1, max_tokens=2000))
@@ -84,7 +82,7 @@ async def test_a_replica_that_still_holds_something_is_caught(up: Deployment, mo
         events.close()
 
 
-async def test_what_stays_in_shared_memory_is_caught(tmp_path: Path, left: Path) -> None:
+async def test_remaining_shared_memory_is_found(tmp_path: Path, left: Path) -> None:
     asyncio.get_running_loop().call_later(0.1, left.touch)
     report = await soak(tmp_path, PLAN)
     assert report.problems() == [f"left behind: {left}"]

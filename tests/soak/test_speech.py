@@ -1,4 +1,4 @@
-"""The real speech pipeline with two replicas a stage, under load, while its processes are killed and cut off."""
+"""The real speech pipeline with two replicas of each stage, whose processes are killed and partitioned under load."""
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ def _delivery(text: str, *, sound: float = 0.5) -> Delivery:
 
 
 def _heard(words: dict[float, str]) -> Ears:
-    """Ears that hear certain words in a sound."""
+    """A fake speech recognizer that returns given words."""
 
     def hear(samples: npt.NDArray[np.float32], sample_rate_hz: int) -> str:
         return words[round(float(samples[0]), 3)]
@@ -40,20 +40,20 @@ def _heard(words: dict[float, str]) -> Ears:
     return Ears(hear)
 
 
-def test_what_is_said_as_without_a_fault_needs_no_ear() -> None:
+def test_unchanged_audio_needs_no_speech_recognition() -> None:
     ears = _heard({0.5: SAID})
     assert [ears.judge(_delivery(SAID)) for _ in range(3)] == [Flaws()] * 3
     assert (ears.same, ears.by_ear) == (2, 1)
 
 
-def test_what_is_said_otherwise_is_right_where_it_was_written_so() -> None:
+def test_changed_audio_is_right_if_it_says_the_changed_text() -> None:
     ears = _heard({0.5: SAID, 0.25: "a river is water"})
     ears.judge(_delivery(SAID))
     assert ears.judge(_delivery("A river is water.", sound=0.25)) == Flaws()
 
 
 @pytest.mark.parametrize("heard", [f"{SAID} to the sea", "the river runs from", "a river is water that runs"])
-def test_what_is_said_twice_or_not_or_otherwise_is_heard(heard: str) -> None:
+def test_repeated_missing_or_wrong_words_are_found(heard: str) -> None:
     ears = _heard({0.5: SAID, 0.25: heard})
     ears.judge(_delivery(SAID))
     assert ears.judge(_delivery(SAID, sound=0.25)) == Flaws(altered=1)
@@ -62,7 +62,7 @@ def test_what_is_said_twice_or_not_or_otherwise_is_heard(heard: str) -> None:
 @pytest.mark.soak
 @pytest.mark.speech
 @pytest.mark.timeout(3000)
-async def test_nothing_is_said_twice_nor_left_unsaid() -> None:
+async def test_nothing_is_spoken_twice_or_left_out() -> None:
     before, ears = shared_memory(), Ears()
     with deployed("speech", "--set", "stages.*.replicas=2", ready_s=LOAD_S) as up:
         plan = Plan(kinds=KINDS, seed=3, faults=FAULTS, faults_s=2000, clients=2, load_s=LOAD_S)
@@ -72,6 +72,6 @@ async def test_nothing_is_said_twice_nor_left_unsaid() -> None:
     print(*report.timelines.values(), sep="\n")
     assert report.problems() == []
     assert sum(report.faults.values()) >= FAULTS
-    # An engine core of vLLM that does not end in time is killed by vLLM, and leaves a semaphore of 32 bytes.
+    # vLLM kills an engine core that does not end in time, which leaves a semaphore of 32 bytes.
     left = {name for name in shared_memory() - before if not name.startswith("sem.loky-")}
     assert not left

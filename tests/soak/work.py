@@ -1,4 +1,4 @@
-"""What a soak asks for, and who says what is wrong with what came of it."""
+"""The requests of a soak, and the judge of their deliveries."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from tests.soak.workload import Request
 
 @dataclass(frozen=True)
 class Work:
-    """The requests, which come again and again, and their outputs."""
+    """The requests of a soak, which are repeated, and their expected outputs."""
 
     requests: Sequence[Request]
     output_of: Mapping[str, str]
-    """By stage, the output in which its client sees that it goes on."""
+    """By stage, the output in which a client sees that the stage continues."""
     units: Callable[[Request], Mapping[str, Sequence[bytes]]]
-    """What each output must bring; nothing by output where that cannot be said before."""
+    """The expected units of each output. An output whose units are not known in advance has none."""
     judge: Callable[[Delivery], Flaws] = Delivery.flaws
-    """Is given all deliveries in the order in which they ended: those without a fault first."""
+    """Judges all deliveries, in the order in which they ended. Those without a fault come first."""
     timeout_s: float = 45.0
-    """Of a request, which takes two seconds where nothing befalls it."""
+    """The number of steps of a request, which takes two seconds without a fault."""

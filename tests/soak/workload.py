@@ -1,7 +1,6 @@
-"""The pipeline that is soaked, the requests that it is given, and what each must bring, unit by unit.
-
-A unit is what one step of the source becomes in an output. All units of a request differ, so that what arrived can be
-told from what is missing, comes twice or stands in another's place.
+"""The pipeline of a soak, its requests, and their expected outputs unit by unit. A unit is the part of an output that
+one step of the source becomes. All units of a request differ, so that missing, repeated and misplaced units can be
+distinguished.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from stagemesh.services.engines.fake.options import fake_options
 from stagemesh.services.engines.fake.outputs import made_of, sized, source_text
 
 OUTPUT_OF = {"source": "text", "frames": "frames", "sound": "audio"}
-"""What each stage makes."""
+"""The function of each stage."""
 
 CHECKPOINT_STEPS = 8
 _SIZES: JsonValue = {"one_of": [24, 100, 1000]}
@@ -39,7 +38,7 @@ outputs: {{text: source, frames: frames, audio: sound}}
 
 
 def write_pipeline(folder: Path, *, replicas: int, step_s: float) -> Path:
-    """The pipeline file: three stages of fake engines."""
+    """Returns the pipeline file: three stages with fake engines."""
     path = folder / "soaked.yaml"
     path.write_text(_PIPELINE.format(replicas=replicas, step_s=step_s, checkpoint_steps=CHECKPOINT_STEPS))
     return path
@@ -47,7 +46,7 @@ def write_pipeline(folder: Path, *, replicas: int, step_s: float) -> Path:
 
 @dataclass(frozen=True)
 class Request:
-    """What a client asks for; the same always brings the same."""
+    """One request. Equal requests have equal outputs."""
 
     prompt: str
     seed: int
@@ -55,13 +54,13 @@ class Request:
 
 
 def requests(seed: int, *, count: int, steps: tuple[int, int]) -> list[Request]:
-    """Different requests of so many steps, from the first number to the second."""
+    """Returns `count` different requests whose numbers of steps lie between two bounds."""
     random = Random(seed)
     return [Request(f"prompt {n}", random.randrange(1 << 31), random.randint(*steps)) for n in range(count)]
 
 
 def units(request: Request) -> Mapping[str, Sequence[bytes]]:
-    """What each output must bring: the stages' functions called in a row."""
+    """Returns the expected units of each output: the results of the stages' functions called one after the other."""
     dice, size = SeededRandom(request.seed, "source"), fake_options({"size_bytes": _SIZES}).size_bytes
     task = Task("r", request.seed, request.prompt)
     texts = [sized(source_text(task, step), dice.count(size, "size", step)) for step in range(request.steps)]

@@ -1,4 +1,4 @@
-"""Pipelines of fake stages, written where a test wants them."""
+"""Pipeline files with fake stages for tests."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def relays(
     max_queued: int = 256,
     fail: str = "",
 ) -> Path:
-    """source → relay → frames; `fail` is put into the last stage's definition."""
+    """Writes the pipeline source → relay → frames. `fail` is added to the definition of the last stage."""
     path = folder / "relays.yaml"
     path.write_text(
         RELAYS.format(

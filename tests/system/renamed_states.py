@@ -1,4 +1,4 @@
-"""A transform from outside: a stage's hidden states are the next one's embeddings, position by position."""
+"""A transform of an external package: hidden states of one stage become the next one's embeddings by position."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ class Renamed:
 
 
 def add_transform(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has every process that is started from now on know the transform "renamed"."""
+    """Registers the transform "renamed" for all processes that are started afterwards."""
     (folder / "renamed_states.py").write_text(_MODULE)
     package = folder / "renamed_states-1.0.dist-info"
     package.mkdir()

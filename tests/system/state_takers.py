@@ -1,4 +1,4 @@
-"""Functions that give back the rows of hidden states that they take, one of them only once a test lets it."""
+"""Functions that return the hidden states that they get. One of them waits until a test releases it."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ held = tests.system.state_takers:HELD
 
 
 class Taken:
-    """Emits each packet's rows, and as `place` the first one's position and their number."""
+    """Emits the rows of each packet, and as `place` the position of the first row and the number of rows."""
 
     def __init__(self, model: object, options: Mapping[str, object]) -> None:
         self._gate = options.get("gate")
@@ -33,7 +33,7 @@ class Taken:
 
     def __call__(self, batch: Sequence[Call[bool]]) -> Sequence[Sequence[Packet]]:
         if self._gate is not None and any(call.state for call in batch):
-            # A pipe with a name: opening it waits for whoever opens its other end.
+            # Opening a named pipe waits until its other end is opened.
             Path(str(self._gate)).read_bytes()
         return [[] if call.packet is None else [_placed(call.packet)] for call in batch]
 
@@ -55,7 +55,7 @@ HELD = FunctionDescriptor(
 
 
 def add_functions(folder: Path) -> pytest.MonkeyPatch:
-    """Has every process that is started from now on know the functions "taken" and "held", until it is undone."""
+    """Registers the functions "taken" and "held" for all processes that are started within the block."""
     package = folder / "state_takers-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: state_takers\nVersion: 1.0\n")

@@ -1,4 +1,6 @@
-"""Pipelines that fork and join, as real processes: the bytes are those of the same functions called in a row."""
+"""Pipelines that fork and join, as real processes. Their outputs equal those of the same functions called one after the
+other.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +46,7 @@ def frames(result: Result) -> bytes:
     return b"".join(output.tensor.tobytes() for output in result.tensors["frames"])
 
 
-def test_a_fork_and_join_over_different_connectors_gives_the_bytes_of_its_functions(client: Client) -> None:
+def test_a_fork_and_join_over_different_connectors_outputs_the_bytes_of_its_functions(client: Client) -> None:
     result = client.generate("hello", seed=7).result()
     assert frames(result) == frames_in_a_row(7, words=True)
     assert result.text.encode() == b"".join(text.tobytes() for text in texts_in_a_row(7))
@@ -57,19 +59,19 @@ def test_a_fork_and_join_over_different_connectors_gives_the_bytes_of_its_functi
     }
 
 
-def test_an_edge_that_a_request_leaves_out_holds_nothing_up(client: Client) -> None:
+def test_an_edge_that_a_request_leaves_out_delays_nothing(client: Client) -> None:
     result = client.generate("hello", seed=7, options={"words": 0.0}, timeout_s=10).result()
     assert frames(result) == frames_in_a_row(7, words=False)
     assert {edge.edge for edge in result.finished.edges} == {"writer->frames", "frames->mixer"}
 
 
-def test_an_output_that_is_not_wanted_leaves_its_stages_out(client: Client) -> None:
+def test_stages_of_an_unrequested_output_do_not_run(client: Client) -> None:
     result = client.generate("hello", seed=7, outputs=["text"]).result()
     assert result.text.encode() == b"".join(text.tobytes() for text in texts_in_a_row(7))
     assert not result.finished.edges
 
 
-def test_edges_that_are_apart_bring_each_packet_once() -> None:
+def test_edges_marked_apart_deliver_each_packet_once() -> None:
     with deployed(GRAPH, "--set", "stages.mixer.join=any") as up, up.client() as client:
         result = client.generate("hello", seed=7).result()
         made = sorted(output.tensor.tobytes() for output in result.tensors["frames"])
@@ -79,7 +81,7 @@ def test_edges_that_are_apart_bring_each_packet_once() -> None:
         eventually(up.idle, timeout_s=10)
 
 
-def test_a_rehearsal_repeats_to_the_sample_on_whichever_replica() -> None:
+def test_a_rehearsal_is_reproduced_exactly_on_any_replica() -> None:
     with deployed(GRAPH.parents[1] / "rehearsal/pipeline.yaml") as up, up.client() as client:
         first, second, other = [client.generate("hello", seed=seed, max_tokens=8).result() for seed in (1, 1, 2)]
         assert first.audio.tobytes() == second.audio.tobytes() != other.audio.tobytes()

@@ -1,4 +1,4 @@
-"""Replicas that say that they work and do not: their requests go on elsewhere, and nobody notices. Real processes."""
+"""Replicas that hang, as real processes. Their requests continue elsewhere, and no client notices."""
 
 import time
 from collections.abc import Iterator
@@ -56,11 +56,11 @@ def test_a_process_that_is_stopped_loses_its_requests_and_no_client_notices(up: 
     assert stopped.status() == psutil.STATUS_STOPPED
     stopped.resume()
     assert builder.build().text == undisturbed.text
-    # The rest takes a second and a half, the whole two; to be sure of a stopped process takes four at most.
+    # The rest takes 1.5 s of the whole 2 s. A stopped process is detected within 4 s.
     assert took_s < 9.0
 
 
-def test_an_engine_that_hangs_is_given_up_and_no_client_notices(up: Deployment) -> None:
+def test_a_hanging_engine_is_replaced_and_no_client_notices(up: Deployment) -> None:
     with up.client() as client:
         builder, hung, process = ResultBuilder(), "", 0
         for event in client.generate("hello", seed=7):
@@ -73,9 +73,9 @@ def test_an_engine_that_hangs_is_given_up_and_no_client_notices(up: Deployment) 
     up.wait(lambda up: up.statuses[hung]["state"] == "ready" and not up.runs(hung, process))
 
 
-def test_requests_that_hang_alone_are_given_up_and_their_replica_is_not(tmp_path: Path) -> None:
+def test_requests_that_hang_alone_restart_and_their_replica_does_not(tmp_path: Path) -> None:
     path = tmp_path / "pipeline.yaml"
-    # The others have to be fed without a pause of `stall_s`, or else the engine hangs as a whole.
+    # The other requests must get input without a pause of `stall_s`. Otherwise the whole engine counts as hanging.
     alone = {
         "after_steps: 5": "after_steps: 5, probability: 0.2",
         "replicas: 2": "replicas: 1",
@@ -95,6 +95,6 @@ def test_requests_that_hang_alone_are_given_up_and_their_replica_is_not(tmp_path
         assert up.process_id("relay-0") == process
     assert all(result.texts["echo"] == result.texts["text"] for result in results)
     reasons = [[step.error.reason for step in each if step.stage == "relay"] for each in steps]
-    # Their seeds say which ones.
+    # The seed decides which requests hang.
     assert [seed for seed in range(8) if reasons[seed] == ["STEP_HANGS", ""]] == [0, 2, 5]
     assert reasons.count([""]) == 5

@@ -1,4 +1,4 @@
-"""Hidden states go from a language model to other stages' processes, over edges of both kinds."""
+"""Hidden states cross from a language model to the processes of other stages, over two kinds of edges."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -49,13 +49,12 @@ ALL = ("said", "near", "near_place", "far", "far_place", "last", "last_place")
 
 
 class Taking(NamedTuple):
-    """The pipeline as it runs, and the pipe that the stage `far` waits for where a request says so."""
+    """A running pipeline, and the named pipe for which the stage `far` waits if a request asks for it."""
 
     up: Deployment
     gate: Path
 
     def idle(self) -> bool:
-        """See `Deployment`."""
         return self.up.idle()
 
 
@@ -85,7 +84,7 @@ def taking(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ta
 
 
 def generate(client: Client, number: int, *, outputs: Sequence[str], hold: bool = False) -> Result:
-    """The prompt of that number, greedily."""
+    """Runs the prompt with this number, with greedy sampling."""
     options = {"hold": 1.0} if hold else {}
     call = client.generate(
         token_ids=PROMPTS[number],
@@ -100,7 +99,7 @@ def generate(client: Client, number: int, *, outputs: Sequence[str], hold: bool 
 
 
 def rows_of(result: Result, output: str, *, first: int = 0) -> Floats:
-    """What came over an edge, each position from `first` on once and in order."""
+    """Returns the rows that crossed an edge. Checks that each position from `first` on arrived once and in order."""
     places = [output.tensor.tolist() for output in result.tensors[f"{output}_place"]]
     rows = [np.asarray(one.tensor, np.float32) for one in result.tensors[output]]
     expected = first
@@ -111,7 +110,7 @@ def rows_of(result: Result, output: str, *, first: int = 0) -> Floats:
 
 
 def assert_taken(result: Result, expected: Reference, *outputs: str) -> None:
-    """Each of the edges carried what transformers makes."""
+    """Checks the rows of each edge against those of transformers."""
     for output in outputs:
         rows = rows_of(result, output)
         assert rows.shape == expected.states["hidden_states"].shape
@@ -132,12 +131,12 @@ def test_states_that_two_stages_take_equal_those_of_transformers(taking: Taking,
         eventually(taking.idle, timeout_s=10)
 
 
-def test_nothing_leaves_for_stages_that_a_request_does_not_use(taking: Taking) -> None:
+def test_no_states_are_sent_to_stages_that_a_request_does_not_use(taking: Taking) -> None:
     with taking.up.client() as client:
         assert generate(client, 3, outputs=["said"]).finished.edges == ()
 
 
-def test_slow_taker_holds_up_its_own_request_alone(taking: Taking, references: list[Reference]) -> None:
+def test_a_slow_consumer_delays_only_its_own_request(taking: Taking, references: list[Reference]) -> None:
     with taking.up.client() as client, ThreadPoolExecutor(16) as pool:
         slow = pool.submit(generate, client, 15, outputs=["far", "far_place"], hold=True)
         eventually(lambda: taking.up.load("thinker-0").arena_used_bytes > 0, timeout_s=10)
@@ -153,7 +152,7 @@ def test_slow_taker_holds_up_its_own_request_alone(taking: Taking, references: l
 
 
 def _opened(gate: Path) -> bool:
-    """Lets whoever waits at the gate through; nobody does between two packets."""
+    """Releases a stage that waits at the gate. Between two packets no stage waits there."""
     with suppress(OSError):
         os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
     return True
@@ -161,7 +160,7 @@ def _opened(gate: Path) -> bool:
 
 def test_cancelled_request_frees_its_rows(taking: Taking) -> None:
     with taking.up.client() as client, ThreadPoolExecutor(2) as pool:
-        # Held at its last stage, so that it cannot be over before it is cancelled.
+        # The last stage waits, so that the request cannot finish before it is cancelled.
         request = client.generate(
             token_ids=PROMPTS[9],
             max_tokens=120,

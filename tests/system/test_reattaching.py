@@ -1,4 +1,6 @@
-"""Clients whose connection or orchestrator is lost, over real processes: they hear what they would have heard."""
+"""Clients that lose their connection or orchestrator, with real processes. They receive the same outputs as without the
+loss.
+"""
 
 import signal
 import sys
@@ -36,7 +38,7 @@ def undisturbed(up: Deployment) -> Result:
         return client.generate("hello", seed=7).result()
 
 
-def test_a_cut_connection_does_no_harm(up: Deployment, undisturbed: Result) -> None:
+def test_a_broken_connection_changes_nothing(up: Deployment, undisturbed: Result) -> None:
     with wire(up.endpoint) as way, Client(way.endpoint) as client:
         call = client.generate("hello", seed=7)
         result = _run(call, {5: way.cut, 12: way.cut, 13: way.cut, 30: way.cut})
@@ -45,14 +47,14 @@ def test_a_cut_connection_does_no_harm(up: Deployment, undisturbed: Result) -> N
     eventually(up.idle, timeout_s=10)
 
 
-def test_a_request_without_a_seed_of_its_own_goes_on_too(up: Deployment) -> None:
+def test_a_request_with_a_random_seed_resumes_too(up: Deployment) -> None:
     with wire(up.endpoint) as way, Client(way.endpoint) as client:
         result = _run(client.generate("hello"), {10: lambda: up.kill("orchestrator")})
     with up.client() as client:
         assert _contents(client.generate("hello", seed=result.seed).result()) == _contents(result)
 
 
-def test_an_orchestrator_that_is_started_again_does_no_harm(up: Deployment, undisturbed: Result) -> None:
+def test_a_restarted_orchestrator_changes_nothing(up: Deployment, undisturbed: Result) -> None:
     with up.client() as client:
         call = client.generate("hello", seed=7)
         result = _run(call, {20: lambda: up.kill("orchestrator")})
@@ -62,9 +64,9 @@ def test_an_orchestrator_that_is_started_again_does_no_harm(up: Deployment, undi
     eventually(up.idle, timeout_s=10)
 
 
-# One that is killed, and one that hangs: its steps run on, until they are taken over.
+# One orchestrator is killed, and one hangs: the steps of that one continue until they are taken over.
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-async def test_another_orchestrator_goes_on(
+async def test_another_orchestrator_continues_the_request(
     up: Deployment, undisturbed: Result, tmp_path: Path, blow: signal.Signals
 ) -> None:
     with _orchestrator(up, tmp_path) as (endpoint, process):
@@ -81,7 +83,7 @@ async def test_another_orchestrator_goes_on(
     eventually(up.idle, timeout_s=10)
 
 
-async def test_an_orchestrator_that_stops_hands_its_clients_on(
+async def test_clients_of_a_stopping_orchestrator_continue_on_another(
     up: Deployment, undisturbed: Result, tmp_path: Path
 ) -> None:
     with _orchestrator(up, tmp_path, drain_s=0.1) as (endpoint, process):
@@ -97,7 +99,7 @@ async def test_an_orchestrator_that_stops_hands_its_clients_on(
 
 
 def _run(call: Generation, at: "dict[int, Callable[[], None]]") -> Result:
-    """Runs a request, with something done once so many texts have come."""
+    """Runs a request, and calls a function once a number of texts has arrived."""
     builder, texts = ResultBuilder(), 0
     for event in call:
         builder.add(event)
@@ -125,7 +127,7 @@ def _contents(result: Result) -> tuple[str, bytes]:
 
 
 def _attempts(up: Deployment, request_id: str) -> set[int]:
-    """Those at which the orchestrator ran the request."""
+    """Returns the attempts with which the orchestrator ran the request."""
     with grpc.insecure_channel(up.admin_endpoint, options=CHANNEL_OPTIONS) as channel:
         request = admin_pb2.GetRequestRequest(request_id=request_id)
         answer = admin_pb2_grpc.AdminServiceStub(channel).GetRequest(request, timeout=10, wait_for_ready=True)
@@ -134,7 +136,7 @@ def _attempts(up: Deployment, request_id: str) -> set[int]:
 
 @contextmanager
 def _orchestrator(up: Deployment, folder: Path, *, drain_s: float = 10.0) -> "Generator[tuple[str, Popen[bytes]]]":
-    """One more, over the same replicas; returns once it serves."""
+    """Starts another orchestrator over the same replicas and waits until it serves."""
     endpoint = f"127.0.0.1:{PortPicker().pick()}"
     replicas: dict[str, tuple[ReplicaAddress, ...]] = {}
     for name in up.replicas():

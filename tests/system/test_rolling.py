@@ -1,4 +1,4 @@
-"""Stages that are restarted, emptied, added and taken away under load: no client notices. Real processes."""
+"""Stages are restarted, drained, added and removed under load, as real processes. No client notices."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ _READY_S = 90.0
 
 
 class _Cluster:
-    """An orchestrator with which replicas register, and those replicas: processes that nothing supervises."""
+    """An orchestrator and replicas that register with it, as processes without a supervisor."""
 
     def __init__(self, folder: Path) -> None:
         self.endpoint = f"127.0.0.1:{PortPicker().pick()}"
@@ -50,15 +50,15 @@ class _Cluster:
         self._replicas: dict[str, Popen[bytes]] = {}
 
     def start(self, name: str) -> None:
-        """One more replica, of the stage that it is called after."""
+        """Starts a replica of the stage with whose name its own name begins."""
         self._replicas[name] = self._start(name)
 
     def terminate(self, name: str) -> None:
-        """SIGTERM for a replica."""
+        """Sends SIGTERM to a replica and waits for its end."""
         self._replicas[name].terminate()
 
     def end(self) -> None:
-        """Terminates all; each replica must end well."""
+        """Terminates all processes. Each replica must exit with status 0."""
         for name in self._replicas:
             self.terminate(name)
         try:
@@ -108,7 +108,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 @asynccontextmanager
 async def _load(endpoint: str) -> AsyncIterator[Load]:
-    """Steady load meanwhile; every request must bring all that it should, as it should."""
+    """Keeps a steady load within the block. Every request must bring its exact outputs."""
     work = Work(requests(3, count=8, steps=_STEPS), OUTPUT_OF, units)
     load, stop = Load(endpoint, work), asyncio.Event()
     async with asyncio.TaskGroup() as group:
@@ -127,7 +127,7 @@ async def _operator(up: Deployment) -> "AsyncIterator[AdminServiceAsyncStub]":
 
 
 @pytest.mark.timeout(180)
-async def test_a_rolling_restart_of_every_stage_is_not_noticed(up: Deployment) -> None:
+async def test_no_client_notices_a_rolling_restart_of_every_stage(up: Deployment) -> None:
     before = {name: up.process_id(name) for name in up.replicas()}
     async with _load(up.endpoint), _operator(up) as operator:
         for stage in STAGES:
@@ -138,7 +138,7 @@ async def test_a_rolling_restart_of_every_stage_is_not_noticed(up: Deployment) -
 
 
 @pytest.mark.timeout(180)
-async def test_replicas_are_emptied_at_once_and_nobody_notices(up: Deployment) -> None:
+async def test_no_client_notices_that_replicas_hand_over_their_steps(up: Deployment) -> None:
     async with _operator(up) as operator:
         async with _load(up.endpoint) as load:
             for name in up.replicas():
@@ -147,7 +147,7 @@ async def test_replicas_are_emptied_at_once_and_nobody_notices(up: Deployment) -
                 request = admin_pb2.DrainReplicasRequest(target=name, wait=True, move_after_s=0.0)
                 await operator.DrainReplicas(request, timeout=_CALL_S)
                 await operator.ResumeReplicas(admin_pb2.ResumeReplicasRequest(target=name), timeout=_CALL_S)
-        # Those that were moved last have ended by now, too.
+        # The requests that moved last have ended by now, too.
         resumed = [await _resumed(operator, request_id) for request_id in load.ended]
     assert any(resumed)
 
@@ -163,7 +163,7 @@ async def test_a_stage_grows_from_one_replica_to_four_and_shrinks_again(tmp_path
                 for number in (1, 2, 3):
                     cluster.start(f"frames-{number}")
                 await _until_ready(client, replicas=4)
-                # The first one, too.
+                # The first replica leaves, too.
                 for number in (0, 2, 1):
                     cluster.terminate(f"frames-{number}")
                 await _until_ready(client, replicas=1)
@@ -175,19 +175,19 @@ async def _runs_something(operator: "AdminServiceAsyncStub", name: str) -> bool:
 
 
 async def _resumed(operator: "AdminServiceAsyncStub", request_id: str) -> bool:
-    """Whether a stage went on elsewhere from where it was paused; not known of a request that ended long ago."""
+    """Returns whether a stage resumed elsewhere after a pause. Not known for requests that ended long ago."""
     try:
         answer = await operator.GetRequest(admin_pb2.GetRequestRequest(request_id=request_id), timeout=_CALL_S)
     except grpc.aio.AioRpcError as exc:
         assert exc.code() is grpc.StatusCode.NOT_FOUND  # noqa: PT017
         return False
     handed_on = {step.stage for step in answer.steps if step.error.reason == "DRAINED"}
-    # Every stage tells a checkpoint now and then, too; it is paused wherever it is.
+    # Every stage also reports checkpoints periodically. A pause happens at any step.
     return any(step.resumed_steps % CHECKPOINT_STEPS for step in answer.steps if step.stage in handed_on)
 
 
 async def _until_ready(client: AsyncClient, *, replicas: int) -> None:
-    """Returns once stage frames has so many ready replicas and no others, and every other stage one."""
+    """Waits until stage `frames` has exactly `count` ready replicas, and every other stage has one."""
     async with asyncio.timeout(_READY_S):
         while not await _has(client, replicas):
             await asyncio.sleep(0.1)

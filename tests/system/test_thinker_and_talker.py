@@ -1,4 +1,6 @@
-"""Two language models in services of their own: the second is fed the first one's hidden states while it samples."""
+"""Two language models in separate services. The second one gets the hidden states of the first while the first still
+samples.
+"""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +36,9 @@ outputs: {{thought: thinker.token_ids, said: talker.token_ids}}
 """
 
 
-def test_talker_says_what_transformers_makes_of_the_thoughts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_talker_outputs_what_transformers_computes_from_the_hidden_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add_transform(tmp_path, monkeypatch)
     model = write_real_model(tmp_path / "model")
     (tmp_path / "pair.yaml").write_text(PIPELINE.format(model=model))

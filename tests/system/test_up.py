@@ -1,4 +1,4 @@
-"""A pipeline of fake stages as real processes: results, cancels, kills, restarts, limits."""
+"""A pipeline of fake stages as real processes: results, cancellation, kills, restarts and limits."""
 
 import signal
 import subprocess
@@ -22,7 +22,7 @@ from tests.deployment import Deployment, deployed, eventually
 from tests.system.pipelines import relays
 
 STEPS, STEP_S = 500, 0.02
-"""A request of ten seconds."""
+"""A request that takes ten seconds."""
 
 
 def _frames(result: Result) -> bytes:
@@ -52,7 +52,7 @@ def test_eight_requests_at_once_never_mix(tmp_path: Path) -> None:
         eventually(up.idle, timeout_s=10)
 
 
-def test_client_that_hangs_up_stops_every_stage(tmp_path: Path) -> None:
+def test_a_client_that_disconnects_stops_every_stage(tmp_path: Path) -> None:
     with deployed(relays(tmp_path, steps=STEPS, step_s=STEP_S)) as up, up.client() as client:
         for event in client.generate("hello"):
             if isinstance(event, Text):
@@ -75,7 +75,7 @@ def test_cancelled_request_stops_every_stage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["source", "relay", "frames"])
-def test_killed_stage_comes_back_and_the_request_goes_on(tmp_path: Path, victim: str) -> None:
+def test_a_killed_stage_restarts_and_the_request_continues(tmp_path: Path, victim: str) -> None:
     with (
         deployed(relays(tmp_path, steps=150, step_s=STEP_S)) as up,
         up.client() as client,
@@ -100,7 +100,7 @@ def test_failing_stage_ends_the_request_with_its_cause(tmp_path: Path) -> None:
         eventually(up.idle, timeout_s=10)
 
 
-def test_beyond_the_limit_is_refused_with_a_time_to_retry(tmp_path: Path) -> None:
+def test_a_request_beyond_the_limit_is_rejected_with_a_time_to_retry(tmp_path: Path) -> None:
     with (
         deployed(relays(tmp_path, steps=STEPS, step_s=STEP_S, max_in_flight=2, max_queued=0)) as up,
         up.client() as client,
@@ -116,7 +116,7 @@ def test_beyond_the_limit_is_refused_with_a_time_to_retry(tmp_path: Path) -> Non
             assert isinstance(future.exception(), CancelledRequestError)
 
 
-async def test_same_request_attaches_and_another_is_refused(tmp_path: Path) -> None:
+async def test_the_same_request_attaches_and_another_is_rejected(tmp_path: Path) -> None:
     with deployed(relays(tmp_path, step_s=0.02)) as up:
         async with AsyncClient(up.endpoint) as client:
             first = aiter(client.generate("hello", request_id="twice", seed=1))
@@ -139,7 +139,7 @@ async def test_same_request_attaches_and_another_is_refused(tmp_path: Path) -> N
         ({"prompt": "x" * (9 << 20)}, InvalidRequestError, "bytes"),
     ],
 )
-def test_bad_requests_say_what_to_change(
+def test_errors_of_bad_requests_name_the_remedy(
     shared: Deployment, arguments: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with shared.client() as client, pytest.raises(error, match=message):
@@ -160,7 +160,7 @@ def test_stopping_lets_running_requests_finish(tmp_path: Path) -> None:
         assert len(running.result().text) == 2_000_000
 
 
-def test_nothing_is_left_when_up_is_killed(tmp_path: Path) -> None:
+def test_no_process_is_left_when_up_is_killed(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").iterdir())
     with pytest.raises(AssertionError, match="status -9"), deployed(relays(tmp_path)) as up:
         children = psutil.Process(up.process.pid).children(recursive=True)
@@ -172,7 +172,7 @@ def test_nothing_is_left_when_up_is_killed(tmp_path: Path) -> None:
     assert set(Path("/dev/shm").iterdir()) <= before
 
 
-def test_up_says_which_port_is_in_use(tmp_path: Path, shared: Deployment) -> None:
+def test_up_names_a_port_that_is_in_use(tmp_path: Path, shared: Deployment) -> None:
     port = shared.endpoint.rsplit(":", 1)[1]
     stagemesh = str(Path(sys.executable).with_name("stagemesh"))
     command = [stagemesh, "up", str(relays(tmp_path)), "--port", port]

@@ -1,4 +1,4 @@
-"""The way to a service, which a test can cut."""
+"""A relay to a service, whose connections a test can break."""
 
 import asyncio
 import threading
@@ -7,7 +7,9 @@ from contextlib import contextmanager, suppress
 
 
 class Wire:
-    """Passes on what comes to `endpoint`, both ways, in a thread of its own; after a cut, who connects anew."""
+    """Relays data between clients and a service in both directions, in its own thread. Clients can connect again after
+    a cut.
+    """
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -20,16 +22,16 @@ class Wire:
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
 
     def open(self) -> None:
-        """Returns once it listens."""
+        """Starts the relay and returns once it listens."""
         self._thread.start()
         assert self._serving.wait(10)
 
     def cut(self) -> None:
-        """Ends every connection."""
+        """Aborts every connection."""
         self._loop.call_soon_threadsafe(self._abort)
 
     def close(self) -> None:
-        """Cuts, and takes no more."""
+        """Aborts every connection and accepts no more."""
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(10)
         self._loop.close()
@@ -39,13 +41,13 @@ class Wire:
             self.endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
             self._serving.set()
             await self._stopping.wait()
-            # One that is accepted but not yet made a transport when the server closes would be left open by asyncio.
+            # asyncio leaves a socket open if the server closes between the accept and the creation of its transport.
             for listening in server.sockets:
                 self._loop.remove_reader(listening.fileno())
             for _ in range(10):
                 await asyncio.sleep(0)
             self._abort()
-        # Those that were cut end by themselves.
+        # The aborted connections end by themselves.
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
 
@@ -64,7 +66,7 @@ class Wire:
 
 @contextmanager
 def wire(target: str) -> Generator[Wire]:
-    """A way to `target`."""
+    """Runs a relay to `target` within the block."""
     made = Wire(target)
     made.open()
     try:

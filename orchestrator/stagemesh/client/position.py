@@ -3,19 +3,9 @@
 from collections import Counter
 from math import ceil
 
-from stagemesh.client.events import (
-    Admitted,
-    AudioChunk,
-    Event,
-    Image,
-    Progress,
-    Queued,
-    TensorOutput,
-    Text,
-    Tokens,
-    decode_event,
-)
+from stagemesh.client.events import Admitted, Event, Progress, Queued, decode_event
 from stagemesh.client.retries import RetryPolicy
+from stagemesh.common.output_position import Position
 from stagemesh.v1 import orchestrator_pb2
 
 _MAX_LINGER_S = 10
@@ -28,13 +18,13 @@ class ClientPosition:
         self._request = orchestrator_pb2.GenerateRequest()
         self._request.CopyFrom(request)
         self._request.linger_s = min(_MAX_LINGER_S, ceil(policy.reattach_s))
-        self._positions = Counter[str]()
+        self._received = Position()
         self._steps = Counter[str]()
         self._admitted = False
 
     def request(self) -> orchestrator_pb2.GenerateRequest:
         """What the next call is to send."""
-        self._request.next_positions.update(self._positions)
+        self._request.next_positions.update(self._received.counts)
         return self._request
 
     def note_lost(self) -> None:
@@ -55,16 +45,8 @@ class ClientPosition:
                 return None
             case Progress():
                 self._steps[event.stage] = event.steps
-            case Text():
-                self._positions[event.output] += len(event.delta)
-            case Tokens():
-                self._positions[event.output] += len(event.ids)
-            case AudioChunk():
-                self._positions[event.output] += len(event.samples)
-            case Image():
-                self._positions[event.output] += 1
-            case TensorOutput():
-                self._positions[event.output] += len(event.tensor) if event.tensor.ndim else 1
             case _:
                 pass
+        if response.HasField("output"):
+            self._received.advance(response.output)
         return event

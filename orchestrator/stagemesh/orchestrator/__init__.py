@@ -1,1 +1,1 @@
-"""The orchestrator: plans each request across the stages of a pipeline and merges what they make."""
+"""The orchestrator: plans each request across the stages of a pipeline and merges their outputs."""

@@ -1,4 +1,4 @@
-"""`python -m stagemesh.orchestrator --config FILE`: one orchestrator process."""
+"""Runs one orchestrator process: `python -m stagemesh.orchestrator --config FILE`."""
 
 import argparse
 import sys
@@ -14,9 +14,9 @@ _EXIT_USAGE = 2
 
 
 def main() -> int:
-    """Serves what the config file says until SIGTERM or SIGINT; returns the exit status."""
+    """Serves the pipeline of the config file until SIGTERM or SIGINT. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m stagemesh.orchestrator", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="an OrchestratorConfig as JSON")
+    parser.add_argument("--config", type=Path, required=True, help="Read the OrchestratorConfig from this JSON file.")
     try:
         config = load_orchestrator_config(parser.parse_args().config)
     except InvalidRequestError as exc:

@@ -1,4 +1,4 @@
-"""What an orchestrator process is told at its start: one JSON file, written by a launcher or mounted by a cluster."""
+"""The config of an orchestrator process: one JSON file, written by the launcher or mounted in a cluster."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from stagemesh.common.errors import InvalidRequestError
 
 @dataclass(frozen=True)
 class ReplicaAddress:
-    """A replica's name in the pipeline, and where it serves ("host:port")."""
+    """A replica's name in the pipeline and its address ("host:port")."""
 
     name: str
     endpoint: str
@@ -19,26 +19,28 @@ class ReplicaAddress:
 
 @dataclass(frozen=True)
 class DnsName:
-    """A name whose addresses are a stage's replicas, all on one port."""
+    """A DNS name whose addresses are the replicas of a stage, all on one port."""
 
     host: str
     port: int
     poll_s: float = 5.0
-    """Seconds between two looks at it."""
+    """Seconds between two lookups."""
 
     def __post_init__(self) -> None:
         if not self.host or not 0 < self.port < 1 << 16:
-            raise ValueError(f"host and port are {self.host!r} and {self.port}; give a name and a port from 1 to 65535")
+            raise ValueError(
+                f"host and port are {self.host!r} and {self.port}; give a host name and a port from 1 to 65535"
+            )
         if self.poll_s <= 0:
-            raise ValueError(f"poll_s is {self.poll_s}; it must be over 0")
+            raise ValueError(f"poll_s is {self.poll_s}; it must be greater than 0")
 
 
 @dataclass(frozen=True)
 class Registration:
-    """Replicas may register themselves."""
+    """Settings for replicas that register themselves."""
 
     lease_s: float = 30.0
-    """How long one that is not heard of stays a member."""
+    """Seconds for which a replica remains a member without renewing its lease."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.lease_s <= 3600:
@@ -47,41 +49,43 @@ class Registration:
 
 @dataclass(frozen=True)
 class OrchestratorConfig:
-    """One orchestrator of one pipeline."""
+    """The config of one orchestrator of one pipeline."""
 
-    # A key that nobody reads is a mistake.
+    # An unknown key is a mistake.
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     pipeline: str
-    """The pipeline file's path, or the name of a shipped one."""
+    """The path of the pipeline file, or the name of a built-in pipeline."""
     replicas: Mapping[str, tuple[ReplicaAddress, ...]]
-    """By stage; a stage whose replicas are found otherwise may have none."""
+    """The replicas by stage. A stage whose replicas are found by DNS or register themselves may have none here."""
     listen: str
-    """Where to serve, "host:port"."""
+    """The address for clients, "host:port"."""
     dns: Mapping[str, DnsName] = field(default_factory=dict[str, DnsName])
-    """By stage, the name that stands for its replicas."""
+    """By stage, the DNS name of its replicas."""
     registration: Registration | None = None
-    """Replicas of any stage may register themselves; absent, none may."""
+    """Allows replicas of every stage to register themselves. None allows it to no replica."""
     generations: tuple[str, ...] = ()
-    """Generations whose replicas are taken in beside those of the pipeline file's own, while an upgrade goes on."""
+    """Generations whose replicas are accepted in addition to the pipeline file's own generation, during an upgrade."""
     admin_listen: str | None = None
-    """Where to serve AdminService, "host:port", never where clients are; nowhere without it."""
+    """The address for AdminService, "host:port", which differs from `listen`. None disables AdminService."""
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Values that replace those of the pipeline file, as given to the launcher."""
+    """Values that replace values of the pipeline file, as given to the launcher."""
     max_request_s: float = 3600.0
-    """The longest that a request may take, whatever its client allows."""
+    """The maximum duration of a request in seconds. A client may ask for less."""
     drain_s: float = 10.0
-    """How long requests that run may go on after SIGTERM; those left then are stopped."""
+    """Seconds for which running requests may continue after SIGTERM. The remaining ones are then stopped."""
     max_kept_state_bytes: int = 256 << 20
     """Maximum total size of the checkpoint states kept for lost steps, in bytes; 0 keeps none."""
     parent_pid: int | None = None
-    """End when this process does."""
+    """A process with whose end this process ends too."""
 
     def __post_init__(self) -> None:
         if self.max_request_s <= 0:
-            raise ValueError(f"max_request_s is {self.max_request_s}; it must be over 0")
+            raise ValueError(f"max_request_s is {self.max_request_s}; it must be greater than 0")
         if self.admin_listen == self.listen and not self.listen.endswith(":0"):
-            raise ValueError(f"admin_listen is {self.admin_listen}, where clients are served; it must be another port")
+            raise ValueError(
+                f"admin_listen is {self.admin_listen}, which is the address for clients; it must be another one"
+            )
         for name in ("drain_s", "max_kept_state_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
@@ -95,7 +99,7 @@ _CONFIG = TypeAdapter(OrchestratorConfig)
 
 
 def load_orchestrator_config(path: Path) -> OrchestratorConfig:
-    """Reads a config file; raises InvalidRequestError (INVALID_CONFIG) that names the field."""
+    """Reads a config file. Raises InvalidRequestError (INVALID_CONFIG), which names the field."""
     try:
         return _CONFIG.validate_json(path.read_bytes())
     except ValidationError as exc:
@@ -105,5 +109,5 @@ def load_orchestrator_config(path: Path) -> OrchestratorConfig:
 
 
 def dump_orchestrator_config(config: OrchestratorConfig) -> bytes:
-    """The file's content for `config`."""
+    """Returns the content of the file for `config`."""
     return _CONFIG.dump_json(config)

@@ -1,4 +1,4 @@
-"""The pipeline as it is now, in the contract's terms."""
+"""Converts the pipeline and its present state to the messages of the API."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ from stagemesh.v1 import orchestrator_pb2
 
 
 def describe_pipeline(orchestrator: Orchestrator) -> orchestrator_pb2.DescribePipelineResponse:
-    """Stages, replicas, edges, outputs and load."""
+    """Returns the pipeline's stages, replicas, edges, outputs and load."""
     pipeline, replicas = orchestrator.pipeline, orchestrator.fleet.replicas
     return orchestrator_pb2.DescribePipelineResponse(
         pipeline=pipeline.name,
         generation=pipeline.generation,
         stages=[_stage(stage, replicas.get(stage.name, ())) for stage in pipeline.stages.values()],
-        edges=[describe_edge(edge, orchestrator.fleet.links.of(edge)) for edge in pipeline.edges],
+        edges=[describe_edge(edge, orchestrator.fleet.edge_connectors.links_of(edge)) for edge in pipeline.edges],
         outputs=[_output(output) for output in pipeline.outputs.values()],
         in_flight=orchestrator.admission.in_flight,
         max_in_flight=pipeline.limits.max_in_flight,
@@ -45,7 +45,7 @@ def _replica(replica: Replica) -> orchestrator_pb2.ReplicaDescription:
 
 
 def describe_edge(edge: Edge, links: Sequence[EdgeLink]) -> orchestrator_pb2.EdgeDescription:
-    """An edge and its links."""
+    """Returns an edge and its links."""
     return orchestrator_pb2.EdgeDescription(
         name=edge.name,
         from_stage=edge.producer,
@@ -58,9 +58,9 @@ def describe_edge(edge: Edge, links: Sequence[EdgeLink]) -> orchestrator_pb2.Edg
 def _link(link: EdgeLink) -> orchestrator_pb2.EdgeLink:
     message = orchestrator_pb2.EdgeLink(producer=link.producer.name, consumer=link.consumer.name)
     if link.probe is not None:
-        found = probe_to_wire(link.probe)
-        message.connector = found.connector
-        message.refusals.extend(found.refusals)
+        probe = probe_to_wire(link.probe)
+        message.connector = probe.connector
+        message.refusals.extend(probe.refusals)
     if link.error is not None:
         message.error.CopyFrom(error_to_wire(link.error))
     return message

@@ -1,4 +1,4 @@
-"""Puts an orchestrator together and serves it."""
+"""Builds an orchestrator from its config and serves it."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -25,7 +25,7 @@ _GRACE_S = 2.0
 
 
 async def serve(config: OrchestratorConfig, stopping: asyncio.Event) -> None:
-    """Serves until `stopping` is set."""
+    """Serves the pipeline of a config until `stopping` is set."""
     pipeline = load_pipeline(config.pipeline, overrides=config.overrides, check_models=False)
     async with serving(config, pipeline):
         await stopping.wait()
@@ -33,10 +33,10 @@ async def serve(config: OrchestratorConfig, stopping: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenerator[int]:
-    """Serves `pipeline` within the block, which is given the port; then stops in order.
+    """Serves `pipeline` within the block and yields the port.
 
-    The facets "" and the service's name are SERVING while every stage has a ready replica and every edge can be
-    crossed, "liveness" from the start.
+    The health of "" and of the service's name is SERVING while every stage has a ready replica and every edge is
+    usable. The health of "liveness" is SERVING from the start.
     """
     _check_stages(config, pipeline)
     server = Server(config.listen)
@@ -57,8 +57,8 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
     draining = asyncio.Event()
 
     def show_readiness() -> None:
-        for facet in ("", SERVICE_NAME):
-            server.set_health(facet, serving=fleet.ready and not draining.is_set())
+        for health_name in ("", SERVICE_NAME):
+            server.set_health(health_name, serving=fleet.ready and not draining.is_set())
 
     def begin_to_drain() -> None:
         draining.set()
@@ -66,10 +66,10 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
 
     show_readiness()
     server.set_health(LIVENESS, serving=True)
-    # The port first: nothing else is worth starting without it.
+    # The port first: nothing else is useful without it.
     port = await server.start()
     async with AsyncExitStack() as stack:
-        # Last of all, so that clients hear how their requests ended.
+        # The server stops last, so that clients receive the ends of their requests.
         stack.push_async_callback(server.stop, grace_s=_GRACE_S)
         if config.admin_listen is not None:
             await stack.enter_async_context(serving_admin(orchestrator, config.admin_listen))
@@ -92,12 +92,13 @@ def _sources(config: OrchestratorConfig, registration: RegistrationSource | None
 
 
 def _check_stages(config: OrchestratorConfig, pipeline: Pipeline) -> None:
-    found = config.registration is not None
-    without = [stage for stage in pipeline.stages if not (found or config.replicas.get(stage) or stage in config.dns)]
+    registers = config.registration is not None
+    found = {*(stage for stage, addresses in config.replicas.items() if addresses), *config.dns}
+    without = [stage for stage in pipeline.stages if not registers and stage not in found]
     unknown = [stage for stage in (*config.replicas, *config.dns) if stage not in pipeline.stages]
     if without or unknown:
         raise InvalidRequestError(
             f"the config's replicas do not match pipeline {pipeline.name!r}: "
-            f"stages without a replica: {', '.join(without) or 'none'}; no such stage: {', '.join(unknown) or 'none'}",
+            f"stages without a replica: {', '.join(without) or 'none'}; unknown stages: {', '.join(unknown) or 'none'}",
             reason="INVALID_CONFIG",
         )

@@ -1,4 +1,4 @@
-"""OrchestratorService: proto in, a call of the orchestrator, proto out."""
+"""OrchestratorService: converts messages and calls the orchestrator."""
 
 from contextlib import aclosing
 from functools import partial
@@ -25,7 +25,7 @@ SERVICE_NAME = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
-    """Serves one orchestrator."""
+    """Serves the clients of one orchestrator."""
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
@@ -33,9 +33,9 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def Generate(  # type: ignore[override] # noqa: N802
         self, request: orchestrator_pb2.GenerateRequest, context: _GenerateContext
     ) -> None:
-        """See the proto; what it says is written, serialized (`add_orchestrator_service`): there is much of it."""
-        where = {"request_id": request.request_id} if request.request_id else {}
-        async with answering(context, **where):
+        # Responses are written serialized (`add_orchestrator_service`): most are outputs, and there are many.
+        location = {"request_id": request.request_id} if request.request_id else {}
+        async with answering(context, **location):
             events = await self._orchestrator.generate(request, time_left_s=time_left_s(context))
             async with aclosing(events):
                 async for event in events:
@@ -44,7 +44,6 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def CancelRequest(  # noqa: N802
         self, request: orchestrator_pb2.CancelRequestRequest, context: _CancelContext
     ) -> orchestrator_pb2.CancelRequestResponse:
-        """See the proto."""
         async with answering(context, request_id=request.request_id):
             await self._orchestrator.cancel(request.request_id, when_left=request.when_left)
         return orchestrator_pb2.CancelRequestResponse()
@@ -52,14 +51,13 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def DescribePipeline(  # noqa: N802
         self, request: orchestrator_pb2.DescribePipelineRequest, context: _DescribeContext
     ) -> orchestrator_pb2.DescribePipelineResponse:
-        """See the proto."""
         async with answering(context):
             check_pipeline(request.pipeline, self._orchestrator.pipeline)
         return describe_pipeline(self._orchestrator)
 
 
 def add_orchestrator_service(servicer: OrchestratorServicer, server: grpc.aio.Server) -> None:
-    """Adds `servicer`: what a request says is kept serialized, and passed on so."""
+    """Adds `servicer` to the server. The responses of Generate are passed to gRPC serialized."""
     by_stream = cast("Any", grpc.unary_stream_rpc_method_handler)
     add_with_raw_methods(
         partial(orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server, servicer),

@@ -16,9 +16,9 @@ from stagemesh.orchestrator.admin.inspection import Inspector
 from stagemesh.orchestrator.admin.lifecycle import Lifecycle, count_running
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
-from stagemesh.orchestrator.fleet.stage_client import GrpcStageClient, StageClient
+from stagemesh.orchestrator.fleet.replica_client import GrpcReplicaClient, ReplicaClient
 from stagemesh.orchestrator.request.history import History
-from stagemesh.orchestrator.request.registry import RequestTable
+from stagemesh.orchestrator.request.registry import RequestRegistry
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.rpc.channels import open_channel
@@ -64,8 +64,8 @@ def directory(tmp_path: Path, fleet: Fleet) -> Directory:
 
 
 def _replica(fleet: Fleet, pipeline: Pipeline, name: str, error: StagemeshError | None = None) -> Replica:
-    replica = ready_replica(name, pipeline, book=fleet.book)
-    replica.client = cast("StageClient", Controls(error))
+    replica = ready_replica(name, pipeline, registry=fleet.registry)
+    replica.client = cast("ReplicaClient", Controls(error))
     return replica
 
 
@@ -86,7 +86,7 @@ async def test_resuming_a_refused_replica_does_not_make_it_one_of_ours(fleet: Fl
     replica.observe(ReplicaState.FAILED, "refused: its generation is x, expected y")
     await Lifecycle(directory).resume("b-0")
     assert replica.state is ReplicaState.FAILED
-    assert not fleet.book.is_ready(replica)
+    assert not fleet.registry.has_ready("b")
 
 
 async def test_a_stage_is_resumed_but_for_the_replica_that_cannot(fleet: Fleet, directory: Directory) -> None:
@@ -117,7 +117,7 @@ async def test_an_attempt_that_begins_while_replicas_are_asked_does_no_harm(flee
     history.add(timeline)
     controls = cast("Controls", _replica(fleet, directory.pipeline, "b-0").client)
     controls.on_asked = lambda: timeline.begin("b", replica="b-1", attempt=2)
-    orchestrator = cast("Orchestrator", SimpleNamespace(requests=RequestTable(), history=history))
+    orchestrator = cast("Orchestrator", SimpleNamespace(requests=RequestRegistry(), history=history))
     inspected = await Inspector(orchestrator, directory).inspect("r")
     assert [step.notes.attempt for step in inspected.steps] == [1]
 
@@ -134,7 +134,7 @@ async def test_the_pairs_of_many_replicas_are_not_probed_all_at_once(fleet: Flee
         raise UnavailableError("nobody is there")
 
     for name in [f"{stage}-{number}" for stage in "ab" for number in range(10)]:
-        _replica(fleet, directory.pipeline, name).client = cast("StageClient", SimpleNamespace(probe_edge=answer))
+        _replica(fleet, directory.pipeline, name).client = cast("ReplicaClient", SimpleNamespace(probe_edge=answer))
     links = await directory.probe_edge(directory.edge("a->b"))
     assert len([link for link in links if link.error is not None]) == 100
     assert most < 100
@@ -142,7 +142,7 @@ async def test_the_pairs_of_many_replicas_are_not_probed_all_at_once(fleet: Flee
 
 async def test_a_call_over_a_closed_connection_says_that_the_replica_is_gone() -> None:
     channel = open_channel("127.0.0.1:1")
-    client = GrpcStageClient(channel, stage="b", replica="b-0", endpoint="127.0.0.1:1")
+    client = GrpcReplicaClient(channel, stage="b", replica="b-0", endpoint="127.0.0.1:1")
     await channel.close()
     for call in (
         client.load(timeout_s=5),
@@ -151,7 +151,7 @@ async def test_a_call_over_a_closed_connection_says_that_the_replica_is_gone() -
         client.cancel(stage_pb2.CancelStepRequest(), timeout_s=5),
         client.probe_edge("b->c", consumer="c-0", endpoint="127.0.0.1:2", connector="auto", timeout_s=5),
     ):
-        with pytest.raises(UnavailableError, match="no longer there"):
+        with pytest.raises(UnavailableError, match="no longer connected"):
             await call
 
 
@@ -176,7 +176,7 @@ async def _asking() -> AsyncGenerator[tuple[grpc.aio.Channel, asyncio.Task[bytes
     endpoint = f"127.0.0.1:{await server.start()}"
     try:
         async with open_channel(endpoint) as channel:
-            client = GrpcStageClient(channel, stage="b", replica="b-0", endpoint=endpoint)
+            client = GrpcReplicaClient(channel, stage="b", replica="b-0", endpoint=endpoint)
             asking = asyncio.create_task(client.control("ListSteps", b"", timeout_s=20))
             await asyncio.wait_for(controls.asked.wait(), 10)
             yield channel, asking
@@ -187,7 +187,7 @@ async def _asking() -> AsyncGenerator[tuple[grpc.aio.Channel, asyncio.Task[bytes
 async def test_a_connection_that_is_closed_under_a_call_ends_it_and_not_its_task() -> None:
     async with _asking() as (channel, asking):
         await channel.close()
-        with pytest.raises(UnavailableError, match="no longer there"):
+        with pytest.raises(UnavailableError, match="no longer connected"):
             await asking
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from stagemesh.common.errors import InvalidPipelineError
-from stagemesh.orchestrator.planning.request_facts import facts_of
 from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
 from stagemesh.orchestrator.spec.conditions import Fact
@@ -267,7 +266,7 @@ def test_what_a_request_holds_is_known_by_kind() -> None:
         conversation=request_pb2.Conversation(messages=[request_pb2.Message(role="user", parts=parts)])
     )
     request = ValidRequest("r", given, request_pb2.Parameters(options={"loud": 3.0}), ("text",))
-    assert facts_of(request) == {
+    assert request.facts == {
         Fact("option", "loud"): 3.0,
         Fact("input", "text"): 1.0,
         Fact("input", "image"): 1.0,

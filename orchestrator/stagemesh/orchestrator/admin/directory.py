@@ -39,11 +39,11 @@ class Directory:
                 reason="UNKNOWN_TARGET",
                 metadata={"target": stage},
             )
-        return sorted(self._fleet.book.of(stage), key=lambda replica: (len(replica.name), replica.name))
+        return sorted(self._fleet.registry.of(stage), key=lambda replica: (len(replica.name), replica.name))
 
     def links_of(self, edge: Edge) -> Sequence[EdgeLink]:
         """Returns an edge's links between ready replicas."""
-        return self._fleet.links.of(edge)
+        return self._fleet.edge_connectors.links_of(edge)
 
     def find(self, name: str) -> Replica | None:
         """Returns the replica of this name, or None.

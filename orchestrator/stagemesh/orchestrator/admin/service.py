@@ -10,7 +10,7 @@ import grpc
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.admin.servicer import AdminServicer
-from stagemesh.orchestrator.fleet.stage_client import CONTROL_NAME
+from stagemesh.orchestrator.fleet.replica_client import CONTROL_NAME
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.rpc.handlers import answering, time_left_s
 from stagemesh.rpc.server import Server

@@ -11,8 +11,8 @@ from stagemesh.orchestrator.admission.snapshot import CallerLoad
 from stagemesh.orchestrator.describe import describe_edge
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 from stagemesh.orchestrator.orchestrator import Orchestrator
+from stagemesh.orchestrator.request.history import EdgeTotals, StageTotals, Totals
 from stagemesh.orchestrator.request.timeline import RequestState, Timeline
-from stagemesh.orchestrator.request.totals import EdgeTotals, StageTotals, Totals
 from stagemesh.orchestrator.spec import Edge, Stage
 from stagemesh.v1 import admin_pb2, stage_pb2
 

@@ -1,1 +1,1 @@
-"""The fleet: which replicas exist, whether they are ready, and connections to them."""
+"""The replicas of a pipeline: their states, their connections and the connectors of their edges."""

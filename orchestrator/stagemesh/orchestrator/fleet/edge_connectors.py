@@ -1,58 +1,68 @@
-"""By which connector each edge crosses, between replicas that it joins.
+"""Finds the connector that each edge uses between the replicas that it joins.
 
-A link's producer is asked once both ends are ready, and again when one of them has been away. A fixed connector that
-cannot work shows here, before any request does. Each replica is linked to a few of those that it may meet: all of them
-in a small pipeline; in a large one the pairs would be many, and the others are no different.
+Once both replicas of a link are ready, the producer is asked, and again after one of them was away. So a fixed
+connector that cannot work is found before a request needs it. Each replica is linked to a few replicas of the other
+stage. In a small pipeline these are all of them. In a large one there are too many pairs, and the others behave alike.
+
+A replica whose fixed connector cannot work, or is not known yet, gets no requests (`Replica.hold_for_connector`) if its
+stage has another replica that works. If there is none, requests that need the edge fail with CONNECTOR_UNAVAILABLE.
 """
 
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from stagemesh.common.connector_descriptors import AUTO
 from stagemesh.common.errors import DeadlineError, NotReadyError, StagemeshError, UnavailableError, make_error
 from stagemesh.connectors.stream.negotiation import EdgeProbe
-from stagemesh.orchestrator.fleet.random_pool import RandomPool
-from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.fleet.replica import Hold, Replica
+from stagemesh.orchestrator.fleet.replica_registry import RandomPool
 from stagemesh.orchestrator.spec import Edge
 
 _log = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 3.0
-_FIRST_AGAIN_S, _LAST_AGAIN_S = 1.0, 16.0
-_AT_ONCE = 16
-"""Probes under way."""
+_FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 16.0
+_MAX_PROBES = 16
+"""The number of probes at a time."""
 PARTNERS = 4
-"""Replicas on an edge's other side that a replica is linked to when it becomes ready."""
+"""The number of replicas of an edge's other stage to which a replica is linked when it becomes ready."""
 
 
 class EdgeLink:
-    """An edge between two replicas, and what its producer last said of it."""
+    """An edge between two replicas, and the last answer of its producer."""
 
     def __init__(self, edge: Edge, *, producer: Replica, consumer: Replica) -> None:
         self.edge, self.producer, self.consumer = edge, producer, consumer
         self.probe: EdgeProbe | None = None
         self.error: StagemeshError | None = None
-        self.again_s = _FIRST_AGAIN_S
+        self.retry_s = _FIRST_RETRY_S
 
     @property
-    def is_settled(self) -> bool:
-        """Whether nothing more need be known: `auto` finds a way also where the question was lost."""
+    def is_answered(self) -> bool:
+        """Whether the producer was asked at least once, with whatever result."""
+        return self.probe is not None or self.error is not None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether requests may use the link. With `auto` they may even if the probe failed: a connector is then chosen
+        when the replicas connect.
+        """
         return self.probe is not None or (self.error is not None and self.edge.connector == AUTO)
 
     @property
     def is_refused(self) -> bool:
         """Whether the edge's connector is a fixed one that cannot work."""
-        passing = self.error is None or isinstance(self.error, UnavailableError | DeadlineError)
-        return self.edge.connector != AUTO and not passing
+        temporary = self.error is None or isinstance(self.error, UnavailableError | DeadlineError)
+        return self.edge.connector != AUTO and not temporary
 
     async def ask(self) -> None:
-        """Has the producer say what it would use."""
-        found: EdgeProbe | None = None
+        """Asks the producer which connector it would use, and stores its answer or the error."""
+        probe: EdgeProbe | None = None
         error: StagemeshError | None = None
         try:
-            found = await self.producer.client.probe_edge(
+            probe = await self.producer.client.probe_edge(
                 self.edge.name,
                 consumer=self.consumer.name,
                 endpoint=self.consumer.endpoint,
@@ -61,15 +71,12 @@ class EdgeLink:
             )
         except StagemeshError as exc:
             error = self._located(exc)
-        self._take(found, error)
-
-    def _take(self, found: EdgeProbe | None, error: StagemeshError | None) -> None:
         if error is not None and (self.error is None or self.error.message != error.message):
             _log.warning("%s", error.message)
-        if found is not None and found != self.probe:
+        if probe is not None and probe != self.probe:
             ends = (self.edge.name, self.producer.name, self.consumer.name)
-            _log.info("edge %s from %s to %s uses %s", *ends, found.connector)
-        self.probe, self.error = found, error
+            _log.info("edge %s from %s to %s uses %s", *ends, probe.connector)
+        self.probe, self.error = probe, error
 
     def _located(self, error: StagemeshError) -> StagemeshError:
         producer, consumer = self.producer.name, self.consumer.name
@@ -81,68 +88,74 @@ class EdgeLink:
         )
 
 
-class EdgeLinks:
-    """The links of all edges between the replicas that are ready. `keep` has them asked."""
+class EdgeConnectors:
+    """The links of all edges between replicas that can connect. `probe_links` asks about them."""
 
     def __init__(self, edges: Sequence[Edge], *, partners: int = PARTNERS, rng: random.Random | None = None) -> None:
         self._edges = edges
         self._partners = partners
         self._rng = rng or random.Random()  # noqa: S311
-        self._ready: dict[tuple[str, str], RandomPool[Replica]] = {}
+        self._pools: dict[tuple[str, str], RandomPool[Replica]] = {}
+        """The replicas that can connect, by stage and generation."""
         self._links: dict[str, dict[tuple[Replica, Replica], EdgeLink]] = {edge.name: {} for edge in edges}
         self._by_replica: dict[Replica, dict[EdgeLink, None]] = {}
-        self._settled: dict[str, set[EdgeLink]] = {edge.name: set() for edge in edges}
+        """The links of each replica that can connect. The replica that joined first comes first."""
+        self._usable: dict[str, set[EdgeLink]] = {edge.name: set() for edge in edges}
         self._refused: dict[str, set[EdgeLink]] = {edge.name: set() for edge in edges}
+        self._held: set[Replica] = set()
         self._to_ask: asyncio.Queue[EdgeLink] = asyncio.Queue()
+
+    def __contains__(self, replica: Replica) -> bool:
+        return replica in self._by_replica
 
     @property
     def ready(self) -> bool:
-        """Whether requests may go over every edge: one of its links is known to work, and none is refused.
-
-        A replica that joins those which serve holds nothing up.
+        """Whether requests may use every edge: one of its links is usable, and none is refused between replicas that
+        get requests. A replica that joins does not change that.
         """
-        return all(self._settled[edge.name] and not self._refused[edge.name] for edge in self._edges)
+        return all(self._usable[edge.name] and not self._blocking_links(edge) for edge in self._edges)
 
-    def of(self, edge: Edge) -> list[EdgeLink]:
-        """An edge's links."""
+    def links_of(self, edge: Edge) -> list[EdgeLink]:
+        """Returns an edge's links."""
         return list(self._links[edge.name].values())
 
     def check(self, edges: Collection[Edge]) -> None:
-        """Raises NotReadyError (CONNECTOR_UNAVAILABLE) where one of the edges cannot be crossed."""
+        """Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the connector of one of the edges cannot work."""
         for edge in edges:
-            for link in self._refused[edge.name]:
+            for link in self._blocking_links(edge):
                 assert link.error is not None, "it is refused with an error"
                 raise NotReadyError(link.error.message, reason="CONNECTOR_UNAVAILABLE", metadata=link.error.metadata)
 
-    def joined(self, replica: Replica) -> None:
-        """A replica has become ready."""
-        self._ready.setdefault((replica.stage, replica.generation), RandomPool()).add(replica)
+    def join(self, replica: Replica) -> None:
+        """Links a replica that can connect from now on."""
+        self._by_replica[replica] = {}
+        self._pools.setdefault((replica.stage, replica.generation), RandomPool()).add(replica)
         for edge in self._edges:
             if replica.stage in (edge.producer, edge.consumer):
-                self._join(edge, replica)
+                self._link(edge, replica)
+        self._update_holds([replica])
 
-    def left(self, replica: Replica) -> None:
-        """A replica is no longer ready; harmless where it was not."""
-        kind = (replica.stage, replica.generation)
-        self._ready.get(kind, RandomPool()).discard(replica)
-        if not self._ready.get(kind):
-            self._ready.pop(kind, None)
+    def leave(self, replica: Replica) -> None:
+        """Drops the links of a replica that can no longer connect. Harmless if it has none."""
+        pool = self._pools.get((replica.stage, replica.generation), RandomPool())
+        pool.discard(replica)
+        if not pool:
+            self._pools.pop((replica.stage, replica.generation), None)
         for link in self._by_replica.pop(replica, {}):
             self._drop(link)
             other = link.consumer if link.producer is replica else link.producer
             self._by_replica[other].pop(link)
             if not any(each.edge is link.edge for each in self._by_replica[other]):
-                self._join(link.edge, other)
+                self._link(link.edge, other)
+        self._update_holds([replica])
 
-    async def keep(self, *, on_change: Callable[[], None]) -> None:
-        """Asks about every new link, and again while nothing is known; never ends by itself."""
+    async def probe_links(self, *, on_change: Callable[[], None]) -> None:
+        """Asks about every new link, and again while its connector is unknown. Runs until it is cancelled."""
         async with asyncio.TaskGroup() as group:
-            for _ in range(_AT_ONCE):
-                group.create_task(self._ask(on_change))
+            for _ in range(_MAX_PROBES):
+                group.create_task(self._probe_next(on_change))
 
-    # -- inner workings
-
-    async def _ask(self, on_change: Callable[[], None]) -> None:
+    async def _probe_next(self, on_change: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         while True:
             link = await self._to_ask.get()
@@ -151,20 +164,23 @@ class EdgeLinks:
             await link.ask()
             if not self._is_current(link):
                 continue
-            _keep_in(self._settled[link.edge.name], link, member=link.is_settled)
-            _keep_in(self._refused[link.edge.name], link, member=link.is_refused)
+            _set_member(self._usable[link.edge.name], link, member=link.is_usable)
+            _set_member(self._refused[link.edge.name], link, member=link.is_refused)
             if link.probe is None:
-                loop.call_later(link.again_s, self._to_ask.put_nowait, link)
-                link.again_s = min(_LAST_AGAIN_S, 2 * link.again_s)
+                loop.call_later(link.retry_s, self._to_ask.put_nowait, link)
+                link.retry_s = min(_LAST_RETRY_S, 2 * link.retry_s)
+            self._update_holds([link.producer, link.consumer])
             on_change()
+
+    # -- links
 
     def _is_current(self, link: EdgeLink) -> bool:
         return self._links[link.edge.name].get((link.producer, link.consumer)) is link
 
-    def _join(self, edge: Edge, replica: Replica) -> None:
+    def _link(self, edge: Edge, replica: Replica) -> None:
         produces = replica.stage == edge.producer
         other_side = (edge.consumer if produces else edge.producer, replica.generation)
-        for other in self._ready.get(other_side, RandomPool()).draw(self._partners, self._rng):
+        for other in self._pools.get(other_side, RandomPool()).draw(self._partners, self._rng):
             producer, consumer = (replica, other) if produces else (other, replica)
             self._add(EdgeLink(edge, producer=producer, consumer=consumer))
 
@@ -173,14 +189,70 @@ class EdgeLinks:
         if (link.producer, link.consumer) not in links:
             links[link.producer, link.consumer] = link
             for replica in (link.producer, link.consumer):
-                self._by_replica.setdefault(replica, {})[link] = None
+                self._by_replica[replica][link] = None
             self._to_ask.put_nowait(link)
 
     def _drop(self, link: EdgeLink) -> None:
         del self._links[link.edge.name][link.producer, link.consumer]
-        self._settled[link.edge.name].discard(link)
+        self._usable[link.edge.name].discard(link)
         self._refused[link.edge.name].discard(link)
 
+    def _blocking_links(self, edge: Edge) -> list[EdgeLink]:
+        return [link for link in self._refused[edge.name] if not {link.producer, link.consumer} & self._held]
 
-def _keep_in(links: set[EdgeLink], link: EdgeLink, *, member: bool) -> None:
+    # -- replicas that get no requests
+
+    def _update_holds(self, changed: Iterable[Replica]) -> None:
+        """Sets and removes the holds of the replicas whose links have changed."""
+        unusable = self._find_unusable() if any(self._refused.values()) else {}
+        for replica in {*changed, *self._held, *unusable}:
+            if replica in unusable:
+                self._held.add(replica)
+                if replica.detail != unusable[replica]:
+                    _log.warning("replica %s gets no requests: %s", replica.name, unusable[replica])
+                replica.hold_for_connector(Hold.NO_CONNECTOR, unusable[replica])
+            elif self._is_unknown(replica):
+                self._held.add(replica)
+                replica.hold_for_connector(Hold.CONNECTOR_UNKNOWN, "the connectors of its edges are being probed")
+            else:
+                self._held.discard(replica)
+                replica.hold_for_connector(None)
+
+    def _find_unusable(self) -> dict[Replica, str]:
+        """Returns the replicas to hold because of refused links, each with the reason. Of a link's two replicas this is
+        the one that joined later, unless only the other one can be substituted.
+        """
+        order = {replica: number for number, replica in enumerate(self._by_replica)}
+        refused: list[tuple[Replica, Replica, EdgeLink]] = []
+        for link in (link for links in self._refused.values() for link in links):
+            earlier, later = sorted((link.producer, link.consumer), key=order.__getitem__)
+            refused.append((earlier, later, link))
+        unusable: dict[Replica, str] = {}
+        for earlier, later, link in sorted(refused, key=lambda each: order[each[1]]):
+            if earlier in unusable or later in unusable:
+                continue
+            for replica in (later, earlier):
+                if self._has_substitute(link.edge, replica, unusable):
+                    unusable[replica] = link.error.message if link.error is not None else ""
+                    break
+        return unusable
+
+    def _is_unknown(self, replica: Replica) -> bool:
+        """Returns whether a fixed connector of the replica was never probed, and other replicas can work meanwhile."""
+        return any(
+            link.edge.connector != AUTO and not link.is_answered and self._has_substitute(link.edge, replica, ())
+            for link in self._by_replica.get(replica, ())
+        )
+
+    def _has_substitute(self, edge: Edge, replica: Replica, unusable: Collection[Replica]) -> bool:
+        """Returns whether another replica of the same stage and generation has a usable link of the edge."""
+        for link in self._usable[edge.name]:
+            other = link.producer if replica.stage == edge.producer else link.consumer
+            usable = link.producer not in unusable and link.consumer not in unusable
+            if other is not replica and other.generation == replica.generation and usable:
+                return True
+        return False
+
+
+def _set_member(links: set[EdgeLink], link: EdgeLink, *, member: bool) -> None:
     (links.add if member else links.discard)(link)

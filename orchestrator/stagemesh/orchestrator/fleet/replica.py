@@ -1,21 +1,24 @@
-"""What the orchestrator knows about a replica."""
+"""What the orchestrator knows about a replica: its state and an estimate of its load."""
 
+import math
 import time
 from collections.abc import Callable, Collection
 from enum import Enum
-from typing import Protocol
 
 from stagemesh.common.errors import StagemeshError
-from stagemesh.common.versions import WIRE_VERSION
+from stagemesh.common.notifier import Notifier
 from stagemesh.orchestrator.config import ReplicaAddress
-from stagemesh.orchestrator.fleet.load_estimate import LoadEstimate, StepCost
-from stagemesh.orchestrator.fleet.stage_client import StageClient
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
+from stagemesh.orchestrator.membership.base import find_refusal
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import stage_pb2
 
+_SMOOTHING = 0.2
+_FIRST_GUESS_S = 1.0
+
 
 class ReplicaState(Enum):
-    """Where a replica stands; the value is the wire's name without its prefix."""
+    """The state of a replica. The value is the name of the wire's enum value without its prefix."""
 
     LOADING = "LOADING"
     READY = "READY"
@@ -26,74 +29,178 @@ class ReplicaState(Enum):
 
     @property
     def wire(self) -> stage_pb2.ReplicaState.ValueType:
-        """The wire's value."""
+        """The wire's enum value."""
         return stage_pb2.ReplicaState.Value(f"REPLICA_STATE_{self.value}")
 
     @classmethod
     def from_wire(cls, value: stage_pb2.ReplicaState.ValueType) -> "ReplicaState":
-        """The state that a replica reports; one that is not known counts as FAILED."""
+        """Returns the state that a replica reports. An unknown value counts as FAILED."""
         return _BY_NUMBER.get(value, cls.FAILED)
 
 
 _BY_NUMBER = {state.wire: state for state in ReplicaState}
 
 
-class Replica:
-    """One replica of a stage, from a start of its process to its end: its client, its state as last seen, its load.
-
-    A process that starts again at the same address is another replica. `on_gone` tells when this one has ended.
+class Hold(Enum):
+    """Why the orchestrator sends no new requests to a replica that reports READY. The most important hold comes first;
+    the value is the state that the replica is shown in.
     """
+
+    LEAVING = (1, ReplicaState.DRAINING)
+    """It is no longer a member."""
+    RESERVED = (2, ReplicaState.DRAINING)
+    """It is reserved for one request."""
+    NO_CONNECTOR = (3, ReplicaState.FAILED)
+    """The fixed connector of an edge cannot work there."""
+    CONNECTOR_UNKNOWN = (4, ReplicaState.LOADING)
+    """It is not known yet whether the fixed connector of an edge works there."""
+
+    @property
+    def shown_state(self) -> ReplicaState:
+        """The state that the replica is shown in."""
+        return self.value[1]
+
+
+_CONNECTOR_HOLDS = (Hold.NO_CONNECTOR, Hold.CONNECTOR_UNKNOWN)
+
+
+class StepCost:
+    """The seconds of work in one engine step of a stage, learnt from the reports of all its replicas."""
+
+    def __init__(self) -> None:
+        self.seconds = _FIRST_GUESS_S
+        self.known = False
+        """Whether the stage's engine has ever estimated its work."""
+
+    def learn(self, work_s: float, *, steps: int) -> None:
+        """Learns that `steps` steps take `work_s` seconds. Ignored if the engine does not estimate its work."""
+        if work_s <= 0 or steps <= 0:
+            return
+        measured_s = work_s / steps
+        self.seconds += (_SMOOTHING if self.known else 1.0) * (measured_s - self.seconds)
+        self.known = True
+
+
+class LoadEstimate:
+    """An estimate of one replica's work. Between two reports it falls with time and rises with each placed request."""
+
+    def __init__(self, cost: StepCost, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.running = 0
+        """The number of this orchestrator's requests on the replica."""
+        self.idle = Notifier()
+        """Fires when `running` has become 0."""
+        self._cost = cost
+        self._clock = clock
+        self._reported_s = 0.0
+        self._reported_at_s = 0.0
+        self._unreported = 0
+        self._report_number = 0
+
+    @property
+    def work_s(self) -> float:
+        """The seconds of work left."""
+        left_s = self._reported_s and max(0.0, self._reported_s - (self._clock() - self._reported_at_s))
+        return left_s + self._unreported * self._cost.seconds
+
+    @property
+    def backlog_s(self) -> float:
+        """The seconds that a new request should expect to wait: the work left, and one step for each of this
+        orchestrator's requests.
+
+        An engine's estimate is a guess, and contains little for requests that still wait for their input.
+        """
+        return self.work_s + self.running * self._cost.seconds
+
+    def report(self, work_s: float, *, steps: int) -> None:
+        """Takes in the replica's report: it has `work_s` seconds of work left in `steps` steps. `work_s` is 0 if the
+        engine does not estimate its work.
+        """
+        # An infinite or undefined value is not an estimate. It would spoil what all replicas of the stage learn.
+        work_s = work_s if math.isfinite(work_s) else 0.0
+        self._cost.learn(work_s, steps=steps)
+        self._reported_s = work_s if self._cost.known else steps * self._cost.seconds
+        self._reported_at_s = self._clock()
+        # The report contains at most `steps` of this orchestrator's requests. The others have not arrived yet.
+        self._unreported = max(0, self.running - steps)
+        self._report_number += 1
+
+    def place(self) -> Callable[[], None]:
+        """Counts a request on the replica. Returns a function that stops counting it; calling it twice is harmless."""
+        self.running += 1
+        self._unreported += 1
+        number, released = self._report_number, False
+
+        def release() -> None:
+            nonlocal released
+            if released:
+                return
+            released = True
+            self.running -= 1
+            unreported = self._unreported - (number == self._report_number)
+            self._unreported = max(0, min(unreported, self.running))
+            if not self.running:
+                self.idle.fire()
+
+        return release
+
+
+class Replica:
+    """One replica of a stage, from the start of its process to its end. A restarted process is another replica."""
 
     def __init__(
         self,
         stage: str,
         address: ReplicaAddress,
-        client: StageClient,
+        client: ReplicaClient,
         *,
         on_change: Callable[[], None],
         cost: StepCost | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_change` is called when the state or a hold changes."""
         self.stage = stage
         self.name = address.name
         self.endpoint = address.endpoint
         self.client = client
         self.load = LoadEstimate(cost or StepCost(), clock=clock)
         self.incarnation = self.generation = self.host = self.zone = ""
-        """As it first says of itself; empty until then."""
-        self._described = False
+        """From the replica's first description; empty until then."""
+        self.is_described = False
+        """Whether the replica has ever described itself."""
         self.last_report: stage_pb2.WatchLoadResponse | None = None
         """The replica's newest load report, or None before the first."""
         self._reported_at_s = 0.0
         self._clock = clock
         self._on_change = on_change
         self._state = ReplicaState.UNREACHABLE
-        self._detail = "not heard of yet"
-        self._leaving = self._reserved = ""
+        self._detail = "not described yet"
+        self._holds: dict[Hold, str] = {}
         self.died = False
-        """Whether its process has ended, for all that we know; one that has `gone` may merely be cut off."""
-        self._gone: StagemeshError | None = None
-        self._mourners: dict[object, Callable[[StagemeshError], None]] = {}
+        """Whether the process has ended. A replica that has an `end_cause` may merely be partitioned."""
+        self.end_cause: StagemeshError | None = None
+        """Why the replica has ended, or None while it may be alive."""
+        self._end_callbacks: dict[object, Callable[[StagemeshError], None]] = {}
 
     @property
     def state(self) -> ReplicaState:
-        """As last seen; one that is leaving, or reserved, is DRAINING whatever it says."""
-        taken = self._leaving or self._reserved
-        return ReplicaState.DRAINING if taken and self._state is ReplicaState.READY else self._state
+        """The last reported state. A replica that reports READY is shown in another state if it has a hold."""
+        if self._state is not ReplicaState.READY or not self._holds:
+            return self._state
+        return self._first_hold.shown_state
 
     @property
     def detail(self) -> str:
-        """For people: what it loads, or why it fails."""
-        return self._leaving or self._reserved or self._detail
+        """A text for people: what the replica loads, why it failed, or why it gets no requests."""
+        return self._holds[self._first_hold] if self._holds else self._detail
 
     @property
-    def met(self) -> bool:
-        """Whether it has ever said what it is."""
-        return self._described
+    def can_connect(self) -> bool:
+        """Whether the connectors of its edges can be probed: it reports READY, and is neither leaving nor reserved."""
+        return self._state is ReplicaState.READY and self._holds.keys() <= set(_CONNECTOR_HOLDS)
 
     @property
     def running(self) -> int:
-        """How many of our requests it works on."""
+        """The number of this orchestrator's requests on the replica."""
         return self.load.running
 
     @property
@@ -106,96 +213,80 @@ class Replica:
         self.last_report, self._reported_at_s = report, self._clock()
         self.load.report(report.work_s, steps=report.running + report.queued)
 
-    @property
-    def gone(self) -> StagemeshError | None:
-        """Why it has ended; None while it may live."""
-        return self._gone
-
-    def on_gone(self, callback: Callable[[StagemeshError], None]) -> Callable[[], None]:
-        """Has `callback` told the cause once the replica has ended, or now where it has; returns what takes it back."""
-        if self._gone is not None:
-            callback(self._gone)
+    def on_end(self, callback: Callable[[StagemeshError], None]) -> Callable[[], None]:
+        """Calls `callback` with the cause once the replica has ended, or now if it has. Returns a function that removes
+        the callback.
+        """
+        if self.end_cause is not None:
+            callback(self.end_cause)
             return lambda: None
         key = object()
-        self._mourners[key] = callback
+        self._end_callbacks[key] = callback
 
-        def take_back() -> None:
-            self._mourners.pop(key, None)
+        def remove() -> None:
+            self._end_callbacks.pop(key, None)
 
-        return take_back
+        return remove
 
     def end(self, cause: StagemeshError, *, died: bool = True) -> None:
-        """It has ended, and its requests there with it; or it is given up, and may live. Ending twice is harmless."""
-        if self._gone is not None:
+        """Ends the replica and its requests. `died` is False if the process may be alive. Ending twice is harmless."""
+        if self.end_cause is not None:
             return
-        self._gone, self.died = cause, died
-        mourners, self._mourners = self._mourners, {}
-        for callback in mourners.values():
+        self.end_cause, self.died = cause, died
+        callbacks, self._end_callbacks = self._end_callbacks, {}
+        for callback in callbacks.values():
             callback(cause)
         self.load.idle.fire()
 
-    async def wait_unused(self) -> None:
-        """Returns once none of our requests runs on it: they are done, or it has ended."""
-        while self.running and self._gone is None:
+    async def wait_until_idle(self) -> None:
+        """Returns once this orchestrator has no request on the replica, or once the replica has ended."""
+        while self.running and self.end_cause is None:
             await self.load.idle.wait()
 
     def leave(self, why: str) -> None:
-        """It takes no more requests; those that it has go on."""
-        self._leaving = why
-        self._on_change()
+        """Sends no more requests to the replica. Its running requests continue."""
+        self._set_hold(Hold.LEAVING, why)
 
     def reserve(self, why: str) -> Callable[[], None]:
-        """It takes no more requests but one, which whoever calls puts there; returns what ends that."""
-        self._reserved = why
-        self._on_change()
+        """Keeps other requests off the replica. Returns a function that ends the reservation."""
+        self._set_hold(Hold.RESERVED, why)
+        return lambda: self._set_hold(Hold.RESERVED, None)
 
-        def end() -> None:
-            self._reserved = ""
-            self._on_change()
-
-        return end
+    def hold_for_connector(self, hold: Hold | None, why: str = "") -> None:
+        """Sets NO_CONNECTOR or CONNECTOR_UNKNOWN, or removes both."""
+        for each in _CONNECTOR_HOLDS:
+            self._set_hold(each, why if each is hold else None)
 
     def observe(self, state: ReplicaState, detail: str) -> None:
-        """Takes note of a state; tells the owner when it is another."""
+        """Takes in the state that the replica reports, or in which it was found."""
         changed = state is not self._state
         self._state, self._detail = state, detail
         if changed:
             self._on_change()
 
     def observe_description(
-        self, said: stage_pb2.DescribeResponse, pipeline: Pipeline, *, generations: Collection[str] = ()
+        self, description: stage_pb2.DescribeResponse, pipeline: Pipeline, *, generations: Collection[str] = ()
     ) -> None:
-        """Takes note of what the replica says; one that belongs elsewhere is refused."""
-        if not self._described:
-            self._described = True
-            self.incarnation, self.generation = said.incarnation, said.generation
-            self.host, self.zone = said.host, said.zone
-        refusal = find_refusal(said, stage=self.stage, pipeline=pipeline, generations=generations)
+        """Takes in the replica's description. A replica that belongs elsewhere is FAILED."""
+        if not self.is_described:
+            self.is_described = True
+            self.incarnation, self.generation = description.incarnation, description.generation
+            self.host, self.zone = description.host, description.zone
+        refusal = find_refusal(description, stage=self.stage, pipeline=pipeline, generations=generations)
         if refusal:
             self.observe(ReplicaState.FAILED, f"refused: {refusal}")
         else:
-            self.observe(ReplicaState.from_wire(said.state), said.detail)
+            self.observe(ReplicaState.from_wire(description.state), description.detail)
 
+    @property
+    def _first_hold(self) -> Hold:
+        return next(hold for hold in Hold if hold in self._holds)
 
-class Belonging(Protocol):
-    """What a replica says of where it belongs: DescribeResponse and ReplicaIdentity."""
-
-    wire_version: int
-    pipeline: str
-    generation: str
-    stage: str
-
-
-def find_refusal(said: Belonging, *, stage: str, pipeline: Pipeline, generations: Collection[str] = ()) -> str:
-    """Why a replica is not one of this stage, for people; empty where it is.
-
-    `generations` are those that are taken in beside the pipeline's own.
-    """
-    generation = said.generation if said.generation in generations else pipeline.generation
-    facts = {
-        "wire version": (said.wire_version, WIRE_VERSION),
-        "pipeline": (said.pipeline, pipeline.name),
-        "generation": (said.generation, generation),
-        "stage": (said.stage, stage),
-    }
-    return "; ".join(f"its {what} is {has}, expected {want}" for what, (has, want) in facts.items() if has != want)
+    def _set_hold(self, hold: Hold, why: str | None) -> None:
+        if self._holds.get(hold) == why:
+            return
+        if why is None:
+            del self._holds[hold]
+        else:
+            self._holds[hold] = why
+        self._on_change()

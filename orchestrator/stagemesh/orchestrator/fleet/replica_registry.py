@@ -1,15 +1,60 @@
-"""All replicas by stage, and those that take requests so that a plan finds them at once."""
+"""All replicas by stage, and an index of the ready ones in which a plan finds them at once."""
 
-from collections.abc import Collection, Mapping
+import random
+from collections.abc import Collection, Iterator, Mapping
+from typing import Generic, TypeVar
 
-from stagemesh.orchestrator.fleet.random_pool import RandomPool
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
 
-_NOBODY: RandomPool[Replica] = RandomPool()
+T = TypeVar("T")
+
+
+class RandomPool(Generic[T]):
+    """A set of hashable items to draw from at random. The number of items does not change how long a call takes."""
+
+    __slots__ = ("_indexes", "_items")
+
+    def __init__(self) -> None:
+        self._items: list[T] = []
+        self._indexes: dict[T, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
+
+    def __contains__(self, item: object) -> bool:
+        return item in self._indexes
+
+    def add(self, item: T) -> None:
+        """Adds an item. Harmless if it is there."""
+        if item not in self._indexes:
+            self._indexes[item] = len(self._items)
+            self._items.append(item)
+
+    def discard(self, item: T) -> None:
+        """Removes an item. Harmless if it is not there."""
+        index = self._indexes.pop(item, None)
+        if index is None:
+            return
+        last = self._items.pop()
+        if index < len(self._items):
+            self._items[index] = last
+            self._indexes[last] = index
+
+    def draw(self, count: int, rng: random.Random) -> list[T]:
+        """Returns `count` different items at random, or all if there are fewer."""
+        if len(self._items) <= count:
+            return list(self._items)
+        return [self._items[index] for index in rng.sample(range(len(self._items)), count)]
+
+
+_EMPTY: RandomPool[Replica] = RandomPool()
 
 
 class ReadyReplicas:
-    """The replicas of one stage and generation that take requests: all, and those of each host and zone."""
+    """The ready replicas of one stage and generation: all of them, and those of each host and zone."""
 
     def __init__(self) -> None:
         self.all: RandomPool[Replica] = RandomPool()
@@ -17,81 +62,78 @@ class ReadyReplicas:
         self._by_zone: dict[str, RandomPool[Replica]] = {}
 
     def on_host(self, host: str) -> RandomPool[Replica]:
-        """Those of a host; none where it is not known."""
-        return self._by_host.get(host, _NOBODY)
+        """Returns the ready replicas on a host, none if `host` is empty."""
+        return self._by_host.get(host, _EMPTY)
 
     def in_zone(self, zone: str) -> RandomPool[Replica]:
-        """Those of a zone; none where it is not known."""
-        return self._by_zone.get(zone, _NOBODY)
+        """Returns the ready replicas in a zone, none if `zone` is empty."""
+        return self._by_zone.get(zone, _EMPTY)
 
     def add(self, replica: Replica) -> None:
-        """It takes requests."""
+        """Adds a replica that has become ready."""
         self.all.add(replica)
-        for pools, place in self._places(replica):
-            pools.setdefault(place, RandomPool()).add(replica)
+        for pools, location in self._locations(replica):
+            pools.setdefault(location, RandomPool()).add(replica)
 
     def discard(self, replica: Replica) -> None:
-        """It takes none."""
+        """Removes a replica that is no longer ready."""
         self.all.discard(replica)
-        for pools, place in self._places(replica):
-            pool = pools.get(place, _NOBODY)
+        for pools, location in self._locations(replica):
+            pool = pools.get(location, _EMPTY)
             pool.discard(replica)
             if not pool:
-                pools.pop(place, None)
+                pools.pop(location, None)
 
-    def _places(self, replica: Replica) -> list[tuple[dict[str, RandomPool[Replica]], str]]:
-        places = ((self._by_host, replica.host), (self._by_zone, replica.zone))
-        return [(pools, place) for pools, place in places if place]
+    def _locations(self, replica: Replica) -> list[tuple[dict[str, RandomPool[Replica]], str]]:
+        locations = ((self._by_host, replica.host), (self._by_zone, replica.zone))
+        return [(pools, location) for pools, location in locations if location]
 
 
 class ReplicaRegistry:
-    """The replicas that an orchestrator knows. Every change takes the same time however many there are."""
+    """The replicas that an orchestrator knows. The number of replicas does not change how long an update takes."""
 
     def __init__(self) -> None:
         self._replicas: dict[str, dict[Replica, None]] = {}
         self._ready: dict[str, dict[str, ReadyReplicas]] = {}
         self._entered: dict[Replica, ReadyReplicas] = {}
 
+    def __contains__(self, replica: Replica) -> bool:
+        return replica in self._replicas.get(replica.stage, {})
+
     def add(self, replica: Replica) -> None:
-        """A replica is known."""
+        """Adds a replica."""
         self._replicas.setdefault(replica.stage, {})[replica] = None
         self.update(replica)
 
     def remove(self, replica: Replica) -> None:
-        """A replica is forgotten; harmless where it was not known."""
+        """Removes a replica. Harmless if it is not there."""
         self._replicas.get(replica.stage, {}).pop(replica, None)
         self._withdraw(replica)
 
-    def update(self, replica: Replica) -> bool:
-        """The replica's state may be another one; returns whether it begins or ceases to take requests."""
-        was_ready = replica in self._entered
-        is_ready = replica.state is ReplicaState.READY and replica in self._replicas.get(replica.stage, {})
-        if is_ready and not was_ready:
+    def update(self, replica: Replica) -> None:
+        """Updates the index after the replica's state may have changed."""
+        is_ready = replica.state is ReplicaState.READY and replica in self
+        if is_ready and replica not in self._entered:
             ready = self._ready.setdefault(replica.generation, {}).setdefault(replica.stage, ReadyReplicas())
             ready.add(replica)
             self._entered[replica] = ready
-        elif was_ready and not is_ready:
+        elif not is_ready:
             self._withdraw(replica)
-        return is_ready is not was_ready
 
     def of(self, stage: str) -> tuple[Replica, ...]:
-        """All replicas of a stage, in the order in which they came."""
+        """Returns all replicas of a stage, in the order in which they were added."""
         return tuple(self._replicas.get(stage, ()))
 
     def ready(self, stages: Collection[str]) -> Mapping[str, Mapping[str, ReadyReplicas]]:
-        """By generation and stage, those that take requests, for generations that can serve all of the stages."""
+        """Returns, by generation and stage, the ready replicas of each generation that has one of all these stages."""
         return {
             generation: by_stage
             for generation, by_stage in self._ready.items()
             if all(stage in by_stage for stage in stages)
         }
 
-    def is_ready(self, replica: Replica) -> bool:
-        """Whether the replica takes requests."""
-        return replica in self._entered
-
     def has_ready(self, stage: str) -> bool:
-        """Whether a replica of the stage takes requests."""
+        """Returns whether a replica of the stage is ready."""
         return any(stage in by_stage for by_stage in self._ready.values())
 
     def _withdraw(self, replica: Replica) -> None:

@@ -1,11 +1,11 @@
-"""The calling end of ExecuteSteps: what all requests have to do with one replica, over one stream."""
+"""The calling end of ExecuteSteps: the steps of all requests at one replica, over one stream."""
 
 import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import Context, copy_context
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -21,70 +21,70 @@ TakeEvent: TypeAlias = Callable[[stage_pb2.ExecuteStepResponse], None]
 _METHOD = f"/{stage_pb2.DESCRIPTOR.services_by_name['StageService'].full_name}/ExecuteSteps"
 
 
-class StepStream:
-    """Implements `LaneUser`. Made within a running event loop; one that `is_closed` is replaced by another."""
+class ToError(Protocol):
+    """Returns the error of a call whose stream ended."""
 
-    def __init__(
-        self,
-        channel: grpc.aio.Channel,
-        *,
-        peer: str,
-        where: Mapping[str, str],
-        broken: Callable[[StagemeshError | None, bool], StagemeshError],
-    ) -> None:
-        """Errors say `where` they come from. `broken` makes that of a call under which the stream ended, of why, and of
-        whether anything had been heard of it.
+    def __call__(self, error: StagemeshError | None, *, running: bool) -> StagemeshError:
+        """`error` is why the stream ended, or None if this end closed it. `running` says whether the call had brought
+        an event.
         """
+        ...
+
+
+class StepStream:
+    """Handles the messages of the stream (`StreamHandler`). A stream that `is_closed` must be replaced by a new one."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, peer: str, location: Mapping[str, str], to_error: ToError) -> None:
+        """Needs a running event loop. `location` is added to the metadata of errors."""
         self.is_closed = False
         """Whether the stream has ended."""
-        self._is_over = False
-        """Whether it takes no more calls: the replica has said that it is about to end it, or it has ended."""
-        self._peer, self._where, self._broken = peer, where, broken
+        self._is_closing = False
+        """Whether the stream accepts no more calls: it has ended, or the replica announced its end."""
+        self._peer, self._location, self._to_error = peer, location, to_error
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
-        self._orders: dict[int, bytes] = {}
-        """By call, those that wait to be sent; hang-ups go before them."""
-        self._hung_up: deque[int] = deque()
-        self._lane = ClientStream(channel, self, peer=f"replica {where['replica']}", method=_METHOD)
-        # The stream is not that of the request which happens to be the first.
-        self._running = asyncio.create_task(self._lane.run(), name=f"steps at {peer}", context=Context())
+        self._unsent: dict[int, bytes] = {}
+        """The messages that wait to be sent, by call. Cancellations are sent before them."""
+        self._cancelled: deque[int] = deque()
+        self._stream = ClientStream(channel, self, peer=f"replica {location['replica']}", method=_METHOD)
+        # An empty context, because the stream does not belong to the request that happens to be the first.
+        self._running = asyncio.create_task(self._stream.run(), name=f"steps at {peer}", context=Context())
 
     async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
-        """Runs a step to its end; cancelling it hangs up. Raises what it failed with, or what `take` raised."""
-        if self._is_over:
-            raise self._broken(None, False)
+        """Runs a step to its end. Cancelling it cancels the step. Raises the step's error, or what `take` raised."""
+        if self._is_closing:
+            raise self._to_error(None, running=False)
         number = next(self._numbers)
-        order = stage_pb2.ExecuteStepsRequest(call=number, step=request, timeout_s=timeout_s).SerializeToString()
-        if len(order) > MAX_MESSAGE_BYTES:
-            raise self._too_large(len(order))
+        message = stage_pb2.ExecuteStepsRequest(call=number, step=request, timeout_s=timeout_s).SerializeToString()
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise self._too_large(len(message))
         call = self._calls[number] = _Call(take)
-        self._orders[number] = order
-        del request, order
+        self._unsent[number] = message
+        del request, message
         self.writable()
         try:
             await call.ended
-            call.check()
+            call.raise_failure()
         finally:
             del self._calls[number]
-            if self._orders.pop(number, None) is None and not call.is_over:
-                self._hung_up.append(number)
+            if self._unsent.pop(number, None) is None and not call.has_ended:
+                self._cancelled.append(number)
                 self.writable()
-            # What is raised holds this frame, and would hold itself.
+            # A raised error refers to this frame, which would keep the call alive.
             del call
 
     async def close(self) -> None:
-        """Ends the stream, and the calls with it. Closing twice is harmless."""
-        self._lane.close()
+        """Ends the stream and its calls. Closing twice is harmless."""
+        self._stream.close()
         await asyncio.wait([self._running])
 
-    # -- for the lane
+    # -- StreamHandler
 
     def received(self, data: bytes) -> None:
-        """See `LaneUser`."""
         try:
             response = stage_pb2.ExecuteStepsResponse.FromString(data)
         except DecodeError as exc:
-            raise InternalError(f"{self._peer} sent what is no ExecuteStepsResponse") from exc
+            raise InternalError(f"{self._peer} sent a message that is not an ExecuteStepsResponse") from exc
         for message in response.messages:
             call = self._calls.get(message.call)
             if call is None:
@@ -92,63 +92,63 @@ class StepStream:
             if message.HasField("event"):
                 call.take(message.event)
             elif message.ended.HasField("error"):
-                call.end(error_from_wire(message.ended.error).located(**self._where))
+                call.end(error_from_wire(message.ended.error).located(**self._location))
             else:
                 call.end(None)
         if response.closing:
-            self._is_over = True
-            self._lane.finish()
+            self._is_closing = True
+            self._stream.finish()
 
     def writable(self) -> None:
-        """See `LaneUser`."""
-        while not self._is_over and self._lane.is_writable:
-            if self._hung_up:
-                self._lane.write(stage_pb2.ExecuteStepsRequest(call=self._hung_up.popleft()).SerializeToString())
-            elif self._orders:
-                self._lane.write(self._orders.pop(next(iter(self._orders))))
+        while not self._is_closing and self._stream.is_writable:
+            if self._cancelled:
+                self._stream.write(stage_pb2.ExecuteStepsRequest(call=self._cancelled.popleft()).SerializeToString())
+            elif self._unsent:
+                self._stream.write(self._unsent.pop(next(iter(self._unsent))))
             else:
                 break
 
     def closed(self, error: StagemeshError | None) -> None:
-        """See `LaneUser`."""
-        self.is_closed = self._is_over = True
-        self._orders.clear()
-        self._hung_up.clear()
+        self.is_closed = self._is_closing = True
+        self._unsent.clear()
+        self._cancelled.clear()
         for call in self._calls.values():
-            call.end(self._broken(error, call.heard))
+            call.end(self._to_error(error, running=call.has_events))
 
     def _too_large(self, size_bytes: int) -> InvalidRequestError:
         return InvalidRequestError(
-            f"what {self._peer} is to be told of the request takes {size_bytes} bytes, and {MAX_MESSAGE_BYTES} can be "
-            "sent; give a smaller input",
+            f"the request to {self._peer} takes {size_bytes} bytes; a message holds at most {MAX_MESSAGE_BYTES}; give "
+            "a smaller input",
             reason="REQUEST_TOO_LARGE",
-            metadata=self._where,
+            metadata=self._location,
         )
 
 
 class _Call:
+    """One step of the stream."""
+
     def __init__(self, take: TakeEvent) -> None:
-        self.heard = self.is_over = False
-        """Whether anything has come, and whether nothing more will."""
+        self.has_events = self.has_ended = False
+        """Whether an event has arrived, and whether the replica has ended the call."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure: Exception | None = None
         self._take, self._context = take, copy_context()
 
     def take(self, event: stage_pb2.ExecuteStepResponse) -> None:
-        self.heard = True
+        self.has_events = True
         if self.ended.done():
             return
         try:
-            self._context.run(self._take, _own(event))
+            self._context.run(self._take, _detached(event))
         except Exception as exc:  # noqa: BLE001
             self._end(exc)
 
     def end(self, error: StagemeshError | None) -> None:
-        self.is_over = True
+        self.has_ended = True
         self._end(error)
 
-    def check(self) -> None:
-        """Raises what the call failed with, once."""
+    def raise_failure(self) -> None:
+        """Raises the error with which the call ended, if it failed. To be called once."""
         failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -162,8 +162,8 @@ class _Call:
             self.ended.set_result(None)
 
 
-def _own(event: stage_pb2.ExecuteStepResponse) -> stage_pb2.ExecuteStepResponse:
-    """An event that may be kept: a part of a message holds on to all of it. Outputs are not kept."""
+def _detached(event: stage_pb2.ExecuteStepResponse) -> stage_pb2.ExecuteStepResponse:
+    """Copies an event that may be kept, because it would keep its whole message alive. Outputs are never kept."""
     if event.HasField("output"):
         return event
     own = stage_pb2.ExecuteStepResponse()

@@ -1,1 +1,1 @@
-"""Who the replicas of a pipeline are: listed, found by name in DNS, or registered by themselves."""
+"""The members of a pipeline, from a list, from DNS, or registered by the replicas themselves."""

@@ -1,4 +1,4 @@
-"""Members whose addresses a name stands for, as that of a headless service does."""
+"""Members that are found by a DNS name with several addresses, such as that of a headless Kubernetes service."""
 
 import asyncio
 import logging
@@ -14,20 +14,20 @@ _log = logging.getLogger(__name__)
 _RESOLVE_TIMEOUT_S = 5.0
 
 Resolve: TypeAlias = Callable[[str], Awaitable[Collection[str]]]
-"""The IP addresses of a host name; raises OSError where there is no answer."""
+"""Returns the IP addresses of a host name. Raises OSError if there is no answer."""
 
 
 async def resolve(host: str) -> Collection[str]:
-    """Asks the system's resolver. See Resolve."""
+    """Asks the system's resolver for the IP addresses of a host name. Raises OSError if there is no answer."""
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [str(address) for *_, (address, *_) in found]
 
 
 class DnsSource:
-    """The replicas of one stage at all addresses of a name, asked again and again.
+    """Resolves a name periodically and reports a member of one stage for each of its addresses.
 
-    What was last answered holds while there is no answer: a resolver that fails takes no replica away, and whether one
-    still serves is seen without it.
+    The last answer remains valid while there is no new one, so that a failing resolver removes no replica. The fleet
+    sees without the resolver whether a replica still serves.
     """
 
     def __init__(self, stage: str, name: DnsName, *, resolve: Resolve = resolve) -> None:
@@ -35,32 +35,31 @@ class DnsSource:
         self._members: dict[str, Member] = {}
         self._failed = False
 
-    async def follow(self, roster: MembershipListener) -> None:
-        """See MemberSource."""
+    async def follow(self, listener: MembershipListener) -> None:
         while True:
             try:
                 async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
                     addresses = await self._resolve(self._name.host)
             except (OSError, UnicodeError) as exc:
-                # A timeout is an OSError; a name that is none in DNS cannot even be encoded.
+                # TimeoutError is an OSError. A name that is not valid in DNS cannot be encoded.
                 self._note_failure(exc)
             else:
                 self._failed = False
-                self._take(addresses, roster)
+                self._update(addresses, listener)
             await asyncio.sleep(self._name.poll_s)
 
-    def _take(self, addresses: Collection[str], roster: MembershipListener) -> None:
+    def _update(self, addresses: Collection[str], listener: MembershipListener) -> None:
         found = {_endpoint(address, self._name.port) for address in addresses}
         for endpoint in self._members.keys() - found:
-            roster.leave(self._members.pop(endpoint), f"{self._name.host} no longer has its address")
+            listener.leave(self._members.pop(endpoint), f"{self._name.host} no longer has its address")
         for endpoint in sorted(found - self._members.keys()):
             self._members[endpoint] = Member(self._stage, endpoint)
-            roster.join(self._members[endpoint])
+            listener.join(self._members[endpoint])
 
     def _note_failure(self, exc: Exception) -> None:
         if not self._failed:
             _log.warning(
-                "%s, where the replicas of stage %s are, cannot be resolved (%s); the %d known ones stay",
+                "the name %s of the replicas of stage %s cannot be resolved (%s); the %d known replicas remain",
                 self._name.host,
                 self._stage,
                 str(exc) or "no answer",

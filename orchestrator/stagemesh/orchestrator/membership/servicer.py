@@ -1,4 +1,4 @@
-"""MembershipService: translates, and leaves every decision to the source."""
+"""MembershipService: converts messages and calls the registration source."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[membership_pb2.RegisterRequest, 
 
 
 class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
-    """Serves one orchestrator's registration; None where it has none."""
+    """Serves the registration of one orchestrator. Rejects every replica if the source is None."""
 
     def __init__(self, source: RegistrationSource | None) -> None:
         self._source = source
@@ -27,25 +27,26 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
     async def Register(  # noqa: N802
         self, request_iterator: AsyncIterator[membership_pb2.RegisterRequest], context: _Context
     ) -> AsyncIterator[membership_pb2.RegisterResponse]:
-        """See the proto."""
         async with answering(context):
             source = self._source
             if source is None:
                 raise NotReadyError(
-                    "this orchestrator takes no replicas that register; list them in its config, or set "
+                    "replicas cannot register with this orchestrator; list them in its config, or set "
                     "`registration` there",
                     reason="REGISTRATION_CLOSED",
                 )
             first = await anext(request_iterator, None)
             if first is None or not first.HasField("replica"):
-                raise InvalidRequestError("the first message must say who registers", reason="INVALID_REPLICA")
+                raise InvalidRequestError(
+                    "the first message must contain the replica's identity", reason="INVALID_REPLICA"
+                )
             lease = source.register(first.replica)
             try:
                 yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
                 while await _next(request_iterator, source.closed):
                     source.renew(lease)
                     yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
-                # A connection that breaks may look like a side that ended, but takes no answer: this raises then.
+                # A broken connection may look like the orderly end of the replica's stream. This answer raises then.
                 yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
                 source.leave(lease)
             finally:
@@ -53,7 +54,9 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
 
 
 async def _next(requests: AsyncIterator[membership_pb2.RegisterRequest], closed: asyncio.Event) -> bool:
-    """Whether the replica sends a message, or else ends its side; NotReadyError where registering ends first."""
+    """Returns True if the replica sends a message, and False if it ends its stream. Raises NotReadyError if the
+    orchestrator stops first.
+    """
     reading, closing = asyncio.ensure_future(anext(requests, None)), asyncio.ensure_future(closed.wait())
     try:
         await asyncio.wait([reading, closing], return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Members that were listed when the orchestrator started."""
+"""Members that are listed in the orchestrator's config."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ from stagemesh.orchestrator.membership.base import Member, MembershipListener
 
 
 class StaticSource:
-    """The replicas of a config, by stage; they never leave."""
+    """Reports the replicas in the config. They never leave."""
 
     def __init__(self, replicas: Mapping[str, Sequence[ReplicaAddress]]) -> None:
         self._members = [
@@ -16,7 +16,6 @@ class StaticSource:
             for address in addresses
         ]
 
-    async def follow(self, roster: MembershipListener) -> None:
-        """See MemberSource."""
+    async def follow(self, listener: MembershipListener) -> None:
         for member in self._members:
-            roster.join(member)
+            listener.join(member)

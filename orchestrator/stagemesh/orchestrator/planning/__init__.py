@@ -1,1 +1,1 @@
-"""Planning: which replica runs each stage of a request."""
+"""Chooses the replica that runs each stage of a request."""

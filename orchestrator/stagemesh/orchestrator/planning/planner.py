@@ -1,66 +1,111 @@
-"""Picks a replica for each stage of a request and says what each is to do."""
+"""Chooses a replica for each stage of a request and says what each stage must do.
+
+The choice takes the replica with the least work left, and the nearest one of equals. To compare all replicas would take
+longer the more there are, and would send everything that arrives between two load reports to the same replica. A choice
+between two random replicas keeps all of them about equally busy (M. Mitzenmacher, "The Power of Two Choices in
+Randomized Load Balancing", 2001). A third one makes the slowest requests of busy stages a seventh faster
+(`benchmarks/simulate.py`). The choice considers the same number of random replicas on the host and in the zone of each
+upstream and downstream replica.
+"""
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from stagemesh.common.connector_descriptors import number_of
 from stagemesh.common.errors import UnavailableError
+from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, WholePolicy
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
-from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas, ReplicaRegistry
-from stagemesh.orchestrator.planning.policy_conversion import policy_to_wire
-from stagemesh.orchestrator.planning.replica_choice import Choice, LeastWork
+from stagemesh.orchestrator.fleet.replica_registry import RandomPool, ReadyReplicas, ReplicaRegistry
 from stagemesh.orchestrator.spec import Edge, Pipeline, Route, Stage
 from stagemesh.v1 import stage_pb2
 
+_CANDIDATES = 3
+# How much more work a nearer replica may have: about the cost of the crossing, which is far less than a step.
+_OTHER_HOST_S = 0.005
+_OTHER_ZONE_S = 0.02
 _RETRY_AFTER_S = 1.0
-_DESCRIBED = 8
-"""A message names no more replicas than so many."""
+_MAX_NAMED = 8
+"""An error message names at most this number of replicas."""
 
 
 class NotReadyYetError(UnavailableError):
-    """A stage has no ready replica, and one that may be ready soon."""
+    """A stage has no ready replica, but at least one may become ready soon."""
+
+
+class Choice(Protocol):
+    """Chooses between the replicas of one stage."""
+
+    def choose(
+        self, ready: ReadyReplicas, *, near: Sequence[Replica] = (), avoid: Collection[Replica] = ()
+    ) -> Replica | None:
+        """Returns a ready replica for a request whose upstream and downstream stages run on the replicas `near`, or
+        None if all are in `avoid`.
+        """
+        ...
+
+
+class LeastWork:
+    """Chooses the replica with the least work left among a few random ones. Prefers nearer ones of equals."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()  # noqa: S311
+
+    def choose(
+        self, ready: ReadyReplicas, *, near: Sequence[Replica] = (), avoid: Collection[Replica] = ()
+    ) -> Replica | None:
+        candidates = self._draw(ready.all, avoid)
+        for peer in near:
+            candidates += self._draw(ready.on_host(peer.host), avoid)
+            candidates += self._draw(ready.in_zone(peer.zone), avoid)
+        return min(candidates, key=lambda replica: replica.load.backlog_s + _distance_s(replica, near), default=None)
+
+    def _draw(self, pool: RandomPool[Replica], avoid: Collection[Replica]) -> list[Replica]:
+        drawn = pool.draw(_CANDIDATES + len(avoid), self._rng)
+        self._rng.shuffle(drawn)
+        return [replica for replica in drawn if replica not in avoid][:_CANDIDATES]
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One stage's part in a request."""
+    """What one stage must do for a request."""
 
     stage: Stage
     replica: Replica
     inputs: tuple[stage_pb2.InputBinding, ...]
     outputs: tuple[stage_pb2.OutputBinding, ...]
     output_names: Mapping[str, str]
-    """The pipeline's outputs that the stage makes, by the tensor that it calls them."""
-    consumers: tuple[str, ...]
-    """The stages that it feeds: they are started before it."""
+    """The pipeline's outputs that the stage makes, by the stage's name for the tensor."""
     release: Callable[[], None]
-    """Takes the step off its replica's load; again and again is harmless."""
+    """Takes the step off its replica's load. Calling it again is harmless."""
     absent: tuple[str, ...] = ()
-    """The tensors that it accepts and that no edge brings it."""
+    """The tensors that the stage accepts and that no edge of the request brings."""
 
     @property
     def takes_input(self) -> bool:
-        """Whether the client's input goes here."""
+        """Whether the stage gets the client's input."""
         return not self.inputs
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs where for one request, producers before consumers. It counts as load until it is released."""
+    """The steps of one request, producers before consumers. They count as load until they are released."""
 
     steps: tuple[PlannedStep, ...]
     route: Route
     generation: str = ""
-    """The one that all of its replicas are of."""
+    """The generation of all its replicas."""
 
     @property
     def replicas(self) -> Mapping[str, str]:
-        """The chosen replica's name for each stage."""
+        """The name of the chosen replica, by stage."""
         return {step.stage.name: step.replica.name for step in self.steps}
 
     def moved(self, stage: str, replica: Replica) -> "Plan":
-        """The plan with one stage elsewhere, which counts as load there; its neighbours' bindings name that replica."""
+        """Returns the plan with one stage on another replica, where it counts as load. The bindings of the stages
+        before and after it name that replica.
+        """
         chosen = {step.stage.name: step.replica for step in self.steps} | {stage: replica}
         steps = tuple(
             _step(step.stage, self.route, chosen)
@@ -71,88 +116,92 @@ class Plan:
         return replace(self, steps=steps)
 
     def release(self) -> None:
-        """Takes the request off its replicas' load, where its steps have not been already."""
+        """Takes every step off its replica's load. Steps that were released before do not change."""
         for step in self.steps:
             step.release()
 
 
 class Planner:
-    """Plans requests over the replicas as they are now; a plan takes the same time however many there are."""
+    """Plans requests over the replicas that are ready now. The number of replicas does not change how long it takes."""
 
     def __init__(
         self,
         pipeline: Pipeline,
-        book: ReplicaRegistry,
+        registry: ReplicaRegistry,
         *,
         choice: Choice | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self._pipeline = pipeline
-        self._book = book
+        self._registry = registry
         self._rng = rng or random.Random()  # noqa: S311
         self._choice = choice or LeastWork(self._rng)
 
     def plan(self, route: Route) -> Plan:
-        """The stages of a route, each on a ready replica with little to do, all of one generation.
+        """Chooses a ready replica for each stage of a route, all of one generation.
 
-        Raises UnavailableError (STAGE_NOT_READY) naming the stage and its replicas' states; NotReadyYetError where one
-        of those is expected.
+        Raises UnavailableError (STAGE_NOT_READY), which names a stage and the states of its replicas. The error is a
+        NotReadyYetError if one of those may become ready soon.
         """
-        generation, ready = self._generation([stage.name for stage in route.stages])
+        generation, ready = self._choose_generation([stage.name for stage in route.stages])
         chosen: dict[str, Replica] = {}
         for stage in route.stages:
-            replica = self._choice.choose(ready[stage.name], near=self._neighbours(stage.name, chosen))
-            assert replica is not None, "a generation that serves a stage has a replica there"
+            replica = self._choice.choose(ready[stage.name], near=self._adjacent(stage.name, chosen))
+            assert replica is not None, "the generation has a ready replica of each stage"
             chosen[stage.name] = replica
         return Plan(tuple(_step(stage, route, chosen) for stage in route.stages), route, generation)
 
     def choose_again(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica:
-        """Another replica for one stage of a plan, of the plan's generation and near to its neighbours there.
+        """Returns a ready replica for one stage of a plan, of the plan's generation and none of those in `avoid`.
 
-        Raises UnavailableError (STAGE_NOT_READY) where there is none but those to avoid.
+        Raises UnavailableError (STAGE_NOT_READY) if there is none.
         """
-        ready = self._book.ready([stage]).get(plan.generation, {}).get(stage)
+        ready = self._registry.ready([stage]).get(plan.generation, {}).get(stage)
         chosen = {step.stage.name: step.replica for step in plan.steps if step.stage.name != stage}
-        replica = ready and self._choice.choose(ready, near=self._neighbours(stage, chosen), avoid=avoid)
+        replica = ready and self._choice.choose(ready, near=self._adjacent(stage, chosen), avoid=avoid)
         if not replica:
             raise self._not_ready(stage)
         return replica
 
-    def _generation(self, stages: Sequence[str]) -> tuple[str, Mapping[str, ReadyReplicas]]:
-        """One in which every stage is ready; of several, each as often as its scarcest stage allows."""
-        ready = self._book.ready(stages)
+    def _choose_generation(self, stages: Sequence[str]) -> tuple[str, Mapping[str, ReadyReplicas]]:
+        """Chooses at random among the generations that have every stage ready, weighted by the number of replicas of
+        their scarcest stage.
+        """
+        ready = self._registry.ready(stages)
         if not ready:
-            missing = next((stage for stage in stages if not self._book.has_ready(stage)), None)
-            raise self._not_ready(missing) if missing else self._scattered()
+            missing = next((stage for stage in stages if not self._registry.has_ready(stage)), None)
+            raise self._not_ready(missing) if missing else _no_common_generation()
         if len(ready) == 1:
             return next(iter(ready.items()))
         weights = [min(len(by_stage[stage].all) for stage in stages) for by_stage in ready.values()]
         return self._rng.choices(list(ready.items()), weights)[0]
 
-    def _neighbours(self, stage: str, chosen: Mapping[str, Replica]) -> list[Replica]:
+    def _adjacent(self, stage: str, chosen: Mapping[str, Replica]) -> list[Replica]:
+        """Returns the chosen replicas of the upstream and downstream stages."""
         edges = (*self._pipeline.incoming(stage), *self._pipeline.outgoing(stage))
         names = dict.fromkeys(edge.producer if edge.consumer == stage else edge.consumer for edge in edges)
         return [chosen[name] for name in names if name in chosen]
 
     def _not_ready(self, stage: str) -> UnavailableError:
-        replicas = self._book.of(stage)
-        states = ", ".join(_describe(replica) for replica in replicas[:_DESCRIBED]) or "it has no replicas"
-        more = f" and {len(replicas) - _DESCRIBED} more" if len(replicas) > _DESCRIBED else ""
-        cause = NotReadyYetError if any(map(_is_expected, replicas)) else UnavailableError
-        return cause(
+        replicas = self._registry.of(stage)
+        states = ", ".join(_describe(replica) for replica in replicas[:_MAX_NAMED]) or "it has no replicas"
+        more = f" and {len(replicas) - _MAX_NAMED} more" if len(replicas) > _MAX_NAMED else ""
+        error = NotReadyYetError if any(map(_may_become_ready, replicas)) else UnavailableError
+        return error(
             f"no replica of stage {stage!r} is ready: {states}{more}; try again when `stagemesh stages` shows it ready",
             reason="STAGE_NOT_READY",
             metadata={"stage": stage},
             retry_after_s=_RETRY_AFTER_S,
         )
 
-    def _scattered(self) -> UnavailableError:
-        return UnavailableError(
-            "every stage has a ready replica, but of no one generation: an upgrade is half done; try again when it "
-            "has got on",
-            reason="STAGE_NOT_READY",
-            retry_after_s=_RETRY_AFTER_S,
-        )
+
+def _no_common_generation() -> UnavailableError:
+    return UnavailableError(
+        "every stage has a ready replica, but no generation has one of every stage, because an upgrade is in progress; "
+        "try again later",
+        reason="STAGE_NOT_READY",
+        retry_after_s=_RETRY_AFTER_S,
+    )
 
 
 def _step(
@@ -165,20 +214,9 @@ def _step(
         inputs=tuple(_input_binding(edge, chosen[edge.producer]) for edge in incoming),
         outputs=tuple(_output_binding(edge, chosen[edge.consumer]) for edge in outgoing),
         output_names={output.tensor: output.name for output in route.outputs.values() if output.stage == stage.name},
-        consumers=tuple(dict.fromkeys(edge.consumer for edge in outgoing)),
         release=release or chosen[stage.name].load.place(),
         absent=route.absent(stage),
     )
-
-
-def _is_expected(replica: Replica) -> bool:
-    """Whether it loads, or may come back by itself; not what somebody has taken out, or what belongs elsewhere."""
-    return replica.gone is not None or replica.state in (ReplicaState.LOADING, ReplicaState.UNREACHABLE)
-
-
-def _describe(replica: Replica) -> str:
-    detail = f" ({replica.detail})" if replica.detail else ""
-    return f"{replica.name} {replica.state.value.lower()}{detail}"
 
 
 def _input_binding(edge: Edge, producer: Replica) -> stage_pb2.InputBinding:
@@ -197,3 +235,37 @@ def _output_binding(edge: Edge, consumer: Replica) -> stage_pb2.OutputBinding:
         tensors=edge.tensors,
         tokens=stage_pb2.TokenSelection.Value(f"TOKEN_SELECTION_{edge.tokens.upper()}"),
     )
+
+
+def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
+    """Returns the message for a chunk policy."""
+    if isinstance(policy, WholePolicy):
+        return stage_pb2.ChunkPolicy(whole=stage_pb2.WholePolicy())
+    if isinstance(policy, FramesPolicy):
+        frames = stage_pb2.FramesPolicy(
+            frames=policy.frames,
+            initial_frames=policy.initial_frames,
+            left_context_frames=policy.left_context_frames,
+        )
+        return stage_pb2.ChunkPolicy(frames=frames)
+    return stage_pb2.ChunkPolicy()
+
+
+def _may_become_ready(replica: Replica) -> bool:
+    """Returns whether a replica loads or may come back without an operator, and belongs to this pipeline."""
+    return replica.end_cause is not None or replica.state in (ReplicaState.LOADING, ReplicaState.UNREACHABLE)
+
+
+def _describe(replica: Replica) -> str:
+    detail = f" ({replica.detail})" if replica.detail else ""
+    return f"{replica.name} {replica.state.value.lower()}{detail}"
+
+
+def _distance_s(replica: Replica, near: Sequence[Replica]) -> float:
+    return sum(_crossing_s(replica, peer) for peer in near)
+
+
+def _crossing_s(one: Replica, other: Replica) -> float:
+    if one.host and one.host == other.host:
+        return 0.0
+    return _OTHER_HOST_S if one.zone and one.zone == other.zone else _OTHER_ZONE_S

@@ -1,1 +1,1 @@
-"""Requests: from validation through running and recovery to the end."""
+"""Runs requests, from validation through recovery to the end, and keeps what they produce for their callers."""

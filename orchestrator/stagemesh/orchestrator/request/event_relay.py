@@ -1,111 +1,209 @@
-"""Follows one step at its replica, over connections that break."""
+"""Relays the events of one step from its replica to the request's record, each event once."""
 
 import asyncio
 from contextlib import suppress
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
+from stagemesh.common.notifier import Notifier
+from stagemesh.common.output_position import Position
 from stagemesh.orchestrator.fleet.replica import Replica
-from stagemesh.orchestrator.fleet.stage_client import REPLICA_LOST
+from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST
 from stagemesh.orchestrator.fleet.step_stream import TakeEvent
+from stagemesh.orchestrator.request.failures import Failures
+from stagemesh.orchestrator.request.record import RequestRecord
+from stagemesh.orchestrator.request.recovery import Graph, Phase, States, is_checkpoint_useful
+from stagemesh.orchestrator.request.step_requests import StepRequests
+from stagemesh.orchestrator.request.step_state import StepState
 from stagemesh.v1 import stage_pb2
 
 ACCEPT_S = 5.0
-"""How long a replica has to take a step."""
+"""The time within which a replica must accept a step."""
 REATTACH_S = 2.0
-"""How long a replica may be out of reach before its steps are taken elsewhere; less than it keeps them for us."""
+"""How long a replica may be unreachable before its steps are run elsewhere. Shorter than the time for which the replica
+keeps them.
+"""
+DRAINED = "DRAINED"
+"""The reason of a step that its draining replica has paused, so that it continues elsewhere."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.4
 
 
-async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_s: float, take: TakeEvent) -> None:
-    """Gives `take` a step's events, accepted first, each once, to its end. `deadline_s` is in the loop's time, and the
-    request is serialized: it is kept to the end, and takes several times as much as a message.
+class StepEvents:
+    """Applies the events of a request's steps to their states and to the request's record."""
 
-    The step is called again where the connection broke. Raises what it failed with, or what `take` raised;
-    UnavailableError (NOT_ACCEPTED) where it was not taken in time, (REPLICA_LOST) where its replica stays out of reach.
+    def __init__(
+        self,
+        graph: Graph,
+        states: States,
+        *,
+        requests: StepRequests,
+        record: RequestRecord,
+        failures: Failures,
+        changed: Notifier,
+    ) -> None:
+        self._graph, self._states = graph, states
+        self._requests, self._record, self._failures, self._changed = requests, record, failures, changed
+        self._delivered = Position()
+        """How far the record is in the pipeline's outputs."""
+
+    def take(self, state: StepState, attempt: int, event: stage_pb2.ExecuteStepResponse) -> None:
+        """Applies an event of an attempt. Raises UnavailableError (DRAINED) if the replica paused the step."""
+        if state.attempt != attempt:
+            # A newer attempt has replaced this one, which will be cancelled in a moment.
+            return
+        assert state.notes is not None, "its replica is chosen"
+        match event.WhichOneof("event"):
+            case "output":
+                state.notes.note_output()
+                self._take_output(state, event)
+            case "progress":
+                state.notes.note_progress(event.progress)
+                # A restarted stage repeats earlier progress, which the client must not see again.
+                if event.progress.steps > state.shown_steps or not state.restarts:
+                    state.shown_steps = max(state.shown_steps, event.progress.steps)
+                    self._record.add_progress(state.name, event.progress)
+            case "accepted" if state.phase is Phase.STARTING:
+                state.notes.note_accepted(event.accepted)
+                state.phase = Phase.RUNNING
+                self._record.note_started()
+                self._changed.fire()
+            case "checkpoint":
+                self._take_checkpoint(state, event.checkpoint)
+            case "finished":
+                state.notes.note_finished(event.finished)
+                self.finish(state, event.finished)
+            case "paused":
+                self._take_checkpoint(state, event.paused.checkpoint)
+                raise UnavailableError(
+                    f"replica {state.replica.name} of stage {state.name!r} drains; its steps continue elsewhere",
+                    reason=DRAINED,
+                )
+            case _:
+                # A second acceptance, or an event of a newer API version: ignored.
+                pass
+
+    def finish(self, state: StepState, finished: stage_pb2.StepFinished) -> None:
+        """Ends a stage that has finished, or that nothing needs any more."""
+        state.phase = Phase.FINISHED
+        state.release_replica()
+        if state.notes is not None:
+            state.notes.end(None)
+        self._record.note_finished(state.name, finished)
+        self._changed.fire()
+
+    def _take_output(self, state: StepState, event: stage_pb2.ExecuteStepResponse) -> None:
+        output = event.output
+        tensor, seq = output.name, output.seq
+        # An attempt that resumed from a checkpoint continues the checkpoint's numbers.
+        due = state.next_seqs.get(tensor, seq if state.resumed is not None else 0)
+        if seq != due or state.phase is Phase.FINISHED:
+            detail = f"where {due} was due" if seq != due else "after it had finished"
+            message = f"stage {state.name!r} sent piece {seq} of output {tensor!r} {detail}; see its log"
+            self._failures.add_final(state.name, InternalError(message, reason="OUTPUT_OUT_OF_ORDER"))
+            return
+        state.next_seqs[tensor] = due + 1
+        output.name = state.step.output_names.get(tensor, "")
+        rest = self._delivered.remainder(output, replayed=state.position) if output.name else None
+        if rest is not None:
+            self._record.add_output(rest.name, rest)
+
+    def _take_checkpoint(self, state: StepState, checkpoint: stage_pb2.Checkpoint) -> None:
+        useful = is_checkpoint_useful(self._graph, self._states, state.name, checkpoint.rows)
+        if useful and self._requests.can_resume_from(checkpoint):
+            state.store_checkpoint(checkpoint)
+
+
+async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_s: float, take: TakeEvent) -> None:
+    """Executes a step to its end and calls `take` once for each event. The first event is the acceptance.
+
+    `request` is a serialized ExecuteStepRequest, because it is kept to the end and a message takes several times as
+    much memory. `deadline_s` is in the event loop's time. The step is called again if the connection broke.
+
+    Raises the error with which the step failed, or what `take` raised; UnavailableError (NOT_ACCEPTED) if the replica
+    did not accept the step in time; UnavailableError (REPLICA_LOST) if the replica remains unreachable.
     """
     loop = asyncio.get_running_loop()
-    ear, broken_s = _EventRelay(take, stage=stage), 0.0
+    relay, broken_s = _EventRelay(take, stage=stage), 0.0
     backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
     while True:
         try:
-            async with asyncio.timeout(ACCEPT_S) as ear.accepting:
-                ear.heard = 0
-                asked = stage_pb2.ExecuteStepRequest.FromString(request)
-                running = replica.client.execute(asked, timeout_s=max(0.0, deadline_s - loop.time()), take=ear.hear)
-                del asked
+            async with asyncio.timeout(ACCEPT_S) as relay.accept_timeout:
+                relay.replayed = Position()
+                message = stage_pb2.ExecuteStepRequest.FromString(request)
+                running = replica.client.execute(message, timeout_s=max(0.0, deadline_s - loop.time()), take=relay.take)
+                del message
                 await running
         except TimeoutError as exc:
             raise _not_accepted(replica, stage=stage) from exc
         except StagemeshError as exc:
             if exc.reason != REPLICA_LOST:
                 raise
-            if ear.heard:
+            if relay.has_events:
                 broken_s = 0.0
                 backoff.reset()
             broken_s = broken_s or loop.time()
-            if replica.gone is not None or loop.time() - broken_s >= REATTACH_S:
+            if replica.end_cause is not None or loop.time() - broken_s >= REATTACH_S:
                 raise
             await asyncio.sleep(backoff.next_s())
-            await _check_same(replica, stage=stage, timeout_s=max(0.0, broken_s + REATTACH_S - loop.time()))
+            await _check_incarnation(replica, stage=stage, timeout_s=max(0.0, broken_s + REATTACH_S - loop.time()))
         else:
-            ear.check_heard()
+            if not relay.has_events:
+                raise _acceptance_missing(stage)
             return
         finally:
-            # A clock knows its task, and one that is cancelled would hold itself by these frames.
-            ear.accepting = None
+            # A timeout refers to its task. If the task is cancelled, its frames would keep it alive.
+            relay.accept_timeout = None
 
 
 class _EventRelay:
-    """Passes a step's events on, each once, over calls that tell them from the first one."""
+    """Passes each event of a step once, although each call of the step replays its events from the first one."""
 
     def __init__(self, take: TakeEvent, *, stage: str) -> None:
         self._take, self._stage = take, stage
-        self._passed = 0
-        self.heard = 0
-        """Of the call that runs."""
-        self.accepting: asyncio.Timeout | None = None
-        """The clock that its first event stops."""
+        self._passed = Position()
+        self.replayed = Position()
+        """How far the present call is."""
+        self.accept_timeout: asyncio.Timeout | None = None
+        """The timeout that the first event of the present call ends."""
 
-    def hear(self, event: stage_pb2.ExecuteStepResponse) -> None:
-        """An event of this call."""
-        self.heard += 1
-        if self.accepting is not None:
+    @property
+    def has_events(self) -> bool:
+        """Whether the present call has brought an event."""
+        return bool(self.replayed.counts)
+
+    def take(self, event: stage_pb2.ExecuteStepResponse) -> None:
+        new = self._passed.remainder(event, replayed=self.replayed)
+        if self.accept_timeout is not None:
             if event.WhichOneof("event") != "accepted":
-                raise self._unaccepted()
-            self.accepting.reschedule(None)
-            self.accepting = None
-        if self.heard > self._passed:
-            self._passed = self.heard
-            self._take(event)
+                raise _acceptance_missing(self._stage)
+            self.accept_timeout.reschedule(None)
+            self.accept_timeout = None
+        if new is not None:
+            self._take(new)
 
-    def check_heard(self) -> None:
-        """Raises where the call ended without anything."""
-        if not self.heard:
-            raise self._unaccepted()
 
-    def _unaccepted(self) -> InternalError:
-        return InternalError(f"stage {self._stage!r} did not say that it accepted the request; see its log")
+def _acceptance_missing(stage: str) -> InternalError:
+    return InternalError(f"stage {stage!r} did not report that it accepted the request; see its log")
 
 
 def _not_accepted(replica: Replica, *, stage: str) -> UnavailableError:
     return UnavailableError(
-        f"stage {stage!r} (replica {replica.name} at {replica.endpoint}) did not take the request within "
+        f"stage {stage!r} (replica {replica.name} at {replica.endpoint}) did not accept the request within "
         f"{ACCEPT_S:.0f} s; try again, and see its log",
         reason="NOT_ACCEPTED",
     )
 
 
-async def _check_same(replica: Replica, *, stage: str, timeout_s: float) -> None:
-    """Raises where another process serves at the address by now: it knows nothing of the step, and would begin it."""
+async def _check_incarnation(replica: Replica, *, stage: str, timeout_s: float) -> None:
+    """Raises if another process serves at the address now. It does not know the step, and would start it again."""
     with suppress(StagemeshError):
-        said = await replica.client.describe(timeout_s=timeout_s)
-        if said.incarnation != replica.incarnation:
+        description = await replica.client.describe(timeout_s=timeout_s)
+        if description.incarnation != replica.incarnation:
             restarted = UnavailableError(
-                f"replica {replica.name} of stage {stage!r} at {replica.endpoint} was started anew under the request",
+                f"replica {replica.name} of stage {stage!r} at {replica.endpoint} restarted while it ran the request",
                 reason="REPLICA_RESTARTED",
                 metadata={"stage": stage, "replica": replica.name},
             )
             replica.end(restarted)
-    if replica.gone is not None:
-        raise replica.gone
+    if replica.end_cause is not None:
+        raise replica.end_cause

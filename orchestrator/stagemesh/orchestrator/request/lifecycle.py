@@ -1,4 +1,4 @@
-"""One request from the door to its end: it waits to be admitted, is planned, and runs."""
+"""One request from its arrival to its end: it is admitted, planned and run."""
 
 import asyncio
 import logging
@@ -18,16 +18,16 @@ from stagemesh.orchestrator.request.validation import ValidRequest
 
 _log = logging.getLogger(__name__)
 
-EXPECT_S = 15.0
-"""How long a request waits at its start for a stage whose only replica is just coming back."""
+STAGE_WAIT_S = 15.0
+"""How long a request waits at its start for a stage that has no ready replica but expects one."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
 
-# What a stage says that knows another step, or a later one, of a request.
-_MADE_ELSEWHERE = ("STEP_EXISTS", "STALE_ATTEMPT")
+# The reasons for which a stage rejects a step because it knows another or a later attempt of the request.
+_OTHER_ATTEMPT_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT")
 
 
-class RequestLife:
-    """Takes a place when it is made: raises what `Admission.enter` does, and nothing is held then."""
+class RequestLifecycle:
+    """Takes a ticket of the admission when it is made. Raises what `Admission.enter` raises, and then holds nothing."""
 
     def __init__(
         self,
@@ -35,24 +35,24 @@ class RequestLife:
         *,
         admission: Admission,
         claim: AdmissionRequest,
-        mover: Failover,
+        failover: Failover,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._record = record
-        self._admission, self._claim, self._mover, self._clock = admission, claim, mover, clock
+        self._admission, self._claim, self._failover, self._clock = admission, claim, failover, clock
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopped: StagemeshError | None = None
         self._run: RequestRun | None = None
-        self._has_begun = False
+        self._has_run = False
         self._ticket = admission.enter(claim, self)
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the request got as far as to run; one that has not leaves no trace."""
-        return self._has_begun
+    def has_run(self) -> bool:
+        """Whether the request was planned and began to run. A request that has not run is not kept after its end."""
+        return self._has_run
 
     def stop(self, error: StagemeshError) -> None:
-        """Has the request end with this error; harmless when it has ended or is about to."""
+        """Ends the request with this error. Harmless if it has ended or is about to end."""
         self._stopped = self._stopped or error
         if self._run is not None:
             self._run.stop(self._stopped)
@@ -62,9 +62,10 @@ class RequestLife:
     async def run(
         self, request: ValidRequest, plan: Callable[[], Plan], made_bytes: Callable[[RequestRecord], int]
     ) -> StagemeshError | None:
-        """Waits, runs the request and returns what it failed of; its places are free again then.
+        """Waits for admission, runs the request and returns the error with which it failed, or None.
 
-        Whoever keeps this or the error afterwards does not keep the request's input or plan by it.
+        The admission's limits are free for other requests afterwards. Neither this object nor the error refers to the
+        request's input or plan afterwards.
         """
         made: int | None = None
         try:
@@ -77,7 +78,7 @@ class RequestLife:
                 self._admission.release(self._ticket)
             raise
         try:
-            error = await self._run_above_others(request, plan)
+            error = await self._run_or_take_over(request, plan)
             made = made_bytes(self._record) if error is None else None
         except StagemeshError as exc:
             return copy(exc)
@@ -87,21 +88,21 @@ class RequestLife:
             self._run = None
             self._admission.release(self._ticket, made_bytes=made)
 
-    async def _run_above_others(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
-        """Runs the request; once more above the attempts of another orchestrator, where stages know those."""
+    async def _run_or_take_over(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
+        """Runs the request. Runs it again with higher attempts if stages know attempts of another orchestrator."""
         error = await self._run_when_ready(request, plan)
         latest = _attempt_elsewhere(error)
         journal = self._record.journal
-        # Who has no caller, or has begun to answer, is the one from whom another orchestrator has taken over.
+        # If no caller follows or outputs exist, the other orchestrator has taken over from this one.
         if latest is None or self._record.has_outputs or journal.closed or not journal.readers:
             return error
-        _log.warning("attempt %d at request %s was made elsewhere; taking over", latest, request.request_id)
+        _log.warning("request %s has attempt %d of another orchestrator; taking over", request.request_id, latest)
         request = replace(request, first_attempt=latest + 1)
         return await self._run_when_ready(request, plan)
 
     async def _run_when_ready(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
-        """Waits for a moment where a stage has no ready replica but expects one; raises what `plan` does after that."""
-        ends_s = min(self._claim.deadline_s, self._clock() + EXPECT_S)
+        """Waits at most STAGE_WAIT_S for a stage that expects a ready replica. Then raises what `plan` raises."""
+        ends_s = min(self._claim.deadline_s, self._clock() + STAGE_WAIT_S)
         backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         while self._stopped is None:
             try:
@@ -117,40 +118,30 @@ class RequestLife:
     async def _run_planned(self, request: ValidRequest, plan: Plan) -> StagemeshError | None:
         try:
             self._record.timeline.note_planned()
-            if not self.has_begun:
+            if not self._has_run:
                 self._record.add_admitted(request_id=request.request_id, seed=request.seed, replicas=plan.replicas)
+            self._has_run = True
             timeout_s = self._claim.deadline_s - self._clock()
-            self._has_begun = True
-            self._run = RequestRun(
-                request,
-                plan,
-                self._record,
-                mover=self._mover,
-                timeout_s=timeout_s,
-                first_attempt=request.first_attempt,
-            )
+            self._run = RequestRun(request, plan, self._record, failover=self._failover, timeout_s=timeout_s)
             return await self._run.run()
         finally:
             plan.release()
 
-    # -- what admission tells
+    # -- called by the admission
 
     def queued(self, *, position: int, expected_wait_s: float) -> None:
-        """See Listener."""
         self._record.add_queued(request_id=self._claim.request_id, position=position, expected_wait_s=expected_wait_s)
 
     def admitted(self) -> None:
-        """See Listener."""
         self._admitted.set_result(None)
 
     def refused(self, error: StagemeshError) -> None:
-        """See Listener."""
         self._admitted.set_exception(error)
 
 
 def _attempt_elsewhere(error: StagemeshError | None) -> int | None:
-    """The attempt that stood in the way, where a stage refused a step for that."""
-    if error is None or error.reason not in _MADE_ELSEWHERE:
+    """Returns the attempt of another orchestrator because of which a stage rejected a step, or None."""
+    if error is None or error.reason not in _OTHER_ATTEMPT_REASONS:
         return None
     attempt = error.metadata.get("attempt", "")
     return int(attempt) if attempt.isdecimal() else None

@@ -1,61 +1,55 @@
-"""What a request has made so far, kept for every caller that attaches to it."""
+"""The events of a request, kept for every caller that follows it."""
 
+import asyncio
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 
-from stagemesh.common.errors import OverloadedError, StagemeshError
+from stagemesh.common.errors import CancelledRequestError, OverloadedError, StagemeshError
 from stagemesh.common.journal import Journal
-from stagemesh.orchestrator.request.resume import Resumption
+from stagemesh.common.output_position import Position
 from stagemesh.orchestrator.request.timeline import Timeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 
+MAX_LINGER_S = 60
+
 
 class RequestRecord:
-    """The merged events of a request: where it stands while it waits, then admitted, outputs numbered by name, and
-    finished last.
-    """
+    """The merged events of a request: queued, admitted, progress, outputs numbered by name, and finished."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.timeline = timeline or Timeline()
         self.journal: Journal[bytes] = Journal()
-        """Serialized: as a message, a token's text takes over ten times as much."""
+        """Serialized events: a message with one token's text takes over ten times as much memory."""
+        self.callers = Callers(self.journal)
         self.size_bytes = 0
-        self._taken_bytes = 0
-        """What the fastest caller has taken of it."""
-        self._unread_limit_bytes = sys.maxsize
-        self._stop: Callable[[StagemeshError], None] = lambda _: None
         self._began_s = time.monotonic()
         self._started_s: float | None = None
         self._first_output_s: float | None = None
         self._next_seqs = Counter[str]()
         self._finished: dict[str, stage_pb2.StepFinished] = {}
 
-    def limit_unread(self, limit_bytes: int, stop: Callable[[StagemeshError], None]) -> None:
-        """Calls `stop` once callers follow, and all of them are more than `limit_bytes` behind."""
-        self._unread_limit_bytes, self._stop = limit_bytes, stop
-
     def add_admitted(self, *, request_id: str, seed: int, replicas: Mapping[str, str]) -> None:
-        """The request is planned and runs."""
+        """Adds that the request is planned and runs. `replicas` has the replica of each stage."""
         admitted = orchestrator_pb2.RequestAdmitted(request_id=request_id, seed=seed, replicas=replicas)
         self._append(orchestrator_pb2.GenerateResponse(admitted=admitted))
 
     def add_queued(self, *, request_id: str, position: int, expected_wait_s: float) -> None:
-        """The request waits to be admitted."""
+        """Adds that the request waits to be admitted."""
         queued = orchestrator_pb2.RequestQueued(
             request_id=request_id, position=position, expected_wait_s=expected_wait_s
         )
         self._append(orchestrator_pb2.GenerateResponse(queued=queued))
 
     def add_progress(self, stage: str, progress: stage_pb2.StepProgress) -> None:
-        """A stage got on."""
+        """Adds the number of engine steps that a stage has done."""
         event = orchestrator_pb2.RequestProgress(stage=stage, progress=progress)
         self._append(orchestrator_pb2.GenerateResponse(progress=event))
 
     def add_output(self, name: str, output: request_pb2.Output) -> None:
-        """A piece of the pipeline's output `name`; one that nobody asked for ("") is dropped."""
+        """Adds a piece of the pipeline's output `name` and numbers it. Drops a piece whose `name` is empty."""
         if not name:
             return
         if self._first_output_s is None:
@@ -67,88 +61,168 @@ class RequestRecord:
         self._append(event)
 
     def note_started(self) -> None:
-        """A stage has taken the request."""
+        """Records that a stage has accepted the request."""
         if self._started_s is None:
             self._started_s = self._elapsed_s()
 
     def note_finished(self, stage: str, finished: stage_pb2.StepFinished) -> None:
-        """A stage is done."""
+        """Records that a stage has finished."""
         self._finished[stage] = finished
 
     @property
     def edges(self) -> Iterator[request_pb2.EdgeUsage]:
-        """What crossed the edges of the stages that are done."""
+        """The traffic on the outgoing edges of the stages that have finished."""
         return (edge for finished in self._finished.values() for edge in finished.edges)
 
     @property
     def has_outputs(self) -> bool:
-        """Whether a piece of an output has come."""
+        """Whether a piece of an output was added."""
         return self._first_output_s is not None
 
-    def has_finished(self, stage: str) -> bool:
-        """Whether the stage is done."""
-        return stage in self._finished
-
     def finish(self) -> None:
-        """The request succeeded: says so and ends all readers."""
+        """Ends every reader after a last event which says that the request succeeded."""
         timings = request_pb2.Timings(
             started_s=self._started_s or 0.0, first_output_s=self._first_output_s, finished_s=self._elapsed_s()
         )
         finished = orchestrator_pb2.RequestFinished(stages=self._finished, timings=timings)
         self._append(orchestrator_pb2.GenerateResponse(finished=finished))
-        self._close(None)
+        self.close(None)
 
-    def close(self, error: StagemeshError) -> None:
-        """The request failed: ends all readers with the cause. Closing twice is harmless."""
-        self._close(error)
+    def close(self, error: StagemeshError | None) -> None:
+        """Ends every reader, with `error` if the request failed. Closing twice is harmless."""
+        self.callers.close()
+        self.journal.close(error)
 
     async def follow(
         self, *, next_seqs: Mapping[str, int], next_positions: Mapping[str, int] | None = None
     ) -> AsyncGenerator[bytes]:
-        """The events from the first one, without what the caller has of the outputs, each a serialized
-        GenerateResponse; iterate within `aclosing`.
+        """Yields the events from the first one, each a serialized GenerateResponse, without the outputs that the
+        caller already has. Raises the error with which the request ended. Iterate within `aclosing`.
         """
         resumption = Resumption(next_seqs=next_seqs, next_positions=next_positions or {})
-        # Who comes late is given the time to catch up.
-        taken_bytes, self._taken_bytes = 0, self.size_bytes
+        # A caller that attaches late is given the time to read what was made before.
+        read_bytes = 0
+        self.callers.note_read(self.size_bytes)
         async with aclosing(self.journal.follow()) as events:
             async for item in events:
-                # The one before is taken.
-                self._taken_bytes = max(self._taken_bytes, taken_bytes)
-                taken_bytes += len(item)
-                rest = _rest(item, resumption) if resumption.leaves_out else item
+                # The caller asks for this event because it has read the one before.
+                self.callers.note_read(read_bytes)
+                read_bytes += len(item)
+                rest = _remainder(item, resumption) if resumption.is_behind else item
                 if rest is not None:
                     yield rest
 
     def _append(self, event: orchestrator_pb2.GenerateResponse) -> None:
-        # A stage that is told to stop may still have sent something.
+        # A stage that was told to stop may still send events.
         if not self.journal.closed:
             item = event.SerializeToString()
             self.size_bytes += len(item)
             self.journal.append(item)
-            if self.size_bytes - self._taken_bytes > self._unread_limit_bytes:
-                self._check_read()
-
-    def _close(self, error: StagemeshError | None) -> None:
-        # Who stops the request holds its record, mostly: a circle would outlive both.
-        self._stop = lambda _: None
-        self.journal.close(error)
-
-    def _check_read(self) -> None:
-        if self.journal.readers:
-            limit = f"more than {self._unread_limit_bytes:,} bytes (limits.max_unread_bytes)"
-            what = f"the client is {limit} behind what the request makes; have it read faster, or ask for less"
-            self._stop(OverloadedError(what, reason="CLIENT_TOO_SLOW"))
+            self.callers.check_read(self.size_bytes)
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._began_s
 
 
-def _rest(item: bytes, resumption: Resumption) -> bytes | None:
+class Callers:
+    """The callers that follow a request. Stops the request if all of them have left or are too far behind."""
+
+    def __init__(self, journal: Journal[bytes]) -> None:
+        self.abandoned = False
+        """Whether the request was stopped because its last caller left and none came back in time."""
+        self._journal = journal
+        self._stop: Callable[[StagemeshError], None] = _ignore
+        self._max_unread_bytes = sys.maxsize
+        self._read_bytes = 0
+        """The number of bytes of the record that the fastest caller has read."""
+        self._linger_s = 0
+        self._timer: asyncio.TimerHandle | None = None
+        journal.on_abandoned = self._wait_for_return
+
+    def stop_by(self, stop: Callable[[StagemeshError], None], *, max_unread_bytes: int = sys.maxsize) -> None:
+        """Sets what stops the request, and the number of unread bytes above which it is stopped."""
+        self._stop, self._max_unread_bytes = stop, max_unread_bytes
+
+    def expect(self, *, linger_s: int) -> None:
+        """Prepares for a caller that is about to follow. Once all callers have left, the request runs on for
+        `linger_s`, at most MAX_LINGER_S.
+        """
+        self._linger_s = min(linger_s, MAX_LINGER_S)
+        self._cancel_timer()
+
+    def dismiss(self) -> None:
+        """Has the request stop as soon as no caller follows it, without lingering."""
+        self.expect(linger_s=0)
+        if not self._journal.readers:
+            self._abandon()
+
+    def note_read(self, size_bytes: int) -> None:
+        """Records that a caller has read the first `size_bytes` of the record."""
+        self._read_bytes = max(self._read_bytes, size_bytes)
+
+    def check_read(self, size_bytes: int) -> None:
+        """Stops the request (CLIENT_TOO_SLOW) if every caller is too far behind a record of `size_bytes`."""
+        if size_bytes - self._read_bytes > self._max_unread_bytes and self._journal.readers:
+            limit = f"more than {self._max_unread_bytes:,} bytes (limits.max_unread_bytes)"
+            message = f"the client is {limit} behind what the request makes; have it read faster, or request less"
+            self._stop(OverloadedError(message, reason="CLIENT_TOO_SLOW"))
+
+    def close(self) -> None:
+        """Never stops the request from now on. Closing twice is harmless."""
+        self._cancel_timer()
+        # What stops the request usually refers to its record: a reference cycle would keep both alive.
+        self._stop = _ignore
+
+    def _wait_for_return(self) -> None:
+        if not self._linger_s:
+            self._abandon()
+            return
+        self._cancel_timer()
+        self._timer = asyncio.get_running_loop().call_later(self._linger_s, self._abandon)
+
+    def _abandon(self) -> None:
+        if not self._journal.readers and not self._journal.closed:
+            self.abandoned = True
+            self._stop(CancelledRequestError("the client went away"))
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Resumption:
+    """Leaves out of a request's outputs what one caller already has.
+
+    The caller may have received them from another orchestrator, cut into other pieces. An output in `next_positions` is
+    resumed at that position, any other one at the piece numbered in `next_seqs`.
+    """
+
+    def __init__(self, *, next_seqs: Mapping[str, int], next_positions: Mapping[str, int]) -> None:
+        self._next_seqs = {name: seq for name, seq in next_seqs.items() if name not in next_positions}
+        self._received, self._replayed = Position(next_positions), Position()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a part of the outputs to come may have to be left out."""
+        return bool(self._next_seqs) or self._replayed.is_behind(self._received)
+
+    def remainder(self, output: request_pb2.Output) -> request_pb2.Output | None:
+        """Returns the part of the next piece that the caller lacks, or None if it has all of it."""
+        if output.seq < self._next_seqs.get(output.name, 0):
+            return None
+        return self._received.remainder(output, replayed=self._replayed)
+
+
+def _remainder(item: bytes, resumption: Resumption) -> bytes | None:
     event = orchestrator_pb2.GenerateResponse.FromString(item)
     if not event.HasField("output"):
         return item
-    rest = resumption.rest_of(event.output)
+    rest = resumption.remainder(event.output)
     if rest is event.output:
         return item
     return None if rest is None else orchestrator_pb2.GenerateResponse(output=rest).SerializeToString()
+
+
+def _ignore(error: StagemeshError) -> None:
+    """Stops nothing: the request has not started yet, or has ended."""

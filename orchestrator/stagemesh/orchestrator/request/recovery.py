@@ -1,10 +1,12 @@
-"""What is to be done when parts of a request are lost: which stages run anew, from where, and who is told of it when.
+"""Decides what must be done if stages of a request are lost: which stages restart, from where, and in which order the
+others are rebound.
 
-Pure functions of the request's graph and of how its stages stand; `request_run` carries out what they say. Every stage
-has attempts of its own, and only the stages that were lost run anew. A flow's attempt is the higher one of its two
-ends', and both must have been told it. A stage that runs anew is fed from what its producers keep; where that is gone
-they run anew too (`fresh`), and so on up the graph. It resumes from its checkpoint where its consumers go on, for they
-have taken the rows before it.
+The functions are pure: they depend only on the request's graph and on the state of its stages. `run` carries out the
+actions. Each stage counts its own attempts, and only lost stages restart. The attempt of a flow is the higher one of
+the attempts at its two ends, and both ends must have been told it. Producers send a restarted stage again what they
+have retained. A producer that no longer retains everything restarts from its own start too (`fresh`), and so on up the
+graph. A stage resumes from its checkpoint if its consumers keep running, because they have received the rows before
+it.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,33 +16,33 @@ from typing import TypeAlias
 
 
 class Phase(Enum):
-    """How far an attempt at a stage's share is."""
+    """The phase of a stage's newest attempt."""
 
     UNPLACED = "waits for a replica"
-    PLACED = "waits for its neighbours"
+    PLACED = "waits for its upstream and downstream stages"
     STARTING = "is on its way to its replica"
     RUNNING = "runs"
-    FINISHED = "is done"
+    FINISHED = "has finished"
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What an edge carries for one request."""
+    """The data that an edge transfers for one request."""
 
     edge: str
     producer: str
     consumer: str
     tensors: frozenset[str] = frozenset()
-    """Those of the producer that it carries; empty for all."""
+    """The producer's tensors that the edge transfers; empty for all."""
     resumable: bool = True
-    """Whether it may begin behind the first row: chunks are then cut otherwise than before."""
+    """Whether the flow may begin after the first row although its chunks are then cut in other places."""
 
     def carries(self, rows: Mapping[str, int]) -> bool:
-        """Whether any of these rows, by tensor, would have come over it."""
+        """Returns whether the edge transfers any of these rows, which are counted by tensor."""
         return any(self.carried(rows).values())
 
     def carried(self, rows: Mapping[str, int]) -> Mapping[str, int]:
-        """Those of these rows, by tensor, that come over it."""
+        """Returns those of these rows, counted by tensor, that the edge transfers."""
         return {name: count for name, count in rows.items() if not self.tensors or name in self.tensors}
 
 
@@ -50,8 +52,8 @@ class Graph:
 
     stages: tuple[str, ...]
     flows: tuple[Flow, ...]
-    heard: frozenset[str] = frozenset()
-    """The stages of which the client hears something."""
+    output_stages: frozenset[str] = frozenset()
+    """The stages whose outputs the client receives."""
     incoming: Mapping[str, tuple[Flow, ...]] = field(init=False)
     outgoing: Mapping[str, tuple[Flow, ...]] = field(init=False)
 
@@ -63,59 +65,61 @@ class Graph:
 
 
 @dataclass
-class Share:
-    """One stage's part in a request, as its newest attempt stands."""
+class AttemptState:
+    """The state of a stage's newest attempt, as far as recovery depends on it."""
 
     attempt: int = 1
     phase: Phase = Phase.PLACED
-    told: Mapping[str, int] = field(default_factory=dict[str, int])
-    """By edge, the attempt of its flow as the step knows it."""
+    bound: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By edge, the attempt of its flow that the step was told."""
     first_rows: Mapping[str, int] = field(default_factory=dict[str, int])
-    """By tensor, the rows before the first that this attempt emits."""
-    kept_rows: Mapping[str, int] | None = None
-    """By tensor, the rows before those that an attempt resumed from its checkpoint would emit; None without one."""
+    """By tensor, the number of rows before the first row that this attempt emits."""
+    checkpoint_rows: Mapping[str, int] | None = None
+    """By tensor, the number of rows before the first row that an attempt resumed from the checkpoint emits. None if
+    there is no checkpoint.
+    """
 
 
-Shares: TypeAlias = Mapping[str, Share]
+States: TypeAlias = Mapping[str, AttemptState]
 
 
 @dataclass(frozen=True)
 class Restart:
-    """A stage runs anew."""
+    """A new attempt of a stage."""
 
     attempt: int
     resumes: bool
-    """From its checkpoint, and not from the start."""
+    """Whether the attempt resumes from the checkpoint instead of the start."""
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """What follows from a loss."""
+    """The consequences of a loss."""
 
-    anew: Mapping[str, Restart]
+    restarted: Mapping[str, Restart]
     void: frozenset[str]
-    """The stages whose checkpoint is of no use any more, because a consumer begins at the first row again."""
-    over: frozenset[str]
-    """Lost stages from which nobody waits for anything."""
+    """The stages whose checkpoint is useless now because a consumer restarts from the first row."""
+    unneeded: frozenset[str]
+    """The lost stages whose results nothing waits for any more."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A stage's attempt needs a replica."""
+    """Choose a replica for the stage."""
 
     stage: str
 
 
 @dataclass(frozen=True)
 class Start:
-    """A stage's attempt may be sent to its replica; its consumers expect it, but for those that are done."""
+    """Send the stage's attempt to its replica. Every consumer that has not finished expects it."""
 
     stage: str
 
 
 @dataclass(frozen=True)
 class RebindInputs:
-    """A running stage is to expect other producers."""
+    """Tell a running stage to expect other producers on these edges."""
 
     stage: str
     edges: tuple[str, ...]
@@ -123,7 +127,7 @@ class RebindInputs:
 
 @dataclass(frozen=True)
 class RebindOutputs:
-    """A stage is to feed other consumers, which expect it."""
+    """Tell a stage to send to other consumers on these edges. The consumers expect it."""
 
     stage: str
     edges: tuple[str, ...]
@@ -132,115 +136,122 @@ class RebindOutputs:
 Action: TypeAlias = Place | Start | RebindInputs | RebindOutputs
 
 
-def attempt_of(flow: Flow, shares: Shares) -> int:
-    """The attempt by which the two ends of a flow are to know it."""
-    return max(shares[flow.producer].attempt, shares[flow.consumer].attempt)
+def attempt_of(flow: Flow, states: States) -> int:
+    """Returns the attempt that both ends of a flow must have been told."""
+    return max(states[flow.producer].attempt, states[flow.consumer].attempt)
 
 
-def can_keep(graph: Graph, shares: Shares, stage: str, rows: Mapping[str, int]) -> bool:
-    """Whether a checkpoint that a stage made just now, after these rows, is of use: its consumers get them from it."""
+def is_checkpoint_useful(graph: Graph, states: States, stage: str, rows: Mapping[str, int]) -> bool:
+    """Returns whether an attempt could resume from a checkpoint that the stage made just now, after these rows.
+
+    Every consumer must receive, or have received, the rows before the checkpoint from this very attempt.
+    """
     for flow in graph.outgoing[stage]:
-        consumer = shares[flow.consumer]
-        fed = consumer.phase is Phase.FINISHED or (
-            consumer.phase is Phase.RUNNING and consumer.told.get(flow.edge) == shares[stage].told.get(flow.edge)
+        consumer = states[flow.consumer]
+        receives = consumer.phase is Phase.FINISHED or (
+            consumer.phase is Phase.RUNNING and consumer.bound.get(flow.edge) == states[stage].bound.get(flow.edge)
         )
-        if flow.carries(rows) and not (flow.resumable and fed):
+        if flow.carries(rows) and not (flow.resumable and receives):
             return False
     return True
 
 
-def restarts(graph: Graph, shares: Shares, *, lost: Collection[str], fresh: Collection[str] = frozenset()) -> Restarts:
-    """Which stages run anew when the steps of some are `lost`, and others cannot give what they gave: `fresh`."""
-    fallen = {stage for stage in lost if shares[stage].phase is not Phase.FINISHED}
-    over = frozenset(stage for stage in fallen - set(fresh) if _is_needless(graph, shares, stage, fresh))
-    anew = _with_producers(graph, shares, (fallen | set(fresh)) - over)
-    chosen = {
+def plan_restarts(
+    graph: Graph, states: States, *, lost: Collection[str], fresh: Collection[str] = frozenset()
+) -> Restarts:
+    """Returns which stages restart if the steps of the stages in `lost` are lost, and the stages in `fresh` cannot send
+    again what they have sent.
+    """
+    fallen = {stage for stage in lost if states[stage].phase is not Phase.FINISHED}
+    unneeded = frozenset(stage for stage in fallen - set(fresh) if _is_unneeded(graph, states, stage, fresh))
+    restarting = _with_producers(graph, states, (fallen | set(fresh)) - unneeded)
+    restarted = {
         stage: Restart(
-            attempt=1 + max(shares[name].attempt for name in (stage, *_neighbours(graph, stage))),
-            resumes=stage not in fresh and _may_resume(graph, shares, stage, anew),
+            attempt=1 + max(states[name].attempt for name in (stage, *_adjacent_stages(graph, stage))),
+            resumes=stage not in fresh and _can_resume(graph, states, stage, restarting),
         )
         for stage in graph.stages
-        if stage in anew
+        if stage in restarting
     }
     void = frozenset(
         flow.producer
         for flow in graph.flows
-        if flow.consumer in anew and flow.carries(shares[flow.producer].kept_rows or {})
+        if flow.consumer in restarting and flow.carries(states[flow.producer].checkpoint_rows or {})
     )
-    return Restarts(chosen, void, over)
+    return Restarts(restarted, void, unneeded)
 
 
-def next_actions(graph: Graph, shares: Shares) -> list[Action]:
-    """All that may be done now; the rest waits for some of it."""
-    return [action for stage in graph.stages for action in _actions_of(graph, shares, stage)]
+def next_actions(graph: Graph, states: States) -> list[Action]:
+    """Returns all actions that are possible now. The remaining ones depend on the results of these."""
+    return [action for stage in graph.stages for action in _actions_of(graph, states, stage)]
 
 
-def is_open(flow: Flow, shares: Shares) -> bool:
-    """Whether somebody reads the flow still."""
-    return shares[flow.consumer].phase is not Phase.FINISHED
+def is_open(flow: Flow, states: States) -> bool:
+    """Returns whether the flow's consumer has not finished."""
+    return states[flow.consumer].phase is not Phase.FINISHED
 
 
-def _actions_of(graph: Graph, shares: Shares, stage: str) -> list[Action]:
-    share = shares[stage]
-    match share.phase:
+def _actions_of(graph: Graph, states: States, stage: str) -> list[Action]:
+    state = states[stage]
+    match state.phase:
         case Phase.UNPLACED:
             return [Place(stage)]
         case Phase.PLACED:
-            placed = all(shares[flow.producer].phase is not Phase.UNPLACED for flow in graph.incoming[stage])
-            expected = all(_is_expected(flow, shares) for flow in graph.outgoing[stage] if is_open(flow, shares))
+            placed = all(states[flow.producer].phase is not Phase.UNPLACED for flow in graph.incoming[stage])
+            expected = all(_is_expected(flow, states) for flow in graph.outgoing[stage] if is_open(flow, states))
             return [Start(stage)] if placed and expected else []
         case Phase.STARTING:
             return []
         case Phase.RUNNING | Phase.FINISHED:
             actions: list[Action] = []
-            inputs = [flow for flow in graph.incoming[stage] if _is_stale(flow, shares, stage)]
-            inputs = [flow for flow in inputs if shares[flow.producer].phase is not Phase.UNPLACED]
-            if inputs and share.phase is Phase.RUNNING:
+            inputs = [flow for flow in graph.incoming[stage] if _is_stale(flow, states, stage)]
+            inputs = [flow for flow in inputs if states[flow.producer].phase is not Phase.UNPLACED]
+            if inputs and state.phase is Phase.RUNNING:
                 actions.append(RebindInputs(stage, tuple(flow.edge for flow in inputs)))
-            outputs = [flow for flow in graph.outgoing[stage] if _is_stale(flow, shares, stage)]
-            outputs = [flow for flow in outputs if _is_expected(flow, shares)]
+            outputs = [flow for flow in graph.outgoing[stage] if _is_stale(flow, states, stage)]
+            outputs = [flow for flow in outputs if _is_expected(flow, states)]
             if outputs:
                 actions.append(RebindOutputs(stage, tuple(flow.edge for flow in outputs)))
             return actions
 
 
-def _is_stale(flow: Flow, shares: Shares, end: str) -> bool:
-    return shares[end].told.get(flow.edge) != attempt_of(flow, shares)
+def _is_stale(flow: Flow, states: States, end: str) -> bool:
+    return states[end].bound.get(flow.edge) != attempt_of(flow, states)
 
 
-def _is_expected(flow: Flow, shares: Shares) -> bool:
-    """Whether the flow's consumer runs and waits for it."""
-    return shares[flow.consumer].phase is Phase.RUNNING and not _is_stale(flow, shares, flow.consumer)
+def _is_expected(flow: Flow, states: States) -> bool:
+    """Returns whether the flow's consumer runs and waits for this attempt of the flow."""
+    return states[flow.consumer].phase is Phase.RUNNING and not _is_stale(flow, states, flow.consumer)
 
 
-def _neighbours(graph: Graph, stage: str) -> list[str]:
+def _adjacent_stages(graph: Graph, stage: str) -> list[str]:
     return [flow.producer for flow in graph.incoming[stage]] + [flow.consumer for flow in graph.outgoing[stage]]
 
 
-def _is_needless(graph: Graph, shares: Shares, stage: str, restarting: Collection[str]) -> bool:
+def _is_unneeded(graph: Graph, states: States, stage: str, restarting: Collection[str]) -> bool:
     consumers = [flow.consumer for flow in graph.outgoing[stage]]
-    done = all(shares[name].phase is Phase.FINISHED and name not in restarting for name in consumers)
-    return bool(consumers) and done and stage not in graph.heard
+    finished = all(states[name].phase is Phase.FINISHED and name not in restarting for name in consumers)
+    return bool(consumers) and finished and stage not in graph.output_stages
 
 
-def _with_producers(graph: Graph, shares: Shares, anew: Collection[str]) -> set[str]:
-    """And the producers that could not feed those stages from the first row on, for they resumed behind it."""
-    found, pending = set(anew), list(anew)
+def _with_producers(graph: Graph, states: States, restarting: Collection[str]) -> set[str]:
+    """Adds the producers that resumed after the first row, and so cannot send these stages the rows before."""
+    found, pending = set(restarting), list(restarting)
     while pending:
         for flow in graph.incoming[pending.pop()]:
-            if flow.producer not in found and flow.carries(shares[flow.producer].first_rows):
+            if flow.producer not in found and flow.carries(states[flow.producer].first_rows):
                 found.add(flow.producer)
                 pending.append(flow.producer)
     return found
 
 
-def _may_resume(graph: Graph, shares: Shares, stage: str, anew: Collection[str]) -> bool:
-    rows = shares[stage].kept_rows
+def _can_resume(graph: Graph, states: States, stage: str, restarting: Collection[str]) -> bool:
+    rows = states[stage].checkpoint_rows
     if rows is None:
         return False
-    taken = (Phase.RUNNING, Phase.FINISHED)
+    received = (Phase.RUNNING, Phase.FINISHED)
     return all(
-        flow.resumable and flow.consumer not in anew and shares[flow.consumer].phase in taken
+        flow.resumable and flow.consumer not in restarting and states[flow.consumer].phase in received
         for flow in graph.outgoing[stage]
         if flow.carries(rows)
     )

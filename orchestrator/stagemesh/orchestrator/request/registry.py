@@ -1,13 +1,12 @@
-"""The requests that run, and those that ended a moment ago and can still be attached to."""
+"""The requests that run, and those that ended recently, to which a caller can still attach."""
 
 import asyncio
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from stagemesh.common.errors import ExistsError, StagemeshError
-from stagemesh.orchestrator.request.callers import Callers
 from stagemesh.orchestrator.request.record import RequestRecord
 from stagemesh.v1 import orchestrator_pb2
 
@@ -15,29 +14,26 @@ KEEP_S = 30.0
 KEEP_BYTES = 64 << 20
 
 
-class Stoppable(Protocol):
-    """What can be told to end, harmlessly also when it has ended."""
-
-    def stop(self, error: StagemeshError) -> None:
-        """Has it end with this error."""
-
-
 @dataclass(frozen=True)
 class KnownRequest:
-    """A request by its id."""
+    """A request that a caller can find by its id."""
 
     fingerprint: bytes
+    """See the function `fingerprint`."""
     seed: int
-    """The one in force."""
-    run: Stoppable
+    stop: Callable[[StagemeshError], None]
+    """Ends the request with an error. Harmless if it has ended."""
     record: RequestRecord
-    callers: Callers
     ended: "asyncio.Future[None]"
-    """Done once every stage has let go of it. Others wait for it, too: `asyncio.wait` cancels it for nobody."""
+    """Done once every stage has released the request. Several tasks wait for it: wait with `asyncio.wait`, which does
+    not cancel it.
+    """
 
 
-class RequestTable:
-    """Requests by id. Ended ones go after `keep_s`, or sooner where they hold more than `keep_bytes`, oldest first."""
+class RequestRegistry:
+    """Requests by id. An ended request is dropped after `keep_s`, or earlier if ended requests hold more than
+    `keep_bytes`, oldest first.
+    """
 
     def __init__(self, *, keep_s: float = KEEP_S, keep_bytes: int = KEEP_BYTES) -> None:
         self._keep_s = keep_s
@@ -48,12 +44,20 @@ class RequestTable:
         self._sizes: dict[str, int] = {}
         self._kept_bytes = 0
 
+    @property
+    def running(self) -> tuple[KnownRequest, ...]:
+        """The requests that have not ended, queued ones included."""
+        return tuple(self._running.values())
+
     def find(self, request_id: str) -> KnownRequest | None:
-        """The request of this id, running or kept."""
+        """Returns the request with this id, or None if it is unknown or was dropped."""
         return self._running.get(request_id) or self._ended.get(request_id)
 
     def find_same(self, request_id: str, fingerprint: bytes, *, seed: int | None = None) -> KnownRequest | None:
-        """The request of this id; raises ExistsError (REQUEST_EXISTS) when its content or its seed is another."""
+        """Returns the request with this id, or None.
+
+        Raises ExistsError (REQUEST_EXISTS) if its content differs, or its seed differs from a given `seed`.
+        """
         known = self.find(request_id)
         if known is not None and (known.fingerprint != fingerprint or seed not in (None, known.seed)):
             raise ExistsError(
@@ -63,22 +67,17 @@ class RequestTable:
             )
         return known
 
-    @property
-    def running(self) -> tuple[KnownRequest, ...]:
-        """Those that have not ended, whether they run or wait."""
-        return tuple(self._running.values())
-
     def add(self, request_id: str, known: KnownRequest) -> None:
-        """A request waits or runs from now on."""
+        """Adds a request that is queued or runs."""
         assert self.find(request_id) is None, "request ids are unique"
         self._running[request_id] = known
 
     def forget(self, request_id: str) -> None:
-        """A request has ended before it ran: who comes again is to try anew."""
+        """Drops a request that ended before it ran. A caller that repeats it starts it again."""
         del self._running[request_id]
 
     def end(self, request_id: str) -> None:
-        """A request has ended; it is kept for a while."""
+        """Keeps a request that has ended for a while."""
         known = self._ended[request_id] = self._running.pop(request_id)
         self._sizes[request_id] = known.record.size_bytes
         self._kept_bytes += known.record.size_bytes
@@ -87,7 +86,7 @@ class RequestTable:
             self._drop(next(iter(self._ended)))
 
     def clear(self) -> None:
-        """Forgets what ended."""
+        """Drops all requests that have ended."""
         for request_id in list(self._ended):
             self._drop(request_id)
 
@@ -98,8 +97,9 @@ class RequestTable:
 
 
 def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
-    """What two calls with one request_id must agree in: all but how the caller goes on reading, and the seed, which one
-    that comes again knows from the first call.
+    """Returns a digest of the content that two calls with the same request_id must share.
+
+    Leaves out how the caller continues to read, and the seed: a caller that returns has learnt it from its first call.
     """
     content = orchestrator_pb2.GenerateRequest()
     content.CopyFrom(request)

@@ -1,91 +1,129 @@
-"""What a stage is told of its part in a request."""
+"""The calls of one request to its stages, and their messages."""
 
+import logging
 from collections.abc import Collection, Iterable, Mapping
+from copy import copy
 from typing import TypeVar
 
+from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.request.recovery import Flow, Graph, attempt_of, is_open
-from stagemesh.orchestrator.request.step_state import StepState
+from stagemesh.orchestrator.request.step_state import StepState, SupersededAttempt
 from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
 from stagemesh.v1 import request_pb2, stage_pb2
 
+_log = logging.getLogger(__name__)
+
+_REBIND_S = 5.0
+_CANCEL_S = 5.0
 _BINDINGS_BYTES = 256 << 10
-"""What the rest of a step's message may take, with room to spare."""
+"""An upper bound for the size of an ExecuteStep message without the input, the parameters and the checkpoint."""
 
 _Binding = TypeVar("_Binding", stage_pb2.InputBinding, stage_pb2.OutputBinding)
 
 
 class StepRequests:
-    """Makes the messages for one request's steps, as its parts stand then."""
+    """Makes the messages from the states of the request's stages at that time."""
 
-    def __init__(self, request: ValidRequest, graph: Graph, parts: Mapping[str, StepState]) -> None:
-        self._request, self._graph, self._parts = request, graph, parts
-        self._given_bytes = request.input.ByteSize() + request.parameters.ByteSize()
+    def __init__(self, request: ValidRequest, graph: Graph, states: Mapping[str, StepState]) -> None:
+        self._request, self._graph, self._states = request, graph, states
+        self._input_bytes = request.input.ByteSize() + request.parameters.ByteSize()
 
-    def step_id(self, part: StepState) -> str:
-        """Names the part's newest attempt."""
-        return f"{self._request.request_id}/{part.name}/{part.attempt}"
+    def flow_attempts(self, state: StepState) -> Mapping[str, int]:
+        """Returns, by edge, the attempts of the flows that a step which starts now is told."""
+        flows = (*self._graph.incoming[state.name], *self._open_flows(state))
+        return {flow.edge: attempt_of(flow, self._states) for flow in flows}
 
-    def told(self, part: StepState) -> Mapping[str, int]:
-        """The attempts of the flows that a step which begins now is told."""
-        flows = (*self._graph.incoming[part.name], *self._open_flows(part))
-        return {flow.edge: attempt_of(flow, self._parts) for flow in flows}
-
-    def execute(self, part: StepState) -> stage_pb2.ExecuteStepRequest:
-        """Begins the part's newest attempt. Edges to stages that are done are left out."""
-        step = part.step
+    def execute(self, state: StepState) -> stage_pb2.ExecuteStepRequest:
+        """Returns the message that starts the stage's newest attempt, without the edges to finished consumers."""
+        step = state.step
         return stage_pb2.ExecuteStepRequest(
             request_id=self._request.request_id,
-            step_id=self.step_id(part),
-            attempt=part.attempt,
-            input=self._input(part) if step.takes_input else None,
-            parameters=self._parameters(part),
-            inputs=self._inputs(part),
+            step_id=self._step_id(state),
+            attempt=state.attempt,
+            input=self._input(state) if step.takes_input else None,
+            parameters=self._parameters(state),
+            inputs=self._inputs(state),
             absent=step.absent,
-            outputs=self._outputs(part, self._open_flows(part)),
+            outputs=self._outputs(state, self._open_flows(state)),
             streamed=list(step.output_names),
             priority=self._request.priority,
-            resume_from=part.resumed.message if part.resumed is not None else None,
+            resume_from=state.resumed.message if state.resumed is not None else None,
         )
 
     def can_resume_from(self, checkpoint: stage_pb2.Checkpoint) -> bool:
-        """Whether a step can be told to go on from it: its state may be left out, or not fit beside the input."""
+        """Returns whether a step can be told to resume from a checkpoint: the checkpoint contains a state, which fits
+        into a message together with the input.
+        """
         has_state = bool(checkpoint.token_ids or checkpoint.tensors)
-        return has_state and self._given_bytes + checkpoint.ByteSize() + _BINDINGS_BYTES <= MAX_MESSAGE_BYTES
+        return has_state and self._input_bytes + checkpoint.ByteSize() + _BINDINGS_BYTES <= MAX_MESSAGE_BYTES
 
-    def rebind_inputs(self, part: StepState, edges: Collection[str]) -> stage_pb2.RebindStepRequest:
-        """Has the part's step expect other producers."""
+    async def rebind_inputs(self, state: StepState, edges: Collection[str]) -> None:
+        """Tells the stage's step to expect other producers on these edges. Raises what the replica answers."""
         rebindings = [
-            stage_pb2.InputRebinding(binding=binding, first_rows=flow.carried(self._parts[flow.producer].first_rows))
-            for flow, binding in zip(self._graph.incoming[part.name], self._inputs(part), strict=True)
+            stage_pb2.InputRebinding(binding=binding, first_rows=flow.carried(self._states[flow.producer].first_rows))
+            for flow, binding in zip(self._graph.incoming[state.name], self._inputs(state), strict=True)
             if flow.edge in edges
         ]
-        return stage_pb2.RebindStepRequest(
-            request_id=self._request.request_id, step_id=self.step_id(part), inputs=rebindings
+        await self._rebind(state, inputs=rebindings)
+
+    async def rebind_outputs(self, state: StepState, edges: Collection[str]) -> None:
+        """Tells the stage's step to send to other consumers on these edges. Raises what the replica answers."""
+        flows = [flow for flow in self._graph.outgoing[state.name] if flow.edge in edges]
+        await self._rebind(state, outputs=self._outputs(state, flows))
+
+    async def cancel(self, attempt: SupersededAttempt, error: StagemeshError | None = None) -> None:
+        """Stops an attempt because of `error`, or because a newer one has replaced it. Logs a failure."""
+        if attempt.replica.end_cause is not None:
+            return
+        request = stage_pb2.CancelStepRequest(
+            request_id=self._request.request_id,
+            attempt=attempt.attempt,
+            reason=error.message if error is not None else "a newer attempt has replaced it",
         )
+        try:
+            await attempt.replica.client.cancel(request, timeout_s=_CANCEL_S)
+        except StagemeshError as exc:
+            _log.warning("replica %s may still run the request: %s", attempt.replica.name, exc.message)
 
-    def rebind_outputs(self, part: StepState, edges: Collection[str]) -> stage_pb2.RebindStepRequest:
-        """Has the part's step feed other consumers."""
-        flows = [flow for flow in self._graph.outgoing[part.name] if flow.edge in edges]
-        return stage_pb2.RebindStepRequest(
-            request_id=self._request.request_id, step_id=self.step_id(part), outputs=self._outputs(part, flows)
+    async def _rebind(
+        self,
+        state: StepState,
+        *,
+        inputs: Collection[stage_pb2.InputRebinding] = (),
+        outputs: Collection[stage_pb2.OutputBinding] = (),
+    ) -> None:
+        if state.replica.end_cause is not None:
+            raise copy(state.replica.end_cause)
+        request = stage_pb2.RebindStepRequest(
+            request_id=self._request.request_id, step_id=self._step_id(state), inputs=inputs, outputs=outputs
         )
+        await state.replica.client.rebind(request, timeout_s=_REBIND_S)
+        assert state.notes is not None, "its replica is chosen"
+        attempts = {each.binding.edge: each.binding.attempt for each in inputs}
+        attempts |= {each.edge: each.attempt for each in outputs}
+        state.bound = {**state.bound, **attempts}
+        state.notes.note_rebound(list(attempts))
+        _log.info("stage %s continues with other replicas on %s", state.name, ", ".join(attempts))
 
-    def _open_flows(self, part: StepState) -> list[Flow]:
-        return [flow for flow in self._graph.outgoing[part.name] if is_open(flow, self._parts)]
+    def _step_id(self, state: StepState) -> str:
+        return f"{self._request.request_id}/{state.name}/{state.attempt}"
 
-    def _inputs(self, part: StepState) -> list[stage_pb2.InputBinding]:
-        attempts = {flow.edge: attempt_of(flow, self._parts) for flow in self._graph.incoming[part.name]}
-        return [_with_attempt(stage_pb2.InputBinding(), each, attempts[each.edge]) for each in part.step.inputs]
+    def _open_flows(self, state: StepState) -> list[Flow]:
+        return [flow for flow in self._graph.outgoing[state.name] if is_open(flow, self._states)]
 
-    def _outputs(self, part: StepState, flows: Iterable[Flow]) -> list[stage_pb2.OutputBinding]:
-        attempts = {flow.edge: attempt_of(flow, self._parts) for flow in flows}
-        bindings = (each for each in part.step.outputs if each.edge in attempts)
+    def _inputs(self, state: StepState) -> list[stage_pb2.InputBinding]:
+        attempts = {flow.edge: attempt_of(flow, self._states) for flow in self._graph.incoming[state.name]}
+        return [_with_attempt(stage_pb2.InputBinding(), each, attempts[each.edge]) for each in state.step.inputs]
+
+    def _outputs(self, state: StepState, flows: Iterable[Flow]) -> list[stage_pb2.OutputBinding]:
+        attempts = {flow.edge: attempt_of(flow, self._states) for flow in flows}
+        bindings = (each for each in state.step.outputs if each.edge in attempts)
         return [_with_attempt(stage_pb2.OutputBinding(), each, attempts[each.edge]) for each in bindings]
 
-    def _parameters(self, part: StepState) -> request_pb2.Parameters:
-        """A stage refuses options and adapters that it does not know; the pipeline's were checked as a whole."""
-        signature = part.step.stage.signature
+    def _parameters(self, state: StepState) -> request_pb2.Parameters:
+        """Leaves out options and adapters that the stage does not know, because a stage rejects those."""
+        signature = state.step.stage.signature
         parameters = request_pb2.Parameters()
         parameters.CopyFrom(self._request.parameters)
         for name in set(parameters.options) - set(signature.options):
@@ -94,15 +132,15 @@ class StepRequests:
             parameters.ClearField("adapter")
         return parameters
 
-    def _input(self, part: StepState) -> request_pb2.Input:
-        """A stage is given what it knows of."""
+    def _input(self, state: StepState) -> request_pb2.Input:
+        """Leaves out the negative prompt if the stage does not accept one."""
         given = self._request.input
-        if part.step.stage.signature.negative_prompt or not given.negative_prompt:
+        if state.step.stage.signature.negative_prompt or not given.negative_prompt:
             return given
-        known = request_pb2.Input()
-        known.CopyFrom(given)
-        known.ClearField("negative_prompt")
-        return known
+        accepted = request_pb2.Input()
+        accepted.CopyFrom(given)
+        accepted.ClearField("negative_prompt")
+        return accepted
 
 
 def _with_attempt(message: _Binding, binding: _Binding, attempt: int) -> _Binding:

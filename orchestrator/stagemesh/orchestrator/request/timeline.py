@@ -1,12 +1,13 @@
-"""What happened to a request and when: a few numbers for each attempt at a stage's share, however long it runs.
+"""Records what happened to a request and when: a few numbers for each attempt of each stage.
 
-Times are seconds since the request was received. Notes are made for every output, so that each costs well under a
-microsecond; whatever can be worked out later is.
+Times are seconds since the request was received. The notes are updated for every output, so each update must cost well
+under a microsecond. Values that can be computed later are not stored.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from stagemesh.v1 import stage_pb2
 
 
 class RequestState(Enum):
-    """How far a request is; the value is the wire's name without its prefix."""
+    """The state of a request. The value is the name of the wire's enum value without its prefix."""
 
     QUEUED = "QUEUED"
     RUNNING = "RUNNING"
@@ -25,109 +26,96 @@ class RequestState(Enum):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether the request has ended."""
         return self not in {RequestState.QUEUED, RequestState.RUNNING}
 
 
 class Rebinding(NamedTuple):
-    """When neighbours of a step were replaced, and at the far end of which edges."""
+    """The time at which a step got other upstream or downstream replicas, and the edges that lead to them."""
 
     at_s: float
     edges: tuple[str, ...]
 
 
+@dataclass(eq=False, kw_only=True, slots=True)
 class StepNotes:
-    """An attempt at a stage's share of a request."""
+    """The timeline of one attempt of a stage."""
 
-    __slots__ = (
-        "_began_s",
-        "_clock",
-        "_steps",
-        "accepted_s",
-        "attempt",
-        "ended_s",
-        "error",
-        "finished",
-        "first_output_s",
-        "heard_s",
-        "outputs",
-        "planned_s",
-        "queue_position",
-        "rebindings",
-        "replica",
-        "resumed_steps",
-        "sent_s",
-        "stage",
-        "total_steps",
-    )
+    stage: str
+    replica: str
+    attempt: int
+    began_s: float
+    """When the request was received, by `clock`."""
+    clock: Callable[[], float]
+    planned_s: float = 0.0
+    sent_s: float | None = None
+    accepted_s: float | None = None
+    first_output_s: float | None = None
+    heard_s: float | None = None
+    """When the last event of the step arrived."""
+    ended_s: float | None = None
+    queue_position: int = 0
+    outputs: int = 0
+    reported_steps: int = 0
+    total_steps: int | None = None
+    """The number of engine steps in all, if the engine knows it."""
+    resumed_steps: int | None = None
+    """The number of engine steps of the checkpoint from which the attempt resumed."""
+    rebindings: tuple[Rebinding, ...] = ()
+    finished: stage_pb2.StepFinished | None = None
+    error: StagemeshError | None = None
 
-    def __init__(self, *, stage: str, replica: str, attempt: int, began_s: float, clock: Callable[[], float]) -> None:
-        self.stage, self.replica, self.attempt = stage, replica, attempt
-        self._began_s, self._clock = began_s, clock
+    def __post_init__(self) -> None:
         self.planned_s = self._elapsed_s()
-        self.sent_s: float | None = None
-        self.accepted_s: float | None = None
-        self.first_output_s: float | None = None
-        self.heard_s: float | None = None
-        self.ended_s: float | None = None
-        self.queue_position = self.outputs = 0
-        self._steps = 0
-        self.total_steps: int | None = None
-        """Engine steps in all, where the engine knows."""
-        self.resumed_steps: int | None = None
-        """Those of the checkpoint that it goes on from."""
-        self.rebindings: tuple[Rebinding, ...] = ()
-        self.finished: stage_pb2.StepFinished | None = None
-        self.error: StagemeshError | None = None
 
     @property
     def steps(self) -> int:
-        """Engine steps that are done."""
-        return max(self._steps, self.finished.usage.steps if self.finished is not None else 0)
+        """The number of engine steps that are done."""
+        return max(self.reported_steps, self.finished.usage.steps if self.finished is not None else 0)
 
     def note_sent(self) -> None:
-        """Its consumers are ready, and it is on its way to its replica."""
+        """Records that the step is sent to its replica."""
         self.sent_s = self._elapsed_s()
 
     def note_accepted(self, accepted: stage_pb2.StepAccepted) -> None:
-        """The replica has it."""
+        """Records that the replica accepted the step."""
         self.accepted_s = self.heard_s = self._elapsed_s()
         self.queue_position = accepted.queue_position
 
     def note_output(self) -> None:
-        """A piece of output came."""
-        self.heard_s = now_s = self._clock() - self._began_s
+        """Records that a piece of an output arrived."""
+        self.heard_s = now_s = self.clock() - self.began_s
         if not self.outputs:
             self.first_output_s = now_s
         self.outputs += 1
 
     def note_progress(self, progress: stage_pb2.StepProgress) -> None:
-        """The engine got on."""
-        self.heard_s = self._clock() - self._began_s
-        self._steps = progress.steps
+        """Records the number of engine steps that are done."""
+        self.heard_s = self.clock() - self.began_s
+        self.reported_steps = progress.steps
         if progress.HasField("total_steps"):
             self.total_steps = progress.total_steps
 
     def note_rebound(self, edges: Sequence[str]) -> None:
-        """It goes on with other neighbours."""
+        """Records that the step got other replicas at the far end of these edges."""
         self.rebindings += (Rebinding(self._elapsed_s(), tuple(edges)),)
 
     def note_finished(self, finished: stage_pb2.StepFinished) -> None:
-        """The stage is done."""
+        """Records that the step finished."""
         self.heard_s = self._elapsed_s()
         self.finished = finished
 
     def end(self, error: StagemeshError | None) -> None:
-        """It has ended, in whatever way; only the first call counts."""
+        """Records that the attempt ended. Only the first call counts."""
         if self.ended_s is None:
-            self.ended_s, self.error = self._elapsed_s(), _remembered(error)
+            self.ended_s, self.error = self._elapsed_s(), _without_frames(error)
 
     def _elapsed_s(self) -> float:
-        return self._clock() - self._began_s
+        return self.clock() - self.began_s
 
 
 class Timeline:
-    """A request's life. `number` orders requests by when they were received."""
+    """The timeline of one request. `number` orders requests by the time at which they were received."""
 
     def __init__(
         self,
@@ -142,7 +130,7 @@ class Timeline:
         self.request_id, self.number, self.priority = request_id, number, priority
         self.outputs, self.timeout_s = tuple(outputs), timeout_s
         self.received_at_s = time.time()
-        """By the wall clock, for people."""
+        """Wall-clock time, for display only."""
         self.steps: list[StepNotes] = []
         self.planned_s: float | None = None
         self.ended_s: float | None = None
@@ -152,7 +140,7 @@ class Timeline:
 
     @property
     def state(self) -> RequestState:
-        """How far it is."""
+        """The request's state now."""
         if self.ended_s is None:
             return RequestState.QUEUED if self.planned_s is None else RequestState.RUNNING
         if self.error is None:
@@ -161,36 +149,36 @@ class Timeline:
 
     @property
     def age_s(self) -> float:
-        """Until now, or until its end."""
+        """Seconds from the receipt of the request to now, or to its end."""
         return self.elapsed_s() if self.ended_s is None else self.ended_s
 
     @property
     def at_work(self) -> list[StepNotes]:
-        """The attempts that have not ended, the one that was heard of longest ago first."""
+        """The attempts that have not ended. The one whose last event is the oldest comes first."""
         return sorted((step for step in self.steps if step.ended_s is None), key=lambda step: step.heard_s or 0.0)
 
     def elapsed_s(self) -> float:
-        """Seconds since it was received."""
+        """Returns the seconds since the request was received."""
         return self._clock() - self._began_s
 
     def note_planned(self) -> None:
-        """Its first plan is made."""
+        """Records that the request has its first plan."""
         if self.planned_s is None:
             self.planned_s = self.elapsed_s()
 
     def begin(self, stage: str, *, replica: str, attempt: int) -> StepNotes:
-        """Opens the notes of an attempt at a stage's share."""
+        """Adds and returns the notes of an attempt of a stage."""
         notes = StepNotes(stage=stage, replica=replica, attempt=attempt, began_s=self._began_s, clock=self._clock)
         self.steps.append(notes)
         return notes
 
     def end(self, error: StagemeshError | None) -> None:
-        """The request has ended, and with it whatever was at work for it."""
-        self.ended_s, self.error = self.elapsed_s(), _remembered(error)
+        """Records that the request ended, and with it every attempt that has not ended."""
+        self.ended_s, self.error = self.elapsed_s(), _without_frames(error)
         for step in self.steps:
             step.end(error)
 
 
-def _remembered(error: StagemeshError | None) -> StagemeshError | None:
-    """A copy: one that was raised holds on to the frames that it came through, and so to all that the request made."""
+def _without_frames(error: StagemeshError | None) -> StagemeshError | None:
+    """Copies an error: a raised one refers to the frames that it passed, and so to everything that the request made."""
     return None if error is None else copy(error)

@@ -1,9 +1,9 @@
-"""Checks a client's request against the pipeline before anything is held for it."""
+"""Checks a client's request against the pipeline before the orchestrator holds anything for it."""
 
 import re
 import secrets
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, UnsupportedError
@@ -17,16 +17,24 @@ from stagemesh.common.request_checks import (
     is_medium,
 )
 from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.orchestrator.spec.conditions import Fact, Facts, InputKind
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
 _CALLER = re.compile(r"[A-Za-z0-9._:@/-]{0,128}")
 _MAX_EARLIER_CALLS = 1_000_000
 _ATTEMPTS_A_CALL = 1000
+_INPUT_KINDS: Mapping[str, InputKind] = {
+    "text": "text",
+    "image": "image",
+    "audio": "audio",
+    "audio_file": "audio",
+    "video_file": "video",
+}
 
 
 @dataclass(frozen=True)
 class ValidRequest:
-    """A request that the pipeline can run, with its id and seed drawn where the client gave none."""
+    """A request that the pipeline can run. Its id and seed are generated at random if the client gave none."""
 
     request_id: str
     input: request_pb2.Input
@@ -35,16 +43,31 @@ class ValidRequest:
     priority: int = 0
     caller: str = ""
     first_attempt: int = 1
-    """At each stage's share; above all that earlier calls may have begun, so that it takes over from them."""
+    """The number of each stage's first attempt. Higher than all attempts that earlier calls may have begun, so that
+    this call takes over from them.
+    """
 
     @property
     def seed(self) -> int:
-        """The seed in force."""
+        """The random seed of the request."""
         return self.parameters.seed
+
+    @property
+    def facts(self) -> Facts:
+        """What the pipeline's conditions can test: the options that the request sets, the kinds of its input, and the
+        outputs that it asks for.
+        """
+        return {
+            **{Fact("option", name): value for name, value in self.parameters.options.items()},
+            **{Fact("input", kind): 1.0 for kind in _input_kinds(self.input)},
+            **{Fact("output", name): 1.0 for name in self.outputs},
+        }
 
 
 def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> ValidRequest:
-    """The request as the pipeline will run it; raises InvalidRequestError or NotFoundError with the remedy."""
+    """Returns the request as the pipeline will run it. Raises InvalidRequestError, NotFoundError, UnsupportedError or
+    InvalidChunkError with the remedy if the pipeline cannot run it.
+    """
     check_pipeline(request.pipeline, pipeline)
     if request.request_id:
         check_request_id(request.request_id)
@@ -78,7 +101,7 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
 
 
 def check_pipeline(name: str, pipeline: Pipeline) -> None:
-    """Raises NotFoundError (UNKNOWN_PIPELINE) unless `name` is empty or that of the pipeline served."""
+    """Raises NotFoundError (UNKNOWN_PIPELINE) unless `name` is empty or the name of the served pipeline."""
     if name not in ("", pipeline.name):
         raise NotFoundError(
             f"pipeline {name!r} is not served here; this orchestrator serves {pipeline.name!r}",
@@ -90,7 +113,7 @@ def check_pipeline(name: str, pipeline: Pipeline) -> None:
 def _check_caller(caller: str) -> None:
     if _CALLER.fullmatch(caller) is None:
         raise InvalidRequestError(
-            f'caller is {caller[:140]!r}; use up to 128 letters, digits and "._:@/-", or none at all',
+            f'caller is {caller[:140]!r}; use at most 128 letters, digits and "._:@/-", or omit it',
             reason="INVALID_CALLER",
         )
 
@@ -98,7 +121,7 @@ def _check_caller(caller: str) -> None:
 def _check_earlier_calls(earlier_calls: int) -> None:
     if earlier_calls > _MAX_EARLIER_CALLS:
         raise InvalidRequestError(
-            f"earlier_calls is {earlier_calls}; it may be {_MAX_EARLIER_CALLS}", reason="INVALID_EARLIER_CALLS"
+            f"earlier_calls is {earlier_calls}; it may be at most {_MAX_EARLIER_CALLS}", reason="INVALID_EARLIER_CALLS"
         )
 
 
@@ -114,24 +137,40 @@ def _check_outputs(names: Iterable[str], pipeline: Pipeline) -> tuple[str, ...]:
 
 
 def _check_media(given: request_pb2.Input, pipeline: Pipeline) -> None:
-    """What a medium holds is for the stage to say, which decodes it."""
+    """Checks that a stage accepts media. Their content is checked by the stage, which decodes them."""
     if not any(is_medium(part) for message in given.conversation.messages for part in message.parts):
         return
     if not any(stage.signature.media for stage in pipeline.stages.values()):
         raise UnsupportedError(
-            f"no stage of pipeline {pipeline.name!r} takes pictures, sound or films; leave them out, or choose one "
-            "with a model that does"
+            f"no stage of pipeline {pipeline.name!r} accepts images, audio or video; leave them out, or choose a "
+            "pipeline whose model does"
         )
 
 
 def _check_negative_prompt(given: request_pb2.Input, pipeline: Pipeline) -> None:
     if given.negative_prompt and not any(stage.signature.negative_prompt for stage in pipeline.stages.values()):
-        raise UnsupportedError(f"no stage of pipeline {pipeline.name!r} takes a negative prompt; leave it out")
+        raise UnsupportedError(f"no stage of pipeline {pipeline.name!r} accepts a negative prompt; leave it out")
 
 
 def _check_adapters(pipeline: Pipeline) -> None:
     if not any(stage.signature.adapters for stage in pipeline.stages.values()):
         raise UnsupportedError(
-            f"no stage of pipeline {pipeline.name!r} takes adapters; leave adapter unset, or start one with the option "
-            "enable_lora where its engine has that"
+            f"no stage of pipeline {pipeline.name!r} accepts adapters; leave adapter unset, or start a stage with the "
+            "option enable_lora if its engine has it"
         )
+
+
+def _input_kinds(given: request_pb2.Input) -> Iterator[InputKind]:
+    if given.text:
+        yield "text"
+    if given.token_ids.ids:
+        yield "tokens"
+    if given.tensors:
+        yield "tensors"
+    for message in given.conversation.messages:
+        if message.content:
+            yield "text"
+        for part in message.parts:
+            content = part.WhichOneof("content")
+            if content is not None:
+                yield _INPUT_KINDS[content]

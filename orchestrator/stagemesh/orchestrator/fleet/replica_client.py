@@ -1,0 +1,231 @@
+"""The orchestrator's calls to one replica of a stage."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any, Protocol, TypeAlias, cast
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from stagemesh.common.connector_descriptors import ConnectorName, number_of
+from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.connectors.stream.negotiation import EdgeProbe
+from stagemesh.connectors.stream.probe_wire import probe_from_wire
+from stagemesh.orchestrator.fleet.step_stream import StepStream, TakeEvent
+from stagemesh.rpc.error_mapping import from_rpc_error
+from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc
+
+REPLICA_LOST = "REPLICA_LOST"
+CONTROL_NAME = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].full_name
+_LOAD_INTERVAL_S = 0.5
+_IDLE_INTERVAL_S = 30.0
+_DIAL_S = 1.0
+
+# What gRPC itself reports if the replica or the connection failed. Errors of a service itself have a reason.
+_BROKEN = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
+)
+_BROKEN_CODES = frozenset(code.value[0] for code in _BROKEN)
+
+_UnaryBytes: TypeAlias = Callable[..., Awaitable[bytes]]
+
+
+class ReplicaClient(Protocol):
+    """Calls to the process that serves at one address. Raises the errors of `stagemesh.common.errors`."""
+
+    def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> Awaitable[None]:
+        """Runs a step to its end and calls `take` with each event. An error that `take` raises ends the call.
+
+        Cancelling the call cancels the step. Raises UnavailableError (REPLICA_LOST) if the replica terminates.
+        """
+        ...
+
+    async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
+        """Stops a request's steps and returns once the engine has released them."""
+
+    async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
+        """Replaces the replicas at the far end of some edges of a step.
+
+        Raises NotFoundError (UNKNOWN_STEP) if the step does not run there, and NotReadyError (CHUNK_GONE) if the first
+        chunks of an outgoing edge are no longer kept.
+        """
+
+    async def probe_edge(
+        self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float
+    ) -> EdgeProbe:
+        """Returns the connector by which the replica would send to `consumer`. Raises the reason if none works."""
+        ...
+
+    async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
+        """Returns the replica's description of itself."""
+        ...
+
+    async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:
+        """Returns the replica's load now."""
+        ...
+
+    def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+        """Yields the replica's load from time to time. Iterate within `aclosing`."""
+        ...
+
+    async def wait_while_serving(self) -> None:
+        """Returns when the replica reports that it no longer accepts steps. Raises if it is unreachable."""
+
+    async def is_port_closed(self) -> bool:
+        """Returns True if no process listens at the address, and False if that is not certain."""
+        ...
+
+    async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
+        """Calls a method of StageControlService by its name. Request and response are serialized."""
+        ...
+
+    async def close(self) -> None:
+        """Closes the connection and ends all calls. Closing twice is harmless."""
+
+
+class GrpcReplicaClient:
+    """Calls a replica over a channel, which it owns."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, stage: str, replica: str, endpoint: str) -> None:
+        self._channel, self._endpoint = channel, endpoint
+        self._stub = stage_pb2_grpc.StageServiceStub(channel)
+        self._health = health_pb2_grpc.HealthStub(channel)
+        self._location = {"stage": stage, "replica": replica}
+        self._peer = f"stage {stage!r} (replica {replica} at {endpoint})"
+        self._steps: StepStream | None = None
+
+    def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> Awaitable[None]:
+        if self._steps is None or self._steps.is_closed:
+            with self._mapping_errors():
+                self._steps = StepStream(
+                    self._channel, peer=self._peer, location=self._location, to_error=self._stream_error
+                )
+        return self._steps.execute(request, timeout_s=timeout_s, take=take)
+
+    async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
+        with self._mapping_errors():
+            await self._stub.CancelStep(request, timeout=timeout_s)
+
+    async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
+        with self._mapping_errors():
+            await self._stub.RebindStep(request, timeout=timeout_s)
+
+    async def probe_edge(
+        self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float
+    ) -> EdgeProbe:
+        request = stage_pb2.ProbeEdgeRequest(
+            edge=edge, consumer=consumer, endpoint=endpoint, connector=number_of(connector)
+        )
+        with self._mapping_errors():
+            return probe_from_wire(await self._stub.ProbeEdge(request, timeout=timeout_s))
+
+    async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
+        with self._mapping_errors():
+            return await self._stub.Describe(stage_pb2.DescribeRequest(), timeout=timeout_s)
+
+    async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:
+        with self._mapping_errors():
+            call = self._stub.WatchLoad(stage_pb2.WatchLoadRequest(), timeout=timeout_s)
+            try:
+                report = await anext(aiter(call), None)
+            finally:
+                call.cancel()
+        if report is None:
+            raise self._lost("no longer reports its load")
+        return report
+
+    async def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+        request = stage_pb2.WatchLoadRequest(interval_s=_LOAD_INTERVAL_S, idle_interval_s=_IDLE_INTERVAL_S)
+        call = self._stub.WatchLoad(request)
+        try:
+            async for report in call:
+                yield report
+        except grpc.aio.AioRpcError as exc:
+            raise from_rpc_error(exc, peer=self._peer) from exc
+        finally:
+            call.cancel()
+
+    async def wait_while_serving(self) -> None:
+        call = _watch_health(self._health)
+        try:
+            async for answer in call:
+                if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                    return
+        except grpc.aio.AioRpcError as exc:
+            raise from_rpc_error(exc, peer=self._peer) from exc
+        finally:
+            call.cancel()
+
+    async def is_port_closed(self) -> bool:
+        host, _, port = self._endpoint.rpartition(":")
+        try:
+            async with asyncio.timeout(_DIAL_S):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        except ConnectionRefusedError:
+            return True
+        except (OSError, TimeoutError, ValueError):
+            return False
+        writer.close()
+        return False
+
+    async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
+        call = cast("_UnaryBytes", cast("Any", self._channel).unary_unary(f"/{CONTROL_NAME}/{method}"))
+        with self._mapping_errors():
+            return await call(request, timeout=timeout_s)
+
+    async def close(self) -> None:
+        if self._steps is not None:
+            await self._steps.close()
+        await self._channel.close()
+
+    @contextmanager
+    def _mapping_errors(self) -> Generator[None]:
+        """Maps the errors of a call. The channel may be closed before the call or while it runs."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as exc:
+            raise self._call_error(exc) from exc
+        except grpc.aio.UsageError as exc:
+            raise self._lost(f"is no longer connected ({exc})") from exc
+        except asyncio.CancelledError as exc:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise self._lost("is no longer connected (its channel was closed)") from exc
+
+    def _call_error(self, exc: grpc.aio.AioRpcError) -> StagemeshError:
+        error = from_rpc_error(exc, peer=self._peer).located(**self._location)
+        # An error that gRPC made names the peer as this client does. An error that the stage passes on does not.
+        if error.metadata.get("peer") != self._peer or exc.code() not in _BROKEN:
+            return error
+        return self._lost(f"cannot be reached ({exc.details()})")
+
+    def _stream_error(self, error: StagemeshError | None, *, running: bool) -> StagemeshError:
+        """Returns the error of a step whose stream ended with `error`. `running` says whether it had brought events."""
+        if error is None:
+            return self._lost("is no longer connected (its channel was closed)")
+        if error.code not in _BROKEN_CODES:
+            return copy(error).located(**self._location)
+        return self._lost(f"{'went away while the request ran' if running else 'cannot be reached'} ({error.message})")
+
+    def _lost(self, event: str) -> UnavailableError:
+        return UnavailableError(
+            f"{self._peer} {event}; a supervised replica is restarted: try again",
+            reason=REPLICA_LOST,
+            metadata=self._location,
+            retry_after_s=1.0,
+        )
+
+
+class _HealthWatch(Protocol):
+    def __aiter__(self) -> AsyncIterator[health_pb2.HealthCheckResponse]: ...
+
+    def cancel(self) -> bool: ...
+
+
+def _watch_health(health: health_pb2_grpc.HealthStub) -> _HealthWatch:
+    # The published annotations declare only Check.
+    watch = cast("Callable[[health_pb2.HealthCheckRequest], _HealthWatch]", vars(health)["Watch"])
+    return watch(health_pb2.HealthCheckRequest())

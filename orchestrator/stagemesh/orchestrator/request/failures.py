@@ -1,0 +1,189 @@
+"""Sorts the failures of a request's steps: which ones are recovered, and which one is the root cause of the end.
+
+If one stage breaks, its upstream and downstream stages soon fail too: the consumer receives an Abort or loses its
+producer, and the consumer's end rejects the producer. The client must see the error of the stage that broke.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from stagemesh.common.errors import Code, StagemeshError, UnavailableError
+from stagemesh.common.notifier import Notifier
+from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST
+from stagemesh.orchestrator.request.recovery import Phase
+from stagemesh.orchestrator.request.step_state import StepState
+
+POISON_REQUEST = "POISON_REQUEST"
+NOT_REBOUND = "NOT_REBOUND"
+_RESTARTED = "REPLICA_RESTARTED"
+_ENGINE_DIED = "ENGINE_DIED"
+# A producer gets this from a consumer that has released the request.
+_NOT_EXPECTED = "UNKNOWN_FLOW"
+# The replica drains, sleeps or loads. Another one may run the step.
+_NOT_READY = "NOT_READY"
+# One end of an edge gets these from the other end, which has been rebound.
+_REPLACED = frozenset({"STALE_ATTEMPT", "STALE_INCARNATION"})
+_BAD_CHECKPOINT = frozenset({"INVALID_CHECKPOINT", "UNSUPPORTED", "CHECKPOINT_GONE"})
+
+SETTLE_S = 1.0
+"""How long an inconclusive cause waits for a better one. A killed process is noticed within milliseconds."""
+
+
+class CauseRank(IntEnum):
+    """How certainly a failure is the root cause; lower is more certain. Nothing is more certain than OWN or LOST."""
+
+    LOST = 0
+    """The replica itself terminated."""
+    OWN = 1
+    """The stage reports its own error."""
+    ECHO = 2
+    """The stage reports an error that another stage sent it."""
+    PEER_LOST = 3
+    """The stage lost its upstream or downstream replica, or that one no longer expects it."""
+    CANCELLED = 4
+    """The stage was told to stop."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error with which a stage's step ended."""
+
+    stage: str
+    error: StagemeshError
+
+    @property
+    def rank(self) -> CauseRank:
+        """How certainly this failure is the root cause."""
+        error = self.error
+        if error.reason == REPLICA_LOST:
+            return CauseRank.LOST
+        if error.code in (Code.CANCELLED, Code.ABORTED):
+            return CauseRank.CANCELLED
+        if error.code is Code.UNAVAILABLE or error.reason == _NOT_EXPECTED:
+            return CauseRank.PEER_LOST
+        return CauseRank.OWN if error.metadata.get("stage", self.stage) == self.stage else CauseRank.ECHO
+
+    @property
+    def is_recoverable(self) -> bool:
+        """Whether the stage may succeed on another replica or with other upstream and downstream replicas."""
+        if self.rank in (CauseRank.LOST, CauseRank.PEER_LOST) or self.error.reason == _NOT_READY:
+            return True
+        return self.error.reason in _REPLACED and "edge" in self.error.metadata
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether no later failure can be a more certain cause."""
+        return self.rank <= CauseRank.OWN
+
+
+def root_cause(failures: Sequence[Failure]) -> Failure:
+    """Returns the most certain of the failures, and the first one of equals."""
+    return min(failures, key=lambda failure: failure.rank)
+
+
+class Losses(NamedTuple):
+    """The steps to recover, with their errors by stage."""
+
+    lost: Mapping[str, StagemeshError]
+    """Steps that ended."""
+    fresh: Mapping[str, StagemeshError]
+    """Steps that cannot send again what they sent, so that the stage must restart from the start."""
+
+
+class Failures:
+    """The failures of one request. Fires `changed` for each.
+
+    If a step was cancelled and this orchestrator did not ask for it, the cause is doubtful: the loss of another stage
+    may explain it within SETTLE_S.
+    """
+
+    def __init__(self, changed: Notifier) -> None:
+        self.final: list[Failure] = []
+        """Failures that end the request."""
+        self._changed = changed
+        self._lost: dict[str, StagemeshError] = {}
+        self._fresh: dict[str, StagemeshError] = {}
+        self._doubtful: dict[str, Failure] = {}
+        self._doubted_s = self._lost_s = float("-inf")
+
+    def add(self, state: StepState, attempt: int, error: StagemeshError) -> None:
+        """Adds that an attempt of a stage failed. Ignored if a newer attempt exists or the failure is known."""
+        known = state.name in self._lost or state.name in self._doubtful
+        if state.attempt != attempt or state.phase is Phase.FINISHED or known:
+            return
+        # A copy, because the error itself refers to the frames that it passed, and so to the run.
+        failure = Failure(state.name, copy(error))
+        if _is_death(error, state.replica) and state.at_work and state.replica not in state.dead_replicas:
+            state.dead_replicas |= {state.replica}
+            if state.alone:
+                failure = Failure(state.name, _poison(state, error))
+        if failure.error.reason == POISON_REQUEST:
+            self.final.append(failure)
+        elif state.resumed is not None and error.reason in _BAD_CHECKPOINT:
+            self.require_fresh(state.name, error)
+        elif failure.is_recoverable:
+            if error.reason != NOT_REBOUND:
+                state.avoid |= {state.replica}
+            self._lost[state.name] = failure.error
+            self._lost_s = _now_s()
+        elif failure.rank is CauseRank.CANCELLED:
+            self._doubtful[state.name] = failure
+            self._doubted_s = _now_s()
+        else:
+            self.final.append(failure)
+        self._changed.fire()
+
+    def add_final(self, stage: str, error: StagemeshError) -> None:
+        """Adds a failure that ends the request."""
+        self.final.append(Failure(stage, error))
+        self._changed.fire()
+
+    def require_fresh(self, stage: str, error: StagemeshError) -> None:
+        """Adds that a stage must restart from the start, even if it still runs."""
+        self._fresh[stage] = error
+        self._lost_s = _now_s()
+        self._changed.fire()
+
+    def take_losses(self) -> Losses:
+        """Returns and forgets the steps to recover. Decides on doubtful failures first."""
+        self._settle_doubtful()
+        losses = Losses(self._lost, self._fresh)
+        self._lost, self._fresh = {}, {}
+        return losses
+
+    def _settle_doubtful(self) -> None:
+        """Treats doubtful failures as losses if another loss is near in time, and as final after SETTLE_S without."""
+        if not self._doubtful:
+            return
+        left_s = self._doubted_s + SETTLE_S - _now_s()
+        if abs(self._doubted_s - self._lost_s) < SETTLE_S:
+            self._lost |= {stage: failure.error for stage, failure in self._doubtful.items()}
+        elif left_s > 0:
+            asyncio.get_running_loop().call_later(left_s, self._changed.fire)
+            return
+        else:
+            self.final += self._doubtful.values()
+        self._doubtful.clear()
+
+
+def _is_death(error: StagemeshError, replica: Replica) -> bool:
+    """Returns whether the error means that the replica's process died or is about to die."""
+    return error.reason in {_ENGINE_DIED, _RESTARTED} or (replica.end_cause is not None and replica.died)
+
+
+def _poison(state: StepState, error: StagemeshError) -> UnavailableError:
+    return UnavailableError(
+        f"{len(state.dead_replicas)} processes of stage {state.name!r} died while they ran the request, the last one "
+        f"with nothing else to do ({error.message}); the request is probably the cause",
+        reason=POISON_REQUEST,
+        metadata={"stage": state.name},
+    )
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,313 @@
+"""Edges are probed once both replicas are ready. A fixed connector that cannot work is found before any request."""
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
+from stagemesh.common.notifier import Notifier
+from stagemesh.connectors.stream.negotiation import EdgeProbe
+from stagemesh.connectors.stream.wire import error_to_wire
+from stagemesh.orchestrator.config import ReplicaAddress
+from stagemesh.orchestrator.fleet.edge_connectors import PARTNERS, EdgeConnectors
+from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.orchestrator.fleet.replica_client import GrpcReplicaClient, ReplicaClient
+from stagemesh.orchestrator.spec import Edge
+from stagemesh.rpc.channels import open_channel
+from stagemesh.v1 import chunk_pb2, orchestrator_pb2, stage_pb2
+from tests.orchestrator.mesh import CHAIN, Mesh, mesh, texts, until_health
+from tests.orchestrator.scripted_stage import Probed
+
+FIXED = CHAIN.replace("{from: a, to: b}", "{from: a, to: b, connector: nixl}")
+BROKEN = NotReadyError(
+    "connector nixl cannot be used with replica b-0: it is not installed; fix that, or set `connector: auto`",
+    reason="CONNECTOR_UNAVAILABLE",
+)
+_EDGE = Edge(name="a->b", producer="a", consumer="b", connector="nixl")
+GONE = UnavailableError("b-0 is out of reach")
+
+
+async def _link(chain: Mesh) -> orchestrator_pb2.EdgeLink:
+    return (await chain.describe()).edges[0].links[0]
+
+
+async def _until_refused(chain: Mesh) -> orchestrator_pb2.EdgeLink:
+    async with asyncio.timeout(10):
+        while True:
+            links = (await chain.describe()).edges[0].links
+            if links and links[0].HasField("error"):
+                return links[0]
+            await asyncio.sleep(0.01)
+
+
+class _Answering:
+    """A replica client that answers probes: an error for the consumers in `broken`, else that nixl works."""
+
+    def __init__(self, *broken: str, error: StagemeshError = BROKEN) -> None:
+        self.broken, self.error = set(broken), error
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def probe_edge(self, edge: str, *, consumer: str, **_: object) -> EdgeProbe:
+        await self.gate.wait()
+        if consumer in self.broken:
+            raise self.error
+        return EdgeProbe("nixl", {})
+
+
+def _replica(name: str, client: _Answering | None = None) -> Replica:
+    address = ReplicaAddress(name, f"h:{name}")
+    replica = Replica(name[0], address, cast("ReplicaClient", client or _Answering()), on_change=lambda: None)
+    replica.observe(ReplicaState.READY, "")
+    return replica
+
+
+@asynccontextmanager
+async def _probing(links: EdgeConnectors) -> AsyncGenerator[Notifier]:
+    """Runs the task that probes the links. The notifier fires when a link was probed."""
+    changed = Notifier()
+    task = asyncio.create_task(links.probe_links(on_change=changed.fire))
+    try:
+        async with asyncio.timeout(5):
+            yield changed
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _until(changed: Notifier, condition: Callable[[], bool]) -> None:
+    while not condition():
+        await changed.wait()
+
+
+async def test_each_edge_is_described_with_what_it_uses(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        edges = (await chain.describe()).edges
+    links = [(link.producer, link.consumer, link.connector) for edge in edges for link in edge.links]
+    assert links == [("a-0", "b-0", chunk_pb2.CONNECTOR_SHM), ("b-0", "c-0", chunk_pb2.CONNECTOR_SHM)]
+
+
+async def test_refused_connectors_are_described_with_the_reason(tmp_path: Path) -> None:
+    refusal = stage_pb2.ConnectorRefusal(connector=chunk_pb2.CONNECTOR_SHM, error=error_to_wire(BROKEN))
+    found = stage_pb2.ProbeEdgeResponse(connector=chunk_pb2.CONNECTOR_GRPC, refusals=[refusal])
+    async with mesh(tmp_path, probed={"a": [found]}) as chain:
+        link = await _link(chain)
+    assert link.connector == chunk_pb2.CONNECTOR_GRPC
+    assert [(each.connector, each.error.message) for each in link.refusals] == [
+        (chunk_pb2.CONNECTOR_SHM, BROKEN.message)
+    ]
+
+
+async def test_the_probe_names_edge_consumer_and_connector(tmp_path: Path) -> None:
+    async with mesh(tmp_path, FIXED) as chain:
+        probe = chain.stages["a"].probes[0]
+        endpoint = (await chain.describe()).stages[1].replicas[0].endpoint
+    assert (probe.edge, probe.consumer, probe.endpoint, probe.connector) == (
+        "a->b",
+        "b-0",
+        endpoint,
+        chunk_pb2.CONNECTOR_NIXL,
+    )
+
+
+async def test_fixed_connector_that_cannot_work_keeps_the_pipeline_from_serving(tmp_path: Path) -> None:
+    async with mesh(tmp_path, FIXED, ready=False, probed={"a": [BROKEN]}) as chain:
+        link = await _until_refused(chain)
+        error = await chain.failure()
+        await until_health(chain.channel, serving=False)
+    assert (link.error.reason, link.connector) == ("CONNECTOR_UNAVAILABLE", 0)
+    assert isinstance(error, NotReadyError)
+    assert error.message == f"edge a->b from a-0 to b-0: {BROKEN.message}"
+    assert (error.reason, error.metadata["edge"]) == ("CONNECTOR_UNAVAILABLE", "a->b")
+
+
+async def test_requests_that_do_not_need_the_edge_run(tmp_path: Path) -> None:
+    async with mesh(tmp_path, FIXED, ready=False, probed={"a": [BROKEN]}) as chain:
+        await _until_refused(chain)
+        assert texts(await chain.generate(outputs=["first"]), "first") == "a done"
+
+
+async def test_fixed_connector_that_works_later_is_found(tmp_path: Path) -> None:
+    works = stage_pb2.ProbeEdgeResponse(connector=chunk_pb2.CONNECTOR_NIXL)
+    async with mesh(tmp_path, FIXED, probed={"a": [BROKEN, works]}) as chain:
+        assert (await _link(chain)).connector == chunk_pb2.CONNECTOR_NIXL
+        assert texts(await chain.generate(), "last") == "c done"
+
+
+async def test_fixed_connector_is_probed_until_the_consumer_is_reachable(tmp_path: Path) -> None:
+    answers: list[Probed] = [GONE, stage_pb2.ProbeEdgeResponse()]
+    async with mesh(tmp_path, FIXED, probed={"a": answers}) as chain:
+        assert len(chain.stages["a"].probes) == 2
+
+
+async def test_auto_serves_even_if_the_probe_failed(tmp_path: Path) -> None:
+    async with mesh(tmp_path, probed={"a": [BROKEN], "b": [GONE]}) as chain:
+        assert texts(await chain.generate(), "last") == "c done"
+        described = (await chain.describe()).edges
+    assert [edge.links[0].error.message for edge in described] == [
+        f"edge a->b from a-0 to b-0: {BROKEN.message}",
+        f"edge b->c from b-0 to c-0: {GONE.message}",
+    ]
+
+
+async def test_replica_that_was_away_is_probed_again(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        chain.stages["b"].description.state = stage_pb2.REPLICA_STATE_LOADING
+        chain.servers["b"].set_health("", serving=False)
+        await until_health(chain.channel, serving=False)
+        assert not (await chain.describe()).edges[0].links
+        chain.stages["b"].description.state = stage_pb2.REPLICA_STATE_READY
+        chain.servers["b"].set_health("", serving=True)
+        await until_health(chain.channel, serving=True)
+        assert [len(chain.stages[name].probes) for name in "ab"] == [2, 2]
+
+
+async def test_a_replica_that_joins_does_not_stop_the_others() -> None:
+    links = EdgeConnectors((_EDGE,))
+    async with _probing(links) as changed:
+        for name in ("a-0", "b-0"):
+            links.join(_replica(name))
+        assert not links.ready
+        await changed.wait()
+        assert links.ready
+        links.join(_replica("b-1"))
+        assert links.ready
+        links.join(broken := _replica("a-1", _Answering("b-0", "b-1")))
+        await changed.wait()
+        assert links.ready
+        assert broken.state is ReplicaState.FAILED
+
+
+async def test_a_replica_that_left_has_no_links() -> None:
+    links = EdgeConnectors((_EDGE,))
+    replicas = [_replica(name) for name in ("a-0", "a-1", "b-0", "b-1")]
+    async with _probing(links) as changed:
+        for replica in replicas:
+            links.join(replica)
+        await changed.wait()
+        for replica in replicas:
+            links.leave(replica)
+            links.leave(replica)
+    assert not links.links_of(_EDGE)
+    assert not links.ready
+    assert all(not held for held in (links._by_replica, links._pools, links._usable[_EDGE.name]))
+
+
+async def test_closing_the_client_fails_a_probe_that_runs() -> None:
+    # Connections to this port are never accepted.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        client = GrpcReplicaClient(open_channel(endpoint), stage="a", replica="a-0", endpoint=endpoint)
+        asking = asyncio.create_task(
+            client.probe_edge("a->b", consumer="b-0", endpoint="h:1", connector="auto", timeout_s=20)
+        )
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(UnavailableError, match="a-0"):
+            await asking
+
+
+async def test_links_grow_with_the_replicas_and_not_with_their_pairs() -> None:
+    links = EdgeConnectors((_EDGE,))
+    before = len(asyncio.all_tasks())
+    async with _probing(links):
+        for number in range(100):
+            links.join(_replica(f"a-{number}"))
+            links.join(_replica(f"b-{number}"))
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) - before < 20
+    assert 100 <= len(links.links_of(_EDGE)) <= 200 * PARTNERS
+
+
+async def test_a_replica_whose_partners_all_left_gets_others() -> None:
+    links = EdgeConnectors((_EDGE,), partners=1)
+    one, *others = (_replica(name) for name in ("a-0", "b-0", "b-1"))
+    for replica in (*others, one):
+        links.join(replica)
+    links.leave(links.links_of(_EDGE)[0].consumer)
+    assert [link.producer for link in links.links_of(_EDGE)] == [one]
+
+
+async def test_a_joining_replica_whose_fixed_connector_cannot_work_gets_no_requests(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    links, producer = EdgeConnectors((_EDGE,)), _Answering("b-1")
+    good, broken = _replica("b-0"), _replica("b-1")
+    async with _probing(links) as changed:
+        links.join(_replica("a-0", producer))
+        links.join(good)
+        await changed.wait()
+        links.join(broken)
+        assert broken.state is ReplicaState.LOADING
+        await changed.wait()
+        assert links.ready
+        links.check([_EDGE])
+        assert (good.state, broken.state) == (ReplicaState.READY, ReplicaState.FAILED)
+        assert broken.detail == f"edge a->b from a-0 to b-1: {BROKEN.message}"
+    assert f"replica b-1 gets no requests: edge a->b from a-0 to b-1: {BROKEN.message}" in caplog.messages
+
+
+async def test_a_joining_replica_gets_requests_once_its_fixed_connector_is_known_to_work() -> None:
+    links, producer = EdgeConnectors((_EDGE,)), _Answering()
+    late = _replica("b-1")
+    async with _probing(links) as changed:
+        links.join(_replica("a-0", producer))
+        links.join(_replica("b-0"))
+        await changed.wait()
+        producer.gate.clear()
+        links.join(late)
+        await asyncio.sleep(0)
+        assert (late.state, links.ready) == (ReplicaState.LOADING, True)
+        producer.gate.set()
+        await changed.wait()
+        assert late.state is ReplicaState.READY
+
+
+async def test_the_working_replica_serves_even_if_the_broken_one_came_first() -> None:
+    links = EdgeConnectors((_EDGE,))
+    broken, working = _replica("a-0", _Answering("b-0")), _replica("a-1")
+    async with _probing(links) as changed:
+        links.join(broken)
+        links.join(_replica("b-0"))
+        await changed.wait()
+        assert not links.ready
+        with pytest.raises(NotReadyError, match="cannot be used"):
+            links.check([_EDGE])
+        links.join(working)
+        await changed.wait()
+        assert links.ready
+        assert (broken.state, working.state) == (ReplicaState.FAILED, ReplicaState.READY)
+
+
+async def test_a_broken_replica_blames_no_replica_that_joins_later() -> None:
+    links, first = EdgeConnectors((_EDGE,)), _replica("a-0")
+    broken = _replica("a-1", _Answering("b-0", "b-1"))
+    late = _replica("b-1")
+    async with _probing(links) as changed:
+        for replica in (first, _replica("b-0")):
+            links.join(replica)
+        await _until(changed, lambda: links.ready)
+        links.join(broken)
+        await _until(changed, lambda: broken.state is ReplicaState.FAILED)
+        links.join(late)
+        await _until(changed, lambda: all(link.is_answered for link in links.links_of(_EDGE)))
+        assert (broken.state, late.state) == (ReplicaState.FAILED, ReplicaState.READY)
+        assert links.ready
+
+
+async def test_a_broken_replica_is_all_that_remains_when_the_others_leave() -> None:
+    links, good = EdgeConnectors((_EDGE,)), _replica("b-0")
+    broken = _replica("b-1")
+    async with _probing(links) as changed:
+        for replica in (_replica("a-0", _Answering("b-1")), good, broken):
+            links.join(replica)
+        await _until(changed, lambda: broken.state is ReplicaState.FAILED)
+        links.leave(good)
+        assert not links.ready
+        with pytest.raises(NotReadyError, match="from a-0 to b-1"):
+            links.check([_EDGE])

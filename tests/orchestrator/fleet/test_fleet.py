@@ -1,0 +1,261 @@
+"""Replicas join, restart and leave while the fleet is watched, in virtual time and without gRPC."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from benchmarks.simulation import virtual_time
+from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.notifier import Notifier
+from stagemesh.connectors.stream.negotiation import EdgeProbe
+from stagemesh.orchestrator.fleet.fleet import Fleet
+from stagemesh.orchestrator.fleet.replica import ReplicaState
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
+from stagemesh.orchestrator.membership.base import Member, MembershipListener
+from stagemesh.orchestrator.planning.planner import Planner
+from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.v1 import stage_pb2
+from tests.orchestrator.mesh import CHAIN
+from tests.orchestrator.replicas import ready_description
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Pipeline:
+    (tmp_path / "chain.yaml").write_text(CHAIN)
+    return load_pipeline(str(tmp_path / "chain.yaml"))
+
+
+class _Stage:
+    """The client of a simulated process at an address."""
+
+    def __init__(self, member: Member, pipeline: Pipeline) -> None:
+        self.description = ready_description(member.stage, pipeline=pipeline)
+        self.description.incarnation = "one"
+        self.description.replica = member.name
+        self.reachable, self.listening, self.closed = True, True, False
+        self.work_s = 0.0
+        self.changed = Notifier()
+
+    async def probe_edge(self, edge: str, **_: object) -> EdgeProbe:
+        return EdgeProbe("shm", {})
+
+    async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
+        self._check()
+        description = stage_pb2.DescribeResponse()
+        description.CopyFrom(self.description)
+        return description
+
+    async def wait_while_serving(self) -> None:
+        incarnation = self.description.incarnation
+        while self.description.state == stage_pb2.REPLICA_STATE_READY:
+            self._check()
+            if self.description.incarnation != incarnation:
+                raise UnavailableError("connection reset")
+            await self.changed.wait()
+
+    async def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+        while True:
+            yield stage_pb2.WatchLoadResponse(work_s=self.work_s, running=1)
+            await self.changed.wait()
+
+    async def is_port_closed(self) -> bool:
+        return not self.listening
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def _check(self) -> None:
+        if not self.reachable:
+            raise UnavailableError("out of reach")
+
+    def vanish(self, *, listening: bool) -> None:
+        """Makes the process unreachable. It has died unless it is still `listening`."""
+        self.reachable, self.listening = False, listening
+        self.changed.fire()
+
+    def restart(self, incarnation: str) -> None:
+        """Starts another process at the address."""
+        self.reachable = self.listening = True
+        self.description.incarnation = incarnation
+        self.changed.fire()
+
+
+class _World:
+    """A fleet over simulated processes, at first one for each stage, and the source of its members."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.fleet = Fleet(pipeline, [self], connect=self._connect, clock=lambda: asyncio.get_running_loop().time())
+        self.stages: dict[str, _Stage] = {}
+        self.members = {stage: Member(stage, f"h:{stage}", f"{stage}-0") for stage in pipeline.stages}
+        self._pipeline = pipeline
+
+    async def follow(self, listener: MembershipListener) -> None:
+        for member in self.members.values():
+            listener.join(member)
+
+    def _connect(self, member: Member) -> ReplicaClient:
+        self.stages[member.endpoint] = _Stage(member, self._pipeline)
+        return cast("ReplicaClient", self.stages[member.endpoint])
+
+
+def _play(pipeline: Pipeline, scene: Callable[[_World], Awaitable[None]]) -> None:
+    async def play() -> None:
+        world = _World(pipeline)
+        async with world.fleet.watched():
+            await asyncio.sleep(0.1)
+            assert world.fleet.ready
+            await scene(world)
+        await asyncio.sleep(0)
+        assert all(stage.closed for stage in world.stages.values())
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    virtual_time.run(play())
+
+
+def test_a_replica_joins_and_leaves_while_it_runs(pipeline: Pipeline) -> None:
+    async def scene(world: _World) -> None:
+        before = len(asyncio.all_tasks())
+        late = Member("b", "h:late", "b-1")
+        for _ in range(3):
+            world.fleet.join(late)
+            await asyncio.sleep(0.1)
+            assert [replica.state for replica in world.fleet.replicas["b"]] == [ReplicaState.READY] * 2
+            assert len(world.fleet.edge_connectors.links_of(pipeline.edges[0])) == 2
+            world.fleet.leave(late, "it left")
+            await asyncio.sleep(0.1)
+            assert [replica.name for replica in world.fleet.replicas["b"]] == ["b-0"]
+            assert len(world.fleet.edge_connectors.links_of(pipeline.edges[0])) == 1
+            assert world.stages["h:late"].closed
+        assert len(asyncio.all_tasks()) == before
+
+    _play(pipeline, scene)
+
+
+def test_a_member_of_two_sources_leaves_with_the_last(pipeline: Pipeline) -> None:
+    async def scene(world: _World) -> None:
+        member = world.members["b"]
+        world.fleet.join(Member("b", member.endpoint))
+        assert len(world.fleet.replicas["b"]) == 1
+        world.fleet.leave(member, "one")
+        await asyncio.sleep(0.1)
+        assert world.fleet.ready
+        world.fleet.leave(member, "two")
+        await asyncio.sleep(0.1)
+        assert not world.fleet.ready
+
+    _play(pipeline, scene)
+
+
+def test_a_leaving_replica_is_closed_once_its_requests_have_ended(pipeline: Pipeline) -> None:
+    async def scene(world: _World) -> None:
+        plan = Planner(pipeline, world.fleet.registry).plan(pipeline.route(["last"]))
+        world.fleet.leave(world.members["b"], "it left")
+        await asyncio.sleep(60)
+        (replica,) = world.fleet.replicas["b"]
+        assert (replica.state, replica.end_cause) == (ReplicaState.DRAINING, None)
+        assert not world.stages["h:b"].closed
+        plan.release()
+        await asyncio.sleep(0.1)
+        assert world.stages["h:b"].closed
+        assert not world.fleet.replicas["b"]
+
+    _play(pipeline, scene)
+
+
+def test_a_restarted_process_is_another_replica(pipeline: Pipeline) -> None:
+    async def scene(world: _World) -> None:
+        plan = Planner(pipeline, world.fleet.registry).plan(pipeline.route(["last"]))
+        world.stages["h:b"].work_s = 9.0
+        world.stages["h:b"].changed.fire()
+        await asyncio.sleep(0.1)
+        (former,) = world.fleet.replicas["b"]
+        world.stages["h:b"].work_s = 0.0
+        world.stages["h:b"].restart("two")
+        await asyncio.sleep(1)
+        (now,) = world.fleet.replicas["b"]
+        assert former.end_cause is not None
+        assert former.end_cause.reason == "REPLICA_RESTARTED"
+        assert (now.name, now.incarnation, now.state) == ("b-0", "two", ReplicaState.READY)
+        assert (now.running, now.end_cause) == (0, None)
+        assert (former.load.work_s > 5, now.load.work_s) == (True, 0)
+        plan.release()
+        assert (former.running, now.running) == (0, 0)
+
+    _play(pipeline, scene)
+
+
+@pytest.mark.parametrize(("listening", "at_least_s", "at_most_s"), [(False, 0.0, 1.0), (True, 15.0, 20.0)])
+def test_a_dead_replica_ends_at_once_and_an_unreachable_one_after_a_while(
+    pipeline: Pipeline, listening: bool, at_least_s: float, at_most_s: float
+) -> None:
+    async def scene(world: _World) -> None:
+        loop = asyncio.get_running_loop()
+        (replica,) = world.fleet.replicas["b"]
+        gone: asyncio.Future[StagemeshError] = loop.create_future()
+        replica.on_end(gone.set_result)
+        began_s = loop.time()
+        world.stages["h:b"].vanish(listening=listening)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        assert replica.state is ReplicaState.UNREACHABLE
+        cause = await asyncio.wait_for(gone, 60)
+        assert cause.reason == "REPLICA_LOST"
+        assert at_least_s <= loop.time() - began_s <= at_most_s
+
+    _play(pipeline, scene)
+
+
+def test_a_replica_that_was_briefly_unreachable_is_the_same(pipeline: Pipeline) -> None:
+    async def scene(world: _World) -> None:
+        (before,) = world.fleet.replicas["b"]
+        world.stages["h:b"].vanish(listening=True)
+        await asyncio.sleep(5)
+        assert not world.fleet.ready
+        world.stages["h:b"].restart("one")
+        await asyncio.sleep(3)
+        assert world.fleet.replicas["b"] == (before,)
+        assert (before.state, before.end_cause) == (ReplicaState.READY, None)
+
+    _play(pipeline, scene)
+
+
+def test_an_engine_that_failed_ends_its_replica(pipeline: Pipeline) -> None:
+    async def scene(world: _World) -> None:
+        (replica,) = world.fleet.replicas["b"]
+        world.stages["h:b"].description.state = stage_pb2.REPLICA_STATE_FAILED
+        world.stages["h:b"].description.detail = "out of memory"
+        world.stages["h:b"].changed.fire()
+        await asyncio.sleep(5)
+        assert replica.end_cause is not None
+        assert "failed (out of memory)" in replica.end_cause.message
+        assert world.fleet.replicas["b"] == (replica,)
+
+    _play(pipeline, scene)
+
+
+@pytest.mark.parametrize("known_as", ["", "b-6"], ids=["by its address", "where another one was"])
+def test_a_replica_takes_the_name_that_it_reports(pipeline: Pipeline, known_as: str) -> None:
+    async def scene(world: _World) -> None:
+        world.fleet.join(Member("b", "10.0.0.1:7", known_as))
+        world.stages["10.0.0.1:7"].description.replica = "b-7"
+        await asyncio.sleep(0.1)
+        assert [replica.name for replica in world.fleet.replicas["b"]] == ["b-0", "b-7"]
+
+    _play(pipeline, scene)
+
+
+def test_a_second_replica_of_a_name_is_refused(pipeline: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(world: _World) -> None:
+        world.fleet.join(Member("b", "10.0.0.1:7"))
+        world.stages["10.0.0.1:7"].description.replica = "b-0"
+        await asyncio.sleep(0.1)
+        second = world.fleet.replicas["b"][1]
+        assert second.state is ReplicaState.FAILED
+        assert second.detail == "refused: the replica at h:b is also named b-0; rename one of them"
+        await asyncio.sleep(5)
+
+    _play(pipeline, scene)
+    assert [record.levelname for record in caplog.records if "is also named" in record.getMessage()] == ["WARNING"]

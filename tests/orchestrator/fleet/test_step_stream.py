@@ -1,0 +1,240 @@
+"""Steps of one replica share a stream. Tests what happens to them if it breaks."""
+
+import asyncio
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from stagemesh.common.errors import InternalError, InvalidRequestError, StagemeshError, UnavailableError
+from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST, GrpcReplicaClient
+from stagemesh.orchestrator.request.event_relay import follow_step
+from stagemesh.rpc.channels import MAX_MESSAGE_BYTES, open_channel
+from stagemesh.rpc.server import Server
+from stagemesh.services.stage.service import step_session
+from stagemesh.v1 import stage_pb2
+from tests.orchestrator.mesh import serve
+from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang, say_hello
+
+BOUND_S = 10
+
+
+@dataclass
+class Caller:
+    """A client of a scripted replica, and the events that its steps received."""
+
+    client: GrpcReplicaClient
+    stage: ScriptedStage
+    server: Server
+    received: dict[str, list[str | None]] = field(default_factory=dict[str, list[str | None]])
+
+    async def run(self, request_id: str, *, take: Callable[[Response], None] | None = None, text: str = "") -> None:
+        request = stage_pb2.ExecuteStepRequest(request_id=request_id, step_id=f"{request_id}/a/1", streamed=["text"])
+        request.input.text = text
+        kinds = self.received.setdefault(request_id, [])
+        take = take or (lambda event: kinds.append(event.WhichOneof("event")))
+        async with asyncio.timeout(BOUND_S):
+            await self.client.execute(request, timeout_s=BOUND_S, take=take)
+
+    async def fails(self, request_id: str, *, take: Callable[[Response], None] | None = None) -> StagemeshError:
+        with pytest.raises(StagemeshError) as caught:
+            await self.run(request_id, take=take)
+        return caught.value
+
+
+@asynccontextmanager
+async def _calling(script: Script = say_hello) -> AsyncGenerator[Caller]:
+    stage = ScriptedStage("a", script=script)
+    server, endpoint = await serve(stage)
+    channel = open_channel(endpoint)
+    client = GrpcReplicaClient(channel, stage="a", replica="a-0", endpoint=endpoint)
+    try:
+        yield Caller(client, stage, server)
+    finally:
+        await client.close()
+        await channel.close()
+        await server.stop(grace_s=0)
+
+
+async def _fail(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    del stage
+    yield ACCEPTED
+    if request.request_id == "bad":
+        raise InternalError("out of luck")
+    yield FINISHED
+
+
+async def test_steps_share_a_stream_and_each_gets_its_own_events() -> None:
+    async with _calling() as caller:
+        await asyncio.gather(*(caller.run(f"r{number}") for number in range(8)))
+    said = ["accepted", "progress", "output", "output", "finished"]
+    assert list(caller.received.values()) == [said] * 8
+    assert caller.stage.streams == 1
+
+
+async def test_a_step_that_fails_fails_alone() -> None:
+    async with _calling(_fail) as caller:
+        error, _ = await asyncio.gather(caller.fails("bad"), caller.run("good"))
+    assert (error.message, error.metadata["replica"]) == ("out of luck", "a-0")
+    assert caller.received["good"] == ["accepted", "finished"]
+
+
+async def test_cancelling_a_call_cancels_its_step_and_no_other() -> None:
+    async with _calling(hang) as caller:
+        leaving = asyncio.create_task(caller.run("leaves"))
+        staying = asyncio.create_task(caller.run("stays"))
+        await _until(lambda: caller.stage.running == 2)
+        leaving.cancel()
+        await _until(lambda: caller.stage.running == 1)
+        assert not staying.done()
+        staying.cancel()
+        await asyncio.gather(leaving, staying, return_exceptions=True)
+        await _until(lambda: caller.stage.running == 0)
+
+
+async def test_an_error_of_take_ends_the_step() -> None:
+    def refuse(event: Response) -> None:
+        raise UnavailableError(f"{event.WhichOneof('event')} is not wanted", reason="NOT_WANTED")
+
+    async with _calling(hang) as caller:
+        error = await caller.fails("r", take=refuse)
+        await _until(lambda: caller.stage.running == 0)
+    assert (error.message, error.reason) == ("accepted is not wanted", "NOT_WANTED")
+
+
+async def test_a_replica_that_terminates_loses_its_steps_and_is_called_over_a_new_stream() -> None:
+    async with _calling(hang) as caller:
+        running = [asyncio.create_task(caller.fails(name)) for name in ("one", "two")]
+        await _until(lambda: caller.stage.running == 2)
+        await caller.server.stop(grace_s=0)
+        lost = await asyncio.gather(*running)
+        unreachable = await caller.fails("three")
+    assert [error.reason for error in (*lost, unreachable)] == [REPLICA_LOST] * 3
+    assert all("went away while the request ran" in error.message for error in lost)
+    assert "cannot be reached" in unreachable.message
+
+
+async def test_a_stream_whose_end_is_announced_is_closed_and_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The replica must not end the stream first.
+    monkeypatch.setattr(step_session, "_READ_S", 60.0)
+    go_on = asyncio.Event()
+
+    async def wait(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        del stage, request
+        yield ACCEPTED
+        await go_on.wait()
+        yield FINISHED
+
+    async with _calling(wait) as caller:
+        running = [asyncio.create_task(caller.run(name)) for name in ("one", "two")]
+        await _until(lambda: caller.stage.running == 2)
+        caller.stage.closing.set()
+        go_on.set()
+        await asyncio.gather(*running)
+        await _until(lambda: not caller.stage.open_streams)
+        caller.stage.closing.clear()
+        await caller.run("three")
+    assert caller.received == {name: ["accepted", "finished"] for name in ("one", "two", "three")}
+    assert caller.stage.streams == 2
+
+
+async def test_closing_the_client_ends_its_steps() -> None:
+    async with _calling(hang) as caller:
+        running = asyncio.create_task(caller.fails("r"))
+        await _until(lambda: caller.stage.running == 1)
+        await caller.client.close()
+        assert "is no longer connected" in (await running).message
+
+
+async def test_a_request_larger_than_a_message_is_rejected_and_others_continue() -> None:
+    async with _calling(hang) as caller:
+        running = asyncio.create_task(caller.run("r"))
+        await _until(lambda: caller.stage.running == 1)
+        with pytest.raises(InvalidRequestError, match="give a smaller input"):
+            await caller.run("large", text="x" * MAX_MESSAGE_BYTES)
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_step_cancelled_before_it_was_sent_never_starts() -> None:
+    async with _calling(hang) as caller:
+        # Each message is larger than the send window: the last one waits for the others.
+        large = [asyncio.create_task(caller.run(f"large-{number}", text="x" * (7 << 20))) for number in range(3)]
+        small = asyncio.create_task(caller.run("small"))
+        await asyncio.sleep(0)
+        small.cancel()
+        await _until(lambda: caller.stage.running == len(large))
+        last = asyncio.create_task(caller.run("last"))
+        await _until(lambda: caller.stage.running == len(large) + 1)
+        assert "small" not in [request.request_id for request in caller.stage.requests]
+        for task in (*large, last):
+            task.cancel()
+        await asyncio.gather(*large, small, last, return_exceptions=True)
+
+
+class _Held:
+    """An object that a step refers to while it runs."""
+
+    def take(self, event: Response) -> None:
+        raise UnavailableError(f"{event.WhichOneof('event')} is not wanted")
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_step_that_an_error_of_take_ends_is_freed_at_once() -> None:
+    async with _calling(hang) as caller:
+        held = _Held()
+        gone = weakref.ref(held)
+        with pytest.raises(UnavailableError):
+            await caller.run("r", take=held.take)
+        del held
+        assert gone() is None
+
+
+async def _never_accept(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    del stage, request
+    await asyncio.Event().wait()
+    yield ACCEPTED
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_step_that_is_cancelled_before_it_was_accepted_is_freed_at_once() -> None:
+    async with _calling(_never_accept) as caller:
+        held = _Held()
+        gone = weakref.ref(held)
+        replica = cast("Replica", SimpleNamespace(client=caller.client, end_cause=None))
+        order = stage_pb2.ExecuteStepRequest(request_id="r", step_id="r/a/1").SerializeToString()
+        deadline_s = asyncio.get_running_loop().time() + BOUND_S
+        following = asyncio.create_task(follow_step(replica, order, stage="a", deadline_s=deadline_s, take=held.take))
+        await _until(lambda: caller.stage.running == 1)
+        following.cancel()
+        await asyncio.wait([following])
+        del held, following
+        assert gone() is None
+
+
+async def test_a_service_without_the_method_does_not_count_as_lost() -> None:
+    server = Server("127.0.0.1:0")
+    endpoint = f"127.0.0.1:{await server.start()}"
+    async with open_channel(endpoint) as channel:
+        client = GrpcReplicaClient(channel, stage="a", replica="a-0", endpoint=endpoint)
+        with pytest.raises(StagemeshError) as caught:
+            await client.execute(stage_pb2.ExecuteStepRequest(), timeout_s=BOUND_S, take=lambda _: None)
+        await client.close()
+    await server.stop(grace_s=0)
+    assert caught.value.reason != REPLICA_LOST
+    assert caught.value.metadata["replica"] == "a-0"
+    assert caught.value.message.startswith("replica a-0: ")
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(BOUND_S):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -1,0 +1,237 @@
+"""Replicas that register with an orchestrator, over real gRPC."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from stagemesh.common.errors import InvalidRequestError, NotReadyError
+from stagemesh.common.stage_config import StageConfig, dump_stage_config
+from stagemesh.orchestrator.config import OrchestratorConfig, Registration, ReplicaAddress
+from stagemesh.orchestrator.service import serving
+from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.rpc.channels import open_channel
+from stagemesh.rpc.handlers import answering
+from stagemesh.rpc.server import Server
+from stagemesh.services.stage.service.registration import registered
+from stagemesh.v1 import membership_pb2, membership_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
+from tests.orchestrator.mesh import CHAIN, ask, serve, texts, until_health
+from tests.orchestrator.scripted_stage import ScriptedStage
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "chain.yaml").write_text(CHAIN)
+    return tmp_path / "chain.yaml"
+
+
+@pytest.fixture
+def pipeline(path: Path) -> Pipeline:
+    return load_pipeline(str(path))
+
+
+@dataclass
+class _Orchestrator:
+    """Serves an orchestrator whose config lists no replica."""
+
+    endpoint: str
+    channel: grpc.aio.Channel
+
+    async def replicas(self, stage: str) -> list[str]:
+        """Returns the names of a stage's replicas."""
+        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self.channel)
+        described = await stub.DescribePipeline(orchestrator_pb2.DescribePipelineRequest(), timeout=10)
+        return [replica.name for each in described.stages if each.name == stage for replica in each.replicas]
+
+    async def until(self, stage: str, names: list[str]) -> None:
+        """Waits until the stage has exactly these replicas."""
+        async with asyncio.timeout(20):
+            while await self.replicas(stage) != names:
+                await asyncio.sleep(0.02)
+
+    async def answer(self) -> str:
+        """Returns the output of a request through all stages."""
+        stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self.channel)
+        return texts([event async for event in stub.Generate(ask(), timeout=20)], "last")
+
+
+@asynccontextmanager
+async def _orchestrator(path: Path, *, port: int = 0, open_to_all: bool = True) -> AsyncGenerator[_Orchestrator]:
+    pipeline = load_pipeline(str(path))
+    replicas = {} if open_to_all else {stage: (ReplicaAddress(f"{stage}-0", "h:1"),) for stage in pipeline.stages}
+    registration = Registration(lease_s=3600) if open_to_all else None
+    config = OrchestratorConfig(str(path), replicas, f"127.0.0.1:{port}", registration=registration, drain_s=0.1)
+    async with serving(config, pipeline) as bound, open_channel(f"127.0.0.1:{bound}") as channel:
+        yield _Orchestrator(f"127.0.0.1:{bound}", channel)
+
+
+@asynccontextmanager
+async def _registered(pipeline: Pipeline, stage: str, *orchestrators: str) -> AsyncGenerator[None]:
+    """Serves a scripted stage that registers as a stage process does."""
+    scripted = ScriptedStage(stage)
+    scripted.description.pipeline, scripted.description.generation = pipeline.name, pipeline.generation
+    server, endpoint = await serve(scripted)
+    config = replace(_config(pipeline, stage), orchestrators=orchestrators, listen=endpoint)
+    try:
+        async with registered(config, incarnation="one", port=0):
+            yield
+    finally:
+        await server.stop(grace_s=0)
+
+
+def _config(pipeline: Pipeline, stage: str) -> StageConfig:
+    return StageConfig(
+        pipeline=pipeline.name,
+        generation=pipeline.generation,
+        stage=stage,
+        replica=f"{stage}-0",
+        engine="fake",
+        function="relay",
+        listen="127.0.0.1:0",
+    )
+
+
+async def _until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    async with asyncio.timeout(20):
+        while not any(text in record.getMessage() for record in caplog.records):
+            await asyncio.sleep(0.02)
+
+
+async def test_stages_that_register_serve(path: Path, pipeline: Pipeline) -> None:
+    async with _orchestrator(path) as orchestrator, AsyncExitStack() as stages:
+        for stage in pipeline.stages:
+            await stages.enter_async_context(_registered(pipeline, stage, orchestrator.endpoint))
+        await until_health(orchestrator.channel, serving=True)
+        assert await orchestrator.answer() == "c done"
+        await stages.aclose()
+        await orchestrator.until("b", [])
+
+
+async def test_a_replica_registers_with_each_orchestrator(path: Path, pipeline: Pipeline) -> None:
+    async with (
+        _orchestrator(path) as one,
+        _orchestrator(path) as other,
+        _registered(pipeline, "b", one.endpoint, other.endpoint),
+    ):
+        await one.until("b", ["b-0"])
+        await other.until("b", ["b-0"])
+        assert (await one.replicas("b"), await other.replicas("b")) == (["b-0"], ["b-0"])
+
+
+async def test_a_replica_registers_again_after_its_orchestrator_restarted(
+    path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(AsyncExitStack())
+        orchestrator = await first.enter_async_context(_orchestrator(path))
+        await stack.enter_async_context(_registered(pipeline, "b", orchestrator.endpoint))
+        await orchestrator.until("b", ["b-0"])
+        await first.aclose()
+        # Registered replicas do not delay the orchestrator's end until its calls are aborted.
+        await _until_logged(caplog, "the orchestrator stops; register again")
+        port = int(orchestrator.endpoint.rpartition(":")[2])
+        again = await stack.enter_async_context(_orchestrator(path, port=port))
+        await again.until("b", ["b-0"])
+        assert await again.replicas("b") == ["b-0"]
+
+
+async def test_a_failed_stage_leaves_and_reports_its_error(path: Path, pipeline: Pipeline) -> None:
+    async with _orchestrator(path) as orchestrator:
+        with pytest.raises(NotReadyError, match="out of memory"):
+            async with _registered(pipeline, "b", orchestrator.endpoint):
+                await orchestrator.until("b", ["b-0"])
+                raise NotReadyError("the engine is out of memory")
+        await orchestrator.until("b", [])
+
+
+class _Silent(membership_pb2_grpc.MembershipServiceServicer):
+    """An orchestrator that tells the first `ended` registrations that their lease has ended, and never answers later
+    ones.
+    """
+
+    def __init__(self, *, ended: int = 0) -> None:
+        self._ended = ended
+        self.asked = asyncio.Event()
+
+    async def Register(
+        self,
+        request_iterator: AsyncIterator[membership_pb2.RegisterRequest],
+        context: "grpc.aio.ServicerContext[membership_pb2.RegisterRequest, membership_pb2.RegisterResponse]",
+    ) -> AsyncIterator[membership_pb2.RegisterResponse]:
+        async with answering(context):
+            await anext(request_iterator)
+            if self._ended:
+                self._ended -= 1
+                raise NotReadyError("the lease has ended; register again", reason="LEASE_ENDED")
+            self.asked.set()
+            await asyncio.Event().wait()
+            yield membership_pb2.RegisterResponse()
+
+
+@pytest.mark.parametrize("ended", [0, 1], ids=["never registered", "lease ended"])
+async def test_a_silent_orchestrator_does_not_delay_a_leaving_replica(pipeline: Pipeline, ended: int) -> None:
+    server, silent = Server("127.0.0.1:0"), _Silent(ended=ended)
+    membership_pb2_grpc.add_MembershipServiceServicer_to_server(silent, server.grpc)
+    config = replace(_config(pipeline, "b"), orchestrators=(f"127.0.0.1:{await server.start()}",))
+    try:
+        async with asyncio.timeout(8), registered(config, incarnation="one", port=7):
+            await silent.asked.wait()
+    finally:
+        await server.stop(grace_s=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "complaint"),
+    [("generation", "its generation is other, expected"), ("pipeline", "its pipeline is other, expected chain")],
+)
+async def test_a_stage_of_another_pipeline_logs_why_it_is_refused(
+    path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture, field: str, complaint: str
+) -> None:
+    async with _orchestrator(path) as orchestrator:
+        config = replace(_config(pipeline, "b"), orchestrators=(orchestrator.endpoint,))
+        config = replace(config, generation="other") if field == "generation" else replace(config, pipeline="other")
+        async with registered(config, incarnation="one", port=7):
+            await _until_logged(caplog, f"not registered with orchestrator {orchestrator.endpoint}: replica b-0")
+        assert await orchestrator.replicas("b") == []
+    (record,) = (each for each in caplog.records if "not registered" in each.getMessage())
+    assert (record.levelname, complaint in record.getMessage()) == ("ERROR", True)
+
+
+async def test_an_orchestrator_without_registration_rejects_replicas(
+    path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with _orchestrator(path, open_to_all=False) as orchestrator:
+        config = replace(_config(pipeline, "b"), orchestrators=(orchestrator.endpoint,))
+        async with registered(config, incarnation="one", port=7):
+            await _until_logged(caplog, "replicas cannot register with this")
+            assert await orchestrator.replicas("b") == ["b-0"], "it is the listed one alone"
+
+
+async def test_an_unreachable_address_is_not_advertised(pipeline: Pipeline) -> None:
+    config = replace(_config(pipeline, "b"), orchestrators=("h:1",), listen="0.0.0.0:0")
+    with pytest.raises(InvalidRequestError, match="set `advertise`"):
+        async with registered(config, incarnation="one", port=7):
+            pass
+
+
+async def test_a_stage_process_registers_and_leaves_at_sigterm(path: Path, pipeline: Pipeline, tmp_path: Path) -> None:
+    async with _orchestrator(path) as orchestrator:
+        config = replace(_config(pipeline, "b"), orchestrators=(orchestrator.endpoint,))
+        (tmp_path / "stage.json").write_bytes(dump_stage_config(config))
+        command = (sys.executable, "-m", "stagemesh.services.stage", "--config", str(tmp_path / "stage.json"))
+        process = await asyncio.create_subprocess_exec(*command)
+        try:
+            await orchestrator.until("b", ["b-0"])
+            process.send_signal(signal.SIGTERM)
+            await orchestrator.until("b", [])
+            async with asyncio.timeout(20):
+                assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()

@@ -1,0 +1,185 @@
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.orchestrator.config import ReplicaAddress
+from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
+from stagemesh.orchestrator.fleet.replica_client import ReplicaClient
+from stagemesh.orchestrator.fleet.replica_registry import ReplicaRegistry
+from stagemesh.orchestrator.planning.planner import Planner
+from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.v1 import stage_pb2
+from tests.orchestrator.mesh import CHAIN, mesh, until_health
+from tests.orchestrator.replicas import ready_replica
+from tests.rpc.health_calls import Request, Response, check
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Pipeline:
+    (tmp_path / "chain.yaml").write_text(CHAIN)
+    return load_pipeline(str(tmp_path / "chain.yaml"))
+
+
+def _book(pipeline: Pipeline, count: int) -> ReplicaRegistry:
+    registry = ReplicaRegistry()
+    for stage in pipeline.stages:
+        for number in range(count):
+            ready_replica(f"{stage}-{number}", pipeline, registry=registry)
+    return registry
+
+
+def test_requests_spread_over_the_replicas(pipeline: Pipeline) -> None:
+    planner = Planner(pipeline, _book(pipeline, 2))
+    chosen = [planner.plan(pipeline.route(["last"])).replicas["b"] for _ in range(4)]
+    assert sorted(chosen) == ["b-0", "b-0", "b-1", "b-1"]
+
+
+def test_a_released_plan_makes_its_replica_the_first_choice_again(pipeline: Pipeline) -> None:
+    registry = _book(pipeline, 2)
+    planner = Planner(pipeline, registry)
+    first = planner.plan(pipeline.route(["last"]))
+    planner.plan(pipeline.route(["last"]))
+    first.release()
+    first.release()
+    assert planner.plan(pipeline.route(["last"])).replicas["b"] == first.replicas["b"]
+    assert [replica.running for replica in registry.of("b")] == [1, 1]
+
+
+def test_only_ready_replicas_are_chosen(pipeline: Pipeline) -> None:
+    registry = _book(pipeline, 2)
+    registry.of("b")[0].observe(ReplicaState.DRAINING, "")
+    assert {Planner(pipeline, registry).plan(pipeline.route(["last"])).replicas["b"] for _ in range(20)} == {"b-1"}
+
+
+def test_a_leaving_replica_gets_no_requests_even_if_it_reports_ready(pipeline: Pipeline) -> None:
+    registry = _book(pipeline, 2)
+    leaving = registry.of("b")[0]
+    leaving.leave("it left")
+    leaving.observe(ReplicaState.READY, "")
+    assert {Planner(pipeline, registry).plan(pipeline.route(["last"])).replicas["b"] for _ in range(20)} == {"b-1"}
+    assert (leaving.state, leaving.detail) == (ReplicaState.DRAINING, "it left")
+
+
+def test_the_error_names_a_stage_without_a_ready_replica_and_their_states(pipeline: Pipeline) -> None:
+    registry = _book(pipeline, 2)
+    registry.of("b")[0].observe(ReplicaState.LOADING, "reading weights")
+    registry.of("b")[1].observe(ReplicaState.UNREACHABLE, "")
+    with pytest.raises(UnavailableError, match=r"stage 'b' is ready: b-0 loading \(reading weights\), b-1 unreachable"):
+        Planner(pipeline, registry).plan(pipeline.route(["last"]))
+    assert registry.of("a")[0].running == 0
+
+
+def test_an_error_names_a_few_of_many_replicas(pipeline: Pipeline) -> None:
+    registry = _book(pipeline, 100)
+    for replica in registry.of("b"):
+        replica.observe(ReplicaState.LOADING, "")
+    with pytest.raises(UnavailableError, match="and 92 more") as caught:
+        Planner(pipeline, registry).plan(pipeline.route(["last"]))
+    assert len(caught.value.message) < 400
+
+
+def test_a_stage_that_is_not_needed_need_not_be_ready(pipeline: Pipeline) -> None:
+    registry = _book(pipeline, 1)
+    registry.of("c")[0].observe(ReplicaState.FAILED, "")
+    assert set(Planner(pipeline, registry).plan(pipeline.route(["first"])).replicas) == {"a"}
+
+
+def test_a_plan_uses_one_generation(pipeline: Pipeline) -> None:
+    registry = ReplicaRegistry()
+    for stage in pipeline.stages:
+        for generation in ("old", "new"):
+            ready_replica(f"{stage}-{generation}", pipeline, registry=registry, generation=generation)
+    planner = Planner(pipeline, registry)
+    plans = [planner.plan(pipeline.route(["last"])) for _ in range(50)]
+    assert {frozenset(plan.replicas.values()) for plan in plans} == {
+        frozenset({"a-old", "b-old", "c-old"}),
+        frozenset({"a-new", "b-new", "c-new"}),
+    }
+
+
+def test_a_generation_gets_requests_once_all_its_stages_are_ready(pipeline: Pipeline) -> None:
+    registry = _book(pipeline, 1)
+    ready_replica("a-new", pipeline, registry=registry, generation="new")
+    planner = Planner(pipeline, registry)
+    assert {planner.plan(pipeline.route(["last"])).replicas["a"] for _ in range(20)} == {"a-0"}
+    registry.of("b")[0].observe(ReplicaState.DRAINING, "")
+    ready_replica("b-new", pipeline, registry=registry, generation="new")
+    with pytest.raises(UnavailableError, match="no generation has one of every stage"):
+        planner.plan(pipeline.route(["last"]))
+
+
+def test_another_replica_of_the_generation_is_chosen_again(pipeline: Pipeline) -> None:
+    registry = _book(pipeline, 2)
+    ready_replica("b-new", pipeline, registry=registry, generation="new")
+    planner = Planner(pipeline, registry)
+    plan = planner.plan(pipeline.route(["last"]))
+    lost = plan.steps[1].replica
+    again = planner.choose_again("b", plan, avoid=[lost])
+    assert again in set(registry.of("b")[:2]) - {lost}
+    with pytest.raises(UnavailableError, match="no replica of stage 'b'"):
+        planner.choose_again("b", plan, avoid=[lost, again])
+
+
+def test_the_end_of_a_replica_is_reported_to_its_callbacks(pipeline: Pipeline) -> None:
+    replica = ready_replica("a-0", pipeline)
+    received: list[StagemeshError] = []
+    replica.on_end(received.append)
+    take_back = replica.on_end(lambda _: pytest.fail("it was taken back"))
+    take_back()
+    for cause in ("died", "died again"):
+        replica.end(UnavailableError(cause))
+    replica.on_end(received.append)
+    assert [error.message for error in received] == ["died", "died"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("generation", "other"), ("pipeline", "other"), ("wire_version", 2), ("stage", "other")]
+)
+def test_a_replica_of_another_pipeline_is_refused(pipeline: Pipeline, field: str, value: str | int) -> None:
+    description = stage_pb2.DescribeResponse(
+        pipeline="chain",
+        generation=pipeline.generation,
+        stage="a",
+        wire_version=1,
+        state=stage_pb2.REPLICA_STATE_READY,
+    )
+    setattr(description, field, value)
+    replica = Replica("a", ReplicaAddress("a-0", "h:1"), cast("ReplicaClient", None), on_change=lambda: None)
+    replica.observe_description(description, pipeline)
+    assert replica.state is ReplicaState.FAILED
+    assert replica.detail.startswith(f"refused: its {field.replace('_', ' ')} is {value}, expected")
+
+
+async def test_the_orchestrator_serves_once_every_stage_is_ready(tmp_path: Path) -> None:
+    async with mesh(tmp_path, ready=False) as chain:
+        live = await check(chain.channel)(Request(service="liveness"))
+        await until_health(chain.channel, serving=True)
+        whole = await check(chain.channel)(Request(service="stagemesh.v1.OrchestratorService"))
+    assert (live.status, whole.status) == (Response.SERVING, Response.SERVING)
+
+
+async def test_a_replica_that_stops_serving_is_shown_as_loading(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        chain.stages["b"].description.state = stage_pb2.REPLICA_STATE_LOADING
+        chain.stages["b"].description.detail = "reading weights"
+        chain.servers["b"].set_health("", serving=False)
+        await until_health(chain.channel, serving=False)
+        replica = (await chain.describe()).stages[1].replicas[0]
+    assert (replica.name, replica.state, replica.detail) == (
+        "b-0",
+        stage_pb2.REPLICA_STATE_LOADING,
+        "reading weights",
+    )
+
+
+async def test_the_pipeline_is_described_as_it_is_now(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        described = await chain.describe()
+    assert [stage.name for stage in described.stages] == ["a", "b", "c"]
+    assert [(edge.name, edge.from_stage, edge.to_stage) for edge in described.edges] == [
+        ("a->b", "a", "b"),
+        ("b->c", "b", "c"),
+    ]
+    assert {output.name: output.kind for output in described.outputs} == {"first": "text", "last": "text"}

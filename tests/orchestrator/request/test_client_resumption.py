@@ -1,0 +1,62 @@
+"""The client's position and the orchestrator's resumption together: no output is lost or repeated."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagemesh.client import AudioChunk, Event, Image, RetryPolicy, TensorOutput, Text, Tokens
+from stagemesh.client.position import ClientPosition
+from stagemesh.common.tensors import inline_tensor
+from stagemesh.orchestrator.request.record import Resumption
+from stagemesh.v1.orchestrator_pb2 import GenerateRequest, GenerateResponse
+from stagemesh.v1.request_pb2 import Audio, Output, TokenIds
+from stagemesh.v1.request_pb2 import Image as Picture
+
+TEXT = "Zoë sagt: 🙂 e\u0301!"
+TOKENS = tuple(range(17))
+SAMPLES = np.linspace(-1, 1, 23, dtype=np.float32)
+ROWS = np.arange(26, dtype=np.int16).reshape(13, 2)
+PICTURES = tuple(bytes([number]) for number in range(3))
+
+
+def _cut(draw: st.DrawFn, length: int) -> list[slice]:
+    """Cuts `length` units into pieces at random. Pieces may be empty."""
+    cuts = sorted(draw(st.lists(st.integers(0, length), max_size=5)))
+    return [slice(start, end) for start, end in zip([0, *cuts], [*cuts, length], strict=True)]
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> list[Output]:
+    """All outputs of a request, cut and interleaved at random as each orchestrator may do."""
+    pieces = {
+        "text": [Output(name="text", text=TEXT[piece]) for piece in _cut(draw, len(TEXT))],
+        "codes": [Output(name="codes", token_ids=TokenIds(ids=TOKENS[piece])) for piece in _cut(draw, len(TOKENS))],
+        "sound": [
+            Output(name="sound", audio=Audio(samples=inline_tensor("s", SAMPLES[piece]), sample_rate_hz=8000))
+            for piece in _cut(draw, len(SAMPLES))
+        ],
+        "rows": [Output(name="rows", tensor=inline_tensor("r", ROWS[piece])) for piece in _cut(draw, len(ROWS))],
+        "picture": [Output(name="picture", image=Picture(data=data)) for data in PICTURES],
+    }
+    names = draw(st.permutations([name for name, made in pieces.items() for _ in made]))
+    return [pieces[name].pop(0) for name in names]
+
+
+@given(rounds=st.lists(st.tuples(lives(), st.integers(0, 30)), max_size=5), last=lives())
+def test_a_caller_gets_every_output_once_however_often_its_call_breaks(
+    rounds: list[tuple[list[Output], int]], last: list[Output]
+) -> None:
+    delivery, received = ClientPosition(GenerateRequest(), RetryPolicy()), list[Event]()
+    for outputs, lost_after in [*rounds, (last, len(last))]:
+        resumption = Resumption(next_seqs={}, next_positions=delivery.request().next_positions)
+        rests = [rest for output in outputs if (rest := resumption.remainder(output)) is not None]
+        events = [delivery.take(GenerateResponse(output=rest)) for rest in rests[:lost_after]]
+        received += [event for event in events if event is not None]
+        delivery.note_lost()
+    assert "".join(event.delta for event in received if isinstance(event, Text)) == TEXT
+    assert [number for event in received if isinstance(event, Tokens) for number in event.ids] == list(TOKENS)
+    assert [event.data for event in received if isinstance(event, Image)] == list(PICTURES)
+    sounds = [event.samples for event in received if isinstance(event, AudioChunk)]
+    np.testing.assert_array_equal(np.concatenate(sounds), SAMPLES)
+    rows = [event.tensor for event in received if isinstance(event, TensorOutput)]
+    np.testing.assert_array_equal(np.concatenate(rows), ROWS)

@@ -1,0 +1,185 @@
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+
+from stagemesh.common.errors import (
+    CancelledRequestError,
+    DeadlineError,
+    InternalError,
+    StagemeshError,
+    UnavailableError,
+)
+from stagemesh.v1 import request_pb2, stage_pb2
+from tests.orchestrator.mesh import ask, mesh, until_health
+from tests.orchestrator.scripted_stage import ACCEPTED, FINISHED, Response, Script, ScriptedStage, hang
+
+
+def _failing(error: StagemeshError) -> Script:
+    async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        yield ACCEPTED
+        await stage.until_fed(request)
+        raise error
+
+    return script
+
+
+async def test_the_stage_that_failed_is_named_and_all_others_stop(tmp_path: Path) -> None:
+    scripts = {"a": hang, "b": _failing(InternalError("out of luck")), "c": hang}
+    async with mesh(tmp_path, scripts=scripts) as chain:
+        error = await chain.failure(request_id="r1")
+        await chain.until_idle()
+        assert [len(stage.cancels) for stage in chain.stages.values()] == [1, 0, 1]
+    assert (error.message, error.metadata["stage"]) == ("out of luck", "b")
+
+
+async def test_a_stage_that_echoes_an_abort_is_not_blamed(tmp_path: Path) -> None:
+    echo = _failing(UnavailableError("lost the producer", metadata={"edge": "b->c"}))
+    scripts = {"a": hang, "b": _slow_failure, "c": echo}
+    async with mesh(tmp_path, scripts=scripts) as chain:
+        error = await chain.failure()
+    assert (error.message, error.metadata["stage"]) == ("the real cause", "b")
+
+
+async def test_a_stage_that_lost_its_peer_does_not_count_as_lost(tmp_path: Path) -> None:
+    relayed = UnavailableError("replica b-0 cannot be reached", metadata={"peer": "replica b-0 at somewhere"})
+    scripts = {"a": _failing(relayed), "b": _slow_failure, "c": hang}
+    async with mesh(tmp_path, scripts=scripts) as chain:
+        error = await chain.failure()
+    assert (error.message, error.metadata["stage"]) == ("the real cause", "b")
+
+
+async def _slow_failure(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    del stage, request
+    yield ACCEPTED
+    await asyncio.sleep(0.1)  # The echo must arrive first.
+    raise InternalError("the real cause")
+
+
+def _saying(*seqs: int, then: Sequence[Response] = ()) -> Script:
+    async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+        del stage
+        yield ACCEPTED
+        for seq in seqs:
+            yield Response(output=request_pb2.Output(name=request.streamed[0], text="x", seq=seq))
+        for response in then:
+            yield response
+        await asyncio.Event().wait()
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("seqs", "said"),
+    [
+        ((1,), "sent piece 1 of output 'text' where 0 was due"),
+        ((0, 1, 3), "sent piece 3 of output 'text' where 2 was due"),
+        ((0, 1, 2, 1), "sent piece 1 of output 'text' where 3 was due"),
+    ],
+)
+async def test_a_stage_whose_outputs_are_out_of_order_fails_the_request(
+    tmp_path: Path, seqs: tuple[int, ...], said: str
+) -> None:
+    async with mesh(tmp_path, scripts={"a": _saying(*seqs), "b": hang, "c": hang}) as chain:
+        error = await chain.failure()
+        await chain.until_idle()
+    assert said in error.message
+    assert (error.reason, error.metadata["stage"]) == ("OUTPUT_OUT_OF_ORDER", "a")
+
+
+async def test_an_output_after_the_end_of_its_stage_fails_the_request(tmp_path: Path) -> None:
+    late = Response(output=request_pb2.Output(name="text", text="late", seq=1))
+    scripts = {"a": _saying(0, then=(FINISHED, late)), "b": hang, "c": hang}
+    async with mesh(tmp_path, scripts=scripts) as chain:
+        error = await chain.failure()
+        await chain.until_idle()
+    assert "stage 'a' sent piece 1 of output 'text' after it had finished" in error.message
+    assert error.reason == "OUTPUT_OUT_OF_ORDER"
+
+
+async def test_a_request_waits_for_a_lost_stage_until_its_deadline(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}, max_request_s=3.0) as chain:
+        call = chain.stub.Generate(ask())
+        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
+        await chain.servers["b"].grpc.stop(0)
+        with pytest.raises(grpc.aio.AioRpcError, match="stage 'b' waits for a replica") as error:
+            async for _ in call:
+                pass
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await chain.until_idle()
+
+
+async def test_the_error_for_a_lost_stage_names_its_replicas_state(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        await chain.servers["b"].stop(grace_s=0)
+        await until_health(chain.channel, serving=False)
+        error = await chain.failure()
+    assert isinstance(error, UnavailableError)
+    assert "no replica of stage 'b' is ready: b-0 unreachable" in error.message
+    assert error.retry_after_s == 1.0
+
+
+async def test_a_client_that_disconnects_leaves_nothing_running(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain:
+        call = chain.stub.Generate(ask())
+        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
+        call.cancel()
+        async with asyncio.timeout(1):
+            await chain.until_idle()
+        assert [len(stage.cancels) for stage in chain.stages.values()] == [1, 1, 1]
+
+
+async def test_cancel_returns_once_every_stage_has_released_the_request(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain, asyncio.TaskGroup() as group:
+        failure = group.create_task(chain.failure(request_id="r1"))
+        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
+        await chain.cancel("r1")
+        assert [len(stage.cancels) for stage in chain.stages.values()] == [1, 1, 1]
+        assert isinstance(await failure, CancelledRequestError)
+        await chain.until_idle()
+
+
+async def test_cancelling_an_unknown_request_is_an_error(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        with pytest.raises(grpc.aio.AioRpcError, match="no request 'nobody' here"):
+            await chain.cancel("nobody")
+
+
+async def test_the_deadline_error_names_the_stages_at_work(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"b": hang}, max_request_s=0.3) as chain:
+        error = await chain.failure()
+        await chain.until_idle()
+    assert isinstance(error, DeadlineError)
+
+
+async def test_a_stream_that_ends_before_its_step_is_an_error(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"c": _accept_only}) as chain:
+        error = await chain.failure()
+    assert "stage 'c' ended its stream before it finished" in error.message
+
+
+async def _accept_only(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
+    del stage, request
+    yield ACCEPTED
+
+
+async def test_an_unrequested_cancellation_ends_the_request(tmp_path: Path) -> None:
+    scripts = {"a": hang, "b": _failing(CancelledRequestError("someone called CancelStep")), "c": hang}
+    async with mesh(tmp_path, scripts=scripts) as chain:
+        error = await chain.failure()
+        await chain.until_idle()
+    assert isinstance(error, CancelledRequestError)
+    assert error.metadata["stage"] == "b"
+
+
+async def test_stopping_the_orchestrator_ends_its_requests(tmp_path: Path) -> None:
+    async with mesh(tmp_path, scripts={"a": hang, "b": hang, "c": hang}) as chain:
+        call = chain.stub.Generate(ask())
+        await asyncio.gather(*(stage.started.wait() for stage in chain.stages.values()))
+        await chain.stop()
+        with pytest.raises(grpc.aio.AioRpcError, match="the orchestrator stopped"):
+            async for _ in call:
+                pass
+        await chain.until_idle()

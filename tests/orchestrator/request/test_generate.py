@@ -1,0 +1,131 @@
+from pathlib import Path
+
+from stagemesh.v1 import chunk_pb2, request_pb2
+from tests.orchestrator.mesh import DIAMOND, ask, mesh, texts
+
+
+async def test_outputs_of_all_stages_arrive_in_one_stream(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        events = await chain.generate()
+    assert texts(events, "first") == "a done"
+    assert texts(events, "last") == "c done"
+
+
+async def test_admission_comes_first_and_the_end_last(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        events = await chain.generate(request_id="r1")
+    assert events[0].admitted.request_id == "r1"
+    assert events[0].admitted.replicas == {"a": "a-0", "b": "b-0", "c": "c-0"}
+    assert set(events[-1].finished.stages) == {"a", "b", "c"}
+    assert events[-1].finished.timings.finished_s >= events[-1].finished.timings.first_output_s
+
+
+async def test_outputs_are_numbered_from_zero_by_name(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        events = await chain.generate()
+    seqs = [event.output.seq for event in events if event.output.name == "last"]
+    assert seqs == [0, 1]
+
+
+async def test_progress_names_its_stage(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        events = await chain.generate()
+    assert {event.progress.stage for event in events if event.HasField("progress")} == {"a", "b", "c"}
+
+
+async def test_stages_that_no_output_needs_do_not_run(tmp_path: Path) -> None:
+    async with mesh(tmp_path, DIAMOND) as diamond:
+        events = await diamond.generate(outputs=["side"])
+        assert texts(events, "side") == "left done"
+        assert [bool(diamond.stages[name].requests) for name in ("top", "left", "right", "join")] == [
+            True,
+            True,
+            False,
+            False,
+        ]
+        assert [binding.consumer for binding in diamond.stages["top"].requests[0].outputs] == ["left-0"]
+
+
+async def test_all_edges_of_a_diamond_are_bound(tmp_path: Path) -> None:
+    async with mesh(tmp_path, DIAMOND) as diamond:
+        await diamond.generate(outputs=["end"])
+        top, join = (diamond.stages[name].requests[0] for name in ("top", "join"))
+    assert [binding.connector for binding in top.outputs] == [chunk_pb2.CONNECTOR_AUTO, chunk_pb2.CONNECTOR_GRPC]
+    assert [(binding.edge, binding.producer) for binding in join.inputs] == [
+        ("left->join", "left-0"),
+        ("right->join", "right-0"),
+    ]
+
+
+CONDITIONAL = """
+pipeline: conditional
+options: {side: {default: 0, minimum: 0, maximum: 1}}
+stages:
+  top: {engine: fake, function: source}
+  text: {engine: fake, function: relay, when: {option: side, is: 1}}
+  frames: {engine: fake, function: frames}
+  join: {engine: fake, function: mix, join: [frames]}
+edges:
+  - {from: top, to: text}
+  - {from: top, to: frames}
+  - {from: text, to: join}
+  - {from: frames, to: join}
+outputs: {end: join}
+"""
+
+
+async def test_a_stage_is_told_which_tensors_are_absent(tmp_path: Path) -> None:
+    async with mesh(tmp_path, CONDITIONAL) as conditional:
+        events = await conditional.generate()
+        assert not conditional.stages["text"].requests
+        (asked,) = conditional.stages["join"].requests
+    assert set(events[0].admitted.replicas) == {"top", "frames", "join"}
+    assert list(asked.absent) == ["text"]
+    assert [(binding.edge, binding.apart) for binding in asked.inputs] == [("frames->join", False)]
+
+
+async def test_an_option_of_the_pipeline_reaches_no_stage(tmp_path: Path) -> None:
+    async with mesh(tmp_path, CONDITIONAL) as conditional:
+        await conditional.generate(parameters=request_pb2.Parameters(options={"side": 1.0}))
+        (asked,) = conditional.stages["join"].requests
+        error = await conditional.failure(parameters=request_pb2.Parameters(options={"side": 2.0}))
+    assert not asked.parameters.options
+    assert not asked.absent
+    assert {binding.edge: binding.apart for binding in asked.inputs} == {"text->join": True, "frames->join": False}
+    assert "option 'side' is 2.0; it must be from 0.0 to 1.0" in error.message
+
+
+async def test_chunk_policies_reach_the_producers(tmp_path: Path) -> None:
+    async with mesh(tmp_path, DIAMOND) as diamond:
+        await diamond.generate()
+        left, right = (diamond.stages[name].requests[0].outputs[0].policy for name in ("left", "right"))
+    assert left.WhichOneof("cut") == "whole"
+    assert (right.frames.frames, right.frames.initial_frames) == (5, 2)
+
+
+async def test_only_the_first_stages_get_the_prompt(tmp_path: Path) -> None:
+    async with mesh(tmp_path, DIAMOND) as diamond:
+        await diamond.generate()
+        with_input = {name for name, stage in diamond.stages.items() if stage.requests[0].HasField("input")}
+    assert with_input == {"top"}
+
+
+async def test_a_random_seed_is_reported_and_sent_to_every_stage(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        events = await chain.generate()
+        seeds = {stage.requests[0].parameters.seed for stage in chain.stages.values()}
+    assert seeds == {events[0].admitted.seed}
+
+
+async def test_a_given_seed_is_kept(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        events = await chain.generate(parameters=request_pb2.Parameters(seed=0))
+    assert events[0].admitted.seed == 0
+
+
+async def test_every_stage_gets_the_clients_deadline(tmp_path: Path) -> None:
+    async with mesh(tmp_path) as chain:
+        call = chain.stub.Generate(ask(), timeout=7)
+        async for _ in call:
+            pass
+        assert [round(stage.time_left_s) for stage in chain.stages.values()] == [7, 7, 7]

@@ -1,0 +1,129 @@
+"""The memory that a request which has ended still holds."""
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from stagemesh.common.errors import CancelledRequestError, InternalError, StagemeshError, UnavailableError
+from stagemesh.orchestrator.admission import Admission, AdmissionRequest
+from stagemesh.orchestrator.fleet.replica import Replica
+from stagemesh.orchestrator.fleet.step_stream import TakeEvent
+from stagemesh.orchestrator.planning.failover import Failover
+from stagemesh.orchestrator.planning.planner import Plan, PlannedStep, Planner
+from stagemesh.orchestrator.request.lifecycle import RequestLifecycle
+from stagemesh.orchestrator.request.record import RequestRecord
+from stagemesh.orchestrator.request.run import RequestRun
+from stagemesh.orchestrator.request.validation import ValidRequest
+from stagemesh.orchestrator.spec import Limits, load_pipeline
+from stagemesh.orchestrator.spec.model import Route
+from stagemesh.v1 import request_pb2, stage_pb2
+from tests.orchestrator.mesh import CHAIN
+
+LIMITS = Limits(max_in_flight=1, max_in_flight_bytes=1 << 30, max_queued=1, max_queued_bytes=1 << 30)
+FAILOVER = Failover(cast("Planner", None))
+"""In these tests no stage is placed again."""
+
+
+def _request() -> ValidRequest:
+    return ValidRequest("r", request_pb2.Input(), request_pb2.Parameters(), ())
+
+
+def _life() -> RequestLifecycle:
+    return _life_of(Admission(LIMITS), "r")
+
+
+def _life_of(admission: Admission, request_id: str) -> RequestLifecycle:
+    return RequestLifecycle(RequestRecord(), admission=admission, claim=AdmissionRequest(request_id), failover=FAILOVER)
+
+
+def _nothing_to_do() -> Plan:
+    return Plan((), Route((), (), {}))
+
+
+def _no_replica() -> Plan:
+    raise UnavailableError("no replica")
+
+
+async def _run(life: RequestLifecycle, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
+    return await life.run(request, plan, lambda record: record.size_bytes)
+
+
+@pytest.mark.parametrize("plan", [_nothing_to_do, _no_replica])
+async def test_an_ended_request_is_kept_without_its_input(plan: Callable[[], Plan], no_collector: None) -> None:
+    life, request = _life(), _request()
+    given = weakref.ref(request)
+    error = await _run(life, request, plan)
+    del request
+    assert given() is None
+    assert life.has_run == (error is None)
+
+
+@pytest.mark.parametrize("plan", [_nothing_to_do, _no_replica])
+async def test_an_ended_request_without_references_is_freed_at_once(
+    plan: Callable[[], Plan], no_collector: None
+) -> None:
+    life = _life()
+    await _run(life, _request(), plan)
+    life.stop(CancelledRequestError("too late"))
+    ended = weakref.ref(life)
+    del life
+    assert ended() is None
+
+
+async def test_a_request_stopped_in_the_queue_is_freed_at_once(no_collector: None) -> None:
+    admission = Admission(LIMITS)
+    lives = [_life_of(admission, name) for name in "ab"]
+    waiting = lives.pop()
+    waiting.stop(CancelledRequestError("by somebody"))
+    error = await _run(waiting, _request(), _nothing_to_do)
+    ended = weakref.ref(waiting)
+    del waiting
+    assert (str(error), ended()) == ("by somebody", None)
+
+
+@pytest.mark.parametrize("admitted", [True, False])
+async def test_a_cancelled_task_releases_its_admission(admitted: bool) -> None:
+    admission = Admission(LIMITS)
+    first, second = (_life_of(admission, name) for name in "ab")
+    task = asyncio.ensure_future(_run(second, _request(), _nothing_to_do))
+    await asyncio.sleep(0)
+    if admitted:
+        await _run(first, _request(), _nothing_to_do)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    if not admitted:
+        await _run(first, _request(), _nothing_to_do)
+    assert (admission.in_flight, admission.queued) == (0, 0)
+
+
+class _FailingClient:
+    async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
+        del timeout_s, take
+        raise InternalError(f"{request.request_id} does not work")
+
+
+async def test_a_failed_run_without_references_is_freed_at_once(tmp_path: Path, no_collector: None) -> None:
+    (tmp_path / "chain.yaml").write_text(CHAIN)
+    stage = load_pipeline(str(tmp_path / "chain.yaml")).stages["a"]
+    replica = SimpleNamespace(
+        name="a-0",
+        stage="a",
+        endpoint="nowhere",
+        end_cause=None,
+        on_end=lambda _: lambda: None,
+        client=_FailingClient(),
+    )
+    step = PlannedStep(stage, cast("Replica", replica), (), (), {}, lambda: None)
+    run = RequestRun(
+        _request(), Plan((step,), Route((stage,), (), {})), RequestRecord(), failover=FAILOVER, timeout_s=10
+    )
+    error = await run.run()
+    ended = weakref.ref(run)
+    del run
+    assert (str(error), ended()) == ("r does not work", None)

@@ -1,0 +1,69 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagemesh.common.errors import InvalidChunkError
+from stagemesh.common.output_position import after, length_of
+from stagemesh.common.tensors import inline_tensor, read_inline
+from stagemesh.v1.request_pb2 import Audio, Image, Output, TokenIds, TokenLogprobs
+
+
+def _sound(samples: int, *, channels: int = 0) -> Output:
+    shape = (samples, channels) if channels else (samples,)
+    tensor = inline_tensor("samples", np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
+    return Output(name="audio", seq=4, audio=Audio(samples=tensor, sample_rate_hz=24000))
+
+
+@given(text=st.text(max_size=20), position=st.integers(0, 25))
+def test_text_is_cut_between_code_points(text: str, position: int) -> None:
+    rest = after(Output(name="text", seq=7, text=text), position)
+    assert (rest.text if rest is not None else "") == text[position:]
+    assert rest is None or (rest.name, rest.seq) == ("text", 7)
+
+
+def test_tokens_keep_their_logprobs() -> None:
+    logprobs = [TokenLogprobs(logprob=-each) for each in (1, 2, 3)]
+    rest = after(Output(token_ids=TokenIds(ids=[5, 6, 7]), logprobs=logprobs), 1)
+    assert rest is not None
+    assert list(rest.token_ids.ids) == [6, 7]
+    assert [each.logprob for each in rest.logprobs] == [-2, -3]
+
+
+@pytest.mark.parametrize("channels", [0, 2])
+def test_audio_is_cut_between_samples(channels: int) -> None:
+    whole = _sound(5, channels=channels)
+    rest = after(whole, 2)
+    assert rest is not None
+    np.testing.assert_array_equal(read_inline(rest.audio.samples), read_inline(whole.audio.samples)[2:])
+    assert (rest.audio.sample_rate_hz, rest.seq, length_of(rest), length_of(whole)) == (24000, 4, 3, 5)
+
+
+def test_a_tensor_is_cut_between_rows() -> None:
+    tensor = np.arange(24, dtype=np.int16).reshape(4, 3, 2)
+    rest = after(Output(tensor=inline_tensor("codes", tensor)), 3)
+    assert rest is not None
+    np.testing.assert_array_equal(read_inline(rest.tensor), tensor[3:])
+    assert rest.tensor.name == "codes"
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [Output(image=Image(data=b"png")), Output(tensor=inline_tensor("loss", np.ones((), np.float32)))],
+    ids=["image", "tensor without axes"],
+)
+def test_an_image_or_scalar_is_one_unit(whole: Output) -> None:
+    assert (length_of(whole), after(whole, 0), after(whole, 1)) == (1, whole, None)
+
+
+def test_nothing_remains_of_a_received_piece() -> None:
+    assert after(_sound(5), 5) is None
+    assert after(Output(text=""), 1) is None
+    assert after(Output(), 1) is None
+
+
+def test_a_tensor_with_a_wrong_size_is_not_cut() -> None:
+    whole = _sound(5)
+    whole.audio.samples.shape[:] = [6]
+    with pytest.raises(InvalidChunkError, match="24 bytes"):
+        after(whole, 1)

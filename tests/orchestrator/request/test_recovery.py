@@ -1,0 +1,320 @@
+"""The consequences of a loss: single cases, and a model of flowing rows in which stages are lost at random."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stagemesh.orchestrator.request.recovery import (
+    Action,
+    AttemptState,
+    Flow,
+    Graph,
+    Phase,
+    Place,
+    RebindInputs,
+    RebindOutputs,
+    Restart,
+    Start,
+    attempt_of,
+    is_checkpoint_useful,
+    is_open,
+    next_actions,
+    plan_restarts,
+)
+
+_A_B, _B_C = Flow("a->b", "a", "b"), Flow("b->c", "b", "c")
+_CHAIN = Graph(("a", "b", "c"), (_A_B, _B_C), output_stages=frozenset({"a", "c"}))
+_BOUND = {"a->b": 1, "b->c": 1}
+
+
+def _running(**changes: AttemptState) -> dict[str, AttemptState]:
+    bound = {"a": {"a->b": 1}, "b": _BOUND, "c": {"b->c": 1}}
+    return {name: AttemptState(phase=Phase.RUNNING, bound=bound[name]) for name in _CHAIN.stages} | changes
+
+
+def _apply(graph: Graph, states: dict[str, AttemptState], *, lost: set[str], fresh: set[str]) -> Mapping[str, Restart]:
+    found = plan_restarts(graph, states, lost=lost, fresh=fresh)
+    for stage in found.void:
+        states[stage].checkpoint_rows = None
+    for stage in found.unneeded:
+        states[stage].phase = Phase.FINISHED
+    for stage, restart in found.restarted.items():
+        state = states[stage]
+        rows = (state.checkpoint_rows or {}) if restart.resumes else {}
+        states[stage] = AttemptState(
+            restart.attempt, Phase.UNPLACED, {}, rows, state.checkpoint_rows if restart.resumes else None
+        )
+    return found.restarted
+
+
+def test_only_the_lost_stage_restarts() -> None:
+    assert plan_restarts(_CHAIN, _running(), lost={"b"}).restarted == {"b": Restart(2, resumes=False)}
+
+
+def test_the_consumer_is_rebound_first_and_the_producer_last() -> None:
+    states = _running()
+    _apply(_CHAIN, states, lost={"b"}, fresh=set())
+    assert next_actions(_CHAIN, states) == [Place("b")]
+    states["b"].phase = Phase.PLACED
+    assert next_actions(_CHAIN, states) == [RebindInputs("c", ("b->c",))]
+    states["c"].bound = {"b->c": 2}
+    assert next_actions(_CHAIN, states) == [Start("b")]
+    states["b"].phase, states["b"].bound = Phase.RUNNING, {"a->b": 2, "b->c": 2}
+    assert next_actions(_CHAIN, states) == [RebindOutputs("a", ("a->b",))]
+    states["a"].bound = {"a->b": 2}
+    assert next_actions(_CHAIN, states) == []
+
+
+def test_a_stage_resumes_if_its_consumers_keep_running() -> None:
+    states = _running(b=AttemptState(phase=Phase.RUNNING, bound=_BOUND, checkpoint_rows={"t": 3}))
+    assert plan_restarts(_CHAIN, states, lost={"b"}).restarted["b"].resumes
+    together = plan_restarts(_CHAIN, states, lost={"b", "c"})
+    assert not together.restarted["b"].resumes
+    assert together.void == {"b"}
+
+
+def test_a_checkpoint_before_the_first_row_is_always_useful() -> None:
+    states = _running(b=AttemptState(phase=Phase.RUNNING, bound=_BOUND, checkpoint_rows={"t": 0}))
+    assert plan_restarts(_CHAIN, states, lost={"b", "c"}).restarted["b"].resumes
+
+
+def test_a_resumed_stage_cannot_feed_a_new_consumer() -> None:
+    states = _running(b=AttemptState(phase=Phase.RUNNING, bound=_BOUND, first_rows={"t": 3}))
+    assert set(plan_restarts(_CHAIN, states, lost={"c"}).restarted) == {"b", "c"}
+
+
+def test_a_stage_restarts_if_its_chunks_cannot_begin_after_the_first_row() -> None:
+    graph = Graph(("a", "b"), (Flow("a->b", "a", "b", resumable=False),))
+    state = AttemptState(phase=Phase.RUNNING, bound={"a->b": 1})
+    assert not is_checkpoint_useful(graph, {"a": state, "b": state}, "a", {"t": 1})
+    assert is_checkpoint_useful(graph, {"a": state, "b": state}, "a", {"t": 0})
+
+
+def test_a_checkpoint_of_rows_that_no_consumer_gets_is_not_stored() -> None:
+    states = _running(c=AttemptState(2, Phase.RUNNING, {"b->c": 2}))
+    assert not is_checkpoint_useful(_CHAIN, states, "b", {"t": 1})
+    assert is_checkpoint_useful(_CHAIN, _running(), "b", {"t": 1})
+
+
+def test_a_producer_that_cannot_send_again_restarts() -> None:
+    states = _running(a=AttemptState(phase=Phase.FINISHED, bound={"a->b": 1}))
+    assert plan_restarts(_CHAIN, states, lost={"a"}).restarted == {}
+    assert plan_restarts(_CHAIN, states, lost=set(), fresh={"a"}).restarted == {"a": Restart(2, resumes=False)}
+
+
+def test_a_lost_stage_that_nothing_needs_is_finished() -> None:
+    states = _running(c=AttemptState(phase=Phase.FINISHED, bound={"b->c": 1}))
+    found = plan_restarts(_CHAIN, states, lost={"b"})
+    assert found.unneeded == {"b"}
+    assert not found.restarted
+
+
+def test_an_attempt_of_a_flow_is_never_reused() -> None:
+    states = _running()
+    seen = {1}
+    for stage in ("a", "b", "b", "a"):
+        _apply(_CHAIN, states, lost=set(), fresh={stage})
+        attempt = attempt_of(_A_B, states)
+        assert attempt not in seen
+        seen.add(attempt)
+
+
+_ROWS = 3
+
+
+@dataclass
+class _Step:
+    """A model of one attempt on a replica."""
+
+    made: int
+    """The number of rows that the attempt has emitted or skipped."""
+    begins: int
+    outlets: dict[str, int] = field(default_factory=dict[str, int])
+    """By edge, the attempt of the outgoing flow."""
+    inlets: dict[str, int] = field(default_factory=dict[str, int])
+    taken: dict[str, int] = field(default_factory=dict[str, int])
+    """By edge, the number of rows that have arrived."""
+    origin: dict[str, int] = field(default_factory=dict[str, int])
+    """By edge, the first row of the expected flow."""
+
+
+class _Mesh:
+    """Stages that emit one row for each row of all their producers, and carry out the actions of `recovery`."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.states: dict[str, AttemptState] = {name: AttemptState() for name in graph.stages}
+        self.steps: dict[str, _Step] = {}
+        self.fresh: set[str] = set()
+
+    def lose(self, stages: list[str]) -> None:
+        _apply(self.graph, self.states, lost=set(stages), fresh=set())
+
+    def recover(self) -> None:
+        if self.fresh:
+            _apply(self.graph, self.states, lost=set(), fresh=self.fresh)
+            self.fresh = set()
+
+    def do(self, action: Action, *, kept: bool) -> None:
+        state = self.states[action.stage]
+        match action:
+            case Place():
+                state.phase = Phase.PLACED
+            case Start():
+                self._start(action.stage)
+            case RebindInputs(edges=edges):
+                self._rebind_inputs(action.stage, edges)
+            case RebindOutputs(edges=edges):
+                self._rebind_outputs(action.stage, edges, kept=kept)
+
+    def _start(self, stage: str) -> None:
+        state = self.states[stage]
+        begins = state.first_rows.get("t", 0)
+        step = self.steps[stage] = _Step(begins, begins)
+        for flow in self.graph.outgoing[stage]:
+            if is_open(flow, self.states):
+                consumer, attempt = self.steps[flow.consumer], attempt_of(flow, self.states)
+                assert consumer.inlets[flow.edge] == attempt, "its consumer expects it"
+                assert consumer.origin[flow.edge] == begins, "and knows from where on"
+                assert consumer.taken[flow.edge] >= begins, "and misses nothing"
+                step.outlets[flow.edge] = attempt
+        for flow in self.graph.incoming[stage]:
+            step.inlets[flow.edge] = attempt_of(flow, self.states)
+            step.taken[flow.edge] = step.origin[flow.edge] = 0
+        state.bound = {**step.inlets, **step.outlets}
+        state.phase = Phase.RUNNING
+
+    def _rebind_inputs(self, stage: str, edges: tuple[str, ...]) -> None:
+        step = self.steps[stage]
+        flows = [flow for flow in self.graph.incoming[stage] if flow.edge in edges]
+        short = [flow for flow in flows if step.taken[flow.edge] < self.states[flow.producer].first_rows.get("t", 0)]
+        self.fresh |= {flow.producer for flow in short}
+        for flow in flows if not short else ():
+            attempt = attempt_of(flow, self.states)
+            assert attempt > step.inlets[flow.edge], "a flow has a name of its own"
+            step.inlets[flow.edge] = attempt
+            step.origin[flow.edge] = self.states[flow.producer].first_rows.get("t", 0)
+            self.states[stage].bound = {**self.states[stage].bound, flow.edge: attempt}
+
+    def _rebind_outputs(self, stage: str, edges: tuple[str, ...], *, kept: bool) -> None:
+        step = self.steps[stage]
+        if not kept or any(edge not in step.outlets for edge in edges):
+            self.fresh.add(stage)
+            return
+        for flow in self.graph.outgoing[stage]:
+            if flow.edge in edges:
+                assert step.begins == 0, "the new consumer needs all rows"
+                assert self.steps[flow.consumer].taken[flow.edge] == 0
+                step.outlets[flow.edge] = attempt_of(flow, self.states)
+                self.states[stage].bound = {**self.states[stage].bound, flow.edge: step.outlets[flow.edge]}
+
+    def crosses(self, flow: Flow) -> bool:
+        """Transfers one row, if there is one and both ends agree on the attempt. Returns whether it did."""
+        producer, consumer = self.steps.get(flow.producer), self.steps.get(flow.consumer)
+        if producer is None or consumer is None or self.states[flow.consumer].phase is not Phase.RUNNING:
+            return False
+        alive = self.states[flow.producer].phase in (Phase.RUNNING, Phase.FINISHED)
+        joined = producer.outlets.get(flow.edge) == consumer.inlets.get(flow.edge)
+        if not (alive and joined and consumer.taken[flow.edge] < producer.made):
+            return False
+        assert consumer.taken[flow.edge] >= producer.begins, "no row is left out"
+        consumer.taken[flow.edge] += 1
+        return True
+
+    def works(self, stage: str) -> bool:
+        """Has the stage make a row or finish, if it can. Returns whether it did."""
+        state, step = self.states[stage], self.steps.get(stage)
+        if state.phase is not Phase.RUNNING or step is None:
+            return False
+        if step.made < _ROWS:
+            if any(step.taken[flow.edge] <= step.made for flow in self.graph.incoming[stage]):
+                return False
+            step.made += 1
+            return True
+        for flow in self.graph.outgoing[stage]:
+            if is_open(flow, self.states) and self.steps[flow.consumer].taken.get(flow.edge, 0) < _ROWS:
+                return False
+        state.phase = Phase.FINISHED
+        return True
+
+    def checkpoint(self, stage: str) -> None:
+        state = self.states[stage]
+        if state.phase is Phase.RUNNING:
+            rows = {"t": self.steps[stage].made}
+            if is_checkpoint_useful(self.graph, self.states, stage, rows):
+                state.checkpoint_rows = rows
+
+    @property
+    def is_done(self) -> bool:
+        return all(state.phase is Phase.FINISHED for state in self.states.values())
+
+
+_GRAPHS = [
+    _CHAIN,
+    Graph(
+        ("top", "left", "right", "end"),
+        (
+            Flow("1", "top", "left"),
+            Flow("2", "top", "right", resumable=False),
+            Flow("3", "left", "end"),
+            Flow("4", "right", "end"),
+        ),
+        output_stages=frozenset({"end"}),
+    ),
+    Graph(("a", "b"), (Flow("1", "a", "b"), Flow("2", "a", "b"))),
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(_GRAPHS), st.integers(0, 1 << 32))
+def test_every_row_arrives_everywhere_once_whatever_is_lost(graph: Graph, seed: int) -> None:
+    mesh, rng = _Mesh(graph), random.Random(seed)
+    for _ in range(rng.randrange(120)):
+        chance = rng.random()
+        if chance < 0.06:
+            mesh.lose(rng.sample(graph.stages, rng.choice([1, 2])))
+        elif chance < 0.2:
+            mesh.checkpoint(rng.choice(graph.stages))
+        else:
+            _do_something(mesh, rng)
+    _run_to_the_end(mesh)
+    for flow in graph.flows:
+        consumer = mesh.steps[flow.consumer]
+        # A stage that resumed after its last row needs nothing more, nor does one whose consumers have finished.
+        if not graph.outgoing[flow.consumer] and not consumer.begins:
+            assert consumer.taken[flow.edge] == _ROWS
+
+
+def _do_something(mesh: _Mesh, rng: random.Random) -> None:
+    """Performs one possible step, chosen at random."""
+    actions = next_actions(mesh.graph, mesh.states)
+    if actions and rng.random() < 0.6:
+        mesh.do(rng.choice(actions), kept=rng.random() < 0.7)
+        mesh.recover()
+        return
+    flows = rng.sample(mesh.graph.flows, len(mesh.graph.flows))
+    stages = rng.sample(mesh.graph.stages, len(mesh.graph.stages))
+    if rng.random() < 0.6:
+        any(mesh.crosses(flow) for flow in flows)
+    else:
+        any(mesh.works(stage) for stage in stages)
+
+
+def _run_to_the_end(mesh: _Mesh) -> None:
+    for _ in range(200):
+        if mesh.is_done:
+            return
+        for action in next_actions(mesh.graph, mesh.states):
+            if action in next_actions(mesh.graph, mesh.states):
+                mesh.do(action, kept=True)
+                mesh.recover()
+        for flow in mesh.graph.flows:
+            while mesh.crosses(flow):
+                pass
+        for stage in mesh.graph.stages:
+            mesh.works(stage)
+    pytest.fail(f"it hangs: {mesh.states}")

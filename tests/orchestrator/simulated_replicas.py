@@ -1,0 +1,320 @@
+"""Simulated replicas that pass rows on, follow the rules of recovery exactly, and die on request. All run in one
+process and by the event loop's clock, so that hours take a moment.
+"""
+
+import asyncio
+import itertools
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+from stagemesh.common.connector_descriptors import ConnectorName
+from stagemesh.common.errors import NotFoundError, NotReadyError, UnavailableError, UnsupportedError
+from stagemesh.common.notifier import Notifier
+from stagemesh.connectors.stream.negotiation import EdgeProbe
+from stagemesh.orchestrator.fleet.replica_client import REPLICA_LOST
+from stagemesh.orchestrator.membership.base import Member, MembershipListener
+from stagemesh.orchestrator.spec import Pipeline
+from stagemesh.v1 import request_pb2, stage_pb2
+
+ROW_S = 0.1
+"""Seconds to make a row."""
+_TENSOR = "text"
+_UNSENT = "unsent"
+"""A tensor that no edge carries."""
+START_S = 1.0
+"""Seconds from a death of a process to its restart."""
+FAILED_S = 0.05
+"""Seconds from a death of an engine to the death of its process."""
+
+
+class World:
+    """The replicas of a pipeline and the flows between them, for one request at a time."""
+
+    def __init__(self, pipeline: Pipeline, *, rows: int = 5, checkpoints: bool = False) -> None:
+        self.pipeline, self.rows, self.checkpoints = pipeline, rows, checkpoints
+        self.keeps = True
+        """Whether producers retain their first chunks."""
+        self.replicas: dict[str, SimulatedReplica] = {}
+        self.changed = Notifier()
+        self.on_row: Callable[[Step], None] = lambda _: None
+        """Called before a step makes a row."""
+        self.made: defaultdict[str, int] = defaultdict(int)
+        """By stage, the total number of rows made."""
+
+    def connect(self, member: Member) -> "SimulatedReplica":
+        """Starts the process of a member and returns its client."""
+        replica = self.replicas[member.name] = SimulatedReplica(member, self)
+        return replica
+
+
+@dataclass
+class Inlet:
+    """The rows that a step gets from a producer."""
+
+    producer: str
+    attempt: int
+    begins: int = 0
+    """The first row of the present flow."""
+    taken: int = 0
+
+
+@dataclass(eq=False)
+class Step:
+    """One attempt of a stage."""
+
+    replica: "SimulatedReplica"
+    request: stage_pb2.ExecuteStepRequest
+    begins: int
+    made: int
+    inlets: dict[str, Inlet]
+    outlets: dict[str, stage_pb2.OutputBinding]
+    events: list[stage_pb2.ExecuteStepResponse] = field(default_factory=list[stage_pb2.ExecuteStepResponse])
+    finished: bool = False
+    over: bool = False
+
+    def emit(self, **event: object) -> None:
+        self.events.append(stage_pb2.ExecuteStepResponse(**event))  # type: ignore[arg-type]
+        self.replica.world.changed.fire()
+
+
+class SimulatedReplica:
+    """One process, and its ReplicaClient."""
+
+    def __init__(self, member: Member, world: World) -> None:
+        self.member, self.world = member, world
+        self.deaths = 0
+        self.dead = self.cut = self.fails = False
+        self.steps: dict[str, Step] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.calls: list[stage_pb2.ExecuteStepRequest] = []
+        self.rebinds: list[stage_pb2.RebindStepRequest] = []
+
+    # -- faults
+
+    def die(self) -> None:
+        """Kills the process. It restarts after START_S."""
+        if self.dead:
+            return
+        self.dead = True
+        self.deaths += 1
+        self._drop()
+        self.world.changed.fire()
+        asyncio.get_running_loop().call_later(START_S, self._rise)
+
+    def fail(self) -> None:
+        """Kills the engine. Its steps fail at once, and the process dies after FAILED_S."""
+        self.fails = True
+        self.world.changed.fire()
+        asyncio.get_running_loop().call_later(FAILED_S, self.die)
+
+    def hand_on(self) -> None:
+        """Pauses all steps, as a drain does."""
+        for step_id, step in self.steps.items():
+            self.tasks[step_id].cancel()
+            checkpoint = stage_pb2.Checkpoint(steps=step.made, token_ids=[1], rows={_TENSOR: step.made})
+            step.emit(paused=stage_pb2.StepPaused(checkpoint=checkpoint))
+            step.over = True
+
+    async def sever(self, for_s: float) -> None:
+        """Makes the process unreachable for a while. It keeps running."""
+        self.cut = True
+        self.world.changed.fire()
+        await asyncio.sleep(for_s)
+        self.cut = False
+
+    def _drop(self) -> None:
+        for step in self.steps.values():
+            step.over = True
+        self.steps.clear()
+        for task in self.tasks.values():
+            task.cancel()
+        self.tasks.clear()
+
+    def _rise(self) -> None:
+        self.dead = self.fails = False
+
+    def _check(self) -> None:
+        if self.dead or self.cut:
+            raise UnavailableError(f"{self.member.name} is out of reach", reason=REPLICA_LOST)
+
+    # -- ReplicaClient
+
+    async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
+        self._check()
+        return stage_pb2.DescribeResponse(
+            pipeline=self.world.pipeline.name,
+            generation=self.world.pipeline.generation,
+            stage=self.member.stage,
+            replica=self.member.name,
+            incarnation=f"life {self.deaths}",
+            state=stage_pb2.REPLICA_STATE_READY,
+            wire_version=1,
+        )
+
+    async def wait_while_serving(self) -> None:
+        while True:
+            self._check()
+            await self.world.changed.wait()
+
+    async def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
+        while True:
+            self._check()
+            yield stage_pb2.WatchLoadResponse(running=len(self.steps))
+            await asyncio.sleep(1.0)
+
+    async def is_port_closed(self) -> bool:
+        return self.dead
+
+    async def close(self) -> None:
+        self._drop()
+
+    # -- ReplicaClient: steps
+
+    async def execute(
+        self,
+        request: stage_pb2.ExecuteStepRequest,
+        *,
+        timeout_s: float,
+        take: Callable[[stage_pb2.ExecuteStepResponse], None],
+    ) -> None:
+        self._check()
+        self.calls.append(request)
+        step = self.steps.get(request.step_id) or self._begin(request)
+        for position in itertools.count():
+            while len(step.events) <= position:
+                self._check()
+                if self.fails:
+                    raise UnavailableError(f"{self.member.name}: the engine died", reason="ENGINE_DIED")
+                if step.over:
+                    return
+                await self.world.changed.wait()
+            self._check()
+            take(step.events[position])
+
+    async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
+        self._check()
+        for step_id, step in list(self.steps.items()):
+            if step.request.attempt <= request.attempt:
+                self.tasks.pop(step_id).cancel()
+                del self.steps[step_id]
+
+    async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
+        self._check()
+        self.rebinds.append(request)
+        step = self.steps.get(request.step_id)
+        if step is None:
+            raise NotFoundError(f"no step {request.step_id}", reason="UNKNOWN_STEP")
+        for each in request.inputs:
+            assert each.first_rows.keys() <= {_TENSOR}, "an edge knows its own tensors"
+            if step.inlets[each.binding.edge].taken < each.first_rows[_TENSOR] and not step.finished:
+                raise NotReadyError("rows would be left out", reason="ROWS_MISSING")
+        if request.outputs and not self.world.keeps:
+            raise NotReadyError("the first chunk is gone", reason="CHUNK_GONE")
+        for each in request.inputs:
+            inlet = step.inlets[each.binding.edge]
+            assert each.binding.attempt > inlet.attempt, "a flow has a name of its own"
+            taken = inlet.taken
+            step.inlets[each.binding.edge] = Inlet(
+                each.binding.producer, each.binding.attempt, each.first_rows[_TENSOR], taken
+            )
+        for target in request.outputs:
+            assert not step.begins, "a new consumer needs every row"
+            step.outlets[target.edge] = target
+        self.world.changed.fire()
+
+    async def probe_edge(
+        self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float
+    ) -> EdgeProbe:
+        return EdgeProbe("shm", {})
+
+    async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:
+        return stage_pb2.WatchLoadResponse()
+
+    async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
+        raise UnsupportedError(f"no {method} here")
+
+    # -- the work of a step
+
+    def _begin(self, request: stage_pb2.ExecuteStepRequest) -> Step:
+        begins = request.resume_from.rows[_TENSOR] if request.HasField("resume_from") else 0
+        inlets = {each.edge: Inlet(each.producer, each.attempt) for each in request.inputs}
+        outlets = {each.edge: each for each in request.outputs}
+        step = Step(self, request, begins, begins, inlets, outlets)
+        for target in request.outputs:
+            self._check_expected(step, target)
+        self.steps[request.step_id] = step
+        self.tasks[request.step_id] = asyncio.create_task(self._work(step))
+        return step
+
+    def _check_expected(self, step: Step, target: stage_pb2.OutputBinding) -> None:
+        consumer = self.world.replicas[target.consumer]
+        if consumer.dead:
+            return
+        expected = [
+            each.inlets[target.edge]
+            for each in consumer.steps.values()
+            if target.edge in each.inlets and each.inlets[target.edge].attempt == target.attempt
+        ]
+        assert expected, f"{target.consumer} does not expect edge {target.edge} in attempt {target.attempt}"
+        assert expected[0].producer == self.member.name
+        assert expected[0].begins == step.begins
+
+    async def _work(self, step: Step) -> None:
+        world = self.world
+        step.emit(accepted=stage_pb2.StepAccepted())
+        while step.made < world.rows:
+            while not all(self._take(step, edge) > step.made for edge in step.inlets):
+                await world.changed.wait()
+            world.on_row(step)
+            await asyncio.sleep(ROW_S)
+            for name in step.request.streamed:
+                text = f"{self.member.stage}{step.made}é "
+                step.emit(output=request_pb2.Output(name=name, text=text, seq=step.made))
+            step.made += 1
+            world.made[self.member.stage] += 1
+            step.emit(progress=stage_pb2.StepProgress(steps=step.made))
+            if world.checkpoints:
+                rows = {_TENSOR: step.made, _UNSENT: step.made}
+                checkpoint = stage_pb2.Checkpoint(steps=step.made, token_ids=[1], rows=rows)
+                step.emit(checkpoint=checkpoint)
+        while not all(self._has_arrived(step, target) for target in list(step.outlets.values())):
+            await world.changed.wait()
+        step.finished = True
+        step.emit(finished=stage_pb2.StepFinished(usage=request_pb2.Usage(steps=step.made)))
+        step.over = True
+
+    def _take(self, step: Step, edge: str) -> int:
+        """Takes the rows that have been made. Returns the number of rows taken in all."""
+        inlet = step.inlets[edge]
+        for producer in self.world.replicas[inlet.producer].steps.values():
+            target = producer.outlets.get(edge)
+            if target is not None and (target.attempt, target.consumer) == (inlet.attempt, self.member.name):
+                assert inlet.begins == producer.begins
+                if producer.made > inlet.taken:
+                    inlet.taken = producer.made
+                    self.world.changed.fire()
+        return inlet.taken
+
+    def _has_arrived(self, step: Step, target: stage_pb2.OutputBinding) -> bool:
+        return any(
+            consumer.inlets[target.edge].attempt == target.attempt
+            and (consumer.finished or self.world.replicas[target.consumer]._take(consumer, target.edge) >= step.made)
+            for consumer in self.world.replicas[target.consumer].steps.values()
+            if target.edge in consumer.inlets
+        )
+
+
+class Members:
+    """A source with `count` members of each stage."""
+
+    def __init__(self, pipeline: Pipeline, count: int) -> None:
+        self._members = [
+            Member(stage, f"h:{stage}-{number}", f"{stage}-{number}")
+            for stage in pipeline.stages
+            for number in range(count)
+        ]
+
+    async def follow(self, listener: MembershipListener) -> None:
+        for member in self._members:
+            listener.join(member)
