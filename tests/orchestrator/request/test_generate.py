@@ -92,7 +92,7 @@ async def test_an_option_of_the_pipeline_reaches_no_stage(tmp_path: Path) -> Non
     assert not asked.parameters.options
     assert not asked.absent
     assert {binding.edge: binding.apart for binding in asked.inputs} == {"text->join": True, "frames->join": False}
-    assert "option 'side' is 2.0; it must be from 0.0 to 1.0" in error.message
+    assert "option 'side' is 2; it must be from 0 to 1" in error.message
 
 
 async def test_chunk_policies_reach_the_producers(tmp_path: Path) -> None:
