@@ -2,9 +2,10 @@
 
 All variants are up at once, and their trials alternate. A ratio is the median over the repeats of the ratio within a
 repeat. The tokens of each engine step form a message of their own. In the variant with hidden states, the rows of every
-token also go to another process. The stage, the directly called engine, the client and the consumer of hidden states are separate
-processes, as are the engines' cores. A stall of the stage's event loop is the delay of a timer, minus the time in which
-other processes used the processors, and minus the time in which idle loops, one on each processor, were delayed too.
+token also go to another process. The stage, the directly called engine, the client and the consumer of hidden states
+are separate processes, as are the engines' cores. A stall of the stage's event loop is the delay of a timer, minus the
+time in which other processes used the processors, and minus the time in which idle loops, one on each processor, were
+delayed too.
 """
 
 import argparse
