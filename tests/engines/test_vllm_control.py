@@ -160,7 +160,7 @@ async def test_unknown_adapter_fails_its_request_alone(engine: VllmEngine) -> No
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
-        ({"rank": 9}, "rank 9; stage tested takes 8 at most, its option max_lora_rank"),
+        ({"rank": 9}, "rank 9; stage tested accepts a rank of at most 8, its option"),
         ({"scale": 0.5}, "64 and 32 in the model; it belongs to another|in the model; it belongs to another"),
         ({"scale": 1.5}, "in the model; it belongs to another"),
         ({"layers": 3}, "layers.2.*which the model does not have"),
