@@ -100,7 +100,7 @@ class HiddenStates(RequestFeature):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as listener:
             listener.bind("\0" + address)
             listener.listen(4)
-            attaching = asyncio.create_task(_attach(llm, encode_attachment(attachment)))
+            attaching = asyncio.create_task(runner_call(llm, "attach_replica", encode_attachment(attachment)))
             try:
                 async with asyncio.timeout(_CONNECT_S):
                     self._connection = await _accept(listener, token)
@@ -189,10 +189,6 @@ class _EmittedStates(RequestHook):
         async with aclosing(self._states.up_to(self._request.computed_tokens)) as packets:
             async for packet in packets:
                 yield Emission(packet)
-
-
-async def _attach(llm: "AsyncLLM", attachment: bytes) -> None:
-    await runner_call(llm, "attach_replica", attachment)
 
 
 async def _accept(listener: socket.socket, token: bytes) -> socket.socket:
