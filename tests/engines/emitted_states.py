@@ -59,7 +59,7 @@ def reference(model: Any, prompt: Sequence[int]) -> Reference:
 
 
 @dataclass
-class CountedShares:
+class CountedArena:
     """A data plane's arena partitions, which count the rows written into them."""
 
     plane: DataPlane
@@ -84,23 +84,23 @@ class Running:
     """An engine and the memory that its worker writes into."""
 
     engine: VllmEngine
-    shares: CountedShares
+    arena: CountedArena
 
     def used_bytes(self) -> int:
         """Returns the number of bytes in use."""
-        return self.shares.plane.arena_used_bytes
+        return self.arena.plane.arena_used_bytes
 
 
 @asynccontextmanager
 async def running(model: Path, **options: JsonValue) -> AsyncGenerator[Running]:
     """Runs an engine with `OPTIONS` and the changed `options`."""
     plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=64 << 20, window_bytes=8 << 20)
-    shares = CountedShares(plane)
+    arena = CountedArena(plane)
     engine = VllmEngine(stage_config("vllm", model=str(model), options={**OPTIONS, **options}))
-    hand_partitions(engine, shares)
+    hand_partitions(engine, arena)
     try:
         await engine.start(lambda _: None)
-        yield Running(engine, shares)
+        yield Running(engine, arena)
     finally:
         await engine.close()
         await plane.close()

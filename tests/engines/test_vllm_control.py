@@ -244,8 +244,8 @@ async def test_cached_prompts_are_counted_and_cleared(engine: VllmEngine) -> Non
         await tokens(engine, task(LONG))
         figures.append(controls_of(engine).caches.cache_statistics())
     assert (figures[0].blocks, figures[0].block_tokens, figures[0].prefix_caching) == (BLOCKS, BLOCK, True)
-    found = [later.cached_tokens - earlier.cached_tokens for earlier, later in itertools.pairwise(figures)]
-    assert found == [0, len(LONG) - BLOCK, 0]
+    cached = [later.cached_tokens - earlier.cached_tokens for earlier, later in itertools.pairwise(figures)]
+    assert cached == [0, len(LONG) - BLOCK, 0]
     assert figures[-1].prompt_tokens - figures[0].prompt_tokens == 3 * len(LONG)
 
 

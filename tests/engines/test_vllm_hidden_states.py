@@ -81,9 +81,9 @@ async def first_rows(events: AsyncGenerator[EngineEvent]) -> Packet:
 async def test_states_of_sixteen_requests_equal_those_of_transformers(
     shared: Running, references: list[Reference]
 ) -> None:
-    before = shared.shares.rows
+    before = shared.arena.rows
     await assert_all_same(shared, references)
-    assert shared.shares.rows - before == ROWS
+    assert shared.arena.rows - before == ROWS
 
 
 async def test_states_with_an_adapter_on_half_of_the_requests_equal_merged_weights(
@@ -100,10 +100,10 @@ async def test_states_with_an_adapter_on_half_of_the_requests_equal_merged_weigh
 async def test_last_selects_only_rows_that_tokens_are_sampled_from(
     shared: Running, references: list[Reference]
 ) -> None:
-    before = shared.shares.rows
+    before = shared.arena.rows
     got = await received(shared.engine, task(5, tokens="last"))
     assert_same(got, references[5], first=len(PROMPTS[5]) - 1)
-    assert shared.shares.rows - before == len(got.states["hidden_states"])
+    assert shared.arena.rows - before == len(got.states["hidden_states"])
 
 
 async def test_resumed_request_does_not_read_the_prefix_cache(shared: Running, references: list[Reference]) -> None:
@@ -128,10 +128,10 @@ async def test_resumed_request_emits_the_rows_after_those_of_its_checkpoint(
 
 
 async def test_unwanted_states_are_not_written(shared: Running) -> None:
-    before = shared.shares.rows
+    before = shared.arena.rows
     events = await collect(shared.engine.submit(task(2, wanted=frozenset({"text"}))))
     assert {name for packet in packets(events) for name in packet.tensors} == {"text"}
-    assert shared.shares.rows == before
+    assert shared.arena.rows == before
 
 
 async def test_unread_rows_do_not_delay_other_requests(shared: Running, references: list[Reference]) -> None:
@@ -166,14 +166,14 @@ async def test_states_are_the_same_after_preemptions(model: Path, references: li
     # The cache has space to start a few requests, but not for their full length: some are preempted and restart.
     async with running(model, block_size=32, num_gpu_blocks_override=11) as host:
         await assert_all_same(host, references)
-        assert host.shares.rows > ROWS, "rows are written again only after a preemption"
+        assert host.arena.rows > ROWS, "rows are written again only after a preemption"
 
 
 async def test_states_of_rejected_drafts_are_dropped(model: Path, references: list[Reference]) -> None:
     drafts: JsonValue = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     async with running(model, speculative_config=drafts) as host:
         await assert_all_same(host, references)
-        assert host.shares.rows > ROWS, "a draft's row is written before it is known to be rejected"
+        assert host.arena.rows > ROWS, "a draft's row is written before it is known to be rejected"
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
@@ -200,4 +200,4 @@ async def test_states_are_the_same_over_two_workers(
 ) -> None:
     async with running(model, **options) as host:
         await assert_all_same(host, references)
-        assert host.shares.rows == ROWS, "only one of the workers writes"
+        assert host.arena.rows == ROWS, "only one of the workers writes"

@@ -219,8 +219,8 @@ async def test_audio_gives_the_tokens_that_transformers_gives(
 
 
 async def test_two_audio_parts_of_different_lengths(audio_engine: VllmEngine, audio_reference: tuple[Any, Any]) -> None:
-    place = "<|audio_bos|><|AUDIO|><|audio_eos|>"
-    expected = audio_tokens(audio_reference, text_of_template(f"{place}{place}or"), tone(0.5), tone(1.5, pitch_hz=880))
+    part = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+    expected = audio_tokens(audio_reference, text_of_template(f"{part}{part}or"), tone(0.5), tone(1.5, pitch_hz=880))
     assert await tokens(audio_engine, asked(audio_samples(0.5), audio_samples(1.5, pitch_hz=880), "or")) == expected
 
 
@@ -282,7 +282,7 @@ def png(width: int, height: int) -> MediaFile:
 WRONG: Sequence[tuple[Sequence[Part], type[StagemeshError], str, str]] = [
     ([audio_samples()], UnsupportedError, "UNSUPPORTED", "takes no audio; it takes text, image"),
     ([MediaFile("video", b"x", "video/mp4")], UnsupportedError, "UNSUPPORTED", "takes no video; it takes text, image"),
-    ([image()] * 4, InvalidRequestError, "TOO_MANY_MEDIA", "holds 4 of kind image; the model takes 3 at most"),
+    ([image()] * 4, InvalidRequestError, "TOO_MANY_MEDIA", "contains 4 of kind image; the model takes 3 at most"),
     ([MediaFile("image", b"nothing", "image/png")], InvalidRequestError, "INVALID_MEDIA", "the image cannot be read"),
     ([MediaFile("image", image().data[:200], "image/png")], InvalidRequestError, "INVALID_MEDIA", "cannot be read"),
     ([MediaFile("image", image().data, "image/jpeg")], InvalidRequestError, "INVALID_MEDIA", "true media type"),

@@ -72,7 +72,7 @@ async def collect_checkpoints(engine: VllmEngine, wanted: Task) -> list[EngineEv
     return whole
 
 
-def place(events: list[EngineEvent], checkpoint: Checkpoint) -> int:
+def index_of(events: list[EngineEvent], checkpoint: Checkpoint) -> int:
     return next(i for i, event in enumerate(events) if event is checkpoint)
 
 
@@ -80,7 +80,7 @@ async def assert_the_same_follows(
     engine: VllmEngine, sampling: SamplingOptions, whole: list[EngineEvent], checkpoint: Checkpoint
 ) -> None:
     rest = await collect(engine.submit(task(sampling, checkpoint)))
-    expected = whole[place(whole, checkpoint) + 1 :]
+    expected = whole[index_of(whole, checkpoint) + 1 :]
     assert text_of(rest) == text_of(expected)
     assert rest[-1] == whole[-1]
     # Two tokens may arrive together and make one checkpoint.
@@ -105,7 +105,7 @@ def made_no_text(event: EngineEvent) -> bool:
 
 async def test_text_resumes_within_a_character(engine: VllmEngine) -> None:
     whole = await collect_checkpoints(engine, task(RANDOM))
-    within = [one for one in checkpoints(whole) if one.steps > 1 and made_no_text(whole[place(whole, one) - 1])]
+    within = [one for one in checkpoints(whole) if one.steps > 1 and made_no_text(whole[index_of(whole, one) - 1])]
     assert within, "some token must end within a character"
     for checkpoint in within:
         await assert_the_same_follows(engine, RANDOM, whole, checkpoint)
@@ -150,7 +150,7 @@ async def test_checkpoint_without_a_digest_is_accepted(engine: VllmEngine) -> No
     whole = await collect_checkpoints(engine, task())
     made = checkpoints(whole)[4]
     rest = await collect(engine.submit(task(resume_from=Checkpoint(len(made.token_ids), made.token_ids))))
-    assert text_of(rest) == text_of(whole[place(whole, made) + 1 :])
+    assert text_of(rest) == text_of(whole[index_of(whole, made) + 1 :])
 
 
 async def test_empty_checkpoint_starts_from_the_beginning(engine: VllmEngine) -> None:

@@ -16,11 +16,11 @@ from tests.engines.tiny_model import OPTIONS, write_tiny_model
 pytestmark = pytest.mark.timeout(120)
 
 
-async def start(model: Path, states: JsonValue, *, shares: PartitionsArena | None = None, **options: JsonValue) -> None:
+async def start(model: Path, states: JsonValue, *, arena: PartitionsArena | None = None, **options: JsonValue) -> None:
     config = stage_config("vllm", model=str(model), options={"hidden_states": states, **options})
     engine = VllmEngine(config)
-    if shares is not None:
-        hand_partitions(engine, shares)
+    if arena is not None:
+        hand_partitions(engine, arena)
     try:
         await engine.start(lambda _: None)
     finally:
@@ -46,7 +46,7 @@ async def test_impossible_states_are_rejected(
     tmp_path: Path, states: JsonValue, options: dict[str, JsonValue], remedy: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=remedy) as caught:
-        await start(write_tiny_model(tmp_path / "model"), states, **options)  # type: ignore[arg-type]  # none is `shares`
+        await start(write_tiny_model(tmp_path / "model"), states, **options)  # type: ignore[arg-type]  # none is `arena`
     assert "hidden_states" in caught.value.message
 
 
@@ -57,7 +57,7 @@ async def test_inner_layers_of_an_unsuited_model_are_rejected(tmp_path: Path) ->
     plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=4 << 20)
     try:
         with pytest.raises(InvalidRequestError, match="GPT2LMHeadModel gives no states of inner layers; ask for"):
-            await start(model, {"layers": ["last", 1], "share_bytes": 65536}, shares=plane, **OPTIONS)
+            await start(model, {"layers": ["last", 1], "share_bytes": 65536}, arena=plane, **OPTIONS)
     finally:
         await plane.close()
 

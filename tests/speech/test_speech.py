@@ -79,9 +79,9 @@ def test_audio_equals_that_of_one_process(
 def test_first_audio_arrives_while_the_thinker_writes(speech: Deployment) -> None:
     with speech.client() as client:
         events = list(client.generate(PROMPTS[0], seed=SEED, max_tokens=MAX_TOKENS))
-    sounds = [number for number, event in enumerate(events) if isinstance(event, AudioChunk)]
+    audio_events = [number for number, event in enumerate(events) if isinstance(event, AudioChunk)]
     texts = [number for number, event in enumerate(events) if isinstance(event, Text)]
-    assert sounds[0] < texts[-1]
+    assert audio_events[0] < texts[-1]
 
 
 @ON_ONE_CONNECTOR
