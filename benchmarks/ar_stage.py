@@ -2,10 +2,10 @@
 
 All variants are up at once, and their trials alternate. A ratio is the median over the repeats of the ratio within a
 repeat. The tokens of each engine step form a message of their own. In the variant with hidden states, the rows of every
-token also go to another process. The stage, the directly called engine, the client and the consumer of
-hidden states are separate processes, as are the engines' cores. A stall of the stage's event loop is the delay of a
-timer, minus the time in which
-other processes used the processors, and minus the time in which idle loops, one on each processor, were delayed too.
+token also go to another process. The stage, the directly called engine, the client and the consumer of hidden states
+are separate processes, as are the engines' cores. A stall of the stage's event loop is the delay of a timer, minus the
+time in which other processes used the processors, and minus the time in which idle loops, one on each processor, were
+delayed too.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pydantic import JsonValue
 
 from benchmarks.ar_variants.client import StageClient
 from benchmarks.ar_variants.direct_engine import MODEL, DirectEngine
-from benchmarks.ar_variants.loop_probe import BareLoop, Stalls, stalls
+from benchmarks.ar_variants.loop_probe import IdleLoop, Stalls, stalls
 from benchmarks.ar_variants.model_files import LARGER, SMALLER, Shape, write_model
 from benchmarks.ar_variants.processes import own_mb, started_mb
 from benchmarks.ar_variants.staged_engine import ARENA_BYTES, EMITS_STATES, StagedEngine
@@ -68,7 +68,7 @@ class ModelResults:
     def figures(self) -> list[Figure]:
         """Returns the figures that have a goal."""
         subject = f"{self.shape.name} parameters"
-        found = [
+        figures = [
             Figure(
                 f"tokens, {variant} / direct, {_text(streams)}", times.ratio(variant, DIRECT), "ratio", goal, subject
             )
@@ -76,21 +76,21 @@ class ModelResults:
             for streams, times in self.times.items()
         ]
         more_mb = self.memory_mb[STAGE] - self.memory_mb[DIRECT]
-        found.append(
+        figures.append(
             Figure(f"memory, stage with {ARENA_BYTES >> 20} MiB arena over direct", more_mb, "MB", "<=60", subject)
         )
         for variant, seen in self.stalls.items():
             what = f"event loop, {variant}, {_text(STREAMS[-1])}"
-            found.append(Figure(f"{what}: stalled at most", seen.stalled_ms, "ms", "<=20", subject))
-            found.append(Figure(f"{what}: late at most", seen.late_ms, "ms", "", subject))
-            found.append(Figure(f"{what}: late at most, bare loops beside", seen.bare_ms, "ms", "", subject))
-            found.append(Figure(f"{what}: longest work of its own", seen.worked_ms, "ms", "", subject))
-        return found
+            figures.append(Figure(f"{what}: stalled at most", seen.stalled_ms, "ms", "<=20", subject))
+            figures.append(Figure(f"{what}: late at most", seen.late_ms, "ms", "", subject))
+            figures.append(Figure(f"{what}: late at most, idle loops", seen.idle_ms, "ms", "", subject))
+            figures.append(Figure(f"{what}: longest work of its own", seen.worked_ms, "ms", "", subject))
+        return figures
 
     def details(self) -> list[Figure]:
         """Returns the measurements behind the figures."""
         subject = f"{self.shape.name} parameters"
-        found = [
+        figures = [
             Figure(f"memory after batches of all sizes, {variant}", memory_mb, "MB", "", subject)
             for variant, memory_mb in self.all_memory_mb.items()
         ]
@@ -101,11 +101,11 @@ class ModelResults:
                 ("", "messages, a token", times.messages),
             ):
                 subject = f"{self.shape.name} parameters, {_text(streams)}"
-                found.extend(
+                figures.extend(
                     Figure(f"{name}, {variant}", statistics.median(values[variant]), unit, "", subject)
                     for variant in values
                 )
-        return found
+        return figures
 
 
 def measure_model(shape: Shape, folder: Path) -> ModelResults:
@@ -178,9 +178,9 @@ def _probed(staged: StagedEngine, variant: Variant) -> Stalls:
     """Probes the stage's event loop and idle loops, one on each processor, while the variant runs."""
     with ExitStack() as stack:
         processors = sorted(os.sched_getaffinity(0))
-        bare = {processor: _entered(stack, Worker(BareLoop, (), Place())) for processor in processors}
-        for processor, loop in bare.items():
-            loop.call(BareLoop.begin, processor)
+        idle = {processor: _entered(stack, Worker(IdleLoop, (), Place())) for processor in processors}
+        for processor, loop in idle.items():
+            loop.call(IdleLoop.begin, processor)
         staged.begin_probe()
         end_s = time.monotonic() + PROBED_S
         for number in itertools.count():
@@ -188,7 +188,7 @@ def _probed(staged: StagedEngine, variant: Variant) -> Stalls:
             if time.monotonic() > end_s:
                 break
         ticks = staged.end_probe()
-        return stalls(ticks, [tick for loop in bare.values() for tick in loop.call(BareLoop.end)])
+        return stalls(ticks, [tick for loop in idle.values() for tick in loop.call(IdleLoop.end)])
 
 
 def _direct(stack: ExitStack, model: Path) -> Worker[DirectEngine]:
@@ -220,13 +220,13 @@ def main() -> None:
     arguments = parser.parse_args()
     parts = [arguments.only] if arguments.only else [LARGER.name, SMALLER.name, START]
     with tempfile.TemporaryDirectory() as folder:
-        found = [measure_model(shape, Path(folder)) for shape in (LARGER, SMALLER) if shape.name in parts]
+        results = [measure_model(shape, Path(folder)) for shape in (LARGER, SMALLER) if shape.name in parts]
         starts = [measure_starts(Path(folder))] if START in parts else []
     report(
         "ar_stage",
-        [figure for one in found for figure in one.figures()] + starts,
+        [figure for model in results for figure in model.figures()] + starts,
         json_file=arguments.json,
-        details=[figure for one in found for figure in one.details()],
+        details=[figure for model in results for figure in model.details()],
     )
 
 

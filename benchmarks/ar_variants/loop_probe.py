@@ -32,7 +32,7 @@ class Stalls:
     """The longest delays of the loop's timers, in milliseconds."""
 
     late_ms: float
-    bare_ms: float
+    idle_ms: float
     """The longest delay of the idle loops."""
     stalled_ms: float
     """The longest delay without the time in which other processes ran and in which an idle loop was delayed too."""
@@ -73,7 +73,7 @@ class LoopProbe:
         self._wait()
 
 
-class BareLoop(End):
+class IdleLoop(End):
     """An idle event loop on one processor: only the machine delays its timers."""
 
     async def open(self) -> None:
@@ -93,12 +93,12 @@ class BareLoop(End):
         return self._probe.end()
 
 
-def stalls(ticks: Sequence[Tick], bare: Sequence[Tick]) -> Stalls:
+def stalls(ticks: Sequence[Tick], idle: Sequence[Tick]) -> Stalls:
     """Returns the stalls of a loop, given its late ticks and those of the idle loops."""
-    stopped = [(tick.due_s, tick.due_s + tick.late_s - tick.queued_s) for tick in sorted(bare)]
+    stopped = [(tick.due_s, tick.due_s + tick.late_s - tick.queued_s) for tick in sorted(idle)]
     return Stalls(
         late_ms=1e3 * max((tick.late_s for tick in ticks), default=0),
-        bare_ms=1e3 * max((tick.late_s for tick in bare), default=0),
+        idle_ms=1e3 * max((tick.late_s for tick in idle), default=0),
         stalled_ms=1e3 * max((tick.late_s - tick.queued_s - _overlap_s(tick, stopped) for tick in ticks), default=0),
         worked_ms=1e3 * max((tick.worked_s for tick in ticks), default=0),
     )

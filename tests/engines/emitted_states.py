@@ -1,4 +1,4 @@
-"""Hidden states that a vllm stage emits, beside those that transformers makes of the same prompts."""
+"""Compares the hidden states that a vllm stage emits with those of transformers."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +22,7 @@ from tests.engines.support import collect, hand_partitions, packets, stage_confi
 Floats = npt.NDArray[np.float32]
 
 LAYERS = {"hidden_states": -1, "hidden_states_1": 1, "hidden_states_2": 2}
-"""What is emitted, and its place among transformers' `hidden_states`."""
+"""The emitted tensors, and their indices in transformers' `hidden_states`."""
 HIDDEN: Mapping[str, JsonValue] = {"layers": ["last", 1, 2], "dtype": "float32"}
 ONLY_LAST: JsonValue = {"layers": ["last"], "dtype": "float32"}
 OPTIONS: Mapping[str, JsonValue] = {"kv_cache_memory_bytes": 8 << 20, "dtype": "float32", "hidden_states": {**HIDDEN}}
@@ -31,25 +31,25 @@ TOLERANCE = 1e-4
 PROMPTS = [[10 + (7 * number + at) % 200 for at in range(3 + 11 * number)] for number in range(16)]
 STEPS = 12
 ROWS = sum(len(prompt) + STEPS - 1 for prompt in PROMPTS)
-"""Of all prompts together, each once."""
+"""The number of rows of all prompts together."""
 
 
 class Reference(NamedTuple):
-    """What transformers makes of a prompt."""
+    """Transformers' results for a prompt."""
 
     tokens: list[int]
     states: Mapping[str, Floats]
 
 
 def load_reference(folder: Path) -> Any:
-    """The model in transformers."""
+    """Loads the model in transformers."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def reference(model: Any, prompt: Sequence[int]) -> Reference:
-    """Greedy tokens, and the states of all positions but the last token's."""
+    """Returns the greedy tokens, and the states of all positions except the last token's."""
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(STEPS):
@@ -59,64 +59,61 @@ def reference(model: Any, prompt: Sequence[int]) -> Reference:
 
 
 @dataclass
-class CountedShares:
-    """A data plane's shares, and the rows that were written into them."""
+class CountedArena:
+    """A data plane's arena partitions, which count the rows written into them."""
 
     plane: DataPlane
     rows: int = 0
     tickets: list[PartitionTicket] = field(default_factory=list[PartitionTicket])
 
     def open_share(self, size_bytes: int) -> PartitionTicket:
-        """See `Shares`."""
         self.tickets.append(self.plane.open_share(size_bytes))
         return self.tickets[-1]
 
     def adopt(self, handle: Handle) -> Tensors:
-        """See `Shares`."""
         tensors = self.plane.adopt(handle)
         self.rows += len(tensors["hidden_states"])
         return tensors
 
     def close_share(self, ticket: PartitionTicket) -> None:
-        """See `Shares`."""
         self.plane.close_share(ticket)
 
 
 @dataclass(frozen=True)
 class Running:
-    """An engine, and the memory that its worker writes into."""
+    """An engine and the memory that its worker writes into."""
 
     engine: VllmEngine
-    shares: CountedShares
+    arena: CountedArena
 
     def used_bytes(self) -> int:
-        """What is held of that memory."""
-        return self.shares.plane.arena_used_bytes
+        """Returns the number of bytes in use."""
+        return self.arena.plane.arena_used_bytes
 
 
 @asynccontextmanager
 async def running(model: Path, **options: JsonValue) -> AsyncGenerator[Running]:
-    """An engine with `OPTIONS`, but for `options`."""
+    """Runs an engine with `OPTIONS` and the changed `options`."""
     plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=64 << 20, window_bytes=8 << 20)
-    shares = CountedShares(plane)
+    arena = CountedArena(plane)
     engine = VllmEngine(stage_config("vllm", model=str(model), options={**OPTIONS, **options}))
-    hand_partitions(engine, shares)
+    hand_partitions(engine, arena)
     try:
         await engine.start(lambda _: None)
-        yield Running(engine, shares)
+        yield Running(engine, arena)
     finally:
         await engine.close()
         await plane.close()
 
 
 def task(number: int, **changes: Any) -> Task:
-    """The prompt of that number, greedily."""
+    """Returns a greedy task for the prompt with this number."""
     sampling = SamplingOptions(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
     return Task(f"r{number}", 1, PROMPTS[number], sampling=sampling, **changes)
 
 
 class Received(NamedTuple):
-    """A request's rows, put together."""
+    """A request's tokens and concatenated rows."""
 
     tokens: list[int]
     starts: list[int]
@@ -124,12 +121,12 @@ class Received(NamedTuple):
 
 
 async def received(engine: VllmEngine, wanted: Task) -> Received:
-    """What a task emits, held until its end."""
+    """Runs a task to its end and returns its rows."""
     return put_together(await collect(engine.submit(wanted)))
 
 
 def put_together(events: Sequence[EngineEvent]) -> Received:
-    """A request's tokens and rows."""
+    """Concatenates a request's tokens and rows."""
     made = packets(events)
     rows = [one for one in made if "hidden_states" in one.tensors]
     tokens = [int(token) for one in made for token in one.tensors.get("token_ids", np.empty(0)).view(np.int32)]
@@ -143,7 +140,7 @@ def put_together(events: Sequence[EngineEvent]) -> Received:
 
 
 def as_floats(tensor: Array) -> Floats:
-    """A tensor's numbers; the contract's bfloat16 is uint16 to numpy."""
+    """Returns a tensor as float32. numpy holds bfloat16 as uint16."""
     if tensor.dtype == np.uint16:
         return (tensor.astype(np.uint32) << 16).view(np.float32)
     return tensor.astype(np.float32)
@@ -156,13 +153,13 @@ def _start(packet: Packet) -> int:
 
 
 def assert_same(got: Received, expected: Reference, *, first: int = 0, tolerance: float = TOLERANCE) -> None:
-    """The same tokens, and the same states from position `first` on."""
+    """Asserts equal tokens, and equal states from position `first` on."""
     assert got.tokens == expected.tokens
     assert_same_states(got, expected, first=first, tolerance=tolerance)
 
 
 def assert_same_states(got: Received, expected: Reference, *, first: int = 0, tolerance: float = TOLERANCE) -> None:
-    """Every row from position `first` on, once."""
+    """Asserts that each row from position `first` on is present once, with equal states."""
     assert got.starts[0] == first
     assert "hidden_states" in got.states
     for name, states in got.states.items():

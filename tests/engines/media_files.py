@@ -1,4 +1,4 @@
-"""Pictures, sounds and films made for tests."""
+"""Synthetic images, audio and video for tests."""
 
 import io
 import wave
@@ -14,36 +14,36 @@ from stagemesh.services.engines.media import MediaFile, Samples
 
 
 def pixels(width: int = 56, height: int = 56, *, seed: int = 0) -> npt.NDArray[np.uint8]:
-    """A picture of noise."""
+    """Returns the pixels of a noise image."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def encoded(picture: npt.NDArray[np.uint8], file_format: str = "PNG") -> bytes:
-    """A picture's file."""
+def encoded(image: npt.NDArray[np.uint8], file_format: str = "PNG") -> bytes:
+    """Returns an image as a file's bytes."""
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, file_format)
+    Image.fromarray(image).save(file, file_format)
     return file.getvalue()
 
 
 def image(width: int = 56, height: int = 56, *, seed: int = 0) -> MediaFile:
-    """A PNG of noise."""
+    """Returns a PNG of noise."""
     return MediaFile("image", encoded(pixels(width, height, seed=seed)), "image/png")
 
 
 def tone(seconds: float = 1.0, *, rate_hz: int = 16_000, pitch_hz: float = 440.0) -> npt.NDArray[np.float32]:
-    """A tone with a little noise."""
+    """Returns the samples of a tone with a little noise."""
     times_s = np.arange(int(seconds * rate_hz)) / rate_hz
     noise = np.random.default_rng(0).standard_normal(len(times_s))
     return (0.5 * np.sin(2 * np.pi * pitch_hz * times_s) + 0.01 * noise).astype(np.float32)
 
 
-def sound(seconds: float = 1.0, *, rate_hz: int = 16_000, pitch_hz: float = 440.0) -> Samples:
-    """A tone as samples."""
+def audio_samples(seconds: float = 1.0, *, rate_hz: int = 16_000, pitch_hz: float = 440.0) -> Samples:
+    """Returns a tone as samples."""
     return Samples(tone(seconds, rate_hz=rate_hz, pitch_hz=pitch_hz), rate_hz)
 
 
 def wav(samples: npt.NDArray[np.float32], rate_hz: int = 16_000) -> bytes:
-    """A WAV file of 16-bit samples, [samples] or [samples, channels]."""
+    """Returns a WAV file of 16-bit samples, from [samples] or [samples, channels]."""
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:
         writer.setnchannels(samples.shape[1] if samples.ndim > 1 else 1)
@@ -53,10 +53,10 @@ def wav(samples: npt.NDArray[np.float32], rate_hz: int = 16_000) -> bytes:
     return file.getvalue()
 
 
-def film(
+def video_file(
     grays: Sequence[int], *, rate_hz: int = 10, width: int = 64, height: int = 48, file_format: str = "mp4"
 ) -> bytes:
-    """A film whose pictures are each of one gray."""
+    """Returns a video file whose frames are each of one gray."""
     file = io.BytesIO()
     with av.open(file, "w", format=file_format) as container:
         stream = container.add_stream("mpeg4", rate=Fraction(rate_hz))

@@ -1,4 +1,4 @@
-"""What comes from strangers is read within limits, or refused."""
+"""Media files from callers are decoded within limits, or rejected."""
 
 import io
 import re
@@ -19,12 +19,12 @@ from stagemesh.services.engines.vllm.media.decoding import (
     read_samples,
     read_video,
 )
-from tests.engines.media_files import encoded, film, pixels, tone, wav
+from tests.engines.media_files import encoded, pixels, tone, video_file, wav
 
 PLENTY = 64 << 20
 
 
-def picture(data: bytes, media_type: str = "image/png") -> MediaFile:
+def image_file(data: bytes, media_type: str = "image/png") -> MediaFile:
     return MediaFile("image", data, media_type)
 
 
@@ -37,12 +37,12 @@ def audio(data: bytes, media_type: str = "audio/wav") -> MediaFile:
 
 
 @pytest.mark.parametrize("name", ["png", "jpeg", "webp", "gif", "bmp"])
-def test_pictures_of_each_type_are_read(name: str) -> None:
-    read = read_image(picture(encoded(pixels(30, 20), name), f"image/{name}"), DecodedBytes(PLENTY))
+def test_images_of_each_type_are_read(name: str) -> None:
+    read = read_image(image_file(encoded(pixels(30, 20), name), f"image/{name}"), DecodedBytes(PLENTY))
     assert read.size == (30, 20)
 
 
-def test_sound_keeps_its_rate_and_length() -> None:
+def test_audio_keeps_its_rate_and_length() -> None:
     read = read_audio(audio(wav(tone(rate_hz=8_000), 8_000)), DecodedBytes(PLENTY))
     assert read.sample_rate_hz == 8_000
     np.testing.assert_allclose(read.samples, tone(rate_hz=8_000), atol=1e-4)
@@ -55,38 +55,46 @@ def test_channels_of_a_file_are_averaged() -> None:
     assert np.corrcoef(read.samples, tone())[0, 1] > 0.99
 
 
-def test_a_film_is_sampled_evenly() -> None:
-    read = read_video(video(film([10 * number for number in range(20)])), DecodedBytes(PLENTY), max_frames=5)
+def test_video_frames_are_sampled_evenly() -> None:
+    read = read_video(video(video_file([10 * number for number in range(20)])), DecodedBytes(PLENTY), max_frames=5)
     assert read.indices == (0, 5, 10, 14, 19)
     np.testing.assert_allclose(read.frames.mean(axis=(1, 2, 3)), [0, 50, 100, 140, 190], atol=3)
     assert (read.frames.shape, read.total_frames, read.duration_s) == ((5, 48, 64, 3), 20, 2.0)
 
 
-def test_a_short_film_is_taken_whole() -> None:
+def test_all_frames_of_a_short_video_are_read() -> None:
     read = read_video(
-        video(film([0, 100, 200], file_format="avi"), "video/x-msvideo"), DecodedBytes(PLENTY), max_frames=32
+        video(video_file([0, 100, 200], file_format="avi"), "video/x-msvideo"), DecodedBytes(PLENTY), max_frames=32
     )
     assert read.indices == (0, 1, 2)
 
 
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nhttp://127.0.0.1:9/a.ts\n"
 WRONG: list[tuple[Callable[[DecodedBytes], object], str, str]] = [
-    (lambda counted: read_image(picture(b"%!PS-Adobe"), counted), "INVALID_MEDIA", "the image cannot be read"),
-    (lambda counted: read_image(picture(encoded(pixels()), "image/gif"), counted), "INVALID_MEDIA", "cannot be read"),
+    (lambda counted: read_image(image_file(b"%!PS-Adobe"), counted), "INVALID_MEDIA", "the image cannot be read"),
     (
-        lambda counted: read_image(picture(encoded(np.zeros((1, 900, 3), np.uint8))), counted),
+        lambda counted: read_image(image_file(encoded(pixels()), "image/gif"), counted),
+        "INVALID_MEDIA",
+        "cannot be read",
+    ),
+    (
+        lambda counted: read_image(image_file(encoded(np.zeros((1, 900, 3), np.uint8))), counted),
         "INVALID_MEDIA",
         "900 by 1",
     ),
-    (lambda counted: read_image(picture(encoded(pixels(600, 600))), counted), "MEDIA_TOO_LARGE", "of 1000000"),
+    (lambda counted: read_image(image_file(encoded(pixels(600, 600))), counted), "MEDIA_TOO_LARGE", "of 1000000"),
     (lambda counted: read_audio(audio(PLAYLIST), counted), "INVALID_MEDIA", "the audio cannot be read"),
-    (lambda counted: read_audio(audio(film([0]), "audio/mp4"), counted), "INVALID_MEDIA", "it has no audio track"),
+    (
+        lambda counted: read_audio(audio(video_file([0]), "audio/mp4"), counted),
+        "INVALID_MEDIA",
+        "it has no audio track",
+    ),
     (lambda counted: read_audio(audio(wav(tone(20.0))), counted), "MEDIA_TOO_LARGE", "the audio exceeded it"),
     (lambda counted: read_samples(Samples(np.full(5, np.inf, np.float32), 8_000), counted), "INVALID_MEDIA", "is inf"),
     (lambda counted: read_video(video(PLAYLIST), counted, max_frames=4), "INVALID_MEDIA", "the video cannot be read"),
     (lambda counted: read_video(video(wav(tone())), counted, max_frames=4), "INVALID_MEDIA", "video cannot be read"),
     (
-        lambda counted: read_video(video(film([0] * 9, width=400, height=400)), counted, max_frames=4),
+        lambda counted: read_video(video(video_file([0] * 9, width=400, height=400)), counted, max_frames=4),
         "MEDIA_TOO_LARGE",
         "video",
     ),
@@ -94,23 +102,23 @@ WRONG: list[tuple[Callable[[DecodedBytes], object], str, str]] = [
 
 
 @pytest.mark.parametrize(("read", "reason", "message"), WRONG, ids=lambda value: "" if callable(value) else None)
-def test_what_cannot_be_read_is_refused(read: Callable[[DecodedBytes], object], reason: str, message: str) -> None:
+def test_unreadable_media_are_rejected(read: Callable[[DecodedBytes], object], reason: str, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=re.escape(message)) as caught:
         read(DecodedBytes(1_000_000))
     assert caught.value.reason == reason
 
 
-def test_a_small_file_that_grows_large_is_refused_before_it_is_decoded() -> None:
+def test_decompression_bomb_is_rejected_before_decoding() -> None:
     bomb = io.BytesIO()
     Image.new("1", (9_000, 9_000)).save(bomb, "PNG")
     assert len(bomb.getvalue()) < 1 << 20
     with pytest.raises(InvalidRequestError, match="once decoded"):
-        read_image(picture(bomb.getvalue()), DecodedBytes(PLENTY))
+        read_image(image_file(bomb.getvalue()), DecodedBytes(PLENTY))
 
 
-def test_a_request_has_one_limit_for_all_its_media() -> None:
+def test_all_media_of_a_request_share_one_limit() -> None:
     counted = DecodedBytes(1_000_000)
-    read_image(picture(encoded(pixels(500, 500))), counted)
+    read_image(image_file(encoded(pixels(500, 500))), counted)
     with pytest.raises(InvalidRequestError, match="once decoded"):
         read_samples(Samples(np.zeros(100_000, np.float32), 8_000), counted)
 
@@ -118,13 +126,13 @@ def test_a_request_has_one_limit_for_all_its_media() -> None:
 GOOD = {
     "image": encoded(pixels(20, 20)),
     "audio": wav(tone(0.1)),
-    "video": film([0, 50, 100]),
+    "video": video_file([0, 50, 100]),
 }
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(sorted(GOOD)))
-def test_damaged_files_are_read_or_refused(data: st.DataObject, kind: str) -> None:
+def test_damaged_files_are_read_or_rejected(data: st.DataObject, kind: str) -> None:
     damaged = bytearray(GOOD[kind])
     for _ in range(data.draw(st.integers(1, 8))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
@@ -132,7 +140,7 @@ def test_damaged_files_are_read_or_refused(data: st.DataObject, kind: str) -> No
     try:
         match kind:
             case "image":
-                read_image(picture(cut), DecodedBytes(PLENTY))
+                read_image(image_file(cut), DecodedBytes(PLENTY))
             case "audio":
                 read_audio(audio(cut), DecodedBytes(PLENTY))
             case _:

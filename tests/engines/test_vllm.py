@@ -1,4 +1,4 @@
-"""The vllm engine on a tiny random model: what it takes, gives and refuses."""
+"""The vllm engine on a tiny random model: its inputs, outputs and errors."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -56,9 +56,9 @@ async def test_requests_of_a_batch_keep_their_seeds(engine: VllmEngine) -> None:
     assert [text_of(events) for events in together] == alone
 
 
-async def test_text_comes_in_pieces_and_usage_last(engine: VllmEngine) -> None:
+async def test_text_is_streamed_and_usage_is_last(engine: VllmEngine) -> None:
     events = await collect(engine.submit(task([10, 20, 30], max_tokens=200)))
-    # As many as this process finds the time for: vLLM joins those that it has not taken yet.
+    # vLLM joins outputs that this process has not taken yet, so their number varies.
     assert len(packets(events)) > 1
     assert isinstance(events[-1], Usage)
     assert events[-1].prompt_tokens == 3
@@ -74,7 +74,7 @@ async def test_text_goes_through_the_chat_template(engine: VllmEngine) -> None:
     assert as_text.prompt_tokens == len("hi") + 3  # user, end, assistant
 
 
-async def test_max_tokens_defaults_to_what_fits(engine: VllmEngine) -> None:
+async def test_max_tokens_defaults_to_the_space_left(engine: VllmEngine) -> None:
     prompt = [10] * (MAX_MODEL_LEN - 5)
     events = await collect(engine.submit(Task("r", 1, prompt)))
     assert isinstance(events[-1], Usage)
@@ -102,12 +102,12 @@ async def test_long_prompts_are_seeded_too(engine: VllmEngine) -> None:
         (task(max_tokens=0), "max_tokens"),
     ],
 )
-async def test_what_cannot_run_is_refused(engine: VllmEngine, wrong: Task, message: str) -> None:
+async def test_invalid_task_is_rejected(engine: VllmEngine, wrong: Task, message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         await collect(engine.submit(wrong))
 
 
-async def test_pausing_is_refused(engine: VllmEngine) -> None:
+async def test_pausing_is_rejected(engine: VllmEngine) -> None:
     with pytest.raises(UnsupportedError):
         await collect(engine.submit(Task("r", 1, "hi", max_steps=1)))
 
@@ -121,7 +121,7 @@ async def test_closing_a_task_ends_it(engine: VllmEngine) -> None:
     assert not engine._llm.output_processor.has_unfinished_requests()
 
 
-async def test_a_higher_priority_goes_first_where_requests_wait(engine: VllmEngine) -> None:
+async def test_waiting_requests_start_by_priority(engine: VllmEngine) -> None:
     order = list[str]()
     full = asyncio.Event()
 
@@ -151,7 +151,7 @@ async def test_one_request_id_may_run_twice(engine: VllmEngine) -> None:
     assert engine.load().running == 0
 
 
-async def test_unknown_option_names_close_ones(model: Path) -> None:
+async def test_unknown_option_error_names_similar_options(model: Path) -> None:
     engine = VllmEngine(stage_config("vllm", model=str(model), options={"max_modl_len": 5}))
     with pytest.raises(InvalidRequestError, match=r"unknown option 'max_modl_len'.*max_model_len"):
         await engine.start(lambda _: None)
@@ -163,7 +163,7 @@ async def test_model_is_required() -> None:
         VllmEngine(stage_config("vllm"))
 
 
-async def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+async def test_error_names_a_folder_without_a_model(tmp_path: Path) -> None:
     engine = VllmEngine(stage_config("vllm", model=str(tmp_path), options=OPTIONS))
     with pytest.raises(NotReadyError, match=f"vLLM cannot load {tmp_path}"):
         await engine.start(lambda _: None)

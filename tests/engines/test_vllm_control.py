@@ -43,9 +43,9 @@ OPTIONS: Mapping[str, JsonValue] = {
 STEPS = 10
 PROMPTS = [[20 + (11 * number + at) % 200 for at in range(3 + 2 * number)] for number in range(8)]
 LONG = [20 + at % 200 for at in range(38 * BLOCK)]
-"""Its request takes most of the cache, so that no two of them fit."""
+"""Its request takes more than half of the cache, so that two of them do not fit."""
 SECONDS = 700
-"""Tokens after it that take the core, which is a process of its own, a second at the least."""
+"""The number of tokens after it, which take the core, a separate process, at least a second."""
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ async def test_adapters_are_listed_by_name(engine: VllmEngine, tmp_path: Path) -
     assert [adapter.name for adapter in controls_of(engine).adapters.list_adapters()] == ["a", "b"]
 
 
-async def test_loading_again_is_no_error(engine: VllmEngine, tmp_path: Path) -> None:
+async def test_loading_again_is_not_an_error(engine: VllmEngine, tmp_path: Path) -> None:
     for name in ("first", "second"):
         write_adapter(tmp_path / name)
     loaded = [await controls_of(engine).adapters.load("a", str(tmp_path / "first")) for _ in range(2)]
@@ -134,7 +134,9 @@ async def test_loading_again_is_no_error(engine: VllmEngine, tmp_path: Path) -> 
         await controls_of(engine).adapters.load("a", str(tmp_path / "second"))
 
 
-async def test_a_name_loaded_anew_has_nothing_of_the_old(engine: VllmEngine, model: Path, tmp_path: Path) -> None:
+async def test_adapter_loaded_again_under_a_name_replaces_the_old_one(
+    engine: VllmEngine, model: Path, tmp_path: Path
+) -> None:
     prompt = LONG[: 3 * BLOCK]
     made: list[list[int]] = []
     for seed in (1, 2):
@@ -145,7 +147,7 @@ async def test_a_name_loaded_anew_has_nothing_of_the_old(engine: VllmEngine, mod
     assert made[0] != made[1]
 
 
-async def test_an_unknown_adapter_fails_its_request_alone(engine: VllmEngine) -> None:
+async def test_unknown_adapter_fails_its_request_alone(engine: VllmEngine) -> None:
     wrong, right = await asyncio.gather(
         tokens(engine, task(adapter="nobody")), tokens(engine, task()), return_exceptions=True
     )
@@ -158,13 +160,13 @@ async def test_an_unknown_adapter_fails_its_request_alone(engine: VllmEngine) ->
 @pytest.mark.parametrize(
     ("adapter", "message"),
     [
-        ({"rank": 9}, "rank 9; stage tested takes 8 at most, its option max_lora_rank"),
+        ({"rank": 9}, "rank 9; stage tested accepts a rank of at most 8, its option"),
         ({"scale": 0.5}, "64 and 32 in the model; it belongs to another|in the model; it belongs to another"),
         ({"scale": 1.5}, "in the model; it belongs to another"),
         ({"layers": 3}, "layers.2.*which the model does not have"),
     ],
 )
-async def test_an_adapter_of_another_model_is_refused(
+async def test_adapter_of_another_model_is_rejected(
     engine: VllmEngine, adapter: Mapping[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = write_adapter(tmp_path / "wrong", **adapter)
@@ -179,7 +181,7 @@ async def test_an_adapter_of_another_model_is_refused(
     assert not controls_of(engine).adapters.list_adapters()
 
 
-async def test_what_vllm_itself_refuses_leaves_no_trace(engine: VllmEngine, tmp_path: Path) -> None:
+async def test_adapter_that_vllm_rejects_leaves_no_trace(engine: VllmEngine, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "dora")
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
@@ -189,7 +191,7 @@ async def test_what_vllm_itself_refuses_leaves_no_trace(engine: VllmEngine, tmp_
     assert not await engine.control._llm.list_loras()
 
 
-async def test_a_full_engine_takes_no_more(engine: VllmEngine, tmp_path: Path) -> None:
+async def test_full_engine_accepts_no_more_adapters(engine: VllmEngine, tmp_path: Path) -> None:
     for name in "abcd":
         write_adapter(tmp_path / name)
     for name in "abc":
@@ -210,7 +212,7 @@ async def test_more_adapters_than_slots_and_one_pinned(engine: VllmEngine, model
         await controls_of(engine).adapters.pin("b")
 
 
-async def test_unloading_in_use_refuses_or_drains(engine: VllmEngine, tmp_path: Path) -> None:
+async def test_unloading_an_adapter_in_use_fails_or_drains(engine: VllmEngine, tmp_path: Path) -> None:
     await controls_of(engine).adapters.load("a", str(write_adapter(tmp_path / "a")))
     async with aclosing(engine.submit(task(adapter="a", max_tokens=60))) as events:
         await anext(events)
@@ -222,7 +224,7 @@ async def test_unloading_in_use_refuses_or_drains(engine: VllmEngine, tmp_path: 
     assert not controls_of(engine).adapters.list_adapters()
 
 
-async def test_a_drain_that_is_given_up_keeps_the_adapter(engine: VllmEngine, tmp_path: Path) -> None:
+async def test_cancelled_drain_keeps_the_adapter(engine: VllmEngine, tmp_path: Path) -> None:
     await controls_of(engine).adapters.load("a", str(write_adapter(tmp_path / "a")))
     async with aclosing(engine.submit(task(adapter="a", max_tokens=60))) as events:
         await anext(events)
@@ -231,10 +233,10 @@ async def test_a_drain_that_is_given_up_keeps_the_adapter(engine: VllmEngine, tm
     assert len(await tokens(engine, task(adapter="a"))) == STEPS
 
 
-# -- caches, and what an abort frees
+# -- caches, and the memory that an abort frees
 
 
-async def test_found_prompts_are_counted_and_cleared(engine: VllmEngine) -> None:
+async def test_cached_prompts_are_counted_and_cleared(engine: VllmEngine) -> None:
     figures = [controls_of(engine).caches.cache_statistics()]
     for clear in (False, False, True):
         if clear:
@@ -242,12 +244,12 @@ async def test_found_prompts_are_counted_and_cleared(engine: VllmEngine) -> None
         await tokens(engine, task(LONG))
         figures.append(controls_of(engine).caches.cache_statistics())
     assert (figures[0].blocks, figures[0].block_tokens, figures[0].prefix_caching) == (BLOCKS, BLOCK, True)
-    found = [later.cached_tokens - earlier.cached_tokens for earlier, later in itertools.pairwise(figures)]
-    assert found == [0, len(LONG) - BLOCK, 0]
+    cached = [later.cached_tokens - earlier.cached_tokens for earlier, later in itertools.pairwise(figures)]
+    assert cached == [0, len(LONG) - BLOCK, 0]
     assert figures[-1].prompt_tokens - figures[0].prompt_tokens == 3 * len(LONG)
 
 
-async def test_a_cache_in_use_is_kept_unless_preempted(engine: VllmEngine) -> None:
+async def test_cache_in_use_is_kept_unless_preempted(engine: VllmEngine) -> None:
     alone = await tokens(engine, task(LONG, max_tokens=SECONDS))
     await controls_of(engine).caches.clear_caches(preempt=False)
     async with aclosing(engine.submit(task(LONG, max_tokens=SECONDS))) as events:
@@ -260,16 +262,16 @@ async def test_a_cache_in_use_is_kept_unless_preempted(engine: VllmEngine) -> No
     assert [int(token) for packet in made for token in packet.tensors["token_ids"].view("int32")] == alone
 
 
-async def test_an_abort_frees_its_blocks_at_once(engine: VllmEngine) -> None:
+async def test_abort_frees_its_blocks_at_once(engine: VllmEngine) -> None:
     async with aclosing(engine.submit(task(LONG, max_tokens=SECONDS))) as events:
         await anext(events)
         with pytest.raises(NotReadyError, match="running requests use"):
             await controls_of(engine).caches.clear_caches(preempt=False)
-    # Succeeds only if no block is held.
+    # Succeeds only if no block is in use.
     await controls_of(engine).caches.clear_caches(preempt=False)
 
 
-async def test_a_request_that_waits_for_blocks_starts_when_another_is_aborted(engine: VllmEngine) -> None:
+async def test_request_that_waits_for_blocks_starts_when_another_is_aborted(engine: VllmEngine) -> None:
     other = [token + 1 for token in LONG]
     async with aclosing(engine.submit(task(LONG, max_tokens=SECONDS))) as holder:
         await anext(holder)
@@ -285,7 +287,7 @@ async def test_a_request_that_waits_for_blocks_starts_when_another_is_aborted(en
 # -- profiles
 
 
-async def test_a_trace_lands_where_the_caller_asked(engine: VllmEngine, profile_dir: Path) -> None:
+async def test_trace_is_written_into_the_callers_folder(engine: VllmEngine, profile_dir: Path) -> None:
     folder = await controls_of(engine).profiles.start("night/one", max_steps=None)
     await tokens(engine, task())
     files = await controls_of(engine).profiles.stop()
@@ -297,7 +299,7 @@ async def test_a_trace_lands_where_the_caller_asked(engine: VllmEngine, profile_
     assert files_in(profile_dir) == [str(profile_dir / "night")]
 
 
-async def test_a_second_profile_lands_beside_the_first(engine: VllmEngine, profile_dir: Path) -> None:
+async def test_second_profile_keeps_the_first(engine: VllmEngine, profile_dir: Path) -> None:
     made: list[str] = []
     for _ in range(2):
         await controls_of(engine).profiles.start(str(profile_dir / "again"), max_steps=2)
@@ -317,7 +319,9 @@ async def test_only_one_profile_at_a_time(engine: VllmEngine) -> None:
 
 
 @pytest.mark.parametrize("folder", ["..", "/etc", "a/../../b", "link/inside"])
-async def test_a_folder_outside_is_refused(engine: VllmEngine, profile_dir: Path, folder: str, tmp_path: Path) -> None:
+async def test_folder_outside_profile_dir_is_rejected(
+    engine: VllmEngine, profile_dir: Path, folder: str, tmp_path: Path
+) -> None:
     (profile_dir / "link").unlink(missing_ok=True)
     (profile_dir / "link").symlink_to(tmp_path)
     with pytest.raises(InvalidRequestError, match="is outside") as caught:
@@ -331,7 +335,7 @@ async def test_a_folder_outside_is_refused(engine: VllmEngine, profile_dir: Path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can sleep")
-async def test_a_cpu_cannot_sleep_and_says_so(engine: VllmEngine) -> None:
+async def test_sleep_on_a_cpu_is_an_error(engine: VllmEngine) -> None:
     with pytest.raises(UnsupportedError, match="engine vllm of stage tested cannot sleep on cpu") as caught:
         await controls_of(engine).sleep.sleep(1)
     assert caught.value.metadata == {"engine": "vllm", "ability": "sleep", "device": "cpu"}
@@ -339,16 +343,16 @@ async def test_a_cpu_cannot_sleep_and_says_so(engine: VllmEngine) -> None:
     assert len(await tokens(engine, task())) == STEPS
 
 
-async def test_what_does_not_sleep_cannot_be_woken(engine: VllmEngine) -> None:
+async def test_waking_an_awake_part_is_an_error(engine: VllmEngine) -> None:
     await controls_of(engine).sleep.wake([])
     with pytest.raises(InvalidRequestError, match="weights does not sleep; asleep: nothing"):
         await controls_of(engine).sleep.wake(["weights"])
 
 
-# -- started without
+# -- an engine without these options
 
 
-async def test_what_was_not_enabled_is_named(model: Path, tmp_path: Path) -> None:
+async def test_error_names_the_missing_option(model: Path, tmp_path: Path) -> None:
     engine = VllmEngine(stage_config("vllm", model=str(model), options={"kv_cache_memory_bytes": 8 << 20}))
     await engine.start(lambda _: None)
     try:

@@ -1,4 +1,4 @@
-"""Embeddings from upstream, which enter a request while it runs: what comes of them is what transformers makes."""
+"""Embeddings from upstream that enter a request while it runs, compared with transformers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -34,13 +34,13 @@ OPTIONS: Mapping[str, JsonValue] = {
 WIDTH = 64
 STEPS = 12
 ADDED = 8
-"""Rows that are added to those of sampled tokens, before the flow ends."""
+"""The number of rows that are added to embeddings of sampled tokens before the flow ends."""
 LENGTHS = [1, 5, 33, 64, 65, 90, 120, 7]
 TOLERANCE = 1e-4
 
 
 class Case(NamedTuple):
-    """A request's rows, and what transformers makes of them."""
+    """A request's rows and transformers' results for them."""
 
     rows: Rows
     prompt_tokens: int
@@ -100,7 +100,7 @@ async def engine(model: Path) -> AsyncIterator[VllmEngine]:
 
 
 class Upstream:
-    """A flow whose packets come when the test says so."""
+    """A flow whose packets the test sends."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Packet | StagemeshError | None] = asyncio.Queue()
@@ -127,11 +127,11 @@ class Upstream:
         return got
 
 
-def whole(case: Case, *, piece: int = 50) -> Upstream:
-    """A case's flow, all there, in pieces."""
+def whole(case: Case, *, rows: int = 50) -> Upstream:
+    """Returns a case's complete flow, in packets of at most `rows` rows."""
     upstream = Upstream()
-    for start in range(0, len(case.rows), piece):
-        upstream.send(case.rows[start : start + piece], start, case.prompt_tokens)
+    for start in range(0, len(case.rows), rows):
+        upstream.send(case.rows[start : start + rows], start, case.prompt_tokens)
     upstream.end()
     return upstream
 
@@ -161,10 +161,10 @@ async def assert_works(engine: VllmEngine, case: Case) -> None:
     await assert_same(engine, case, whole(case))
 
 
-# -- what comes of them
+# -- results
 
 
-async def test_many_at_once_among_token_prompts(engine: VllmEngine, reference: Any, cases: list[Case]) -> None:
+async def test_many_requests_among_token_prompts(engine: VllmEngine, reference: Any, cases: list[Case]) -> None:
     prompt = [20, 30, 40]
     plain = Task("p", 1, prompt, sampling=SamplingOptions(max_tokens=STEPS, temperature=0.0, ignore_eos=True))
     *_, made = await asyncio.gather(*(assert_works(engine, case) for case in cases), tokens(engine, plain))
@@ -185,12 +185,14 @@ async def test_many_at_once_among_token_prompts(engine: VllmEngine, reference: A
         pytest.param({"tensor_parallel_size": 2}, id="tp", marks=pytest.mark.soak),
     ],
 )
-async def test_the_same_in_other_engines(model: Path, cases: list[Case], options: dict[str, JsonValue]) -> None:
+async def test_results_are_the_same_with_other_options(
+    model: Path, cases: list[Case], options: dict[str, JsonValue]
+) -> None:
     async with running(model, **options) as engine:
-        await asyncio.gather(*(assert_same(engine, case, whole(case, piece=7)) for case in cases))
+        await asyncio.gather(*(assert_same(engine, case, whole(case, rows=7)) for case in cases))
 
 
-async def test_all_rows_are_the_prompt_where_they_do_not_say(engine: VllmEngine, cases: list[Case]) -> None:
+async def test_all_rows_are_the_prompt_without_metadata(engine: VllmEngine, cases: list[Case]) -> None:
     case, upstream = cases[2], Upstream()
     upstream.send(case.rows[:20])
     upstream.send(case.rows[20 : case.prompt_tokens])
@@ -202,7 +204,7 @@ async def test_all_rows_are_the_prompt_where_they_do_not_say(engine: VllmEngine,
 
 
 async def test_model_computes_before_the_prompt_is_complete(engine: VllmEngine, cases: list[Case]) -> None:
-    """Seen by the request's place in the engine, which it has once its first rows are there."""
+    """The request is in the engine once its first rows have arrived."""
     case, upstream = cases[5], Upstream()
     upstream.send(case.rows[:40], 0, case.prompt_tokens)
     running = asyncio.create_task(assert_same(engine, case, upstream))
@@ -212,7 +214,7 @@ async def test_model_computes_before_the_prompt_is_complete(engine: VllmEngine, 
     await running
 
 
-async def test_a_row_that_has_not_come_parks_its_request_alone(engine: VllmEngine, cases: list[Case]) -> None:
+async def test_missing_row_parks_its_request_alone(engine: VllmEngine, cases: list[Case]) -> None:
     case, upstream = cases[1], Upstream()
     upstream.send(case.rows[: case.prompt_tokens], 0, case.prompt_tokens)
     made: list[Packet] = []
@@ -232,7 +234,7 @@ async def test_a_row_that_has_not_come_parks_its_request_alone(engine: VllmEngin
 
 async def test_rows_after_the_last_token_are_read_and_dropped(engine: VllmEngine, cases: list[Case]) -> None:
     case = cases[3]
-    upstream = whole(case, piece=1)
+    upstream = whole(case, rows=1)
     assert await tokens(engine, task(upstream, max_tokens=2)) == case.tokens[:2]
     assert upstream.read == len(case.rows) + 1
 
@@ -244,20 +246,20 @@ async def test_rows_beyond_the_longest_request_are_dropped(engine: VllmEngine, c
     assert await tokens(engine, task(upstream)) == case.tokens
 
 
-async def test_a_parked_request_can_be_cancelled(engine: VllmEngine, cases: list[Case]) -> None:
+async def test_parked_request_can_be_cancelled(engine: VllmEngine, cases: list[Case]) -> None:
     case, upstream = cases[4], Upstream()
     upstream.send(case.rows[: case.prompt_tokens], 0, case.prompt_tokens)
     async with aclosing(engine.submit(task(upstream))) as events:
         await next_token(events)
     assert engine.load().running == 0
-    # Its place holds nothing of it any more.
+    # Its slot is empty again.
     await asyncio.gather(*(assert_works(engine, each) for each in cases))
 
 
 # -- bad input
 
 
-def _said(rows: Rows, start: int | None, prompt_tokens: Any = 5) -> tuple[Any, ...]:
+def _packet(rows: Rows, start: int | None, prompt_tokens: Any = 5) -> tuple[Any, ...]:
     return rows, start, prompt_tokens
 
 
@@ -267,17 +269,17 @@ _ROWS = np.zeros((5, WIDTH), np.float32)
 @pytest.mark.parametrize(
     ("sent", "error", "message"),
     [
-        ([_said(_ROWS[:, :8], 0)], InvalidChunkError, r"float32\[5, 8\]; expected float32\[tokens, 64\]"),
-        ([_said(_ROWS.astype(np.float16), 0)], InvalidChunkError, "is float16"),
-        ([_said(_ROWS, 1)], InvalidChunkError, "continue at position 1 instead of 0"),
-        ([_said(_ROWS, 0), _said(_ROWS, 7)], InvalidChunkError, "continue at position 7 instead of 5"),
-        ([_said(_ROWS, 0), _said(_ROWS, 0)], InvalidChunkError, "continue at position 0 instead of 5"),
-        ([_said(_ROWS, 0), _said(_ROWS, 5, 6)], InvalidChunkError, "prompt_tokens is 6 and was 5"),
-        ([_said(_ROWS, 0, 0)], InvalidChunkError, "prompt_tokens is 0"),
-        ([_said(_ROWS, 0, MAX_MODEL_LEN)], InvalidRequestError, "shorten the prompt"),
-        ([_said(_ROWS, 0, MAX_MODEL_LEN - 3)], InvalidRequestError, "the output 12"),
-        ([_said(np.zeros((MAX_MODEL_LEN, WIDTH), np.float32), 0, None)], InvalidRequestError, "shorten the prompt"),
-        ([_said(_ROWS, 0, 6)], InvalidChunkError, "ended after 5 embeddings of a prompt of 6"),
+        ([_packet(_ROWS[:, :8], 0)], InvalidChunkError, r"float32\[5, 8\]; expected float32\[tokens, 64\]"),
+        ([_packet(_ROWS.astype(np.float16), 0)], InvalidChunkError, "is float16"),
+        ([_packet(_ROWS, 1)], InvalidChunkError, "continue at position 1 instead of 0"),
+        ([_packet(_ROWS, 0), _packet(_ROWS, 7)], InvalidChunkError, "continue at position 7 instead of 5"),
+        ([_packet(_ROWS, 0), _packet(_ROWS, 0)], InvalidChunkError, "continue at position 0 instead of 5"),
+        ([_packet(_ROWS, 0), _packet(_ROWS, 5, 6)], InvalidChunkError, "prompt_tokens is 6 and was 5"),
+        ([_packet(_ROWS, 0, 0)], InvalidChunkError, "prompt_tokens is 0"),
+        ([_packet(_ROWS, 0, MAX_MODEL_LEN)], InvalidRequestError, "shorten the prompt"),
+        ([_packet(_ROWS, 0, MAX_MODEL_LEN - 3)], InvalidRequestError, "the output 12"),
+        ([_packet(np.zeros((MAX_MODEL_LEN, WIDTH), np.float32), 0, None)], InvalidRequestError, "shorten the prompt"),
+        ([_packet(_ROWS, 0, 6)], InvalidChunkError, "ended after 5 embeddings of a prompt of 6"),
         ([], InvalidRequestError, "brought no embeddings"),
     ],
 )
@@ -295,7 +297,7 @@ async def test_bad_rows_fail_their_request_alone(
     assert engine.load().running == 0
 
 
-async def test_a_flow_that_fails_fails_its_request(engine: VllmEngine, cases: list[Case]) -> None:
+async def test_failed_flow_fails_its_request(engine: VllmEngine, cases: list[Case]) -> None:
     case, upstream = cases[4], Upstream()
     upstream.send(case.rows[: case.prompt_tokens], 0, case.prompt_tokens)
     async with aclosing(engine.submit(task(upstream))) as events:
@@ -305,7 +307,7 @@ async def test_a_flow_that_fails_fails_its_request(engine: VllmEngine, cases: li
             await collect(events)
 
 
-async def test_two_edges_are_refused(engine: VllmEngine, cases: list[Case]) -> None:
+async def test_two_edges_are_rejected(engine: VllmEngine, cases: list[Case]) -> None:
     with pytest.raises(InvalidRequestError, match=r"over 2 edges \(in, other\)"):
         await collect(engine.submit(task(whole(cases[0]), other=whole(cases[1]))))
 
@@ -318,7 +320,7 @@ async def test_drafts_and_embeddings_exclude_each_other(model: Path) -> None:
 
 
 async def next_token(events: AsyncIterator[Any]) -> list[Packet]:
-    """What comes up to the next token."""
+    """Returns the packets up to and including the next token."""
     made: list[Packet] = []
     async for event in events:
         if isinstance(event, Emission):

@@ -1,4 +1,4 @@
-"""Hidden states on a GPU, by both of vLLM's model runners: those of the CPU, and beside the compute stream."""
+"""Hidden states on a GPU with both of vLLM's model runners, compared with the CPU; copies run on their own stream."""
 
 import asyncio
 import gzip
@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 TOLERANCE = 1e-3
-"""A GPU sums in another order."""
+"""The tolerance for a GPU, which sums in another order."""
 HIDDEN_SIZE = 64
 
 
@@ -50,7 +50,7 @@ def profile_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["V1", "V2", "V2-graphs"])
 async def host(request: pytest.FixtureRequest, model: Path, profile_dir: Path) -> AsyncIterator[Running]:
-    """An engine with each of the runners, the second one also with its CUDA graphs."""
+    """An engine with each of the runners, and the second runner also with CUDA graphs."""
     options: dict[str, JsonValue] = {
         "profile_dir": str(profile_dir),
         "enforce_eager": request.param != "V2-graphs",
@@ -72,14 +72,14 @@ async def test_states_equal_those_of_the_cpu(host: Running, model: Path) -> None
         assert_same(one, reference(loaded, prompt), tolerance=TOLERANCE)
 
 
-async def test_rows_leave_beside_the_compute_stream(host: Running) -> None:
+async def test_rows_are_copied_on_a_stream_of_their_own(host: Running) -> None:
     await controls_of(host.engine).profiles.start(f"rows-{id(host)}", max_steps=None)
     await received(host.engine, task(5))
     traced = _events(await controls_of(host.engine).profiles.stop())
     computing = {event["args"]["stream"] for event in traced if event.get("cat") == "kernel"}
     row_bytes = len(PROMPTS[5]) * HIDDEN_SIZE * 4
     copies = [event for event in traced if event.get("cat") == "gpu_memcpy" and event["args"]["bytes"] == row_bytes]
-    assert len(copies) == 3, "one of each layer"
+    assert len(copies) == 3, "one copy for each layer"
     for copy in copies:
         assert "Pinned" in copy["name"]
         assert copy["args"]["stream"] not in computing

@@ -1,4 +1,4 @@
-"""Hidden states that leave vLLM's worker for the arena: they are those of transformers, whatever else happens."""
+"""Hidden states that vLLM's worker writes into the arena equal those of transformers under all conditions."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -63,7 +63,7 @@ async def shared(model: Path) -> AsyncIterator[Running]:
 
 
 async def assert_all_same(host: Running, references: Sequence[Reference], **changes: Any) -> None:
-    """All requests at once. `changes` are of the tasks with odd numbers."""
+    """Runs all requests at once. `changes` apply to the tasks with odd numbers."""
     tasks = [task(number, **(changes if number % 2 else {})) for number in range(len(PROMPTS))]
     got = await asyncio.gather(*(received(host.engine, each) for each in tasks))
     for one, expected in zip(got, references, strict=True):
@@ -81,9 +81,9 @@ async def first_rows(events: AsyncGenerator[EngineEvent]) -> Packet:
 async def test_states_of_sixteen_requests_equal_those_of_transformers(
     shared: Running, references: list[Reference]
 ) -> None:
-    before = shared.shares.rows
+    before = shared.arena.rows
     await assert_all_same(shared, references)
-    assert shared.shares.rows - before == ROWS
+    assert shared.arena.rows - before == ROWS
 
 
 async def test_states_with_an_adapter_on_half_of_the_requests_equal_merged_weights(
@@ -97,15 +97,17 @@ async def test_states_with_an_adapter_on_half_of_the_requests_equal_merged_weigh
     await assert_all_same(shared, expected, adapter="poet")
 
 
-async def test_last_takes_only_rows_that_tokens_are_sampled_from(shared: Running, references: list[Reference]) -> None:
-    before = shared.shares.rows
+async def test_last_selects_only_rows_that_tokens_are_sampled_from(
+    shared: Running, references: list[Reference]
+) -> None:
+    before = shared.arena.rows
     got = await received(shared.engine, task(5, tokens="last"))
     assert_same(got, references[5], first=len(PROMPTS[5]) - 1)
-    assert shared.shares.rows - before == len(got.states["hidden_states"])
+    assert shared.arena.rows - before == len(got.states["hidden_states"])
 
 
-async def test_resumed_request_finds_no_rows_in_the_prefix_cache(shared: Running, references: list[Reference]) -> None:
-    """The first block, of 128 tokens, ends among those that the first run sampled."""
+async def test_resumed_request_does_not_read_the_prefix_cache(shared: Running, references: list[Reference]) -> None:
+    """The first block, of 128 tokens, ends among the tokens that the first run sampled."""
     number, done = 11, 8
     whole = await received(shared.engine, task(number, tokens="last"))
     checkpoint = Checkpoint(done, tuple(whole.tokens[:done]))
@@ -125,14 +127,14 @@ async def test_resumed_request_emits_the_rows_after_those_of_its_checkpoint(
     assert_same_states(resumed, references[number], first=first + rows)
 
 
-async def test_nothing_is_written_that_nobody_takes(shared: Running) -> None:
-    before = shared.shares.rows
+async def test_unwanted_states_are_not_written(shared: Running) -> None:
+    before = shared.arena.rows
     events = await collect(shared.engine.submit(task(2, wanted=frozenset({"text"}))))
     assert {name for packet in packets(events) for name in packet.tensors} == {"text"}
-    assert shared.shares.rows == before
+    assert shared.arena.rows == before
 
 
-async def test_rows_that_nobody_reads_hold_up_no_other_request(shared: Running, references: list[Reference]) -> None:
+async def test_unread_rows_do_not_delay_other_requests(shared: Running, references: list[Reference]) -> None:
     async with AsyncExitStack() as stack:
         slow = [await stack.enter_async_context(aclosing(shared.engine.submit(task(n)))) for n in (13, 14, 15)]
         held = [await first_rows(events) for events in slow]
@@ -150,8 +152,8 @@ async def test_cancelled_request_frees_its_rows(shared: Running) -> None:
     await emptied(shared.used_bytes)
 
 
-async def test_pooler_output_is_left_alone(shared: Running) -> None:
-    """That of a generating model, which has none; `test_vllm_pooling` has one that does."""
+async def test_pooler_output_is_unchanged(shared: Running) -> None:
+    """A generating model has no pooler output; `test_vllm_pooling` tests a model that has one."""
     await collect(shared.engine.submit(task(0)))
     llm = shared.engine._llm
     assert llm is not None
@@ -161,26 +163,26 @@ async def test_pooler_output_is_left_alone(shared: Running) -> None:
 
 
 async def test_states_are_the_same_after_preemptions(model: Path, references: list[Reference]) -> None:
-    # Room for a few of the requests at once, and not for all that these come to: some are put off and begin again.
+    # The cache has space to start a few requests, but not for their full length: some are preempted and restart.
     async with running(model, block_size=32, num_gpu_blocks_override=11) as host:
         await assert_all_same(host, references)
-        assert host.shares.rows > ROWS, "rows come again only after a preemption"
+        assert host.arena.rows > ROWS, "rows are written again only after a preemption"
 
 
-async def test_states_of_rejected_drafts_are_not_taken(model: Path, references: list[Reference]) -> None:
+async def test_states_of_rejected_drafts_are_dropped(model: Path, references: list[Reference]) -> None:
     drafts: JsonValue = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     async with running(model, speculative_config=drafts) as host:
         await assert_all_same(host, references)
-        assert host.shares.rows > ROWS, "a draft's row is written before it is known to be rejected"
+        assert host.arena.rows > ROWS, "a draft's row is written before it is known to be rejected"
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
-async def test_states_of_a_bfloat16_model_are_its_own(model: Path, references: list[Reference], dtype: str) -> None:
+async def test_states_of_a_bfloat16_model_are_exact(model: Path, references: list[Reference], dtype: str) -> None:
     async with running(model, dtype="bfloat16", hidden_states={**HIDDEN, "dtype": dtype}) as host:
         got = await asyncio.gather(*(received(host.engine, task(number)) for number in range(len(PROMPTS))))
         for one, expected, prompt in zip(got, references, PROMPTS, strict=True):
             for name, states in one.states.items():
-                assert not (states.view(np.uint32) & 0xFFFF).any(), "more digits than the model has"
+                assert not (states.view(np.uint32) & 0xFFFF).any(), "more precise than the model"
                 assert np.abs(states[: len(prompt)] - expected.states[name][: len(prompt)]).max() < 0.1
 
 
@@ -198,4 +200,4 @@ async def test_states_are_the_same_over_two_workers(
 ) -> None:
     async with running(model, **options) as host:
         await assert_all_same(host, references)
-        assert host.shares.rows == ROWS, "one of them writes"
+        assert host.arena.rows == ROWS, "only one of the workers writes"

@@ -1,4 +1,4 @@
-"""Pictures and sound through the vllm engine, on tiny random models, against transformers."""
+"""Images and audio through the vllm engine on tiny random models, compared with transformers."""
 
 import asyncio
 import re
@@ -24,7 +24,7 @@ from stagemesh.services.engines.vllm.media.decoding import DecodedBytes, read_vi
 from stagemesh.services.engines.vllm.media.feature import video_data
 from stagemesh.services.engines.vllm.prompts import prompt_tokens
 from tests.engines.emitted_states import TOLERANCE, Floats, received, running
-from tests.engines.media_files import encoded, film, image, pixels, sound, tone, wav
+from tests.engines.media_files import audio_samples, encoded, image, pixels, tone, video_file, wav
 from tests.engines.support import collect, packets, stage_config
 from tests.engines.tiny_media_models import SAMPLE_RATE_HZ, write_idefics3, write_qwen2_audio
 
@@ -45,27 +45,27 @@ SAMPLED = frozenset({"text", "token_ids"})
 
 
 @pytest.fixture(scope="module")
-def seeing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_idefics3(tmp_path_factory.mktemp("idefics3"))
 
 
 @pytest.fixture(scope="module")
-def hearing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def audio_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_qwen2_audio(tmp_path_factory.mktemp("qwen2-audio"))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def seeing(seeing_model: Path) -> AsyncIterator[VllmEngine]:
+async def image_engine(image_model: Path) -> AsyncIterator[VllmEngine]:
     limits: dict[str, JsonValue] = {"limit_mm_per_prompt": {"image": 3}, "max_num_batched_tokens": 64}
     async with running(
-        seeing_model, **OPTIONS, **limits, media_bytes=1 << 20, hidden_states={"layers": ["last"], "dtype": "float32"}
+        image_model, **OPTIONS, **limits, media_bytes=1 << 20, hidden_states={"layers": ["last"], "dtype": "float32"}
     ) as host:
         yield host.engine
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def hearing(hearing_model: Path) -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(stage_config("vllm", model=str(hearing_model), options=OPTIONS))
+async def audio_engine(audio_model: Path) -> AsyncIterator[VllmEngine]:
+    engine = VllmEngine(stage_config("vllm", model=str(audio_model), options=OPTIONS))
     await engine.start(lambda _: None)
     yield engine
     await engine.close()
@@ -87,7 +87,7 @@ async def tokens(engine: VllmEngine, task: Task) -> list[int]:
 
 
 def text_of_template(*parts: str) -> str:
-    """What the tiny models' template makes of `asked`."""
+    """Returns the text that the tiny models' chat template makes of `asked`."""
     return f"<|system|>be brief<|end|><|user|>{''.join(parts)}<|end|><|assistant|>"
 
 
@@ -105,91 +105,97 @@ def greedy(model: Any, inputs: Mapping[str, torch.Tensor]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def sees(seeing_model: Path) -> tuple[Any, Any]:
+def image_reference(image_model: Path) -> tuple[Any, Any]:
     from transformers import Idefics3ForConditionalGeneration
 
-    return Idefics3ForConditionalGeneration.from_pretrained(seeing_model), processor_of(seeing_model)
+    return Idefics3ForConditionalGeneration.from_pretrained(image_model), processor_of(image_model)
 
 
-def seen(reference: tuple[Any, Any], text: str, *pictures: Image.Image) -> list[int]:
+def image_tokens(reference: tuple[Any, Any], text: str, *images: Image.Image) -> list[int]:
     model, processor = reference
-    return greedy(model, processor(text=text, images=list(pictures), return_tensors="pt"))
+    return greedy(model, processor(text=text, images=list(images), return_tensors="pt"))
 
 
 @pytest.fixture(scope="module")
-def hears(hearing_model: Path) -> tuple[Any, Any]:
+def audio_reference(audio_model: Path) -> tuple[Any, Any]:
     from transformers import Qwen2AudioForConditionalGeneration
 
-    return Qwen2AudioForConditionalGeneration.from_pretrained(hearing_model), processor_of(hearing_model)
+    return Qwen2AudioForConditionalGeneration.from_pretrained(audio_model), processor_of(audio_model)
 
 
-def heard(reference: tuple[Any, Any], text: str, *sounds: Floats) -> list[int]:
+def audio_tokens(reference: tuple[Any, Any], text: str, *audio: Floats) -> list[int]:
     model, processor = reference
-    return greedy(model, processor(text=text, audio=list(sounds), sampling_rate=SAMPLE_RATE_HZ, return_tensors="pt"))
+    return greedy(model, processor(text=text, audio=list(audio), sampling_rate=SAMPLE_RATE_HZ, return_tensors="pt"))
 
 
-# -- pictures
+# -- images
 
 
-async def test_a_picture_is_seen_as_transformers_sees_it(seeing: VllmEngine, sees: tuple[Any, Any]) -> None:
-    expected = seen(sees, text_of_template("what is <image>?"), Image.fromarray(pixels()))
-    assert await tokens(seeing, asked("what is ", image(), "?")) == expected
+async def test_image_gives_the_tokens_that_transformers_gives(
+    image_engine: VllmEngine, image_reference: tuple[Any, Any]
+) -> None:
+    expected = image_tokens(image_reference, text_of_template("what is <image>?"), Image.fromarray(pixels()))
+    assert await tokens(image_engine, asked("what is ", image(), "?")) == expected
 
 
-async def test_pictures_keep_their_order_and_places(seeing: VllmEngine, sees: tuple[Any, Any]) -> None:
+async def test_images_keep_their_order_and_positions(
+    image_engine: VllmEngine, image_reference: tuple[Any, Any]
+) -> None:
     first, second = Image.fromarray(pixels(seed=1)), Image.fromarray(pixels(40, 60, seed=2))
-    one = await tokens(seeing, asked(image(seed=1), "or", image(40, 60, seed=2)))
-    other = await tokens(seeing, asked(image(40, 60, seed=2), image(seed=1), "or"))
-    assert one == seen(sees, text_of_template("<image>or<image>"), first, second)
-    assert other == seen(sees, text_of_template("<image><image>or"), second, first)
+    one = await tokens(image_engine, asked(image(seed=1), "or", image(40, 60, seed=2)))
+    other = await tokens(image_engine, asked(image(40, 60, seed=2), image(seed=1), "or"))
+    assert one == image_tokens(image_reference, text_of_template("<image>or<image>"), first, second)
+    assert other == image_tokens(image_reference, text_of_template("<image><image>or"), second, first)
 
 
-async def test_requests_with_pictures_and_without_run_together(seeing: VllmEngine) -> None:
+async def test_requests_with_and_without_images_share_a_batch(image_engine: VllmEngine) -> None:
     tasks = [
         asked("what", *([image(seed=number)] if number % 2 else []), "?", request_id=str(number)) for number in range(8)
     ]
-    alone = [await tokens(seeing, task) for task in tasks]
-    assert await asyncio.gather(*(tokens(seeing, task) for task in tasks)) == alone
+    alone = [await tokens(image_engine, task) for task in tasks]
+    assert await asyncio.gather(*(tokens(image_engine, task) for task in tasks)) == alone
     assert len({tuple(each) for each in alone[1::2]}) == 4
     assert len({tuple(each) for each in alone[::2]}) == 1
 
 
-async def test_a_conversation_of_text_reaches_a_model_that_sees(seeing: VllmEngine, sees: tuple[Any, Any]) -> None:
-    from_parts = await tokens(seeing, asked("a", "b"))
+async def test_image_model_answers_a_conversation_of_text(
+    image_engine: VllmEngine, image_reference: tuple[Any, Any]
+) -> None:
+    from_parts = await tokens(image_engine, asked("a", "b"))
     whole = [ChatMessage("system", "be brief"), ChatMessage("user", "ab")]
-    assert from_parts == await tokens(seeing, replace(asked(), prompt=whole))
+    assert from_parts == await tokens(image_engine, replace(asked(), prompt=whole))
 
 
-async def test_usage_counts_the_tokens_of_pictures(seeing: VllmEngine) -> None:
-    plain = (await collect(seeing.submit(asked("hi"))))[-1]
-    seen = (await collect(seeing.submit(asked("hi", image()))))[-1]
+async def test_usage_counts_the_tokens_of_images(image_engine: VllmEngine) -> None:
+    plain = (await collect(image_engine.submit(asked("hi"))))[-1]
+    with_image = (await collect(image_engine.submit(asked("hi", image()))))[-1]
     assert isinstance(plain, Usage)
-    assert isinstance(seen, Usage)
-    # Four for what is seen, three around.
-    assert seen.prompt_tokens == plain.prompt_tokens + 7
+    assert isinstance(with_image, Usage)
+    # Four tokens for the image and three around it.
+    assert with_image.prompt_tokens == plain.prompt_tokens + 7
 
 
 @pytest.mark.parametrize("done", [1, 7, TOKENS - 1])
-async def test_a_request_with_a_picture_goes_on_from_a_checkpoint(seeing: VllmEngine, done: int) -> None:
+async def test_request_with_an_image_resumes_from_a_checkpoint(image_engine: VllmEngine, done: int) -> None:
     task = asked("what is ", image(), "?")
-    events = await collect(seeing.submit(task))
+    events = await collect(image_engine.submit(task))
     made = next(each for each in events if isinstance(each, Checkpoint))
     checkpoint = Checkpoint(done, tuple(tokens_of(events)[:done]), made.tensors)
-    assert tokens_of(events)[done:] == await tokens(seeing, replace(task, resume_from=checkpoint))
+    assert tokens_of(events)[done:] == await tokens(image_engine, replace(task, resume_from=checkpoint))
 
 
-async def test_a_checkpoint_belongs_to_its_picture(seeing: VllmEngine) -> None:
-    events = await collect(seeing.submit(asked(image(seed=1))))
+async def test_checkpoint_of_another_image_is_rejected(image_engine: VllmEngine) -> None:
+    events = await collect(image_engine.submit(asked(image(seed=1))))
     checkpoint = next(each for each in events if isinstance(each, Checkpoint))
     with pytest.raises(InvalidRequestError, match="belongs to another prompt"):
-        await collect(seeing.submit(replace(asked(image(seed=2)), resume_from=checkpoint)))
+        await collect(image_engine.submit(replace(asked(image(seed=2)), resume_from=checkpoint)))
 
 
-async def test_hidden_states_of_a_picture_equal_those_of_transformers(
-    seeing: VllmEngine, sees: tuple[Any, Any]
+async def test_hidden_states_of_an_image_equal_those_of_transformers(
+    image_engine: VllmEngine, image_reference: tuple[Any, Any]
 ) -> None:
-    got = await received(seeing, replace(asked("what is ", image(), "?"), wanted=None))
-    model, processor = sees
+    got = await received(image_engine, replace(asked("what is ", image(), "?"), wanted=None))
+    model, processor = image_reference
     inputs = processor(
         text=text_of_template("what is <image>?"), images=[Image.fromarray(pixels())], return_tensors="pt"
     )
@@ -202,43 +208,47 @@ async def test_hidden_states_of_a_picture_equal_those_of_transformers(
     assert np.abs(got.states["hidden_states"] - states).max() < TOLERANCE
 
 
-# -- sound
+# -- audio
 
 
-async def test_sound_is_heard_as_transformers_hears_it(hearing: VllmEngine, hears: tuple[Any, Any]) -> None:
-    expected = heard(hears, text_of_template("say <|audio_bos|><|AUDIO|><|audio_eos|>!"), tone())
-    assert await tokens(hearing, asked("say ", sound(), "!")) == expected
+async def test_audio_gives_the_tokens_that_transformers_gives(
+    audio_engine: VllmEngine, audio_reference: tuple[Any, Any]
+) -> None:
+    expected = audio_tokens(audio_reference, text_of_template("say <|audio_bos|><|AUDIO|><|audio_eos|>!"), tone())
+    assert await tokens(audio_engine, asked("say ", audio_samples(), "!")) == expected
 
 
-async def test_two_sounds_of_other_lengths_are_heard(hearing: VllmEngine, hears: tuple[Any, Any]) -> None:
-    place = "<|audio_bos|><|AUDIO|><|audio_eos|>"
-    expected = heard(hears, text_of_template(f"{place}{place}or"), tone(0.5), tone(1.5, pitch_hz=880))
-    assert await tokens(hearing, asked(sound(0.5), sound(1.5, pitch_hz=880), "or")) == expected
+async def test_two_audio_parts_of_different_lengths(audio_engine: VllmEngine, audio_reference: tuple[Any, Any]) -> None:
+    part = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+    expected = audio_tokens(audio_reference, text_of_template(f"{part}{part}or"), tone(0.5), tone(1.5, pitch_hz=880))
+    assert await tokens(audio_engine, asked(audio_samples(0.5), audio_samples(1.5, pitch_hz=880), "or")) == expected
 
 
-async def test_a_file_is_heard_like_its_samples(hearing: VllmEngine) -> None:
+async def test_audio_file_equals_its_samples(audio_engine: VllmEngine) -> None:
     steps = (tone() * 32767).astype("<i2")
     file = MediaFile("audio", wav(tone()), "audio/wav")
     as_samples = Samples((steps / 32768).astype(np.float32), SAMPLE_RATE_HZ)
-    assert await tokens(hearing, asked(file)) == await tokens(hearing, asked(as_samples))
+    assert await tokens(audio_engine, asked(file)) == await tokens(audio_engine, asked(as_samples))
 
 
-async def test_another_rate_is_brought_to_the_models(hearing: VllmEngine) -> None:
-    events = await collect(hearing.submit(asked(sound(1.0, rate_hz=48_000))))
-    expected = await collect(hearing.submit(asked(sound(1.0))))
+async def test_audio_is_resampled_to_the_models_rate(audio_engine: VllmEngine) -> None:
+    events = await collect(audio_engine.submit(asked(audio_samples(1.0, rate_hz=48_000))))
+    expected = await collect(audio_engine.submit(asked(audio_samples(1.0))))
     assert events[-1] == expected[-1]
 
 
-async def test_channels_are_averaged(hearing: VllmEngine) -> None:
+async def test_channels_are_averaged(audio_engine: VllmEngine) -> None:
     both = np.stack([tone(), tone()], axis=1)
-    assert await tokens(hearing, asked(Samples(both, SAMPLE_RATE_HZ))) == await tokens(hearing, asked(sound()))
+    assert await tokens(audio_engine, asked(Samples(both, SAMPLE_RATE_HZ))) == await tokens(
+        audio_engine, asked(audio_samples())
+    )
 
 
-# -- films: no model that takes them can be loaded without torchvision, so they are followed to vLLM's border
+# -- video: video models need torchvision, so these tests end at vLLM's input
 
 
-async def test_a_film_is_what_vllm_takes_for_one() -> None:
-    file = MediaFile("video", film([10 * number for number in range(20)]), "video/mp4")
+async def test_vllm_parses_a_decoded_video() -> None:
+    file = MediaFile("video", video_file([10 * number for number in range(20)]), "video/mp4")
     read = read_video(file, DecodedBytes(1 << 20), max_frames=4)
     parsed = MultiModalDataParser(video_needs_metadata=True).parse_mm_data({"video": [video_data(read)]})
     frames, metadata = parsed["video"].get(0)
@@ -248,10 +258,10 @@ async def test_a_film_is_what_vllm_takes_for_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "kind"), [(MediaFile("video", b"x", "video/mp4"), "video"), (sound(), "audio"), (image(), "image")]
+    ("part", "kind"), [(MediaFile("video", b"x", "video/mp4"), "video"), (audio_samples(), "audio"), (image(), "image")]
 )
-async def test_vllm_knows_each_kind_in_its_place(seeing: VllmEngine, part: Part, kind: str) -> None:
-    llm = seeing._llm
+async def test_chat_template_places_each_kind_of_media(image_engine: VllmEngine, part: Part, kind: str) -> None:
+    llm = image_engine._llm
     assert llm is not None
     prompt = [ChatMessage("user", "", ("a", part, "b"))]
     if kind == "image":
@@ -262,49 +272,49 @@ async def test_vllm_knows_each_kind_in_its_place(seeing: VllmEngine, part: Part,
             prompt_tokens(prompt, llm.renderer, vocabulary=VOCABULARY)
 
 
-# -- what cannot be
+# -- invalid media
 
 
-def picture(width: int, height: int) -> MediaFile:
+def png(width: int, height: int) -> MediaFile:
     return MediaFile("image", encoded(np.zeros((height, width, 3), np.uint8)), "image/png")
 
 
 WRONG: Sequence[tuple[Sequence[Part], type[StagemeshError], str, str]] = [
-    ([sound()], UnsupportedError, "UNSUPPORTED", "takes no audio; it takes text, image"),
+    ([audio_samples()], UnsupportedError, "UNSUPPORTED", "takes no audio; it takes text, image"),
     ([MediaFile("video", b"x", "video/mp4")], UnsupportedError, "UNSUPPORTED", "takes no video; it takes text, image"),
-    ([image()] * 4, InvalidRequestError, "TOO_MANY_MEDIA", "holds 4 of kind image; the model takes 3 at most"),
+    ([image()] * 4, InvalidRequestError, "TOO_MANY_MEDIA", "contains 4 of kind image; the model takes 3 at most"),
     ([MediaFile("image", b"nothing", "image/png")], InvalidRequestError, "INVALID_MEDIA", "the image cannot be read"),
     ([MediaFile("image", image().data[:200], "image/png")], InvalidRequestError, "INVALID_MEDIA", "cannot be read"),
     ([MediaFile("image", image().data, "image/jpeg")], InvalidRequestError, "INVALID_MEDIA", "true media type"),
-    ([picture(1_000, 1_000)], InvalidRequestError, "MEDIA_TOO_LARGE", "3000000 bytes once decoded, of 1048576"),
-    ([picture(400, 400)] * 3, InvalidRequestError, "MEDIA_TOO_LARGE", "once decoded"),
-    ([picture(201, 1)], InvalidRequestError, "INVALID_MEDIA", "201 by 1 pixels; one side may be at most 200 times"),
+    ([png(1_000, 1_000)], InvalidRequestError, "MEDIA_TOO_LARGE", "3000000 bytes once decoded, of 1048576"),
+    ([png(400, 400)] * 3, InvalidRequestError, "MEDIA_TOO_LARGE", "once decoded"),
+    ([png(201, 1)], InvalidRequestError, "INVALID_MEDIA", "201 by 1 pixels; one side may be at most 200 times"),
     (["x" * 500, image()], InvalidRequestError, "PROMPT_TOO_LONG", "takes 512 in all"),
 ]
 
 
 @pytest.mark.parametrize(("parts", "kind", "reason", "message"), WRONG, ids=lambda value: str(value)[:30])
-async def test_what_cannot_be_shown_harms_nobody_else(
-    seeing: VllmEngine, parts: Sequence[Part], kind: type[StagemeshError], reason: str, message: str
+async def test_invalid_image_fails_its_request_alone(
+    image_engine: VllmEngine, parts: Sequence[Part], kind: type[StagemeshError], reason: str, message: str
 ) -> None:
     other = asked("what ", image(seed=5), "?", request_id="other")
-    alone = await tokens(seeing, other)
-    async with aclosing(seeing.submit(other)) as events:
+    alone = await tokens(image_engine, other)
+    async with aclosing(image_engine.submit(other)) as events:
         first = await anext(events)
         with pytest.raises(kind, match=re.escape(message)) as caught:
-            await collect(seeing.submit(asked(*parts)))
+            await collect(image_engine.submit(asked(*parts)))
         assert caught.value.reason == reason
         assert tokens_of([first, *await collect(events)]) == alone
 
 
-async def test_a_picture_that_was_refused_once_is_seen_later(seeing: VllmEngine) -> None:
+async def test_image_of_a_rejected_request_is_accepted_later(image_engine: VllmEngine) -> None:
     for text in ("x" * 500, "x"):
         task = asked(text, image(seed=9))
         if len(text) > 1:
             with pytest.raises(InvalidRequestError, match="512 in all"):
-                await tokens(seeing, task)
+                await tokens(image_engine, task)
         else:
-            assert len(await tokens(seeing, task)) == TOKENS
+            assert len(await tokens(image_engine, task)) == TOKENS
 
 
 @pytest.mark.parametrize(
@@ -318,8 +328,8 @@ async def test_a_picture_that_was_refused_once_is_seen_later(seeing: VllmEngine)
     ],
     ids=lambda value: str(value)[:30],
 )
-async def test_what_cannot_be_heard_is_refused(hearing: VllmEngine, part: Part, reason: str, message: str) -> None:
+async def test_invalid_audio_is_rejected(audio_engine: VllmEngine, part: Part, reason: str, message: str) -> None:
     with pytest.raises(StagemeshError, match=re.escape(message)) as caught:
-        await collect(hearing.submit(asked(part)))
+        await collect(audio_engine.submit(asked(part)))
     assert caught.value.reason == reason
-    assert len(await tokens(hearing, asked(sound()))) == TOKENS
+    assert len(await tokens(audio_engine, asked(audio_samples()))) == TOKENS

@@ -1,4 +1,4 @@
-"""vLLM's own use of what a runner answers, `pooler_output`, beside a worker that writes hidden states."""
+"""vLLM's own use of `pooler_output` in a worker that can write hidden states."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.engines.tiny_model import write_real_model
 
 
 @pytest.mark.timeout(240)
-async def test_pooling_model_answers_as_without_us(tmp_path: Path) -> None:
+async def test_pooling_model_gives_the_reference_embedding(tmp_path: Path) -> None:
     from vllm import PoolingParams, TokensPrompt
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -37,7 +37,7 @@ async def test_pooling_model_answers_as_without_us(tmp_path: Path) -> None:
 
 
 def _expected(model: Path, prompt: list[int]) -> torch.Tensor:
-    """The last token's state after the final norm, of length 1."""
+    """Returns the last token's state after the final norm, normalized to length 1."""
     with torch.inference_mode():
         states = load_reference(model)(torch.tensor([prompt]), output_hidden_states=True).hidden_states
     return torch.nn.functional.normalize(states[-1][0, -1], dim=-1)

@@ -1,4 +1,4 @@
-"""The processes behind the vllm engine: their death is noticed, and none outlives its stage."""
+"""The processes of the vllm engine: their death is reported, and none outlives its stage."""
 
 import asyncio
 import subprocess
@@ -27,12 +27,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-async def test_a_dead_core_is_reported(model: Path) -> None:
+async def test_dead_core_is_reported(model: Path) -> None:
     engine = VllmEngine(stage_config("vllm", model=str(model), options=OPTIONS))
     before = {child.pid for child in cores(psutil.Process())}
     await engine.start(lambda _: None)
     (core,) = [child for child in cores(psutil.Process()) if child.pid not in before]
-    # So that it is not done before it is killed.
+    # Long enough that the process is killed first.
     core.suspend()
     running = asyncio.create_task(collect(engine.submit(LONG)))
     async with asyncio.timeout(10):
@@ -46,13 +46,13 @@ async def test_a_dead_core_is_reported(model: Path) -> None:
 
 
 def cores(process: psutil.Process) -> list[psutil.Process]:
-    """The children that compute: alive, and not Python's own helper."""
+    """Returns the live child processes of the engine, without Python's resource tracker."""
     return [child for child, command in commands_of_children(process).items() if "resource_tracker" not in command]
 
 
 @contextmanager
 def host(model: Path) -> Iterator[psutil.Process]:
-    """A process with a running engine."""
+    """Starts a process with a running engine."""
     command = [sys.executable, "-m", "tests.engines.vllm_host", str(model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -61,7 +61,7 @@ def host(model: Path) -> Iterator[psutil.Process]:
         process.kill()
 
 
-def test_nothing_outlives_a_killed_stage(model: Path) -> None:
+def test_no_process_outlives_a_killed_stage(model: Path) -> None:
     before = set(Path("/dev/shm").iterdir())
     with host(model) as process:
         children = process.children(recursive=True)

@@ -1,4 +1,4 @@
-"""The vllm engine goes on from a checkpoint as if it had never stopped."""
+"""The vllm engine resumes from a checkpoint with the same output as without an interruption."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -59,9 +59,10 @@ def checkpoints(events: Iterable[EngineEvent]) -> list[Checkpoint]:
     return [event for event in events if isinstance(event, Checkpoint)]
 
 
-async def told_often(engine: VllmEngine, wanted: Task) -> list[EngineEvent]:
-    """What a task brings, with a checkpoint at nearly each token: vLLM joins what it makes while this process stands
-    still.
+async def collect_checkpoints(engine: VllmEngine, wanted: Task) -> list[EngineEvent]:
+    """Returns a task's events with a checkpoint at nearly each token.
+
+    Tries again if there are too few: vLLM joins outputs that this process is too slow to take.
     """
     for _ in range(5):
         whole = await collect(engine.submit(wanted))
@@ -71,7 +72,7 @@ async def told_often(engine: VllmEngine, wanted: Task) -> list[EngineEvent]:
     return whole
 
 
-def place(events: list[EngineEvent], checkpoint: Checkpoint) -> int:
+def index_of(events: list[EngineEvent], checkpoint: Checkpoint) -> int:
     return next(i for i, event in enumerate(events) if event is checkpoint)
 
 
@@ -79,10 +80,10 @@ async def assert_the_same_follows(
     engine: VllmEngine, sampling: SamplingOptions, whole: list[EngineEvent], checkpoint: Checkpoint
 ) -> None:
     rest = await collect(engine.submit(task(sampling, checkpoint)))
-    expected = whole[place(whole, checkpoint) + 1 :]
+    expected = whole[index_of(whole, checkpoint) + 1 :]
     assert text_of(rest) == text_of(expected)
     assert rest[-1] == whole[-1]
-    # Two tokens may come at once, and make one checkpoint.
+    # Two tokens may arrive together and make one checkpoint.
     tokens = checkpoints(whole)[-1].token_ids
     for one in checkpoints(rest):
         shared = min(one.steps, len(tokens))
@@ -90,8 +91,8 @@ async def assert_the_same_follows(
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-async def test_what_follows_a_checkpoint_is_the_same(engine: VllmEngine, sampling: SamplingOptions) -> None:
-    whole = await told_often(engine, task(sampling))
+async def test_output_after_a_checkpoint_is_the_same(engine: VllmEngine, sampling: SamplingOptions) -> None:
+    whole = await collect_checkpoints(engine, task(sampling))
     made = checkpoints(whole)
     for steps in (1, 17, MAX_TOKENS - 1):
         checkpoint = min(made, key=lambda one: abs(one.steps - steps))
@@ -102,15 +103,15 @@ def made_no_text(event: EngineEvent) -> bool:
     return isinstance(event, Emission) and not event.packet.tensors["text"].size
 
 
-async def test_text_goes_on_within_a_character(engine: VllmEngine) -> None:
-    whole = await told_often(engine, task(RANDOM))
-    within = [one for one in checkpoints(whole) if one.steps > 1 and made_no_text(whole[place(whole, one) - 1])]
+async def test_text_resumes_within_a_character(engine: VllmEngine) -> None:
+    whole = await collect_checkpoints(engine, task(RANDOM))
+    within = [one for one in checkpoints(whole) if one.steps > 1 and made_no_text(whole[index_of(whole, one) - 1])]
     assert within, "some token must end within a character"
     for checkpoint in within:
         await assert_the_same_follows(engine, RANDOM, whole, checkpoint)
 
 
-async def test_stop_text_is_found_across_the_cut(engine: VllmEngine) -> None:
+async def test_stop_text_is_found_across_the_checkpoint(engine: VllmEngine) -> None:
     text = text_of(await collect(engine.submit(task(RANDOM))))
     stop = text[len(text) // 2 :][:6]
     sampling = replace(RANDOM, stop=(stop, "never there at all"))
@@ -120,7 +121,7 @@ async def test_stop_text_is_found_across_the_cut(engine: VllmEngine) -> None:
         await assert_the_same_follows(engine, sampling, whole, checkpoint)
 
 
-async def test_penalties_know_what_was_sampled_before(engine: VllmEngine) -> None:
+async def test_penalties_count_the_tokens_of_the_checkpoint(engine: VllmEngine) -> None:
     async def sampled(prompt: list[int], params: SamplingParams, name: str) -> list[int]:
         assert engine._llm is not None
         (rendered,) = engine._llm.renderer.render_cmpl([{"prompt_token_ids": prompt}])
@@ -138,26 +139,26 @@ async def test_penalties_know_what_was_sampled_before(engine: VllmEngine) -> Non
 
 
 async def test_resumed_requests_may_share_a_batch(engine: VllmEngine) -> None:
-    whole = await told_often(engine, task(RANDOM))
+    whole = await collect_checkpoints(engine, task(RANDOM))
     async with asyncio.TaskGroup() as group:
         group.create_task(collect(engine.submit(task(RANDOM))))
         for checkpoint in checkpoints(whole)[::5]:
             group.create_task(assert_the_same_follows(engine, RANDOM, whole, checkpoint))
 
 
-async def test_checkpoint_made_by_hand_is_taken(engine: VllmEngine) -> None:
-    whole = await told_often(engine, task())
+async def test_checkpoint_without_a_digest_is_accepted(engine: VllmEngine) -> None:
+    whole = await collect_checkpoints(engine, task())
     made = checkpoints(whole)[4]
     rest = await collect(engine.submit(task(resume_from=Checkpoint(len(made.token_ids), made.token_ids))))
-    assert text_of(rest) == text_of(whole[place(whole, made) + 1 :])
+    assert text_of(rest) == text_of(whole[index_of(whole, made) + 1 :])
 
 
-async def test_empty_checkpoint_is_the_beginning(engine: VllmEngine) -> None:
+async def test_empty_checkpoint_starts_from_the_beginning(engine: VllmEngine) -> None:
     whole, again = [await collect(engine.submit(task(resume_from=one))) for one in (None, Checkpoint(0))]
     assert text_of(whole) == text_of(again)
 
 
-async def _refused(engine: VllmEngine, wrong: Task) -> InvalidRequestError:
+async def _rejected(engine: VllmEngine, wrong: Task) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as caught:
         await collect(engine.submit(wrong))
     assert engine.load().running == 0
@@ -174,26 +175,26 @@ async def _refused(engine: VllmEngine, wrong: Task) -> InvalidRequestError:
         (Checkpoint(3, (10, END, 10)), "past its end: it contains the stop token 0"),
     ],
 )
-async def test_impossible_checkpoint_is_refused(engine: VllmEngine, checkpoint: Checkpoint, message: str) -> None:
-    assert message in (await _refused(engine, task(resume_from=checkpoint))).message
+async def test_impossible_checkpoint_is_rejected(engine: VllmEngine, checkpoint: Checkpoint, message: str) -> None:
+    assert message in (await _rejected(engine, task(resume_from=checkpoint))).message
 
 
-async def test_checkpoint_of_another_prompt_is_refused(engine: VllmEngine) -> None:
-    made = checkpoints(await told_often(engine, task()))[0]
-    error = await _refused(engine, task(resume_from=made, prompt=[21, 30, 40, 50]))
+async def test_checkpoint_of_another_prompt_is_rejected(engine: VllmEngine) -> None:
+    made = checkpoints(await collect_checkpoints(engine, task()))[0]
+    error = await _rejected(engine, task(resume_from=made, prompt=[21, 30, 40, 50]))
     assert "belongs to another prompt" in error.message
     assert error.reason == "INVALID_CHECKPOINT"
 
 
-async def test_checkpoint_past_a_stop_text_is_refused(engine: VllmEngine) -> None:
+async def test_checkpoint_past_a_stop_text_is_rejected(engine: VllmEngine) -> None:
     assert engine._llm is not None
     (letter,) = engine._llm.get_tokenizer().encode("x")
     wrong = task(replace(GREEDY, stop=("xx",)), Checkpoint(3, (letter, letter, letter)))
-    assert "its text contains the stop text 'xx'" in (await _refused(engine, wrong)).message
+    assert "its text contains the stop text 'xx'" in (await _rejected(engine, wrong)).message
 
 
-async def test_refused_checkpoint_leaves_the_others_alone(engine: VllmEngine) -> None:
-    whole = await told_often(engine, task(RANDOM))
+async def test_rejected_checkpoint_does_not_affect_other_requests(engine: VllmEngine) -> None:
+    whole = await collect_checkpoints(engine, task(RANDOM))
     async with aclosing(engine.submit(task(RANDOM))) as running:
         first = await anext(running)
         with pytest.raises(InvalidRequestError):

@@ -1,4 +1,4 @@
-"""Sampling through the vllm engine on a tiny random model, with prompts cut at 64 tokens, against vLLM itself."""
+"""Sampling through the vllm engine on a tiny model, with prefills split at 64 tokens, compared with vLLM itself."""
 
 import asyncio
 import json
@@ -70,7 +70,7 @@ async def engine(model: Path) -> AsyncIterator[VllmEngine]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def direct(model: Path) -> AsyncIterator[AsyncLLM]:
-    """vLLM as it comes, which must not cut a seeded prompt on a CPU."""
+    """Plain vLLM, which must not split a seeded prefill on a CPU."""
     arguments = AsyncEngineArgs(
         model=str(model),
         enforce_eager=True,
@@ -137,7 +137,7 @@ async def test_seeded_tokens_equal_vllms_own(
     assert ours == theirs
 
 
-async def test_a_prompt_cut_in_pieces_draws_what_a_short_one_draws(engine: VllmEngine) -> None:
+async def test_split_prefill_samples_like_a_whole_one(engine: VllmEngine) -> None:
     alone = [await tokens(engine, task(LONG, seed=seed)) for seed in range(3)]
     among = await asyncio.gather(
         *(tokens(engine, task(LONG, seed=number % 3, request_id=str(number))) for number in range(9))
@@ -159,7 +159,7 @@ async def test_a_prompt_cut_in_pieces_draws_what_a_short_one_draws(engine: VllmE
     ],
     ids=lambda change: next(iter(change)),
 )
-async def test_option_changes_what_is_sampled(engine: VllmEngine, change: dict[str, object]) -> None:
+async def test_option_changes_the_sampled_tokens(engine: VllmEngine, change: dict[str, object]) -> None:
     plain = await tokens(engine, task(ignore_eos=True, temperature=0.8, max_tokens=100))
     usual = {"ignore_eos": True, "temperature": 0.8, "max_tokens": 100}
     assert await tokens(engine, Task("r", 3, "hello", sampling=sampled(usual | change))) != plain
@@ -177,7 +177,7 @@ async def test_a_stop_text_ends_the_output_before_it(engine: VllmEngine) -> None
     assert text_of(await collect(engine.submit(stopped))) == plain[: plain.index(plain[6:8])]
 
 
-async def test_min_tokens_holds_the_end_off(engine: VllmEngine) -> None:
+async def test_min_tokens_delays_the_end(engine: VllmEngine) -> None:
     stop = tuple(range(VOCABULARY - 10))
     early = await tokens(engine, task(stop_token_ids=stop))
     late = await tokens(engine, task(stop_token_ids=stop, min_tokens=6))
@@ -186,12 +186,12 @@ async def test_min_tokens_holds_the_end_off(engine: VllmEngine) -> None:
     assert not set(late[:6]) & set(stop)
 
 
-async def test_min_tokens_beyond_the_usual_length_are_kept(engine: VllmEngine) -> None:
+async def test_min_tokens_beyond_the_default_length_are_kept(engine: VllmEngine) -> None:
     events = await collect(engine.submit(task([10], max_tokens=None, min_tokens=254)))
     assert len(tokens_of(events)) >= 254
 
 
-async def test_ignoring_the_models_end_goes_on_to_max_tokens(engine: VllmEngine) -> None:
+async def test_ignore_eos_continues_to_max_tokens(engine: VllmEngine) -> None:
     tasks = [task([10], seed=seed, max_tokens=200, request_id=str(seed)) for seed in range(8)]
     lengths = [len(await tokens(engine, each)) for each in tasks]
     shortest = tasks[lengths.index(min(lengths))]
@@ -199,7 +199,7 @@ async def test_ignoring_the_models_end_goes_on_to_max_tokens(engine: VllmEngine)
     assert len(await tokens(engine, replace(shortest, sampling=replace(shortest.sampling, ignore_eos=True)))) == 200
 
 
-async def test_a_bad_word_never_comes(engine: VllmEngine) -> None:
+async def test_bad_word_is_never_sampled(engine: VllmEngine) -> None:
     letters = task(structure=Structure("regex", ("[ab]{20}",)))
     plain = text_of(await collect(engine.submit(letters)))
     without = task(structure=Structure("regex", ("[ab]{20}",)), bad_words=("ab",))
@@ -209,7 +209,7 @@ async def test_a_bad_word_never_comes(engine: VllmEngine) -> None:
     assert "ab" not in text
 
 
-async def test_logprobs_come_one_a_token_and_best_first(engine: VllmEngine) -> None:
+async def test_each_token_has_logprobs_sorted_by_rank(engine: VllmEngine) -> None:
     events = await collect(engine.submit(task(logprobs=3)))
     logprobs = logprobs_of(events)
     assert len(logprobs) == len(tokens_of(events)) > 5
@@ -239,12 +239,12 @@ async def test_greedy_tokens_are_the_most_probable(engine: VllmEngine) -> None:
     assert tokens_of(events) == [each.top_ids[0] for each in logprobs_of(events)]
 
 
-async def test_no_alternatives_are_still_logprobs(engine: VllmEngine) -> None:
+async def test_zero_alternatives_still_give_logprobs(engine: VllmEngine) -> None:
     assert {each.top_ids for each in logprobs_of(await collect(engine.submit(task(logprobs=0))))} == {()}
     assert logprobs_of(await collect(engine.submit(task()))) == []
 
 
-async def test_tokens_come_only_where_they_are_wanted(engine: VllmEngine) -> None:
+async def test_tokens_are_emitted_only_if_wanted(engine: VllmEngine) -> None:
     asked = replace(task(logprobs=2), wanted=frozenset({"text"}))
     events = await collect(engine.submit(asked))
     assert {name for packet in packets(events) for name in packet.tensors} == {"text"}
@@ -257,7 +257,7 @@ async def test_tokens_spell_the_text(engine: VllmEngine, direct: AsyncLLM) -> No
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_json_fulfils_its_schema(engine: VllmEngine, seed: int) -> None:
+async def test_json_conforms_to_its_schema(engine: VllmEngine, seed: int) -> None:
     asked = task(seed=seed, max_tokens=200, structure=Structure("json_schema", (SCHEMA,)))
     made = json.loads(text_of(await collect(engine.submit(asked))))
     assert made.keys() == {"age", "side"}
@@ -274,7 +274,7 @@ async def test_json_fulfils_its_schema(engine: VllmEngine, seed: int) -> None:
         (Structure("grammar", ('start: "a" | "b" start',)), "b*a"),
     ],
 )
-async def test_text_has_the_structure_asked_for(engine: VllmEngine, structure: Structure, expected: str) -> None:
+async def test_text_has_the_requested_structure(engine: VllmEngine, structure: Structure, expected: str) -> None:
     texts = [text_of(await collect(engine.submit(task(LONG, seed=seed, structure=structure)))) for seed in range(4)]
     assert all(re.fullmatch(expected, text) for text in texts), texts
 
@@ -309,7 +309,7 @@ WRONG: Sequence[tuple[Mapping[str, object], str, str]] = [
 
 
 @pytest.mark.parametrize(("sampling", "reason", "message"), WRONG, ids=lambda value: str(value)[:40])
-async def test_what_cannot_be_sampled_harms_nobody_else(
+async def test_invalid_sampling_fails_its_request_alone(
     engine: VllmEngine, sampling: Mapping[str, object], reason: str, message: str
 ) -> None:
     other = task(LONG, max_tokens=30, ignore_eos=True, request_id="other")
@@ -322,18 +322,18 @@ async def test_what_cannot_be_sampled_harms_nobody_else(
         assert tokens_of([first, *await collect(events)]) == alone
 
 
-async def test_a_text_that_holds_more_than_the_model_knows_is_refused(engine: VllmEngine) -> None:
+async def test_text_with_a_token_beyond_the_vocabulary_is_rejected(engine: VllmEngine) -> None:
     with pytest.raises(InvalidRequestError, match="token id 260 is outside the model's vocabulary of 260") as caught:
         await collect(engine.submit(task("hello <|beyond|>")))
     assert caught.value.reason == "UNKNOWN_TOKEN"
 
 
-async def test_a_structure_is_not_begun_in_the_middle(engine: VllmEngine) -> None:
+async def test_structure_cannot_resume_from_a_checkpoint(engine: VllmEngine) -> None:
     asked = replace(task(structure=Structure("regex", ("a+",))), resume_from=Checkpoint(1, (70,)))
     with pytest.raises(UnsupportedError, match="cannot resume from a checkpoint"):
         await collect(engine.submit(asked))
 
 
-async def test_usage_counts_what_was_sampled(engine: VllmEngine) -> None:
+async def test_usage_counts_the_sampled_tokens(engine: VllmEngine) -> None:
     events = await collect(engine.submit(task(LONG, ignore_eos=True)))
     assert events[-1] == Usage(prompt_tokens=len(LONG), output_tokens=24, steps=24)

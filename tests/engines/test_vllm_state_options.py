@@ -1,4 +1,4 @@
-"""Hidden states that a stage cannot emit are refused before its engine begins, by what is to be changed."""
+"""Hidden states that a stage cannot emit are rejected before its engine starts, with a remedy."""
 
 import json
 from pathlib import Path
@@ -16,11 +16,11 @@ from tests.engines.tiny_model import OPTIONS, write_tiny_model
 pytestmark = pytest.mark.timeout(120)
 
 
-async def start(model: Path, states: JsonValue, *, shares: PartitionsArena | None = None, **options: JsonValue) -> None:
+async def start(model: Path, states: JsonValue, *, arena: PartitionsArena | None = None, **options: JsonValue) -> None:
     config = stage_config("vllm", model=str(model), options={"hidden_states": states, **options})
     engine = VllmEngine(config)
-    if shares is not None:
-        hand_partitions(engine, shares)
+    if arena is not None:
+        hand_partitions(engine, arena)
     try:
         await engine.start(lambda _: None)
     finally:
@@ -42,27 +42,27 @@ async def start(model: Path, states: JsonValue, *, shares: PartitionsArena | Non
         ({"tokens": "last"}, {}, "tokens"),
     ],
 )
-async def test_states_that_cannot_be_emitted_are_refused(
+async def test_impossible_states_are_rejected(
     tmp_path: Path, states: JsonValue, options: dict[str, JsonValue], remedy: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=remedy) as caught:
-        await start(write_tiny_model(tmp_path / "model"), states, **options)  # type: ignore[arg-type]  # none is `shares`
+        await start(write_tiny_model(tmp_path / "model"), states, **options)  # type: ignore[arg-type]  # none is `arena`
     assert "hidden_states" in caught.value.message
 
 
-async def test_inner_layers_of_a_model_that_does_not_give_them_are_refused(tmp_path: Path) -> None:
+async def test_inner_layers_of_an_unsuited_model_are_rejected(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2}
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 300, "n_positions": 128}))
     plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=4 << 20)
     try:
         with pytest.raises(InvalidRequestError, match="GPT2LMHeadModel gives no states of inner layers; ask for"):
-            await start(model, {"layers": ["last", 1], "share_bytes": 65536}, shares=plane, **OPTIONS)
+            await start(model, {"layers": ["last", 1], "share_bytes": 65536}, arena=plane, **OPTIONS)
     finally:
         await plane.close()
 
 
-async def test_model_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+async def test_error_names_an_unreadable_model(tmp_path: Path) -> None:
     with pytest.raises(NotReadyError, match="vLLM cannot load") as caught:
         await start(tmp_path, {"layers": ["last", 1]})
     assert caught.value.reason == "MODEL_NOT_LOADED"

@@ -1,4 +1,4 @@
-"""Random LoRA adapters for the tiny Qwen3, as PEFT writes them, and the model that each of them stands for."""
+"""Random LoRA adapters for the tiny Qwen3, as PEFT writes them, and models with merged weights."""
 
 import json
 from pathlib import Path
@@ -15,11 +15,11 @@ _SIZES = {
     "mlp.up_proj": (64, 128),
     "mlp.down_proj": (128, 64),
 }
-"""Inputs and outputs of the layers that are changed."""
+"""The numbers of inputs and outputs of the changed layers."""
 
 
 def write_adapter(folder: Path, *, seed: int = 0, rank: int = 4, layers: int = 2, scale: float = 1.0) -> Path:
-    """An adapter that changes what the model says; sizes are multiplied by `scale`, for one of another model."""
+    """Writes an adapter that changes the output. `scale` multiplies its sizes, for an adapter of another model."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -37,7 +37,7 @@ def write_adapter(folder: Path, *, seed: int = 0, rank: int = 4, layers: int = 2
 
 
 def merge(model: Any, adapter: Path) -> Any:
-    """Adds an adapter to the weights of a transformers model, and returns it."""
+    """Merges an adapter into the weights of a transformers model. Returns the model."""
     tensors = load_file(adapter / "adapter_model.safetensors")
     for name, down in tensors.items():
         if name.endswith(".lora_A.weight"):

@@ -1,4 +1,4 @@
-"""Tiny random models that look and listen, with processors built here: Idefics3 for images, Qwen2-Audio for sound."""
+"""Tiny random models with processors: Idefics3 for images, Qwen2-Audio for audio."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ _TEMPLATE = (
 
 
 def write_idefics3(folder: Path) -> Path:
-    """An Idefics3 of 4 tokens an image and a few around them, which vLLM and transformers load alike."""
+    """Writes an Idefics3 with 4 tokens for an image and a few around them, for both vLLM and transformers."""
     import torch
     from transformers import (
         Idefics3Config,
@@ -78,7 +78,7 @@ def write_idefics3(folder: Path) -> Path:
 
 
 def write_qwen2_audio(folder: Path) -> Path:
-    """A Qwen2-Audio of 25 tokens a second, which vLLM and transformers load alike."""
+    """Writes a Qwen2-Audio with 25 tokens for a second of audio, for both vLLM and transformers."""
     import torch
     from transformers import (
         Qwen2AudioConfig,
@@ -143,7 +143,7 @@ def _tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def _rename(path: Path, name: str, other: str) -> None:
-    """Gives weights the names that published ones have, where transformers does not."""
+    """Renames weights to the names in published models, which transformers does not use."""
     from safetensors import torch as files
 
     weights: dict[str, torch.Tensor] = files.load_file(path)

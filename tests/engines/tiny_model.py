@@ -1,4 +1,4 @@
-"""A Qwen3 of a few thousand random weights, with a tokenizer of one token a byte."""
+"""A Qwen3 with a few thousand random weights and a tokenizer with one token for each byte."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 MAX_MODEL_LEN = 256
 OPTIONS: Mapping[str, JsonValue] = {"load_format": "dummy", "kv_cache_memory_bytes": 8 << 20}
-"""What a stage needs to load it."""
+"""The stage options to load it."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -18,7 +18,7 @@ _SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 
 
 def write_tiny_model(folder: Path, *, chat: bool = True, positions: int = MAX_MODEL_LEN) -> Path:
-    """A model that vLLM loads with load_format="dummy"."""
+    """Writes a model that vLLM loads with load_format="dummy"."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
@@ -55,7 +55,7 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
 
 
 def write_real_model(folder: Path, *, layers: int = 2, positions: int = MAX_MODEL_LEN) -> Path:
-    """A model with random weights on disk, which vLLM and transformers load alike."""
+    """Writes a model with random weights, for both vLLM and transformers."""
     import torch
     from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 

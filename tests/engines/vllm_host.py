@@ -1,4 +1,4 @@
-"""A process that holds a vllm engine, to be killed: prints "ready", then generates for ever."""
+"""A process with a vllm engine for a test to kill. Prints "ready", then generates forever."""
 
 import asyncio
 import sys
@@ -10,7 +10,7 @@ from tests.engines.tiny_model import OPTIONS
 
 
 async def main(model: str) -> None:
-    """Runs until it is killed."""
+    """Runs until the process is killed."""
     engine = VllmEngine(stage_config("vllm", model=model, options=OPTIONS))
     await engine.start(lambda _: None)
     print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""A worker that keeps what its runner answers, for those who use that in process."""
+"""A worker that records its runner's pooler outputs."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from stagemesh.services.engines.vllm.worker import StageWorker
 
 
 class WatchingWorker(StageWorker):
-    """Named by a test as `worker_cls`."""
+    """A worker that tests name as `worker_cls`."""
 
     pooled: list[Any]
 
@@ -20,5 +20,5 @@ class WatchingWorker(StageWorker):
         return output
 
     def pooler_outputs(self) -> list[Any]:
-        """The `pooler_output` of each step."""
+        """Returns the `pooler_output` of each step."""
         return self.pooled

@@ -1,4 +1,4 @@
-"""The speech pipeline's thinker alone: what it says greedily is what transformers says."""
+"""The speech pipeline's thinker alone: its greedy text equals that of transformers."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,7 @@ PROMPTS = (
 )
 MAX_TOKENS = 32
 TIE = 1e-3
-"""Of logits: closer ones may change places with the order of a sum."""
+"""The largest difference of logits whose order may depend on the order of a sum."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_ten_prompts_get_the_text_that_transformers_gives(writing: Deployment) -
 
 
 def _largest_gap(model: Any, prompt: list[int], said: list[int]) -> float:
-    """How far below the best token's logit any token lies; 0 where all are what a greedy reader takes."""
+    """Returns the largest difference between the best logit and a sampled token's; 0 if all tokens are greedy."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
     gaps = logits.max(dim=-1).values - logits[torch.arange(len(said)), said]

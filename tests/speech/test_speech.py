@@ -1,4 +1,4 @@
-"""The speech pipeline, for real: three stage services as processes, heard through Whisper."""
+"""The real speech pipeline as three stage processes, transcribed with Whisper."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ TOPICS = ("river", "castle", "garden", "mountain", "kitchen", "library", "desert
 SEED = 7
 MAX_TOKENS = 70
 
-# What the fake pipelines of tests/system show over both connectors, the real one needs to show once.
+# The fake pipelines of tests/system cover both connectors; here one run of most tests is enough.
 ON_ONE_CONNECTOR = pytest.mark.parametrize("speech", ["shm"], indirect=True)
 
 
@@ -43,21 +43,21 @@ def _ask(up: Deployment, prompt: str, *, seed: int = SEED, max_tokens: int = MAX
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_whisper_hears_what_the_thinker_wrote(speech: Deployment, prompt: str) -> None:
+def test_whisper_transcribes_the_thinkers_text(speech: Deployment, prompt: str) -> None:
     result = _ask(speech, prompt)
     heard = transcribe(result.audio, result.sample_rate_hz)
     assert len(result.text.split()) >= 10
     assert word_error_rate(result.text, heard) <= 0.10, f"said {result.text!r}, heard {heard!r}"
 
 
-def test_every_edge_uses_the_connector_that_was_asked_for(speech: Deployment, request: pytest.FixtureRequest) -> None:
+def test_every_edge_uses_the_configured_connector(speech: Deployment, request: pytest.FixtureRequest) -> None:
     result = _ask(speech, PROMPTS[2], max_tokens=20)
     assert {edge.connector for edge in result.finished.edges} == {request.node.callspec.params["speech"]}
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, npt.NDArray[np.float32]]:
-    """What the same parts say in one process, without services."""
+    """Returns the text and audio of the same parts in one process, without services."""
     folder = tmp_path_factory.mktemp("alone")
     limits = ["--seed", str(SEED), "--max-tokens", str(MAX_TOKENS)]
     command = [sys.executable, "-m", "benchmarks.local", PROMPTS[0], *limits, "--into", str(folder)]
@@ -65,7 +65,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, npt.NDArray[np
     return (folder / "text.txt").read_text(), np.load(folder / "audio.npy")
 
 
-def test_sound_is_that_of_one_process(
+def test_audio_equals_that_of_one_process(
     speech: Deployment, alone: tuple[str, npt.NDArray[np.float32]], tmp_path: Path
 ) -> None:
     served = _ask(speech, PROMPTS[0])
@@ -76,16 +76,16 @@ def test_sound_is_that_of_one_process(
     assert (tmp_path / "served.wav").read_bytes() == (tmp_path / "alone.wav").read_bytes()
 
 
-def test_first_sound_comes_while_the_thinker_writes(speech: Deployment) -> None:
+def test_first_audio_arrives_while_the_thinker_writes(speech: Deployment) -> None:
     with speech.client() as client:
         events = list(client.generate(PROMPTS[0], seed=SEED, max_tokens=MAX_TOKENS))
-    sounds = [number for number, event in enumerate(events) if isinstance(event, AudioChunk)]
+    audio_events = [number for number, event in enumerate(events) if isinstance(event, AudioChunk)]
     texts = [number for number, event in enumerate(events) if isinstance(event, Text)]
-    assert sounds[0] < texts[-1]
+    assert audio_events[0] < texts[-1]
 
 
 @ON_ONE_CONNECTOR
-def test_eight_at_once_are_each_heard_saying_their_own(speech: Deployment) -> None:
+def test_eight_concurrent_requests_each_speak_their_own_text(speech: Deployment) -> None:
     with ThreadPoolExecutor(8) as pool:
         prompts = [f"Describe a {topic} in one sentence." for topic in TOPICS]
         results = list(pool.map(lambda prompt: _ask(speech, prompt, max_tokens=40), prompts))
@@ -97,7 +97,7 @@ def test_eight_at_once_are_each_heard_saying_their_own(speech: Deployment) -> No
 
 
 @ON_ONE_CONNECTOR
-def test_client_that_hangs_up_leaves_nothing(speech: Deployment) -> None:
+def test_disconnected_client_leaves_no_work(speech: Deployment) -> None:
     with speech.client() as client:
         for event in client.generate(PROMPTS[0], seed=SEED, max_tokens=200):
             if isinstance(event, AudioChunk):
@@ -107,7 +107,7 @@ def test_client_that_hangs_up_leaves_nothing(speech: Deployment) -> None:
 
 @ON_ONE_CONNECTOR
 @pytest.mark.parametrize("victim", ["thinker", "acoustic", "vocoder"])
-def test_killed_stage_comes_back_and_whisper_hears_no_gap(speech: Deployment, victim: str) -> None:
+def test_killed_stage_restarts_without_a_gap_in_the_audio(speech: Deployment, victim: str) -> None:
     first, gathered = speech.process_id(f"{victim}-0"), ResultBuilder()
     with speech.client() as client:
         events = iter(client.generate(PROMPTS[0], seed=SEED, max_tokens=MAX_TOKENS))
@@ -126,7 +126,7 @@ def test_killed_stage_comes_back_and_whisper_hears_no_gap(speech: Deployment, vi
 
 @ON_ONE_CONNECTOR
 @pytest.mark.parametrize(("prompt", "reason"), [("", "EMPTY_PROMPT"), ("word " * 3000, "PROMPT_TOO_LONG")])
-def test_prompts_that_cannot_run_say_why(speech: Deployment, prompt: str, reason: str) -> None:
+def test_invalid_prompts_are_rejected_with_a_reason(speech: Deployment, prompt: str, reason: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         _ask(speech, prompt)
     assert caught.value.reason == reason

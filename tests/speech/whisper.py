@@ -1,4 +1,4 @@
-"""Hears what was said: Whisper tiny.en, and the word error rate against what should have been said."""
+"""Transcribes speech with Whisper tiny.en, and computes word error rates."""
 
 import re
 from functools import cache
@@ -19,19 +19,19 @@ def _model() -> object:
 
 
 def transcribe(samples: npt.NDArray[np.float32], sample_rate_hz: int) -> str:
-    """The words in mono audio."""
+    """Returns the words in mono audio."""
     heard = resample_poly(samples, WHISPER_RATE_HZ, sample_rate_hz).astype(np.float32)
     segments, _ = _model().transcribe(heard, language="en", beam_size=5)  # type: ignore[attr-defined]
     return " ".join(segment.text for segment in segments)
 
 
 def words(text: str) -> list[str]:
-    """Words as they sound: lower case, no punctuation, hyphens as spaces."""
+    """Returns the spoken words of a text: lower case, without punctuation, with hyphens as spaces."""
     return re.sub(r"[^a-z0-9' ]+", " ", text.lower().replace("'", "")).split()
 
 
 def word_error_rate(said: str, heard: str) -> float:
-    """Edits (Levenshtein over words) from what was said to what was heard, per word said."""
+    """Returns the edits (Levenshtein distance over words) from the spoken to the transcribed text, per spoken word."""
     reference, hypothesis = words(said), words(heard)
     row = list(range(len(hypothesis) + 1))
     for i, word in enumerate(reference, 1):

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _HEALTH_POLL_S = 0.2
-_ARENA_FRACTION = 4
-"""The worker writes hidden states into one part in this many of the arena, unless the options say otherwise."""
+_ARENA_DIVISOR = 4
+"""The size of the arena divided by this number is the default size of the memory for hidden states."""
 _LOAD_SMOOTHING = 0.1
 
 
@@ -225,7 +225,7 @@ class VllmEngine:
             Media(stage=stage, media_bytes=options.media_bytes, tokenizer_thread=self._thread),
         ]
         if (states := options.hidden_states) is not None:
-            share_bytes = states.share_bytes or self._config.data_plane.arena_bytes // _ARENA_FRACTION
+            share_bytes = states.share_bytes or self._config.data_plane.arena_bytes // _ARENA_DIVISOR
             features.append(HiddenStates(states, self._arena, share_bytes=share_bytes, stage=stage))
         if options.embeddings is not None:
             features.append(Embeddings(dtype=options.embeddings.dtype, stage=stage))

@@ -1,6 +1,6 @@
 """The interface of request features: capabilities that the vllm engine gives to requests, one folder each.
 
-`VllmEngine` holds a list of features and knows only this interface. Importing this module imports nothing of vLLM.
+`VllmEngine` has a list of features and uses only this interface. Importing this module imports nothing of vLLM.
 """
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -47,7 +47,7 @@ class EngineRequest:
     sampled: list[int] = field(default_factory=list[int])
     """The sampled tokens so far, those of the checkpoint included."""
     limit: RequestLimit = field(default_factory=RequestLimit)
-    """How many positions vLLM may compute."""
+    """The limit of the positions that vLLM may compute."""
 
     @property
     def known_tokens(self) -> int:
@@ -64,7 +64,7 @@ class RequestHook:
     """A feature's part in one running request. The methods do nothing unless a feature overrides them."""
 
     def observe(self, *, finished: bool) -> Iterable[EngineEvent]:  # noqa: ARG002  # for the overriding methods
-        """Returns the feature's events after an output of vLLM, whose tokens `EngineRequest.sampled` already holds.
+        """Returns the feature's events after an output of vLLM, whose tokens `EngineRequest.sampled` already contains.
 
         The events are iterated as fast as the consumer takes them. `finished` marks vLLM's last output.
         """

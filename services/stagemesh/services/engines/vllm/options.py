@@ -54,7 +54,7 @@ INPUTS_EMBEDS = "inputs_embeds"
 
 @dataclass(frozen=True)
 class EmbeddingsOptions:
-    """The embeddings that a stage accepts over an edge in the place of a prompt."""
+    """The embeddings that a stage accepts over an edge instead of a prompt."""
 
     __pydantic_config__: ClassVar = _NO_OTHERS
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"

@@ -102,7 +102,7 @@ def _check_token(token: int, vocabulary: int, *, field: str) -> None:
 
 def _given(sampling: SamplingOptions) -> dict[str, Any]:
     """Returns the options that a request sets, by vLLM's names, without `max_tokens` and `logprobs`."""
-    values = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
+    values: dict[str, Any] = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
     structure: Structure | None = values.pop("structure")
     if structure is not None:
         kind = "json" if structure.kind == "json_schema" else structure.kind
@@ -110,6 +110,6 @@ def _given(sampling: SamplingOptions) -> dict[str, Any]:
         arguments: dict[str, Any] = {kind: texts}
         values["structured_outputs"] = StructuredOutputsParams(**arguments)
     del values["max_tokens"], values["logprobs"]
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value is not None
-    }
+    # vLLM wants lists.
+    values |= {name: list(values[name]) for name in ("stop", "stop_token_ids", "bad_words")}
+    return {name: value for name, value in values.items() if value is not None}

@@ -18,12 +18,12 @@ class AdapterTargets:
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         renaming = None if mapper is None else mapper.get_rename_mapper()
         sizes = _sizes(manager)
-        found: dict[str, list[int]] = {}
+        targets: dict[str, list[int]] = {}
         for name in names:
             own_name, _ = parse_fine_tuned_lora_name(f"{name}.lora_A.weight", renaming)
             if own_name in sizes:
-                found[name] = sizes[own_name]
-        return found
+                targets[name] = sizes[own_name]
+        return targets
 
 
 def _sizes(manager: Any) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""Embeddings from an upstream stage in the place of a prompt: the replica reads a request's flow while it runs."""
+"""Embeddings from an upstream stage instead of a prompt: the replica reads a request's flow while it runs."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable

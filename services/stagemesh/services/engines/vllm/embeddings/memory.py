@@ -29,7 +29,7 @@ class Embedded(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class EmbeddingTicket:
-    """What a worker process needs to open the memory."""
+    """The information that a worker process needs to open the memory."""
 
     process_id: int
     file_descriptor: int

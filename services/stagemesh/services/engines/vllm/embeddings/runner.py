@@ -1,4 +1,4 @@
-"""vLLM's model runners use embeddings from upstream in the place of token embeddings.
+"""vLLM's model runners use embeddings from upstream instead of token embeddings.
 
 The rows that a step needs are in the memory before the step is scheduled.
 """
@@ -24,7 +24,7 @@ class _TakesEmbeddings:
     _embedded: dict[str, Embedded]
 
     def attach_embeddings(self, ticket: bytes) -> None:
-        """Opens the memory that holds requests' embeddings."""
+        """Opens the memory with requests' embeddings."""
         self._embedding_memory, self._embedded = EmbeddingMemory(decode_ticket(ticket)), {}
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from stagemesh.services.engines.vllm.features import EngineRequest, RequestFeatu
 from stagemesh.services.engines.vllm.hidden_states.request_states import RequestStates
 from stagemesh.services.engines.vllm.hidden_states.row_messages import (
     CONFIG_KEY,
-    OVERFLOW_FRACTION,
+    OVERFLOW_DIVISOR,
     Attachment,
     RequestedRows,
     StepRows,
@@ -74,7 +74,7 @@ class HiddenStates(RequestFeature):
             raise self._invalid(f"hidden_states: {problem}")
         tensors, width = len(options.tensors), model.get_hidden_size()
         row_bytes = tensors * width * DTYPES[options.dtype].itemsize
-        min_bytes = OVERFLOW_FRACTION * min_overflow_bytes(row_bytes=row_bytes, tensors=tensors)
+        min_bytes = OVERFLOW_DIVISOR * min_overflow_bytes(row_bytes=row_bytes, tensors=tensors)
         if self._share_bytes < min_bytes:
             raise self._invalid(
                 f"hidden_states.share_bytes is {self._share_bytes}; for {tensors} times {width} values a token it must "
@@ -91,7 +91,7 @@ class HiddenStates(RequestFeature):
             if model is not None:
                 raise self._invalid(f"hidden_states: {model} gives no states of inner layers; ask for `last` alone")
         assert self._arena is not None, "a stage's runtime passes the arena before it starts the engine"
-        overflow_bytes = self._share_bytes // OVERFLOW_FRACTION
+        overflow_bytes = self._share_bytes // OVERFLOW_DIVISOR
         for size_bytes in (self._share_bytes - overflow_bytes, overflow_bytes):
             self._tickets.append(self._arena.open_share(size_bytes))
         rows, overflow = self._tickets
@@ -100,7 +100,7 @@ class HiddenStates(RequestFeature):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as listener:
             listener.bind("\0" + address)
             listener.listen(4)
-            attaching = asyncio.create_task(_attach(llm, encode_attachment(attachment)))
+            attaching = asyncio.create_task(runner_call(llm, "attach_replica", encode_attachment(attachment)))
             try:
                 async with asyncio.timeout(_CONNECT_S):
                     self._connection = await _accept(listener, token)
@@ -182,17 +182,13 @@ class _EmittedStates(RequestHook):
     def observe(self, *, finished: bool) -> Iterator[Emission]:  # noqa: ARG002  # `finish` emits the rest
         for packet in self._states.take(before=self._request.computed_tokens):
             yield Emission(packet)
-        # Reached after the consumer has taken the rows, so that a slow consumer holds up its own request.
+        # Reached after the consumer has taken the rows, so that a slow consumer delays only its own request.
         self._request.limit.set_taken(self._request.known_tokens)
 
     async def finish(self) -> AsyncGenerator[Emission]:
         async with aclosing(self._states.up_to(self._request.computed_tokens)) as packets:
             async for packet in packets:
                 yield Emission(packet)
-
-
-async def _attach(llm: "AsyncLLM", attachment: bytes) -> None:
-    await runner_call(llm, "attach_replica", attachment)
 
 
 async def _accept(listener: socket.socket, token: bytes) -> socket.socket:

@@ -10,7 +10,7 @@ from stagemesh.common.tensors import Tensors
 from stagemesh.connectors.edge import Packet
 
 _LATE_S = 10.0
-"""How long rows may arrive after the tokens of the same step."""
+"""The longest delay of rows after the tokens of the same step."""
 
 
 class RequestStates:

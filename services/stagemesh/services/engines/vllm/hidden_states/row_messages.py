@@ -9,11 +9,13 @@ from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
 
 CONFIG_KEY = "stagemesh_layers"
 """The key of vLLM's `additional_config` under which the emitted inner layers are listed."""
-OVERFLOW_FRACTION = 4
-"""One part in this many of the worker's memory is for overflow: the replica copies rows out of it at once, so that rows
-that nobody reads do not block other rows."""
+OVERFLOW_DIVISOR = 4
+"""The size of the worker's memory divided by this number is the size of the overflow memory.
+
+The replica copies rows out of the overflow memory at once, so that unread rows do not block other rows.
+"""
 _WRITES_IN_OVERFLOW = 2
-"""The overflow memory has space for this many writes, so that the worker can write while the replica copies."""
+"""The number of writes that fit into the overflow memory, so that the worker can write while the replica copies."""
 
 
 def max_rows(overflow_bytes: int, *, row_bytes: int, tensors: int) -> int:
@@ -28,7 +30,7 @@ def min_overflow_bytes(*, row_bytes: int, tensors: int) -> int:
 
 @dataclass(frozen=True)
 class Attachment:
-    """How a worker reaches its replica."""
+    """The addresses through which a worker reaches its replica."""
 
     address: str
     """An abstract unix socket for messages: first `token`, then one `StepRows` each."""

@@ -229,7 +229,7 @@ def _runs(slices: Sequence[Slice]) -> list[Run]:
 
 
 def _request_rows(slices: Sequence[Slice]) -> list[RequestRows]:
-    """Describes where each slice's rows are in the target."""
+    """Returns the location of each slice's rows in the target."""
     described: list[RequestRows] = []
     first = 0
     for each in slices:

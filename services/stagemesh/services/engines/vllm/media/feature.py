@@ -111,7 +111,7 @@ class Media(RequestFeature):
     def _checked_info(self, media: Sequence[Medium]) -> "BaseProcessingInfo":
         """Returns vLLM's information about the model's media. Raises an error if the model does not accept these."""
         processor = cast("BaseMultiModalProcessor[BaseProcessingInfo] | None", self._llm.renderer.mm_processor)
-        limits = processor.info.allowed_mm_limits if processor is not None else {}
+        limits: Mapping[str, int] = processor.info.allowed_mm_limits if processor is not None else {}
         accepted = [kind for kind, limit in limits.items() if limit]
         for kind, count in Counter(medium.kind for medium in media).items():
             if kind not in accepted:
@@ -122,8 +122,8 @@ class Media(RequestFeature):
                 )
             if count > limits[kind]:
                 raise InvalidRequestError(
-                    f"stage {self._stage}: the request holds {count} of kind {kind}; the model takes {limits[kind]} at "
-                    "most, or the number that the stage's option limit_mm_per_prompt sets",
+                    f"stage {self._stage}: the request contains {count} of kind {kind}; the model takes {limits[kind]} "
+                    "at most, or the number that the stage's option limit_mm_per_prompt sets",
                     reason="TOO_MANY_MEDIA",
                 )
         assert processor is not None, "without a processor no kind is accepted"
@@ -185,7 +185,7 @@ def video_data(video: DecodedVideo) -> tuple[npt.NDArray[np.uint8], dict[str, ob
 
 
 def _without_placeholders(features: "MultiModalInput") -> list[int]:
-    """Returns the prompt's tokens with 0 in the place of placeholders, which are not in the vocabulary."""
+    """Returns the prompt's tokens with 0 instead of placeholders, which are not in the vocabulary."""
     ids = list(features["prompt_token_ids"])
     for ranges in features["mm_placeholders"].values():
         for placeholder in ranges:

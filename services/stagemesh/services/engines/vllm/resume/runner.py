@@ -1,4 +1,4 @@
-"""What vLLM's model runners do for a resumed request: the checkpoint's tokens count as sampled tokens."""
+"""vLLM's model runners count the checkpoint's tokens of a resumed request as sampled tokens."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast

@@ -1,4 +1,4 @@
-"""How far vLLM may compute one request. Importing this module imports nothing of vLLM."""
+"""The run-ahead limit of one request, in token positions. Importing this module imports nothing of vLLM."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import msgspec
 
 UNLIMITED = 1 << 40
 MAX_TOKENS_AHEAD = 256
-"""How many tokens vLLM computes at most ahead of a consumer that is slow to take a request's rows."""
+"""vLLM computes at most this number of tokens ahead of a consumer that is slow to take a request's rows."""
 
 
 class StartLimit(msgspec.Struct, frozen=True):
