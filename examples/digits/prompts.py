@@ -20,5 +20,5 @@ def prompt(digit: int, wording: str = WORDINGS[0]) -> str:
 
 
 def all_prompts() -> list[str]:
-    """Returns the prompts of digit 0 in the order of WORDINGS, then those of 1 to 9, then NO_PROMPTS."""
+    """Returns all prompts: for each digit from 0 to 9 the prompts in the order of WORDINGS, then NO_PROMPTS."""
     return [prompt(digit, wording) for digit in range(len(NAMES)) for wording in WORDINGS] + list(NO_PROMPTS)

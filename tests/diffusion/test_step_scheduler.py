@@ -22,7 +22,7 @@ def scheduler(*turns: Turn, max_wait_steps: int = 100, max_batch: int = 8) -> St
 
 
 def step(of: StepScheduler, *, seconds: float = 1.0, now_s: float = 0.0) -> list[str]:
-    """Runs the next step. Returns its requests, and removes those that are done."""
+    """Runs the next step and returns its requests. Removes finished requests."""
     batch = of.next_batch(now_s)
     if batch:
         of.done(batch, seconds)

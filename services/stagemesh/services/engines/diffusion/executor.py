@@ -32,7 +32,7 @@ class Executor(Protocol):
 
 
 def make_executor(folder: Path, options: DiffusionOptions) -> Executor:
-    """Returns an executor for as many processes as the options set."""
+    """Returns an executor for the number of processes that the options set."""
     if options.parallel.ranks == 1:
         return ThreadExecutor(folder, options)
     from stagemesh.services.engines.diffusion.parallel.process_executor import ProcessExecutor

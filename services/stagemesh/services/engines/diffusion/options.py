@@ -18,7 +18,7 @@ _GUIDANCE_BRANCHES = 2
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How many processes denoise together. If all values are 1, the stage computes in its own process."""
+    """Numbers of processes that denoise together. If all are 1, the stage computes in its own process."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
@@ -63,7 +63,7 @@ class DiffusionOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` uses a GPU if the machine has one."""
     load: LoadOptions = field(default_factory=LoadOptions)
-    """How weights are loaded, and where they are stored."""
+    """Loading and storage of weights."""
     enable_lora: bool = False
     """Whether requests may choose LoRA adapters, which operators load and unload."""
     max_loras: int = 8
@@ -75,7 +75,7 @@ class DiffusionOptions:
     num_frames: int = 1
     num_inference_steps: int = 50
     guidance_scale: float = 4.0
-    """Scale of classifier-free guidance, or the model's guidance input if the model takes one."""
+    """Scale of classifier-free guidance, or the value of the model's guidance input if it has one."""
     max_side: int = 2048
     """Maximum height and width that a request may set, in pixels."""
     max_frames: int = 1

@@ -21,7 +21,7 @@ from stagemesh.common.settings import library_variable
 from stagemesh.services.engines.diffusion.batching.recorded_calls import Call, Prediction
 
 _STRICT_ROWS = 8
-"""Number of rows from which strict MKL multiplies each row in the same way, however many rows there are."""
+"""From this number of rows on, strict MKL computes a row in the same way for any number of rows."""
 
 
 @dataclass(frozen=True)

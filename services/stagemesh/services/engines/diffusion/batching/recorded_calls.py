@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 Prediction: TypeAlias = Any
-"""What a transformer returns with `return_dict=False`: a tuple whose first item is a tensor or a list of tensors."""
+"""The result of a transformer with `return_dict=False`: a tuple whose first item is a tensor or a list of tensors."""
 
 
 @dataclass(frozen=True, eq=False)

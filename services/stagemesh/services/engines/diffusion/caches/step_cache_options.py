@@ -1,7 +1,7 @@
 """The stage option `step_cache`. Imports nothing of torch.
 
-A step cache skips computations whose results it expects to differ little from those of the previous step. It saves time
-and changes the image.
+A step cache skips computations whose results probably differ little from the results of the previous step. It saves
+time and changes the image.
 """
 
 from dataclasses import dataclass

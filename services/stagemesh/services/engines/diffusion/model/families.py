@@ -46,4 +46,4 @@ FAMILIES: Mapping[str, Family] = {
     "WanPipeline": Family("WanBlocks", output="videos", frames_multiple=4, encodes_both=True),
     "ZImagePipeline": Family("ZImageAutoBlocks", guidance_from_zero=True, joint_guidance="negative last"),
 }
-"""By the pipeline class in `model_index.json`."""
+"""The supported families by the pipeline class in `model_index.json`."""

@@ -26,7 +26,7 @@ class QuantizationOptions:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a pipeline is loaded into memory."""
+    """Options for loading a pipeline into memory."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
@@ -36,7 +36,7 @@ class LoadOptions:
     custom_pipeline: str | None = None
     """A subclass of `modular_pipeline.ModularStepPipeline` with the same constructor, as "module:Class"."""
     offload: Literal["none", "model", "group", "disk"] = "none"
-    """Where weights are stored while they are not used. `none`: on the device. `model`: in host memory, moved one model
+    """Storage of weights while they are not used. `none`: on the device. `model`: in host memory, moved one model
     at a time (needs a GPU). `group`: in host memory, moved one group of layers at a time. `disk`: in files, read one
     group at a time."""
     offload_by: Literal["leaf", "block"] = "leaf"
@@ -62,5 +62,5 @@ class LoadOptions:
 
     @property
     def changes_weights(self) -> bool:
-        """Whether the transformer's weights differ from those in its folder, or are not on the device all the time."""
+        """Whether the transformer's weights differ from its files, or are not on the device all the time."""
         return self.offload in {"group", "disk"} or self.layerwise_casting != "none" or self.quantization is not None

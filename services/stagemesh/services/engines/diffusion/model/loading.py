@@ -30,7 +30,7 @@ _QUANTIZATION: Mapping[str, tuple[str, str]] = {
     "bitsandbytes_8bit": ("BitsAndBytesConfig", "bitsandbytes"),
     "quanto": ("QuantoConfig", "optimum.quanto"),
 }
-"""By backend: diffusers' configuration class, and the module that quantizes."""
+"""For each backend, diffusers' configuration class and the module that quantizes."""
 _SEED = 0
 
 

@@ -177,10 +177,10 @@ class ModularStepPipeline:
     def adopt(self, state: DiffusionRequestState) -> None:
         """Completes the state of a new or transferred request with its guider and its inputs."""
         state.guider = self._guider(state.inputs.guidance_scale)
-        given = _request_inputs(state.inputs)
+        inputs = _request_inputs(state.inputs)
         for param in self._inputs:
             if param.name is not None and state.values.get(param.name) is None:
-                state.values.set(param.name, given.get(param.name, param.default), param.kwargs_type)
+                state.values.set(param.name, inputs.get(param.name, param.default), param.kwargs_type)
 
     def batch_key(self, state: DiffusionRequestState) -> tuple[object, ...]:
         """Returns a key that is equal for requests that can share a forward pass."""
@@ -224,19 +224,19 @@ class ModularStepPipeline:
         inputs = state.inputs
         guided = state.guider is not None and state.guider.num_conditions > 1
         key = (inputs.prompt, inputs.negative_prompt if guided else None, inputs.image, inputs.height, inputs.width)
-        known = self._prompt_cache.get(key)
-        if known is None:
+        cached = self._prompt_cache.get(key)
+        if cached is None:
             before = dict(state.values.values)
             view = self._view(state)
             if self.family.encodes_both:
                 view.guider = self._guider(_GUIDED)
             for block in self._phases.encode:
                 block(view, state.values)
-            made = {name: value for name, value in state.values.values.items() if before.get(name) is not value}
+            new = {name: value for name, value in state.values.values.items() if before.get(name) is not value}
             # Input images are needed only for encoding.
-            known = {name: value for name, value in made.items() if not _is_image(value)}
-            self._prompt_cache.put(key, known)
-        for name, value in known.items():
+            cached = {name: value for name, value in new.items() if not _is_image(value)}
+            self._prompt_cache.put(key, cached)
+        for name, value in cached.items():
             state.values.set(name, value)
 
     def _begin_loop(self, state: DiffusionRequestState) -> None:

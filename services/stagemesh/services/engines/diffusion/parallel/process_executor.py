@@ -140,7 +140,7 @@ class ProcessExecutor:
 
 
 class RankProcess:
-    """Handle that the stage process has on one rank. Made by `start_rank`."""
+    """One rank as seen by the stage process. `start_rank` creates it."""
 
     def __init__(
         self, name: str, process: asyncio.subprocess.Process, connection: "Connection[Any, RankReply]"

@@ -19,7 +19,7 @@ from stagemesh.services.engines.diffusion.parallel.guidance_branches import Guid
 diffusers: Any = _diffusers
 
 _COLLECTIVE_TIMEOUT_S = 300.0
-"""How long a rank waits for another one, which may still be reading its weights."""
+"""Time limit for waiting for another rank, which may still be reading its weights."""
 
 
 class RankGroup:

@@ -14,7 +14,7 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
 @dataclass(frozen=True)
 class RankSetup:
-    """The first message to a rank. The rank answers once it has made its worker."""
+    """The first message to a rank. The rank replies after it has created its worker."""
 
     folder: Path
     options: DiffusionOptions
@@ -40,5 +40,4 @@ class RankReply:
     """The returned value. Only rank 0 sends it."""
     error: StagemeshError | None = None
     failures: tuple[str | None, ...] = ()
-    """The reasons of the raised error or of the returned errors. If they differ between ranks, the ranks are no longer
-    in step with each other."""
+    """The reasons of the raised error or of the returned errors. If they differ, the ranks have diverged."""

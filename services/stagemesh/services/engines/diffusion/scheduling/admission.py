@@ -25,8 +25,8 @@ class Footprint:
 class Admission:
     """Admits requests by priority, then in arrival order. No request overtakes one that waits for memory.
 
-    Each priority level is worth `POSITIONS_PER_PRIORITY` queue positions. A request that this many later requests have
-    overtaken is no longer overtaken by higher priorities, so that every request is admitted at some time.
+    Each priority level is worth `POSITIONS_PER_PRIORITY` queue positions. A higher level can therefore overtake a
+    waiting request only a limited number of times, so that every request is admitted at some time.
     """
 
     def __init__(self, *, max_running: int, memory_bytes: int) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RequestProgress:
-    """How many steps of a request are completed."""
+    """Progress of one request through its steps."""
 
     def __init__(self, name: str, prepared: "PreparedRequest", *, priority: int, deadline_s: float | None) -> None:
         self.total, self.done = prepared.total_steps, prepared.step_index
@@ -27,7 +27,7 @@ class RequestProgress:
 
     @property
     def stopped(self) -> bool:
-        """Whether the request takes no further step for now."""
+        """Whether the request has left the step loop."""
         return self._error is not None or self.done >= self.stop_at
 
     def stop_early(self) -> None:

@@ -89,7 +89,7 @@ class StepScheduler:
 
 
 class BatchSizes:
-    """Learns from measured step times how many rows a forward pass should have, so that the time per row is minimal.
+    """Learns from measured step times which number of rows minimizes the time per row.
 
     A size is measured after the next smaller one. Each size is measured several times, because a step may be slow by
     chance, and the shortest of the last times counts.

@@ -44,7 +44,7 @@ class RequestTransfer:
         self._set_values(state, self._deserialize(_CONDITIONING, data), self._denoise_inputs | self._decode_inputs)
 
     def serialize_latents(self, state: DiffusionRequestState) -> Array:
-        """Returns the inputs of decoding as uint8[bytes]; before the last step, those of a preview."""
+        """Returns the inputs of decoding as uint8[bytes]. Before the last step, they give a preview."""
         return self._serialize(_LATENTS, self._values(self._pipeline.end_loop(state), self._decode_inputs))
 
     def restore_latents(self, state: DiffusionRequestState, data: Array) -> None:
@@ -70,7 +70,7 @@ class RequestTransfer:
         )
 
     def restore_state(self, request_id: str, inputs: DiffusionInputs, data: Array) -> DiffusionRequestState:
-        """Returns the request as it was serialized. Raises InvalidChunkError if `inputs` are not those of the state."""
+        """Returns the request as it was serialized. Raises InvalidChunkError if `inputs` do not match it."""
         tree = self._deserialize(_STATE, data)
         state = DiffusionRequestState(request_id, inputs)
         try:

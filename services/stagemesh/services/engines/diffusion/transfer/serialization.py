@@ -48,7 +48,7 @@ def serialize(tree: Mapping[str, Tree], *, kind: str, model: str) -> Array:
 def deserialize(data: Array, *, kind: str, model: str, device: torch.device) -> dict[str, Tree]:
     """Returns the tree that was serialized. Its tensors are placed on `device`.
 
-    If a tree had tensors on the CPU and on a GPU, those of the CPU stay on the CPU. Raises InvalidChunkError if the
+    If a tree had tensors on the CPU and on a GPU, its CPU tensors stay on the CPU. Raises InvalidChunkError if the
     data has another kind, belongs to another model, or is not a serialized tree.
     """
     try:
