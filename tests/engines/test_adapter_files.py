@@ -44,12 +44,12 @@ def set_config(folder: Path, **changes: object) -> None:
     ("spoil", "message"),
     [
         (lambda folder: (folder / "adapter_config.json").unlink(), "no readable adapter_config.json"),
-        (lambda folder: (folder / "adapter_config.json").write_text("{"), "describes no LoRA"),
-        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "describes no LoRA"),
-        (lambda folder: set_config(folder, r=0), "describes no LoRA: r "),
-        (lambda folder: set_config(folder, peft_type="IA3"), "describes no LoRA: peft_type"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), "does not describe a LoRA"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "does not describe a LoRA"),
+        (lambda folder: set_config(folder, r=0), "does not describe a LoRA: r "),
+        (lambda folder: set_config(folder, peft_type="IA3"), "does not describe a LoRA: peft_type"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no readable adapter_model.safetensors"),
-        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\0" * 40), "no safetensors file"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\0" * 40), "not a safetensors file"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\2" + b"\0" * 7 + b"{}"), "holds no LoRA"),
     ],
 )

