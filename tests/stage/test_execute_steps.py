@@ -267,7 +267,7 @@ async def test_a_caller_that_does_not_read_holds_its_calls_up() -> None:
     ("error", "said"),
     [
         (InternalError("no file \udce4"), "no file ?"),
-        (InternalError("no file", metadata={"file": "\udce4"}), "cannot be told"),
+        (InternalError("no file", metadata={"file": "\udce4"}), "cannot be sent"),
         (ValueError("nobody foresaw it"), "an unexpected ValueError"),
     ],
 )

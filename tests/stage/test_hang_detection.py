@@ -140,13 +140,13 @@ def _hung(runs: list[_Run], *, ends: bool = True, per_s: int = 10) -> tuple[list
 def test_one_that_hangs_where_later_ones_get_on_is_given_up_once(heard: int) -> None:
     hung, said = _hung([stuck := _Run(heard=heard), _Run(computes=False, heard=1), _Run()])
     assert hung == [stuck]
-    assert "1 steps have what they need, and none has got on" in said
+    assert "1 steps have their input, and none has made progress" in said
 
 
 def test_an_engine_that_does_not_let_go_of_one_hangs() -> None:
     hung, said = _hung([_Run(), _Run()], ends=False)
     assert len(hung) == 1
-    assert "a step that it should have let go of has not ended" in said
+    assert "a stopped step has not ended" in said
 
 
 def test_one_whose_turn_has_not_come_does_not_hang() -> None:
@@ -205,7 +205,7 @@ async def test_an_engine_that_hangs_has_died() -> None:
     config = replace(stage_config(steps=3), stall_s=0.4, options={"steps": 3, "faults": [{"kind": "hang"}]})
     async with ready_runtime(config) as runtime, asyncio.timeout(10):
         asking = asyncio.create_task(events_of(runtime, step_spec()))
-        with pytest.raises(UnavailableError, match="the engine hangs: 1 steps have what they need") as caught:
+        with pytest.raises(UnavailableError, match="the engine hangs: 1 steps have their input") as caught:
             await runtime.watch_engine()
         assert caught.value.reason == "ENGINE_DIED"
         with pytest.raises(UnavailableError, match="the engine hangs"):
