@@ -46,7 +46,7 @@ class FakeRun:
         self._closed = closed
         self._resumed = task.resume_from.steps if task.resume_from is not None else 0
         self._rows_to_skip: dict[str, int] = {}
-        """By tensor, the number of rows before the checkpoint that must be skipped when they are made again."""
+        """The number of rows before the checkpoint, by tensor, which must be skipped when they are made again."""
         self._step = 0
         if task.resume_from is not None and task.resume_from.rows and not is_packed(task.resume_from.tensors):
             # The inputs may be cut in other places than before, so the task resumes at a row, not at a step.
