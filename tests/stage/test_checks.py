@@ -1,4 +1,4 @@
-"""What is refused before anything is held for it."""
+"""Requests that a stage rejects before it takes any resources."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -77,7 +77,7 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: r.input.tensors.append(_tensor(inline=b"12")), "INVALID_CHUNK", "needs 1 bytes but came with 2"),
     ],
 )
-def test_bad_request_is_refused_with_a_remedy(change: Change, reason: str, message: str) -> None:
+def test_a_bad_request_is_rejected_with_a_remedy(change: Change, reason: str, message: str) -> None:
     request = step_request()
     request.ClearField("streamed")
     change(request)
@@ -87,7 +87,7 @@ def test_bad_request_is_refused_with_a_remedy(change: Change, reason: str, messa
 
 
 def _part(**content: object) -> Change:
-    """Has the prompt be a message of this one part."""
+    """Returns a change that makes the prompt a message of this one part."""
 
     def change(request: Request) -> None:
         part = request_pb2.Part(**content)  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ SEEING = Signature(media=True)
         (_sound(8_000, dtype=tensor_pb2.DATA_TYPE_INT32), "INVALID_MEDIA", "audio is int32"),
     ],
 )
-def test_a_medium_that_cannot_be_one_is_refused(change: Change, reason: str, message: str) -> None:
+def test_an_invalid_medium_is_rejected(change: Change, reason: str, message: str) -> None:
     request = step_request()
     request.ClearField("streamed")
     change(request)
@@ -139,7 +139,7 @@ def test_content_and_parts_exclude_each_other() -> None:
         spec_from_wire(request)
 
 
-def test_media_are_for_engines_that_take_them() -> None:
+def test_media_are_rejected_by_a_text_engine() -> None:
     request = step_request()
     request.ClearField("streamed")
     _sound(8_000)(request)
@@ -148,7 +148,7 @@ def test_media_are_for_engines_that_take_them() -> None:
         check_spec(spec_from_wire(request), SOURCE, engine="fake")
 
 
-def test_stage_without_its_edge_is_refused() -> None:
+def test_a_stage_without_its_edge_is_rejected() -> None:
     request = step_request()
     request.ClearField("streamed")
     with pytest.raises(InvalidRequestError, match="bind an edge that brings text") as caught:
@@ -157,14 +157,14 @@ def test_stage_without_its_edge_is_refused() -> None:
 
 
 @pytest.mark.parametrize("resumable", [True, False])
-def test_pausing_is_refused(*, resumable: bool) -> None:
+def test_max_steps_is_rejected_by_an_engine_that_cannot_pause(*, resumable: bool) -> None:
     request = step_request()
     request.max_steps = 1
     with pytest.raises(UnsupportedError, match="engine fake cannot pause; leave max_steps unset"):
         check_spec(spec_from_wire(request), SOURCE, engine="fake", resumable=resumable)
 
 
-def test_resuming_is_for_engines_that_can() -> None:
+def test_resuming_is_rejected_by_an_engine_that_cannot() -> None:
     request = step_request()
     request.ClearField("streamed")
     request.resume_from.SetInParent()
@@ -173,7 +173,7 @@ def test_resuming_is_for_engines_that_can() -> None:
         check_spec(spec_from_wire(request), SOURCE, engine="fake")
 
 
-def test_checkpoint_of_another_stage_is_refused() -> None:
+def test_a_checkpoint_of_another_stage_is_rejected() -> None:
     request = step_request()
     request.ClearField("streamed")
     request.resume_from.outputs["audio"] = 3
@@ -182,7 +182,7 @@ def test_checkpoint_of_another_stage_is_refused() -> None:
     assert caught.value.reason == "INVALID_CHECKPOINT"
 
 
-def test_good_request_passes_whole() -> None:
+def test_a_valid_request_is_converted_completely() -> None:
     request = step_request()
     request.ClearField("streamed")
     request.parameters.sampling.MergeFrom(request_pb2.Sampling(max_tokens=3, temperature=0, stop=["."]))
@@ -194,7 +194,7 @@ def test_good_request_passes_whole() -> None:
     assert (spec.task.sampling.max_tokens, spec.task.sampling.temperature, spec.task.sampling.top_p) == (3, 0, None)
 
 
-def test_all_of_sampling_arrives() -> None:
+def test_every_sampling_field_is_converted() -> None:
     request = step_request()
     sampling = request_pb2.Sampling(
         max_tokens=9,
@@ -229,7 +229,7 @@ def _policy(request: Request) -> stage_pb2.ChunkPolicy:
     return binding.policy
 
 
-def test_a_stage_that_lacks_what_it_needs_is_refused_at_once() -> None:
+def test_an_absent_required_tensor_is_rejected() -> None:
     request = step_request()
     request.ClearField("streamed")
     request.inputs.add(edge="a->b", producer="a-0")

@@ -1,4 +1,4 @@
-"""A replica that is drained, resumed and shut down by request, and what it says of its steps."""
+"""Draining, resuming and shutting down a replica, and the reports of its steps."""
 
 import asyncio
 import math
@@ -15,7 +15,7 @@ from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
 
 
-async def test_a_held_replica_says_so_and_takes_steps_that_come_still() -> None:
+async def test_a_draining_replica_reports_it_and_accepts_planned_steps() -> None:
     async with ready_runtime() as runtime:
         serving: list[bool] = []
         runtime.on_serving = serving.append
@@ -24,7 +24,7 @@ async def test_a_held_replica_says_so_and_takes_steps_that_come_still() -> None:
         assert await events_of(runtime, step_spec())
 
 
-async def test_release_ends_a_hold() -> None:
+async def test_ending_a_drain_makes_the_replica_ready() -> None:
     async with ready_runtime() as runtime:
         serving: list[bool] = []
         runtime.on_serving = serving.append
@@ -35,7 +35,7 @@ async def test_release_ends_a_hold() -> None:
         assert (runtime.state, serving) == (ReplicaState.READY, [False, True])
 
 
-async def test_a_held_replica_that_shuts_down_refuses_steps_and_does_not_come_back() -> None:
+async def test_a_replica_that_shuts_down_cannot_end_its_drain() -> None:
     async with ready_runtime() as runtime:
         runtime.start_drain()
         await runtime.finish_steps(grace_s=0)
@@ -45,14 +45,14 @@ async def test_a_held_replica_that_shuts_down_refuses_steps_and_does_not_come_ba
             runtime.end_drain()
 
 
-async def test_a_replica_that_loads_is_not_held() -> None:
+async def test_a_loading_replica_cannot_be_drained() -> None:
     runtime = make_runtime()
     with pytest.raises(NotReadyError, match="loading"):
         runtime.start_drain()
     await runtime.close()
 
 
-async def test_a_hold_counts_what_runs() -> None:
+async def test_a_drain_returns_the_number_of_running_steps() -> None:
     async with ready_runtime(stage_config(steps=1000, step_s=0.01)) as runtime:
         events = runtime.execute(step_spec("r"), time_left_s=None)
         async with aclosing(events):
@@ -60,7 +60,7 @@ async def test_a_hold_counts_what_runs() -> None:
             assert runtime.start_drain() == 1
 
 
-async def test_what_runs_is_handed_on_when_its_time_is_up_and_what_comes_then_refused() -> None:
+async def test_steps_are_handed_over_after_their_time_and_new_ones_rejected() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
         events = runtime.execute(step_spec(), time_left_s=None)
@@ -77,7 +77,7 @@ async def test_what_runs_is_handed_on_when_its_time_is_up_and_what_comes_then_re
         assert await events_of(runtime, step_spec("later"))
 
 
-async def test_what_can_pause_is_paused_and_not_stopped() -> None:
+async def test_a_drain_pauses_steps_that_can_pause() -> None:
     async with ready_runtime(stage_config(steps=1000, step_s=0.01)) as runtime:
         events = runtime.execute(step_spec(), time_left_s=None)
         async with aclosing(events):
@@ -88,7 +88,7 @@ async def test_what_can_pause_is_paused_and_not_stopped() -> None:
         assert 0 < last.checkpoint.steps < 1000
 
 
-async def test_a_shutdown_pauses_what_can_pause_when_its_time_is_up() -> None:
+async def test_a_shutdown_pauses_steps_at_the_end_of_its_grace() -> None:
     async with ready_runtime(stage_config(steps=1000, step_s=0.01)) as runtime:
         events = runtime.execute(step_spec(), time_left_s=None)
         async with aclosing(events):
@@ -97,7 +97,7 @@ async def test_a_shutdown_pauses_what_can_pause_when_its_time_is_up() -> None:
             assert isinstance([event async for event in events][-1], Paused)
 
 
-async def test_what_is_resumed_in_time_is_not_handed_on() -> None:
+async def test_a_drain_that_ends_in_time_hands_nothing_over() -> None:
     async with ready_runtime(stage_config(steps=20, step_s=0.01)) as runtime:
         events = runtime.execute(step_spec(), time_left_s=None)
         async with aclosing(events):
@@ -108,14 +108,14 @@ async def test_what_is_resumed_in_time_is_not_handed_on() -> None:
 
 
 @pytest.mark.parametrize("move_after_s", [-1.0, math.nan])
-async def test_a_time_that_is_none_is_refused(move_after_s: float) -> None:
+async def test_an_invalid_move_time_is_rejected(move_after_s: float) -> None:
     async with ready_runtime() as runtime:
         with pytest.raises(InvalidRequestError, match="move_after_s"):
             runtime.start_drain(move_after_s=move_after_s)
         assert runtime.state is ReplicaState.READY
 
 
-async def test_steps_under_way_are_reported_by_request() -> None:
+async def test_running_steps_are_reported_by_request() -> None:
     async with ready_runtime(stage_config(steps=1000, step_s=0.01)) as runtime:
         runs = [runtime.execute(step_spec(name), time_left_s=None) for name in ("one", "two")]
         for run in runs:

@@ -1,4 +1,4 @@
-"""What an engine gets to see of an incoming edge."""
+"""The packets of an incoming edge that an engine receives."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ ACCEPTS = {"spectrum": TensorSpec("float32", ("frames", 3)), "f0": TensorSpec("f
 SPECTRUM = np.zeros((2, 3), np.float32)
 
 
-def test_tensors_that_the_stage_does_not_take_stay_behind() -> None:
+def test_tensors_that_the_stage_does_not_accept_are_dropped() -> None:
     packet = accepted_part(
         _packet(f0=np.zeros(2, np.float32), spectrum=SPECTRUM, loudness=SPECTRUM), ACCEPTS, edge="a->b"
     )
@@ -29,7 +29,7 @@ def test_tensors_that_the_stage_does_not_take_stay_behind() -> None:
         ({}, "brings no tensor"),
     ],
 )
-def test_packet_that_does_not_fit_is_refused(tensors: dict[str, Array], message: str) -> None:
+def test_a_packet_of_another_type_is_rejected(tensors: dict[str, Array], message: str) -> None:
     with pytest.raises(InvalidChunkError, match=f"edge a->b:? .*{message}") as caught:
         accepted_part(_packet(**tensors), ACCEPTS, edge="a->b")
     assert caught.value.metadata == {"edge": "a->b"}

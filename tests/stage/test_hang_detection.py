@@ -1,4 +1,4 @@
-"""A replica whose engine hangs gives itself up; one that waits for others, or is slow, does not."""
+"""A replica whose engine hangs ends itself; a replica that waits for others, or is slow, does not."""
 
 import asyncio
 import itertools
@@ -36,7 +36,7 @@ def _watch(runs: list[_Run], *, on_hung: Callable[[_Run], None] = lambda _: None
 
 
 def _stalled(runs: list[_Run], life: Callable[[], Coroutine[object, object, None]]) -> float | None:
-    """When a watch with a bound of 10 s says that the runs hang, in the course of a life of theirs; None for never."""
+    """Returns when a watch with a limit of 10 s reports a hang while `life` changes the runs; None for never."""
 
     async def main() -> float | None:
         watching = asyncio.create_task(_watch(runs).wait_stalled())
@@ -54,7 +54,7 @@ async def _an_hour() -> None:
     await asyncio.sleep(_HOUR_S)
 
 
-def test_a_run_of_which_nothing_is_heard_hangs() -> None:
+def test_a_silent_run_hangs() -> None:
     stalled_s = _stalled([_Run()], _an_hour)
     assert stalled_s is not None
     assert 10.0 <= stalled_s <= 11.0
@@ -64,7 +64,7 @@ def test_runs_that_wait_for_others_do_not_hang() -> None:
     assert _stalled([_Run(computes=False), _Run(computes=False)], _an_hour) is None
 
 
-def test_one_that_gets_on_speaks_for_all() -> None:
+def test_one_progressing_run_shows_that_the_engine_works() -> None:
     runs = [_Run(), _Run()]
 
     async def life() -> None:
@@ -75,7 +75,7 @@ def test_one_that_gets_on_speaks_for_all() -> None:
     assert _stalled(runs, life) is None
 
 
-def test_one_that_gets_on_between_two_waits_for_its_input_speaks_for_all() -> None:
+def test_progress_between_two_waits_for_input_counts() -> None:
     runs = [_Run(computes=False), _Run()]
 
     async def life() -> None:
@@ -86,7 +86,7 @@ def test_one_that_gets_on_between_two_waits_for_its_input_speaks_for_all() -> No
     assert _stalled(runs, life) is None
 
 
-def test_one_that_ends_speaks_for_all() -> None:
+def test_an_ended_run_counts_as_progress() -> None:
     runs = [_Run()]
 
     async def life() -> None:
@@ -99,7 +99,7 @@ def test_one_that_ends_speaks_for_all() -> None:
     assert _stalled(runs, life) is None
 
 
-def test_a_new_run_says_nothing_of_one_that_hangs() -> None:
+def test_a_new_run_does_not_hide_a_hang() -> None:
     runs = [_Run()]
 
     async def life() -> None:
@@ -113,8 +113,9 @@ def test_a_new_run_says_nothing_of_one_that_hangs() -> None:
 
 
 def _hung(runs: list[_Run], *, ends: bool = True, per_s: int = 10) -> tuple[list[_Run], str]:
-    """Which runs are said to hang alone within a minute in which the last one gets on, and what is said of the engine
-    by the end of the minute after it, in which none does.
+    """Returns the runs that are reported to hang alone, and then the cause for which the engine is reported to hang.
+
+    In the first minute only the last run makes progress, in the second minute none does.
     """
     hung: list[_Run] = []
 
@@ -137,30 +138,30 @@ def _hung(runs: list[_Run], *, ends: bool = True, per_s: int = 10) -> tuple[list
 
 
 @pytest.mark.parametrize("heard", [0, 3])
-def test_one_that_hangs_where_later_ones_get_on_is_given_up_once(heard: int) -> None:
+def test_a_run_that_later_ones_overtake_is_reported_once(heard: int) -> None:
     hung, said = _hung([stuck := _Run(heard=heard), _Run(computes=False, heard=1), _Run()])
     assert hung == [stuck]
-    assert "1 steps have what they need, and none has got on" in said
+    assert "1 steps have their input, and none has made progress" in said
 
 
-def test_an_engine_that_does_not_let_go_of_one_hangs() -> None:
+def test_an_engine_that_keeps_a_stopped_run_hangs() -> None:
     hung, said = _hung([_Run(), _Run()], ends=False)
     assert len(hung) == 1
-    assert "a step that it should have let go of has not ended" in said
+    assert "a stopped step has not ended" in said
 
 
-def test_one_whose_turn_has_not_come_does_not_hang() -> None:
+def test_a_queued_run_does_not_hang() -> None:
     gets_on = _Run()
     assert _hung([_Run(), gets_on], per_s=1)[0] == []
     assert _hung([_Run(priority=1), _Run(), gets_on], per_s=0)[0] == []
     assert _hung([_Run(priority=-1), _Run()])[0] == []
-    # Those that came later wait for those before them.
+    # Later runs wait for the runs before them.
     assert _hung([later := _Run(), gets_on])[0] == []
     assert later.number > gets_on.number
 
 
-def test_one_that_is_given_up_is_no_sign_of_life() -> None:
-    """An engine that gets on with nobody any more is found out though its runs are given up in turn."""
+def test_a_stopped_run_does_not_count_as_progress() -> None:
+    """An engine without progress is detected although its runs are stopped one after the other."""
     runs = [_Run() for _ in range(4)]
 
     async def main() -> float:
@@ -178,7 +179,7 @@ def test_one_that_is_given_up_is_no_sign_of_life() -> None:
     assert virtual_time.run(main()) <= 8.0 + 11.0
 
 
-async def test_a_step_that_hangs_alone_fails_so_that_it_is_tried_elsewhere() -> None:
+async def test_a_step_that_hangs_alone_fails_as_unavailable() -> None:
     hangs: JsonValue = [{"kind": "hang", "after_steps": 2, "attempts": 1}]
     config = replace(stage_config(), stall_s=1.0, options={"steps": 10_000, "step_s": 0.01, "faults": hangs})
     other = step_spec("other", attempt=2)
@@ -205,7 +206,7 @@ async def test_an_engine_that_hangs_has_died() -> None:
     config = replace(stage_config(steps=3), stall_s=0.4, options={"steps": 3, "faults": [{"kind": "hang"}]})
     async with ready_runtime(config) as runtime, asyncio.timeout(10):
         asking = asyncio.create_task(events_of(runtime, step_spec()))
-        with pytest.raises(UnavailableError, match="the engine hangs: 1 steps have what they need") as caught:
+        with pytest.raises(UnavailableError, match="the engine hangs: 1 steps have their input") as caught:
             await runtime.watch_engine()
         assert caught.value.reason == "ENGINE_DIED"
         with pytest.raises(UnavailableError, match="the engine hangs"):
@@ -281,7 +282,7 @@ async def test_an_engine_that_keeps_a_task_beyond_its_deadline_hangs(monkeypatch
         engine.release.set()
 
 
-async def test_a_slow_step_within_the_bound_is_waited_for() -> None:
+async def test_a_slow_step_within_the_limit_does_not_hang() -> None:
     config = replace(stage_config(steps=4, step_s=0.3), stall_s=1.0)
     async with ready_runtime(config) as runtime, asyncio.timeout(10):
         watching = asyncio.create_task(runtime.watch_engine())

@@ -1,4 +1,4 @@
-"""Which rows and tensors go over which edge."""
+"""The rows and tensors that each edge carries."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def rows(start: int, count: int, *, prompt_tokens: int = 5) -> Packet:
 
 
 @pytest.mark.parametrize(("start", "count", "first"), [(0, 7, 4), (4, 2, 4), (5, 1, 5)])
-def test_last_begins_at_the_last_token_of_the_prompt(start: int, count: int, first: int) -> None:
+def test_last_starts_at_the_last_token_of_the_prompt(start: int, count: int, first: int) -> None:
     picked = binding(tokens="last").select(rows(start, count))
     assert picked is not None
     assert picked.tensors.keys() == STATES
@@ -38,16 +38,16 @@ def test_last_begins_at_the_last_token_of_the_prompt(start: int, count: int, fir
     assert picked.tensors["hidden_states"][:, 0].tolist() == list(range(first, start + count))
 
 
-def test_last_carries_nothing_of_the_prompts_first_part() -> None:
+def test_last_drops_earlier_rows_of_the_prompt() -> None:
     assert binding(tokens="last").select(rows(0, 4)) is None
 
 
-def test_last_lets_tensors_without_rows_pass() -> None:
+def test_last_keeps_tensors_without_rows() -> None:
     packet = Packet({"text": np.zeros(3, np.uint8)})
     assert binding(EVERYTHING, "last").select(packet) is packet
 
 
-def test_edge_carries_only_the_tensors_that_it_names() -> None:
+def test_an_edge_carries_only_its_tensors() -> None:
     assert binding(frozenset({"text"})).select(rows(0, 4)) is None
 
 
@@ -62,13 +62,13 @@ def test_edge_carries_only_the_tensors_that_it_names() -> None:
         ((), ("hidden_states",), "all"),
     ],
 )
-def test_engine_makes_the_rows_that_anybody_takes(
+def test_the_engine_emits_rows_that_any_edge_takes(
     bindings: tuple[OutputBinding, ...], streamed: tuple[str, ...], tokens: TokenSelection
 ) -> None:
     assert replace(step_spec(streamed=streamed), outputs=bindings).wanted_rows(SIGNATURE) == tokens
 
 
-def test_engine_makes_the_tensors_that_anybody_takes() -> None:
+def test_the_engine_emits_tensors_that_any_edge_takes() -> None:
     taken = replace(step_spec(streamed=("text",)), outputs=(binding(),))
     assert taken.wanted_tensors == frozenset({"text", "hidden_states"})
     assert replace(taken, outputs=(binding(EVERYTHING),)).wanted_tensors is None

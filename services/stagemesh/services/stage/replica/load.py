@@ -1,11 +1,11 @@
-"""What a replica reports about itself."""
+"""The state and the load that a replica reports."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class ReplicaState(Enum):
-    """Where a replica stands in its life."""
+    """The state of a replica."""
 
     LOADING = "loading"
     READY = "ready"
@@ -16,7 +16,7 @@ class ReplicaState(Enum):
 
 @dataclass(frozen=True)
 class StageLoad:
-    """A replica's load at one moment; see WatchLoadResponse."""
+    """A replica's load at one moment, with the fields of WatchLoadResponse."""
 
     running: int
     queued: int

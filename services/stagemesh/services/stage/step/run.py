@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 ABANDON_S = 5.0
 """Seconds that a run continues without a caller."""
 ABORT_S = 1.0
-"""Seconds that the engine has to release a stopped task before the callers and the edges are told without it."""
+"""Seconds within which the engine must release a stopped task. Then callers and edges get the error regardless."""
 
 _numbers = itertools.count(1)
 

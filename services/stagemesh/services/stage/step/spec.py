@@ -103,7 +103,7 @@ class InputRebinding:
 
     binding: InputBinding
     first_rows: Mapping[str, int]
-    """By tensor, the number of rows before the first row of the new flow; 0 if not listed."""
+    """The number of rows before the first row of the new flow, by tensor; 0 if not listed."""
 
 
 @dataclass(frozen=True)
