@@ -13,8 +13,9 @@ from benchmarks.edge_ways.base import Bytes, Receiver, Sender, check_mark, mark,
 from benchmarks.edge_ways.worker import readable, receive
 from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import GRPC, NIXL, SHM, ConnectorName, EdgeKey, Inlet, Outlet, Packet, StepPolicy
-from stagemesh.connectors.flow.fan_out import FanOut
+from stagemesh.connectors.edge import GRPC, NIXL, SHM, ConnectorName, EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.rpc.channels import SERVER_OPTIONS
 from stagemesh.rpc.statuses import to_grpc_code, to_trailing_metadata
 

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import grpc
 
 from stagemesh.connectors.edge import EdgeKey
+from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.stream.wire import key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
@@ -21,6 +22,9 @@ PutCall: TypeAlias = "grpc.aio.StreamStreamCall[stage_pb2.PutChunkRequest, stage
 
 class Peer:
     """A producer whose every message is written by hand."""
+
+    inlet: Inlet
+    """The consumer's end of the flow that `open_peer` opens."""
 
     def __init__(self, host: Host, call: PutCall) -> None:
         self.host, self.call = host, call
@@ -91,8 +95,8 @@ async def peer(*, generation: str = "g", pipeline: str = "p") -> AsyncIterator[P
 async def open_peer() -> AsyncIterator[Peer]:
     """A producer that has opened a flow by grpc."""
     async with peer() as one:
-        inlet = one.host.plane.open_inlet(KEY, producer="a-0")
+        one.inlet = one.host.plane.open_inlet(KEY, producer="a-0")
         await one.put(OPEN)
         assert (await one.answer("opened")).opened.connector == chunk_pb2.CONNECTOR_GRPC
         yield one
-        await inlet.aclose()
+        await one.inlet.aclose()

@@ -21,7 +21,9 @@ import uvloop
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.connectors.arena.account import MemoryAccount
 from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader
-from stagemesh.connectors.edge import EdgeKey, Inlet, Outlet, Packet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import Outlet
 from tests.connectors.connector_names import named
 from tests.connectors.contents import is_packet_of, packet_of
 from tests.connectors.hosts import Host

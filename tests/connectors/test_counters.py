@@ -1,11 +1,13 @@
 """Ids and totals far beyond what a test could count to: nothing wraps, nothing is taken for something else."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
+from stagemesh.connectors.flow import outlet_attempt
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from tests.connectors.connector_names import CONNECTORS, named
 from tests.connectors.contents import is_packet_of, packet_of
@@ -39,14 +41,18 @@ async def _carry(a: Host, outlet: Any, inlet: Any) -> None:
 
 @ALL
 @LONG_AGO
-async def test_leases_and_transfers_of_a_long_life_are_their_own(connector: str, start: int) -> None:
+async def test_leases_and_transfers_of_a_long_life_are_their_own(
+    connector: str, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b, connector=named(connector))
         (link,) = a.plane._links.values()
-        link._lease_ids = link._transfer_ids = start
+        link._leases._last_id = start
+        transfer_ids = itertools.count(start + 1)
+        monkeypatch.setattr(outlet_attempt, "_transfer_ids", transfer_ids)
         await _carry(a, outlet, inlet)
-        assert link._lease_ids + link._transfer_ids == 2 * start + CHUNKS
-        assert link._leases == {}
+        assert link._leases._last_id + next(transfer_ids) - 1 == 2 * start + CHUNKS
+        assert not link._leases
 
 
 @ALL
@@ -58,16 +64,17 @@ async def test_flow_goes_on_after_very_many_chunks_and_bytes(connector: str, sta
         _advance_inlet(inlet, start)
         await _carry(a, outlet, inlet)
         # The End, too, has a number.
-        assert (outlet._next_seq, inlet._next_seq) == (start + CHUNKS + 1,) * 2  # type: ignore[attr-defined]
+        assert (outlet.ledger.next_seq, inlet.attempt.next_seq) == (start + CHUNKS + 1,) * 2
 
 
 def _advance_outlet(outlet: Any, start: int) -> None:
-    outlet._next_seq = outlet._acked = outlet._used_bytes = start
+    outlet.ledger.next_seq = outlet.ledger.acked = outlet.ledger.sent_bytes = start
 
 
 def _advance_inlet(inlet: Any, start: int) -> None:
-    inlet._next_seq = inlet._told_seq = inlet._received_bytes = inlet._consumed_bytes = start
-    inlet._limit_bytes = inlet._told_limit_bytes = start + WINDOW_BYTES
+    attempt, credit = inlet.attempt, inlet.attempt._credit
+    attempt.next_seq = attempt._reported_seq = credit.received_bytes = credit._consumed_bytes = start
+    credit.limit_bytes = credit._reported_bytes = start + WINDOW_BYTES
 
 
 @pytest.mark.parametrize(

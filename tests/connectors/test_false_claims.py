@@ -8,7 +8,9 @@ import grpc
 import pytest
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.connectors.edge import EdgeKey, Inlet, MetadataValue, Outlet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, MetadataValue, StepPolicy
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.message_streams import PUT_CHUNK
 from stagemesh.v1 import stage_pb2

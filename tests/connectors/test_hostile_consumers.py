@@ -10,7 +10,8 @@ import pytest
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import AUTO, GRPC, SHM, ConnectorName, EdgeKey, Outlet, StepPolicy
+from stagemesh.connectors.edge import AUTO, GRPC, SHM, ConnectorName, EdgeKey, StepPolicy
+from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.stream.wire import key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.connectors.hosts import packet
@@ -244,7 +245,7 @@ async def test_welcome_without_incarnation_is_refused() -> None:
 
 
 async def test_consumer_that_begins_with_something_else_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.connectors.stream.producer_session._GREETING_S", 0.2)
+    monkeypatch.setattr("stagemesh.connectors.stream.producer_session._HANDSHAKE_S", 0.2)
     monkeypatch.setattr("stagemesh.connectors.stream.consumer_link.GIVE_UP_S", 0.5)
     async with scene() as it:
         it.consumer.welcome = stage_pb2.PutChunkResponse(replies=[_released(1)])

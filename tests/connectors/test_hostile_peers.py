@@ -64,9 +64,7 @@ async def test_duplicate_is_dropped_silently() -> None:
             await one.put_data(_tensor(inline=b"1234"), seq=seq)
         while (await one.answer("ack")).ack.next_seq < 2:
             pass
-        inlet = one.host.plane.find(KEY)
-        assert inlet is not None
-        assert inlet.next_seq == 2
+        assert one.inlet.attempt.next_seq == 2
 
 
 @pytest.mark.parametrize("size_bytes", [2 << 20, HUGE])
@@ -124,8 +122,7 @@ async def test_chunk_of_an_unknown_request_is_refused() -> None:
 async def test_chunk_of_a_finished_edge_is_answered_with_its_end() -> None:
     async with open_peer() as one:
         await one.put_data(_tensor(inline=b"1234"))
-        digest, inlet = FlowDigest(), one.host.plane.find(KEY)
-        assert inlet is not None
+        digest, inlet = FlowDigest(), one.inlet
         digest.add(PacketShape(Packet({"x": np.zeros(4, np.uint8)})))
         end = stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, seq=1, end=digest.end()))
         late = stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, seq=2, data=_tensor(inline=b"5678")))
@@ -139,8 +136,7 @@ async def test_chunk_of_a_finished_edge_is_answered_with_its_end() -> None:
 
 async def test_chunk_of_an_edge_that_nobody_reads_any_more_is_refused() -> None:
     async with open_peer() as one:
-        inlet = one.host.plane.find(KEY)
-        assert inlet is not None
+        inlet = one.inlet
         await inlet.aclose()
         assert (await one.answer("rejected")).rejected.error.reason == "NOT_READ"
         await one.put_data(_tensor(inline=b"1234"))
@@ -168,8 +164,7 @@ async def test_refused_flow_harms_no_other() -> None:
 
 async def test_reader_of_a_refused_flow_gets_the_cause() -> None:
     async with open_peer() as one:
-        inlet = one.host.plane.find(KEY)
-        assert inlet is not None
+        inlet = one.inlet
         await one.put_data(_tensor(inline=b"12345"))
         with pytest.raises(StagemeshError, match="needs 4 bytes but came with 5") as caught:
             await anext(inlet)
@@ -227,5 +222,5 @@ async def test_producer_that_does_not_say_who_it_is_is_refused(hello: dict[str, 
         call = stage_pb2_grpc.StageServiceStub(channel).PutChunk()
         message = stage_pb2.Hello(pipeline="p", generation="g", **hello)  # type: ignore[arg-type]
         await call.write(stage_pb2.PutChunkRequest(hello=message))
-        with pytest.raises(grpc.aio.AioRpcError, match="name and incarnation"):
+        with pytest.raises(grpc.aio.AioRpcError, match="name the producer and its incarnation"):
             await call.read()

@@ -6,7 +6,9 @@ import weakref
 import grpc
 import pytest
 
-from stagemesh.connectors.edge import GRPC, EdgeKey, Inlet, Outlet
+from stagemesh.connectors.edge import GRPC, EdgeKey
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.stream.wire import key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc

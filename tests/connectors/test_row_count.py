@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
 from stagemesh.connectors.edge import MetadataValue, Packet
-from stagemesh.connectors.flow.row_position import RowPosition, add_rows
+from stagemesh.connectors.flow.packet_queue import RowPosition, add_rows
 
 _NAMES: tuple[str, ...] = ("x", "y")
 

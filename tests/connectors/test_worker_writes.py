@@ -11,8 +11,8 @@ import pytest
 from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, PartitionTicket
 from stagemesh.connectors.conformance import assert_same, receive_all
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import GRPC, NIXL, SHM, ConnectorName, Outlet, Packet
-from stagemesh.connectors.flow.fan_out import FanOut
+from stagemesh.connectors.edge import GRPC, NIXL, SHM, ConnectorName, Packet
+from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from tests.connectors.hosts import open_flow, packet, two_hosts
 
 MIB = 1 << 20

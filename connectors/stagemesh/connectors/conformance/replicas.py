@@ -11,17 +11,9 @@ import numpy as np
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import (
-    AUTO,
-    ChunkPolicy,
-    ConnectorName,
-    EdgeKey,
-    Inlet,
-    Outlet,
-    Packet,
-    StepPolicy,
-)
-from stagemesh.connectors.flow.fan_out import FanOut
+from stagemesh.connectors.edge import AUTO, ChunkPolicy, ConnectorName, EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.connectors.stream.stage_service import add_stage_service
 from stagemesh.rpc.channels import SERVER_OPTIONS
 from stagemesh.rpc.statuses import to_grpc_code, to_trailing_metadata

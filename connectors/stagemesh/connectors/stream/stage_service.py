@@ -1,4 +1,4 @@
-"""Registers StageService with a server so that the messages of its two-way streams come as they are on the wire."""
+"""Registers StageService with a server so that the messages of its two-way streams stay serialized."""
 
 from functools import partial
 from typing import Any, cast
@@ -12,11 +12,11 @@ _SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 
 
 def add_stage_service(servicer: stage_pb2_grpc.StageServiceServicer, server: grpc.aio.Server) -> None:
-    """Adds `servicer`, whose PutChunk (`DataPlane.serve_put`) and ExecuteSteps take and yield serialized messages."""
-    as_they_come = cast("Any", grpc.stream_stream_rpc_method_handler)
+    """Adds `servicer`, whose PutChunk and ExecuteSteps receive and yield serialized messages."""
+    serialized = cast("Any", grpc.stream_stream_rpc_method_handler)
     add_with_raw_methods(
         partial(stage_pb2_grpc.add_StageServiceServicer_to_server, servicer),
         server,
         service=_SERVICE,
-        raw={"PutChunk": as_they_come(servicer.PutChunk), "ExecuteSteps": as_they_come(servicer.ExecuteSteps)},
+        raw={"PutChunk": serialized(servicer.PutChunk), "ExecuteSteps": serialized(servicer.ExecuteSteps)},
     )

@@ -20,7 +20,8 @@ from stagemesh.common.errors import (
     UnavailableError,
 )
 from stagemesh.common.tensors import Array, read_inline
-from stagemesh.connectors.edge import AUTO, GRPC, NIXL, SHM, ConnectorName, EdgeKey, Outlet, Packet, StepPolicy
+from stagemesh.connectors.edge import AUTO, GRPC, NIXL, SHM, ConnectorName, EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.registry import descriptors
 from stagemesh.connectors.transport_probe.peer import ARRIVED, EACH, ENGINE, SUMMARY, WIRE_VERSION, make_plane
 from stagemesh.connectors.transport_probe.report import MIB, SIZES, ConnectorFigures, TransportReport

@@ -11,8 +11,7 @@ import grpc
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.connectors.edge import ConnectorName
 from stagemesh.connectors.registry import number_of
-from stagemesh.connectors.stream.negotiation import EdgeProbe
-from stagemesh.connectors.stream.probe_wire import probe_from_wire
+from stagemesh.connectors.stream.negotiation import EdgeProbe, probe_from_wire
 from stagemesh.orchestrator.fleet.step_stream import StepStream, TakeEvent
 from stagemesh.rpc.statuses import from_rpc_error
 from stagemesh.v1 import control_pb2, stage_pb2, stage_pb2_grpc

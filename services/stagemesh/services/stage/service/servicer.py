@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.connectors.registry import name_of
-from stagemesh.connectors.stream.probe_wire import probe_to_wire
+from stagemesh.connectors.stream.negotiation import probe_to_wire
 from stagemesh.connectors.stream.wire import key_from_wire
 from stagemesh.rpc.error_boundary import answering, streaming, time_left_s
 from stagemesh.services.stage.replica.runtime import StageRuntime

@@ -9,8 +9,13 @@ from stagemesh.services.engines.base import TokenSelection
 from stagemesh.services.stage.step.spec import OutputBinding, StepSpec
 
 
-def selection_of(binding: OutputBinding) -> Callable[[Packet], Packet | None]:
-    """What picks an edge's part out of a packet; None where there is none."""
+def selection_of(binding: OutputBinding) -> Callable[[Packet], Packet | None] | None:
+    """Returns a function that selects an edge's part of a packet, or None if the edge carries whole packets.
+
+    The function returns None for a packet of which the edge carries nothing.
+    """
+    if not binding.tensors and binding.tokens != "last":
+        return None
 
     def select(packet: Packet) -> Packet | None:
         picked = _named(packet, binding.tensors)
