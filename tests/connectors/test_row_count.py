@@ -75,7 +75,7 @@ def test_rows_that_would_be_left_out_are_told() -> None:
     count = RowPosition(edge="e")
     count.take(Packet({"x": np.arange(3)}))
     count.check({"x": 3})
-    with pytest.raises(NotReadyError, match="begins at row 4 of tensor 'x', and 3 rows") as caught:
+    with pytest.raises(NotReadyError, match="begins at row 4 of tensor 'x', but only 3 rows") as caught:
         count.check({"x": 4})
     assert caught.value.reason == "ROWS_MISSING"
     assert caught.value.metadata == {"edge": "e", "tensor": "x", "rows": "3"}
