@@ -1,4 +1,4 @@
-"""The conformance kit, for each connector that comes with Stagemesh."""
+"""Runs the conformance kit for each built-in connector."""
 
 from stagemesh.connectors.conformance import ConnectorSuite, FlowSuite
 from stagemesh.connectors.edge import GRPC, NIXL, SHM

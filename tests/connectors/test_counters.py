@@ -1,4 +1,4 @@
-"""Ids and totals far beyond what a test could count to: nothing wraps, nothing is taken for something else."""
+"""Ids and totals far beyond what a test could count to: none wraps, and none is mistaken for another."""
 
 import asyncio
 import itertools
@@ -17,7 +17,7 @@ CHUNKS = 20
 SIZE_BYTES = 20_000
 WINDOW_BYTES = 1 << 20
 LONG_AGO = pytest.mark.parametrize("start", [10**8, 2**32 - CHUNKS // 2, 2**53 - CHUNKS // 2])
-"""After 50 hours; around what 32 bits hold; around what a double holds."""
+"""Counter values after 50 hours, around the limit of 32 bits, and around the exact integers of a double."""
 ALL = pytest.mark.parametrize("connector", CONNECTORS)
 
 
@@ -41,7 +41,7 @@ async def _carry(a: Host, outlet: Any, inlet: Any) -> None:
 
 @ALL
 @LONG_AGO
-async def test_leases_and_transfers_of_a_long_life_are_their_own(
+async def test_ids_stay_unique_after_very_many_leases_and_transfers(
     connector: str, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with two_hosts() as (a, b):
@@ -57,7 +57,7 @@ async def test_leases_and_transfers_of_a_long_life_are_their_own(
 
 @ALL
 @LONG_AGO
-async def test_flow_goes_on_after_very_many_chunks_and_bytes(connector: str, start: int) -> None:
+async def test_flow_continues_after_very_many_chunks_and_bytes(connector: str, start: int) -> None:
     async with two_hosts(window_bytes=WINDOW_BYTES) as (a, b):
         outlet, inlet = open_flow(a, b, connector=named(connector))
         _advance_outlet(outlet, start)
@@ -92,6 +92,6 @@ def _advance_inlet(inlet: Any, start: int) -> None:
         (stage_pb2.Welcome, ["held_lease_ids"]),
     ],
 )
-def test_the_contract_counts_in_64_bits(message: Any, names: list[str]) -> None:
+def test_counters_on_the_wire_have_64_bits(message: Any, names: list[str]) -> None:
     fields = message.DESCRIPTOR.fields_by_name
     assert {name: fields[name].type for name in names} == dict.fromkeys(names, FieldDescriptor.TYPE_UINT64)

@@ -1,4 +1,4 @@
-"""Two data planes on a wire that loses, repeats, swaps and cuts, against the plainest model: a list of what was sent.
+"""Two data planes on a wire that loses, repeats and swaps messages and breaks, against a list of the sent packets.
 
 All of it is the real thing but the wire and the clock: messages move when the machine says so, and time passes when it
 says so.
@@ -41,7 +41,7 @@ REQUESTS = st.sampled_from(list(FLOWS))
 
 
 class Clock(asyncio.SelectorEventLoop):
-    """A loop whose time stands until it is moved."""
+    """A loop whose time changes only when a test advances it."""
 
     now_s = 0.0
 
@@ -50,7 +50,7 @@ class Clock(asyncio.SelectorEventLoop):
 
 
 class _End:
-    """One end's lane."""
+    """The message stream of one end."""
 
     is_writable = True
 
@@ -64,7 +64,7 @@ class _End:
         self._wire.over.set()
 
     async def run(self) -> None:
-        """As the producing end's lane is run."""
+        """Runs until the wire is cut, as `ClientStream.run` does."""
         await self._wire.over.wait()
         self._wire.end()
 
@@ -88,7 +88,7 @@ class Wire:
             self._user.received(_without_socket(message))
 
     def end(self) -> None:
-        """Tells both ends, once."""
+        """Closes both ends, once."""
         if not self._ended:
             self._ended = True
             for queue in self.queues.values():
@@ -139,7 +139,7 @@ class Flow:
             del got
 
     def look(self) -> None:
-        """Checks the oldest packet that is held, and lets it go."""
+        """Checks and releases the oldest packet that the reader keeps."""
         seq, packet = self.held.popleft()
         assert is_packet_of(packet, request=self.request, seq=seq, size_bytes=self.sizes[seq]), (
             f"packet {seq} {self.request} is not what was sent: {packet.metadata}, {packet.size_bytes} bytes"
@@ -147,7 +147,7 @@ class Flow:
 
 
 class DataPlaneModel(RuleBasedStateMachine):
-    """The wire, the clock and the users of two flows."""
+    """The wire, the clock, and the producers and readers of two flows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class DataPlaneModel(RuleBasedStateMachine):
 
     @rule(direction=DIRECTIONS, at=st.integers(1, 5))
     def delay(self, direction: Direction, at: int) -> None:
-        """Moves the next message behind others."""
+        """Delays the next message, so that others overtake it."""
         if self._queue(direction):
             self._queue(direction).insert(at, self._queue(direction).popleft())
 

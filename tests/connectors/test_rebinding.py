@@ -1,4 +1,4 @@
-"""Edges whose ends are replaced one after the other, over real data planes, and what that costs of order and memory."""
+"""Edges whose ends are replaced, over real data planes: packets stay complete and in order, and memory is released."""
 
 import asyncio
 import random
@@ -31,7 +31,7 @@ _BOUND_S = 20
 
 @asynccontextmanager
 async def hosts(count: int, **limits: int) -> AsyncGenerator[list[Host]]:
-    """So many replicas."""
+    """Yields `count` replicas."""
     started = [await Host.started(f"r-{number}", **limits) for number in range(count)]
     try:
         yield started
@@ -74,13 +74,13 @@ def rebind_into(inlet: Inlet, consumer: Host, producer: Host, *, attempt: int, f
 
 
 def rows(count: int, *, start: int = 0) -> list[Packet]:
-    """Packets of seven rows each, numbered on."""
+    """Returns packets of seven rows each, whose rows are numbered from `start` on."""
     return [Packet({"x": np.arange(at, at + 7, dtype=np.int64)}) for at in range(start, start + 7 * count, 7)]
 
 
 @pytest.mark.parametrize("connector", [SHM, GRPC])
 @pytest.mark.parametrize("size", [10, 30_000, 400_000], ids=["inline", "arena", "bulk"])
-async def test_consumers_come_and_go_at_random(connector: str, size: int) -> None:
+async def test_consumers_are_replaced_at_random(connector: str, size: int) -> None:
     draw, sent = random.Random(size), [packet(seq, size) for seq in range(12)]
     async with asyncio.timeout(_BOUND_S), hosts(6, arena_bytes=64 << 20, window_bytes=1 << 20) as (a, *consumers):
         inlet = into(consumers[0], a, attempt=1)
@@ -108,7 +108,7 @@ async def test_consumers_come_and_go_at_random(connector: str, size: int) -> Non
     ids=["step", "whole", "frames", "context"],
 )
 @pytest.mark.parametrize("taken", [0, 1, 3])
-async def test_producer_that_starts_anew_is_taken_from_where_the_edge_stood(policy: ChunkPolicy, taken: int) -> None:
+async def test_restarted_producer_continues_the_edge_by_rows(policy: ChunkPolicy, taken: int) -> None:
     async with asyncio.timeout(_BOUND_S), hosts(3) as (a1, a2, b):
         expected = await _carried(a1, b, policy)
         inlet = into(b, a1, attempt=2, rebind_s=REBIND_S)
@@ -124,7 +124,7 @@ async def test_producer_that_starts_anew_is_taken_from_where_the_edge_stood(poli
         former.abort(InternalError("it is gone"))
 
 
-async def test_producer_that_goes_on_from_a_checkpoint_may_cut_elsewhere() -> None:
+async def test_producer_that_resumes_from_a_checkpoint_may_cut_elsewhere() -> None:
     async with asyncio.timeout(_BOUND_S), hosts(3) as (a1, a2, b):
         inlet = into(b, a1, attempt=1, rebind_s=REBIND_S)
         former = out(a1, b, attempt=1)
@@ -156,7 +156,7 @@ async def test_both_ends_may_change() -> None:
         assert_same(received, rows(6))
 
 
-async def test_consumer_that_stops_reading_of_its_own_accord_ends_the_edge() -> None:
+async def test_consumer_that_stops_reading_ends_the_edge() -> None:
     async with asyncio.timeout(_BOUND_S), hosts(2) as (a, b):
         inlet = into(b, a, attempt=1)
         outlet = out(a, b, attempt=1)
@@ -185,7 +185,7 @@ async def test_lost_edge_that_is_aborted_keeps_nothing() -> None:
 
 
 async def _carried(a: Host, b: Host, policy: ChunkPolicy) -> list[Packet]:
-    """What an edge brings to which nothing happens."""
+    """Returns the packets that an edge delivers without faults."""
     inlet, outlet = into(b, a, attempt=1), out(a, b, attempt=1, policy=policy)
     _, received = await asyncio.gather(send_all(outlet, rows(10)), receive_all(inlet))
     return received

@@ -1,4 +1,4 @@
-"""GetChunk: what an edge still holds."""
+"""GetChunk: the chunks that a producer still keeps."""
 
 import asyncio
 import weakref
@@ -16,7 +16,7 @@ from tests.connectors.hosts import Host, open_flow, packet, two_hosts
 
 
 async def _get(host: Host, key: EdgeKey, first_seq: int) -> tuple[list[int], int]:
-    """The seqs of the chunks that come, and the bytes that came in pieces."""
+    """Returns the numbers of the replayed chunks, and the bytes that arrived as fragments."""
     seqs, streamed = [], 0
     async with open_channel(host.endpoint) as channel:
         request = stage_pb2.GetChunkRequest(key=key_to_wire(key), first_seq=first_seq)
@@ -35,7 +35,7 @@ async def _carry(outlet: Outlet, inlet: Inlet, count: int) -> None:
     await inlet.aclose()
 
 
-async def test_kept_chunks_are_read_again_to_the_end() -> None:
+async def test_kept_chunks_are_replayed_to_the_end() -> None:
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b, connector=GRPC)
         for seq in range(3):
@@ -47,7 +47,7 @@ async def test_kept_chunks_are_read_again_to_the_end() -> None:
         await inlet.aclose()
 
 
-async def test_chunk_that_was_dropped_is_gone() -> None:
+async def test_evicted_chunk_is_not_found() -> None:
     async with two_hosts(arena_bytes=1 << 20, window_bytes=1 << 20) as (a, b):
         outlet, inlet = open_flow(a, b, connector=GRPC)
         for seq in range(5):
@@ -58,7 +58,7 @@ async def test_chunk_that_was_dropped_is_gone() -> None:
             await _get(a, EdgeKey("r", "a->b", 1), 0)
 
 
-async def test_flow_that_is_over_is_not_kept_for_its_chunks() -> None:
+async def test_finished_flow_is_not_found() -> None:
     async with two_hosts() as (a, b):
         first, inlet = open_flow(a, b, connector=GRPC, request="first")
         await _carry(first, inlet, 1)

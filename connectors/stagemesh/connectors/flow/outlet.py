@@ -84,6 +84,10 @@ class Outlet:
         """Whether the present attempt has failed."""
         return self.attempt.phase is Phase.FAILED
 
+    def has_credit(self, size_bytes: int) -> bool:
+        """Returns whether the consumer accepts that many more payload bytes."""
+        return self.attempt.has_credit(self.ledger.sent_bytes + size_bytes)
+
     async def send(self, packet: Packet) -> None:
         """Sends a packet; returns when there is credit and arena space for it. Raises the error that ended the flow."""
         for chunk in self._chunker.push(packet) if self._chunker else (packet,):
@@ -174,7 +178,7 @@ class Outlet:
         if packet.metadata:
             wire.check_metadata(packet.metadata)
         size_bytes = shape.size_bytes
-        if not self.attempt.has_credit(self.ledger.sent_bytes + size_bytes):
+        if not self.has_credit(size_bytes):
             await self._wait_for_credit(size_bytes)
         if size_bytes <= self.attempt.inline_limit_bytes:
             copies = {name: tensor.copy() for name, tensor in packet.tensors.items()}
@@ -187,7 +191,7 @@ class Outlet:
     async def _wait_for_credit(self, size_bytes: int) -> None:
         self.ledger.wanted_bytes = size_bytes
         try:
-            while not self.attempt.has_credit(self.ledger.sent_bytes + size_bytes):
+            while not self.has_credit(size_bytes):
                 self.attempt.mark_ready()
                 await self.ledger.changed.wait()
                 self._check_error()
@@ -275,7 +279,14 @@ class FanOut:
         if len(selected) > 1 and packet.size_bytes > self._inline_limit_bytes:
             names = {name for _, part in selected for name in part.tensors}
             selected = self._selected(await self._placed(_only(packet, names)))
-        await _run_together([outlet.send(part) for outlet, part in selected])
+        waiting: list[tuple[Outlet, Packet]] = []
+        for outlet, part in selected:
+            if outlet.has_credit(part.size_bytes):
+                # It does not wait, and a task of its own would cost more than it does.
+                await outlet.send(part)
+            else:
+                waiting.append((outlet, part))
+        await _run_together([outlet.send(part) for outlet, part in waiting])
 
     async def finish(self) -> None:
         """Finishes every outlet."""
@@ -295,7 +306,9 @@ class FanOut:
         """Returns the packet in the arena. Its region is retained until its tensors and all chunks of it are gone."""
         if all(self._arena.find(tensor) for tensor in packet.tensors.values() if tensor.nbytes):
             return packet
-        written = await self._arena.write(packet.tensors, self._account)
+        written = self._arena.try_write(packet.tensors, self._account)
+        if written is None:
+            written = await self._arena.write(packet.tensors, self._account)
         return Packet(written.held(), packet.metadata)
 
 
