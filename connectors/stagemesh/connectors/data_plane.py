@@ -21,7 +21,6 @@ from stagemesh.connectors.stream.consumer_link import ConsumerLink
 from stagemesh.connectors.stream.consumer_session import ConsumerSession
 from stagemesh.connectors.stream.local_socket import LocalListener, watch_peer
 from stagemesh.connectors.stream.negotiation import EdgeProbe
-from stagemesh.connectors.stream.producer_state import ProducerState
 from stagemesh.rpc.message_streams import LocalStream, ServerStream
 from stagemesh.v1 import stage_pb2
 
@@ -55,17 +54,19 @@ class DataPlane:
         )
         self._links: dict[tuple[str, str], ConsumerLink] = {}
         self._background: set[asyncio.Task[object]] = set()
+        self._sessions: set[ConsumerSession] = set()
+        self._listener = LocalListener(self._accept_local)
         self.consumer = Consumer(
             self._identity,
             connectors=self._connectors,
             landing=self._landing,
             window_bytes=window_bytes,
             max_chunk_bytes=lambda: self._arena.max_region_bytes,
+            inline_limit_bytes=inline_limit_bytes,
+            local_socket=self._listener.name,
             run_in_background=self._run_in_background,
         )
         """The flows and producers that this replica receives from."""
-        self._sessions: set[ConsumerSession] = set()
-        self._listener = LocalListener(self._accept_local)
 
     @property
     def incarnation(self) -> str:
@@ -254,16 +255,9 @@ class DataPlane:
         task.add_done_callback(self._background.discard)
 
     def _open_session(self, *, arena_fd: int | None = None) -> ConsumerSession:
-        session = ConsumerSession(
-            self.consumer, welcome=self._welcome, arena_fd=arena_fd, on_closed=self._sessions.discard
-        )
+        session = ConsumerSession(self.consumer, arena_fd=arena_fd, on_closed=self._sessions.discard)
         self._sessions.add(session)
         return session
-
-    def _welcome(self, producer: ProducerState) -> stage_pb2.Welcome:
-        return self.consumer.welcome(
-            producer, inline_limit_bytes=self._inline_limit_bytes, local_socket=self._listener.name
-        )
 
     async def _accept_local(self, connection: socket.socket, arena_fd: int) -> None:
         """Serves a producer on this host that has connected."""

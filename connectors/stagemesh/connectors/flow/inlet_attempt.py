@@ -4,8 +4,8 @@ import asyncio
 import hmac
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from stagemesh.common.errors import InvalidChunkError, StagemeshError, UnavailableError
 from stagemesh.connectors.arena.arena import MemoryAccount
@@ -38,26 +38,13 @@ class Phase(Enum):
     """The reader has closed the inlet, or a successor took the attempt's place."""
 
 
-@dataclass(eq=False, slots=True)
-class _Arrival:
-    """A chunk that cannot be delivered yet, because its bytes or those of an earlier chunk are under way."""
+class _Arrival(NamedTuple):
+    """A chunk that cannot be accepted yet, because its bytes or those of an earlier chunk are under way."""
 
-    packet: Packet | None = None
-    task: asyncio.Task[Packet] | None = None
-    tail: Callable[[], None] | None = None
-    size_bytes: int = 0
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether `content` returns or raises at once."""
-        return self.task is None or self.task.done()
-
-    def content(self) -> Packet:
-        """Returns the packet; raises the error of a failed transfer."""
-        if self.task is not None:
-            return self.task.result()
-        assert self.packet is not None, "an arrival has a packet, a task or a tail"
-        return self.packet
+    size_bytes: int
+    accept: Callable[[], None]
+    """Accepts the chunk; raises the error of a failed transfer."""
+    transfer: asyncio.Task[Packet] | None = None
 
 
 class InletAttempt:
@@ -285,15 +272,15 @@ class InletAttempt:
         """Accepts the next data chunk, checked and within credit."""
         self._credit.received_bytes += packet.size_bytes
         if self._arriving:
-            self._arriving.append(_Arrival(packet=packet, size_bytes=packet.size_bytes))
+            self._arriving.append(_Arrival(packet.size_bytes, lambda: self._accept(packet)))
         else:
             self._accept(packet)
 
-    def deliver_later(self, task: asyncio.Task[Packet], *, size_bytes: int) -> None:
+    def deliver_later(self, transfer: asyncio.Task[Packet], *, size_bytes: int) -> None:
         """Accepts the next data chunk, whose bytes are under way; later chunks wait for it."""
         self._credit.received_bytes += size_bytes
-        self._arriving.append(_Arrival(task=task, size_bytes=size_bytes))
-        task.add_done_callback(lambda _: self._accept_arrived())
+        self._arriving.append(_Arrival(size_bytes, lambda: self._accept(transfer.result()), transfer))
+        transfer.add_done_callback(lambda _: self._accept_arrived())
 
     def deliver_end(self, end: chunk_pb2.ChunkEnd) -> None:
         """Accepts the End; raises InvalidChunkError if it describes other chunks than those that arrived."""
@@ -308,7 +295,7 @@ class InletAttempt:
 
     def _deliver_tail(self, accept: Callable[[], None]) -> None:
         if self._arriving:
-            self._arriving.append(_Arrival(tail=accept))
+            self._arriving.append(_Arrival(0, accept))
         else:
             accept()
 
@@ -343,13 +330,13 @@ class InletAttempt:
 
     def _accept_arrived(self) -> None:
         """Accepts, in order, the chunks that have arrived. A failed transfer has the flow opened again."""
-        while self._arriving and self._arriving[0].is_complete:
+        while self._arriving:
+            transfer = self._arriving[0].transfer
+            if transfer is not None and not transfer.done():
+                return
             arrival = self._arriving.popleft()
             try:
-                if arrival.tail is not None:
-                    arrival.tail()
-                else:
-                    self._accept(arrival.content())
+                arrival.accept()
             except UnavailableError as exc:
                 self._arriving.appendleft(arrival)
                 self.resync(exc, failed=self.connector)
@@ -363,8 +350,8 @@ class InletAttempt:
         while self._arriving:
             arrival = self._arriving.pop()
             self._credit.received_bytes -= arrival.size_bytes
-            if arrival.task is not None:
-                arrival.task.cancel()
+            if arrival.transfer is not None:
+                arrival.transfer.cancel()
 
     def _advance(self) -> None:
         self.next_seq += 1

@@ -9,7 +9,6 @@ from copy import copy
 from typing import TypeAlias
 
 from stagemesh.common.errors import CancelledRequestError, NotReadyError, StagemeshError
-from stagemesh.common.tensors import Tensors
 from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Region, Written
 from stagemesh.connectors.base import ArenaRange
 from stagemesh.connectors.edge import GRPC, ChunkPolicy, FlowStatus, FlowUsage, Packet, StepPolicy, is_recoverable
@@ -209,14 +208,28 @@ class Outlet:
 
     def _placed(self, packet: Packet, shape: wire.PacketShape) -> SentChunk | None:
         """Returns the chunk, or None if its tensors are not in the arena and have to wait for space."""
-        found = self._find(packet)
-        if found is not None:
-            for region in found:
-                region.retain()
-            places = self._places(packet.tensors)
-            return SentChunk(self.ledger.next_seq, shape, packet.tensors, packet.metadata, tuple(found), places)
+        chunk = self._found(packet, shape)
+        if chunk is not None:
+            return chunk
         written = self._arena.try_write(packet.tensors, self._account, shape.layout)
         return None if written is None else self._chunk_of(written, packet, shape)
+
+    def _found(self, packet: Packet, shape: wire.PacketShape) -> SentChunk | None:
+        """Returns the chunk of a packet that is located in the arena; None if a tensor is located elsewhere."""
+        regions: dict[Region, None] = {}
+        places: list[ArenaRange] = []
+        for tensor in packet.tensors.values():
+            found = self._arena.find(tensor)
+            if found is not None:
+                regions[found.region] = None
+                places.append(ArenaRange(found.offset, tensor.nbytes, found.region.generation))
+            elif tensor.nbytes:
+                return None
+            else:
+                places.append(_NOWHERE)
+        for region in regions:
+            region.retain()
+        return SentChunk(self.ledger.next_seq, shape, packet.tensors, packet.metadata, tuple(regions), places)
 
     async def _written(self, packet: Packet, shape: wire.PacketShape) -> SentChunk:
         written = await self._arena.write(packet.tensors, self._account, shape.layout)
@@ -224,25 +237,6 @@ class Outlet:
             written.region.release()
         self._check_error()
         return self._chunk_of(written, packet, shape)
-
-    def _find(self, packet: Packet) -> Collection[Region] | None:
-        """Returns the regions of a packet that is located in the arena; None if a tensor is located elsewhere."""
-        regions: dict[Region, None] = {}
-        for tensor in packet.tensors.values():
-            if tensor.nbytes:
-                found = self._arena.find(tensor)
-                if found is None:
-                    return None
-                regions[found.region] = None
-        return regions
-
-    def _places(self, tensors: Tensors) -> list[ArenaRange]:
-        """Returns the arena range of each tensor."""
-        found = [self._arena.find(tensor) for tensor in tensors.values()]
-        return [
-            ArenaRange(at.offset, tensor.nbytes, at.region.generation) if at else _NOWHERE
-            for at, tensor in zip(found, tensors.values(), strict=True)
-        ]
 
     def _chunk_of(self, written: Written, packet: Packet, shape: wire.PacketShape) -> SentChunk:
         region, tensors, offsets = written

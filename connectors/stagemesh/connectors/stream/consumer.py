@@ -68,11 +68,14 @@ class Consumer:
         landing: LandingArena,
         window_bytes: int,
         max_chunk_bytes: Callable[[], int],
+        inline_limit_bytes: int,
+        local_socket: str,
         run_in_background: RunInBackground,
     ) -> None:
-        """`identity` names this replica, its incarnation, pipeline and generation."""
+        """`identity` names this replica; `local_socket` is the name under which it listens on its host."""
         self._identity, self._connectors, self._landing = identity, connectors, landing
         self._window_bytes, self._max_chunk_bytes = window_bytes, max_chunk_bytes
+        self._inline_limit_bytes, self._local_socket = inline_limit_bytes, local_socket
         self._run_in_background = run_in_background
         self._flows: dict[EdgeKey, InletAttempt] = {}
         self._committed: OrderedDict[EdgeKey, None] = OrderedDict()
@@ -143,14 +146,14 @@ class Consumer:
             self._producers[key] = ProducerState(*key, self._connectors)
         return self._producers[key]
 
-    def welcome(self, producer: ProducerState, *, inline_limit_bytes: int, local_socket: str) -> stage_pb2.Welcome:
+    def welcome(self, producer: ProducerState) -> stage_pb2.Welcome:
         """Returns the answer to a producer's Hello."""
         return stage_pb2.Welcome(
             replica=self._identity.replica,
             incarnation=self._identity.incarnation,
-            inline_limit_bytes=inline_limit_bytes,
+            inline_limit_bytes=self._inline_limit_bytes,
             held_lease_ids=sorted(producer.held_lease_ids),
-            local_socket=local_socket,
+            local_socket=self._local_socket,
         )
 
     def lose(self, producer: ProducerState) -> None:

@@ -38,14 +38,13 @@ class ConsumerSession:
         self,
         consumer: Consumer,
         *,
-        welcome: Callable[[ProducerState], stage_pb2.Welcome],
         arena_fd: int | None = None,
         on_closed: Callable[["ConsumerSession"], None],
     ) -> None:
         """Owns `arena_fd`, the memory file of a producer on this host."""
         self.watch: DeathWatch | None = None
         """The watch on the producer's process if it runs on this host. The producer's state owns it after Hello."""
-        self._consumer, self._welcome, self._arena_fd, self._on_closed = consumer, welcome, arena_fd, on_closed
+        self._consumer, self._arena_fd, self._on_closed = consumer, arena_fd, on_closed
         self._loop = asyncio.get_running_loop()
         self._stream: MessageStream | None = None
         self._producer_state: ProducerState | None = None
@@ -171,7 +170,7 @@ class ConsumerSession:
             raise InvalidRequestError("Hello must name the producer and its incarnation", reason="NO_HELLO")
         self._producer_state = producer = self._consumer.admit(request.hello)
         assert self._stream is not None, "a session begins before it receives"
-        self._stream.write(stage_pb2.PutChunkResponse(welcome=self._welcome(producer)).SerializeToString())
+        self._stream.write(stage_pb2.PutChunkResponse(welcome=self._consumer.welcome(producer)).SerializeToString())
         producer.attach(self._ready)
         if self.watch is not None:
             producer.own_watch(self.watch)
@@ -332,7 +331,7 @@ class ConsumerSession:
         if len(data.tensors) > wire.MAX_TENSORS:
             raise InvalidChunkError(f"{len(data.tensors)} tensors in a chunk; at most {wire.MAX_TENSORS} are accepted")
         if not data.lease_id:
-            contents = self._transfers.take(data)
+            contents = self._transfers.take(flow.key, data)
             if contents is None:
                 error = InvalidChunkError(
                     f"fragments of a chunk of edge {flow.key.edge} are missing", reason="PIECES_MISSING"

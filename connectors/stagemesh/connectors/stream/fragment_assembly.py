@@ -1,6 +1,7 @@
 """Puts chunks together whose bytes arrive as fragments."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,11 +13,11 @@ from stagemesh.connectors.stream.wire import Fragment
 from stagemesh.v1 import chunk_pb2, tensor_pb2
 
 
+@dataclass(eq=False, slots=True)
 class _Transfer:
-    def __init__(self, key: EdgeKey, buffer: Bytes) -> None:
-        self.key = key
-        self.buffer = buffer
-        self.received_bytes = 0
+    id: int
+    buffer: Bytes
+    received_bytes: int = 0
 
 
 class FragmentAssembler:
@@ -27,7 +28,7 @@ class FragmentAssembler:
 
     def __init__(self, landing: Callable[[], Arena | None]) -> None:
         self._landing = landing
-        self._by_id: dict[int, _Transfer] = {}
+        self._transfers: dict[EdgeKey, _Transfer] = {}
         self._last_id = 0
 
     def is_new(self, transfer_id: int) -> bool:
@@ -38,44 +39,45 @@ class FragmentAssembler:
         """Allocates the buffer of a new transfer. The flow's former transfer, if any, was abandoned."""
         self.drop(key)
         self._last_id = message.transfer_id
-        self._by_id[message.transfer_id] = _Transfer(key, self._buffer(message.total_bytes))
+        self._transfers[key] = _Transfer(message.transfer_id, self._buffer(message.total_bytes))
 
     def add(self, key: EdgeKey, fragment: Fragment) -> bool:
         """Copies a fragment in, or ignores a repeat; returns False if it leaves a gap or does not fit."""
         message, payload = fragment
-        transfer = self._by_id.get(message.transfer_id)
-        if transfer is None:
+        transfer = self._transfers.get(key)
+        if transfer is None or transfer.id != message.transfer_id:
             return True
         end = message.offset + len(payload)
-        if transfer.key != key or message.offset > transfer.received_bytes or end > len(transfer.buffer):
+        if message.offset > transfer.received_bytes or end > len(transfer.buffer):
             return False
         if message.offset == transfer.received_bytes:
             transfer.buffer[message.offset : end] = np.frombuffer(payload, np.uint8)
             transfer.received_bytes = end
         return True
 
-    def take(self, data: chunk_pb2.ChunkData) -> dict[str, Bytes] | None:
+    def take(self, key: EdgeKey, data: chunk_pb2.ChunkData) -> dict[str, Bytes] | None:
         """Removes and returns the bytes of a chunk's streamed tensors by name; None if fragments are missing.
 
         Raises InvalidChunkError for a tensor outside its transfer.
         """
         streamed = [message for message in data.tensors if message.HasField("streamed")]
-        transfers = {number: self._by_id.get(number) for number in {m.streamed.transfer_id for m in streamed}}
-        if any(transfer is None or transfer.received_bytes < len(transfer.buffer) for transfer in transfers.values()):
+        if not streamed:
+            return {}
+        transfer = self._transfers.get(key)
+        if transfer is None or transfer.received_bytes < len(transfer.buffer):
             return None
-        contents = {message.name: self._bytes(message) for message in streamed}
-        for transfer_id in transfers:
-            del self._by_id[transfer_id]
-        return contents
+        if any(message.streamed.transfer_id != transfer.id for message in streamed):
+            return None
+        self.drop(key)
+        return {message.name: _part(transfer.buffer, message) for message in streamed}
 
     def drop(self, key: EdgeKey) -> None:
         """Drops what has arrived of a flow."""
-        for transfer_id in [number for number, transfer in self._by_id.items() if transfer.key == key]:
-            del self._by_id[transfer_id]
+        self._transfers.pop(key, None)
 
     def clear(self) -> None:
         """Drops everything."""
-        self._by_id.clear()
+        self._transfers.clear()
 
     def _buffer(self, size_bytes: int) -> Bytes:
         """Allocates a transfer's buffer, in mapped memory if possible: fresh memory costs more than the copy."""
@@ -85,8 +87,9 @@ class FragmentAssembler:
         region = landing.try_allocate(size_bytes, MemoryAccount())
         return np.empty(size_bytes, np.uint8) if region is None else region.as_array()[:size_bytes]
 
-    def _bytes(self, message: tensor_pb2.Tensor) -> Bytes:
-        place, buffer = message.streamed, self._by_id[message.streamed.transfer_id].buffer
-        if place.offset + place.size_bytes > len(buffer):
-            raise InvalidChunkError(f"tensor {message.name!r} lies outside its transfer")
-        return buffer[place.offset : place.offset + place.size_bytes]
+
+def _part(buffer: Bytes, message: tensor_pb2.Tensor) -> Bytes:
+    place = message.streamed
+    if place.offset + place.size_bytes > len(buffer):
+        raise InvalidChunkError(f"tensor {message.name!r} lies outside its transfer")
+    return buffer[place.offset : place.offset + place.size_bytes]
