@@ -14,8 +14,9 @@ from benchmarks.edge_ways.worker import readable, receive
 from stagemesh.common.connector_descriptors import GRPC, NIXL, SHM, ConnectorName
 from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, Inlet, Outlet, Packet, StepPolicy
-from stagemesh.connectors.flow.fan_out import FanOut
+from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.rpc.channels import SERVER_OPTIONS
 from stagemesh.rpc.error_mapping import to_grpc_code, to_trailing_metadata
 

@@ -1,4 +1,4 @@
-"""Producers whose every message a test writes by hand, before a real consumer."""
+"""Producers whose messages a test writes by hand, connected to a real consumer."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,6 +7,7 @@ from typing import TypeAlias
 import grpc
 
 from stagemesh.connectors.edge import EdgeKey
+from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.stream.wire import key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
@@ -20,7 +21,10 @@ PutCall: TypeAlias = "grpc.aio.StreamStreamCall[stage_pb2.PutChunkRequest, stage
 
 
 class Peer:
-    """A producer whose every message is written by hand."""
+    """A producer whose messages are written by hand."""
+
+    inlet: Inlet
+    """The consumer's end of the flow that `open_peer` opens."""
 
     def __init__(self, host: Host, call: PutCall) -> None:
         self.host, self.call = host, call
@@ -32,17 +36,17 @@ class Peer:
         await self.call.write(stage_pb2.PutChunkRequest(items=items))
 
     async def put_data(self, data: chunk_pb2.ChunkData, *, seq: int = 0) -> None:
-        """Sends the chunk of a number."""
+        """Sends the chunk with the number `seq`."""
         await self.put(stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, seq=seq, data=data)))
 
     async def welcomed(self) -> None:
-        """Returns once the consumer has heard its Hello."""
+        """Returns when the consumer has answered the Hello."""
         response = await self.call.read()
         assert isinstance(response, stage_pb2.PutChunkResponse), await self.call.details()
         assert response.HasField("welcome")
 
     async def answer(self, kind: str) -> stage_pb2.PutReply:
-        """The next reply of a kind."""
+        """Returns the next reply of a kind."""
         while True:
             response = await self.call.read()
             assert isinstance(response, stage_pb2.PutChunkResponse), await self.call.details()
@@ -51,7 +55,7 @@ class Peer:
                     return reply
 
     async def reason(self) -> str:
-        """Why the next refused flow was refused, by a consumer that asks again before it refuses."""
+        """Returns the reason of the next rejected flow. Repeats the last items if the consumer asks for it."""
         last = self._last
         while True:
             response = await self.call.read()
@@ -67,7 +71,7 @@ class Peer:
 async def dialled(
     host: Host, *, incarnation: str = "i", generation: str = "g", pipeline: str = "p"
 ) -> AsyncIterator[Peer]:
-    """An incarnation of producer "a-0" that has said Hello to a consumer."""
+    """Yields an incarnation of producer "a-0" that has sent Hello to a consumer."""
     async with open_channel(host.endpoint) as channel:
         call = stage_pb2_grpc.StageServiceStub(channel).PutChunk()
         hello = stage_pb2.Hello(replica="a-0", incarnation=incarnation, pipeline=pipeline, generation=generation)
@@ -78,7 +82,7 @@ async def dialled(
 
 @asynccontextmanager
 async def peer(*, generation: str = "g", pipeline: str = "p") -> AsyncIterator[Peer]:
-    """A producer that has said Hello to a consumer of its own."""
+    """Yields a producer that has sent Hello to a consumer of its own."""
     host = await Host.started("b-0", window_bytes=1 << 20, arena_bytes=2 << 20)
     try:
         async with dialled(host, generation=generation, pipeline=pipeline) as one:
@@ -89,10 +93,10 @@ async def peer(*, generation: str = "g", pipeline: str = "p") -> AsyncIterator[P
 
 @asynccontextmanager
 async def open_peer() -> AsyncIterator[Peer]:
-    """A producer that has opened a flow by grpc."""
+    """Yields a producer that has opened a flow by grpc."""
     async with peer() as one:
-        inlet = one.host.plane.open_inlet(KEY, producer="a-0")
+        one.inlet = one.host.plane.open_inlet(KEY, producer="a-0")
         await one.put(OPEN)
         assert (await one.answer("opened")).opened.connector == chunk_pb2.CONNECTOR_GRPC
         yield one
-        await inlet.aclose()
+        await one.inlet.aclose()

@@ -1,4 +1,4 @@
-"""Abstract unix sockets as local streams use them: a first byte with a descriptor, then messages after their length."""
+"""Abstract unix sockets in the form of local streams: a first byte with a descriptor, then length-prefixed messages."""
 
 import asyncio
 import socket
@@ -22,7 +22,7 @@ class LocalSocket:
         self.raw.close()
 
     async def accept(self) -> "LocalSocket":
-        """The next connection."""
+        """Accepts the next connection."""
         raw, _ = await asyncio.get_running_loop().sock_accept(self.raw)
         return LocalSocket(raw)
 
@@ -31,7 +31,7 @@ class LocalSocket:
         socket.send_fds(self.raw, [b"\0"], [descriptor])
 
     async def greeting(self) -> int:
-        """The descriptor that came with the first byte; the caller closes it."""
+        """Receives the descriptor that is sent with the first byte. The caller closes it."""
         await _readable(self.raw)
         _, descriptors, _, _ = socket.recv_fds(self.raw, 1, 1)
         if not descriptors:
@@ -39,7 +39,7 @@ class LocalSocket:
         return descriptors[0]
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """The messages up to the stream's end."""
+        """Yields the messages up to the stream's end."""
         buffer = bytearray()
         while data := await self._receive():
             buffer += data
@@ -60,7 +60,7 @@ class LocalSocket:
 
 
 def listen(name: str) -> LocalSocket:
-    """A listening socket of that name, without the leading NUL."""
+    """Yields a listening socket of a name, which is given without the leading NUL."""
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     raw.bind(f"\0{name}")
     raw.listen()
@@ -68,7 +68,7 @@ def listen(name: str) -> LocalSocket:
 
 
 def connect(name: str) -> LocalSocket:
-    """A connection to the listening socket of that name."""
+    """Connects to the listening socket of that name."""
     raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     raw.connect(f"\0{name}")
     return LocalSocket(raw)

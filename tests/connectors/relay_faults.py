@@ -1,4 +1,4 @@
-"""What befalls one message of a stream on its way: the same for every transport that a relay speaks."""
+"""Faults of one message of a stream, the same for every transport that a relay supports."""
 
 import asyncio
 from collections import Counter
@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from stagemesh.v1 import stage_pb2
 
 DELAY_S = 0.05
-"""How long a message that is to come after the next one waits for it."""
+"""How long a delayed message waits for the message that is to overtake it."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -27,35 +27,35 @@ class Fault(Enum):
 
 
 class Direction(Enum):
-    """Which way it goes."""
+    """The direction of a message."""
 
     REQUESTS = "requests"
     REPLIES = "replies"
 
 
 class CutError(Exception):
-    """The connection is to break here."""
+    """Raised where the connection is to break."""
 
 
 @dataclass
 class Faults:
-    """One fault at one message of one producer, counted over all connections that it makes."""
+    """One fault of one message of a producer. Messages are counted over all of the producer's connections."""
 
     fault: Fault | None = None
     direction: Direction = Direction.REQUESTS
     index: int = 0
     counts: Counter[Direction] = field(default_factory=Counter[Direction])
     harmed: bytes = b""
-    """The message, once it has come by."""
+    """The affected message, once it has passed the relay."""
     _held: dict[Direction, list[bytes]] = field(default_factory=dict[Direction, list[bytes]])
 
     @property
     def struck(self) -> bool:
-        """Whether the message has come by."""
+        """Whether the affected message has passed the relay."""
         return self.counts[self.direction] > self.index
 
     def apply(self, direction: Direction, message: bytes) -> list[bytes]:
-        """What goes on in the message's stead; raises CutError."""
+        """Returns the messages to forward in place of a message. Raises CutError if the connection is to break."""
         index = self.counts[direction]
         self.counts[direction] += 1
         held = self.held(direction)
@@ -76,18 +76,18 @@ class Faults:
                 return [message]
 
     def held(self, direction: Direction) -> list[bytes]:
-        """What waits for the next message and now no longer does."""
+        """Returns the delayed message, if any, which no longer waits for the next one."""
         return self._held.pop(direction, [])
 
     def is_holding(self, direction: Direction) -> bool:
-        """Whether something waits for the next message."""
+        """Whether a delayed message waits for the next one."""
         return direction in self._held
 
 
 async def pump(
     source: AsyncIterator[bytes], sink: Callable[[bytes], Awaitable[None]], *, faults: Faults, direction: Direction
 ) -> None:
-    """Moves messages until the source ends; raises CutError where the connection is to break."""
+    """Forwards messages until the source ends. Raises CutError if the connection is to break."""
     while True:
         upcoming = asyncio.ensure_future(anext(source, None))
         try:
@@ -105,7 +105,7 @@ async def pump(
 
 
 def split(message: bytes, direction: Direction) -> list[bytes]:
-    """A message's items, each in a message of its own: how a sender batches decides nothing about what is hit."""
+    """Returns a message for each item of a message, so that batching does not decide which item is affected."""
     if direction is Direction.REQUESTS:
         return _split(stage_pb2.PutChunkRequest.FromString(message), "items")
     return _split(stage_pb2.PutChunkResponse.FromString(message), "replies")

@@ -1,4 +1,4 @@
-"""A relay before a replica: takes its PutChunk streams, gRPC and local, message by message, and lets a test harm them.
+"""A relay before a replica: forwards its PutChunk streams message by message, with the faults that a test sets.
 
 Everything else that a replica serves passes through as it is.
 """
@@ -22,19 +22,19 @@ _numbers = itertools.count()
 
 
 class Relay(grpc.GenericRpcHandler):
-    """Stands before one replica; `faults` has what is to befall each producer, by its name."""
+    """A relay before one replica; `faults` has the fault of each producer by its name."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.endpoint = ""
         self.faults: defaultdict[str, Faults] = defaultdict(Faults)
         self.local_streams = 0
         self.false_socket = ""
-        """Told to producers instead of one that leads to their consumer."""
+        """The socket name that producers receive in place of one that leads to their consumer."""
         self._channel = channel
         self._tasks: set[asyncio.Task[None]] = set()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
-        """See `grpc.GenericRpcHandler`: any method, as a stream of bytes both ways."""
+        """Handles every method as a stream of bytes in both directions."""
         method = handler_call_details.method
 
         async def serve(
@@ -84,7 +84,7 @@ class Relay(grpc.GenericRpcHandler):
             yield reply
 
     async def _rewritten(self, replies: AsyncIterator[bytes], faults: Faults) -> AsyncIterator[bytes]:
-        """The replies, with a socket of our own where the consumer names one of its."""
+        """Yields the replies. The name of the consumer's local socket is replaced by the name of the relay's own."""
         async for message in replies:
             response = stage_pb2.PutChunkResponse.FromString(message)
             if response.welcome.local_socket:
@@ -132,7 +132,7 @@ async def _first_of(*tasks: "asyncio.Task[None]") -> None:
 
 
 async def _until_first(queue: "asyncio.Queue[bytes]", *tasks: "asyncio.Task[None]") -> AsyncIterator[bytes]:
-    """What comes in the queue until one of the tasks ends, and what that one raises."""
+    """Yields the entries of the queue until one of the tasks ends; raises the error of that task."""
     getting = asyncio.ensure_future(queue.get())
     try:
         while True:
@@ -169,7 +169,7 @@ async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
 
 @asynccontextmanager
 async def relayed(endpoint: str) -> AsyncIterator[Relay]:
-    """A relay before "host:port"; its own endpoint is `endpoint`."""
+    """Yields a relay before "host:port". Producers connect to its `endpoint`."""
     async with open_channel(endpoint) as channel:
         relay = Relay(channel)
         server = grpc.aio.server(options=SERVER_OPTIONS)

@@ -1,4 +1,4 @@
-"""A replica's data plane in a process of its own, driven by JSON lines over a socket that it inherits.
+"""A replica's data plane in a process of its own, controlled by JSON lines over an inherited socket.
 
 A command is {"id", "op", ...arguments}, answered by {"id", "result"} or {"id", "error": {kind, reason, message}};
 commands run side by side. The process ends when the socket does, so that none outlives its test.
@@ -21,7 +21,9 @@ import uvloop
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.connectors.arena.account import MemoryAccount
 from stagemesh.connectors.base import ArenaRange, Bytes, FetchingReader
-from stagemesh.connectors.edge import EdgeKey, Inlet, Outlet, Packet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import Outlet
 from tests.connectors.connector_names import named
 from tests.connectors.contents import is_packet_of, packet_of
 from tests.connectors.hosts import Host
@@ -32,7 +34,7 @@ EDGE = "a->b"
 class _AddressedHost(Host):
     @classmethod
     async def started_at(cls, address: str, replica: str, limits: dict[str, int]) -> Self:
-        """A host that serves at an address of this network namespace, at any port where it names none."""
+        """Starts a host at an address of this network namespace, at any free port unless the address names one."""
         host = cls(replica, **limits)
         host_name, _, port = address.partition(":")
         host.endpoint = f"{host_name}:{host.server.add_insecure_port(f'{host_name}:{port or 0}')}"
@@ -42,7 +44,7 @@ class _AddressedHost(Host):
 
 @dataclass
 class _Reading:
-    """A flow that is read packet by packet, as far as its gate lets it."""
+    """A flow whose packets are read one by one, each after a permit of its gate."""
 
     inlet: Inlet
     permits: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
@@ -51,7 +53,7 @@ class _Reading:
 
 
 class Program:
-    """The operations; each returns what goes into the answer."""
+    """The commands. Each method returns the fields of its answer."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -64,14 +66,14 @@ class Program:
         self._readings[request] = _Reading(inlet, gated=gated)
 
     async def allow(self, *, request: str, packets: int | None = None) -> None:
-        """Lets a gated reader take so many packets more, or all of them."""
+        """Permits a gated reader to read that many more packets, or all of them."""
         reading = self._readings[request]
         reading.gated = reading.gated and packets is not None
         for _ in range(packets or 1):
             reading.permits.release()
 
     async def receive(self, *, request: str, size_bytes: int) -> dict[str, float]:
-        """Reads a flow to its end, checks every byte, and says how many packets came and how long it took."""
+        """Reads a flow to its end and checks every byte; returns the number of packets and the duration."""
         reading = self._readings[request]
         started = time.monotonic()
         while await self._take(reading, request=request, size_bytes=size_bytes):
@@ -82,7 +84,7 @@ class Program:
     async def send(
         self, *, request: str, endpoint: str, consumer: str, connector: str, count: int, size_bytes: int
     ) -> dict[str, Any]:
-        """Sends a flow to its end and says by what, how much and how long."""
+        """Sends a flow to its end; returns its connector, its size and the duration."""
         outlet = self._host.plane.open_outlet(
             EdgeKey(request, EDGE, 1),
             endpoint=endpoint,
@@ -98,23 +100,23 @@ class Program:
         return {**self._usage(outlet), "seconds": time.monotonic() - started}
 
     async def progress(self, *, request: str) -> int:
-        """Packets sent or received so far."""
+        """Returns the number of packets sent or received so far."""
         if request in self._readings:
             return self._readings[request].count
         return self._outlets[request].usage.chunks if request in self._outlets else 0
 
     async def connector(self, *, request: str) -> str:
-        """What carries a flow now."""
+        """Returns the present connector of a flow."""
         return str(self._usage(self._outlets[request])["connector"])
 
     async def probe(self, *, consumer: str, endpoint: str, connector: str) -> dict[str, Any]:
-        """What a flow would use, and why nothing better."""
+        """Returns the connector that a flow would use, and the errors of better ones."""
         found = await self._host.plane.probe(consumer=consumer, endpoint=endpoint, connector=named(connector))
         refusals = {name: error.message for name, error in found.refusals.items()}
         return {"connector": found.connector, "refusals": refusals}
 
     async def break_reads(self, *, after: int) -> None:
-        """Has nixl fail all reads but the first ones, as when its network goes away."""
+        """Lets nixl fail all reads but the first ones, as if its network broke."""
         from stagemesh.connectors.nixl.connector import NixlReader
 
         fetch, reads = NixlReader.fetch, itertools.count()
@@ -130,13 +132,13 @@ class Program:
         NixlReader.fetch_at_once = FetchingReader.fetch_at_once  # type: ignore[method-assign]
 
     async def forget(self, *, request: str) -> None:
-        """Lets go of a flow, whatever became of it."""
+        """Closes a flow in any state."""
         self._outlets.pop(request, None)
         if reading := self._readings.pop(request, None):
             await reading.inlet.aclose()
 
     async def stats(self) -> dict[str, int]:
-        """Memory in bytes, of which what lies beyond the arenas apart; descriptors; the arena's use."""
+        """Returns memory in bytes, in total and outside of the arenas, open descriptors, and the arena's use."""
         gc.collect()
         memory = _memory_bytes()
         return {
@@ -211,7 +213,7 @@ def _open_descriptors() -> int:
 
 
 def main() -> None:
-    """Runs until the driver hangs up."""
+    """Runs until the test closes the socket."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--replica", required=True)

@@ -1,11 +1,13 @@
-"""Ids and totals far beyond what a test could count to: nothing wraps, nothing is taken for something else."""
+"""Ids and totals far beyond what a test could count to: none wraps, and none is mistaken for another."""
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
+from stagemesh.connectors.flow import outlet_attempt
 from stagemesh.v1 import chunk_pb2, stage_pb2, tensor_pb2
 from tests.connectors.connector_names import CONNECTORS, named
 from tests.connectors.contents import is_packet_of, packet_of
@@ -15,7 +17,7 @@ CHUNKS = 20
 SIZE_BYTES = 20_000
 WINDOW_BYTES = 1 << 20
 LONG_AGO = pytest.mark.parametrize("start", [10**8, 2**32 - CHUNKS // 2, 2**53 - CHUNKS // 2])
-"""After 50 hours; around what 32 bits hold; around what a double holds."""
+"""Counter values after 50 hours, around the limit of 32 bits, and around the exact integers of a double."""
 ALL = pytest.mark.parametrize("connector", CONNECTORS)
 
 
@@ -39,35 +41,40 @@ async def _carry(a: Host, outlet: Any, inlet: Any) -> None:
 
 @ALL
 @LONG_AGO
-async def test_leases_and_transfers_of_a_long_life_are_their_own(connector: str, start: int) -> None:
+async def test_ids_stay_unique_after_very_many_leases_and_transfers(
+    connector: str, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b, connector=named(connector))
         (link,) = a.plane._links.values()
-        link._lease_ids = link._transfer_ids = start
+        link._leases._last_id = start
+        transfer_ids = itertools.count(start + 1)
+        monkeypatch.setattr(outlet_attempt, "_transfer_ids", transfer_ids)
         await _carry(a, outlet, inlet)
-        assert link._lease_ids + link._transfer_ids == 2 * start + CHUNKS
-        assert link._leases == {}
+        assert link._leases._last_id + next(transfer_ids) - 1 == 2 * start + CHUNKS
+        assert not link._leases
 
 
 @ALL
 @LONG_AGO
-async def test_flow_goes_on_after_very_many_chunks_and_bytes(connector: str, start: int) -> None:
+async def test_flow_continues_after_very_many_chunks_and_bytes(connector: str, start: int) -> None:
     async with two_hosts(window_bytes=WINDOW_BYTES) as (a, b):
         outlet, inlet = open_flow(a, b, connector=named(connector))
         _advance_outlet(outlet, start)
         _advance_inlet(inlet, start)
         await _carry(a, outlet, inlet)
         # The End, too, has a number.
-        assert (outlet._next_seq, inlet._next_seq) == (start + CHUNKS + 1,) * 2  # type: ignore[attr-defined]
+        assert (outlet.ledger.next_seq, inlet.attempt.next_seq) == (start + CHUNKS + 1,) * 2
 
 
 def _advance_outlet(outlet: Any, start: int) -> None:
-    outlet._next_seq = outlet._acked = outlet._used_bytes = start
+    outlet.ledger.next_seq = outlet.ledger.acked = outlet.ledger.sent_bytes = start
 
 
 def _advance_inlet(inlet: Any, start: int) -> None:
-    inlet._next_seq = inlet._told_seq = inlet._received_bytes = inlet._consumed_bytes = start
-    inlet._limit_bytes = inlet._told_limit_bytes = start + WINDOW_BYTES
+    attempt, credit = inlet.attempt, inlet.attempt._credit
+    attempt.next_seq = attempt._reported_seq = credit.received_bytes = credit._consumed_bytes = start
+    credit.limit_bytes = credit._reported_bytes = start + WINDOW_BYTES
 
 
 @pytest.mark.parametrize(
@@ -85,6 +92,6 @@ def _advance_inlet(inlet: Any, start: int) -> None:
         (stage_pb2.Welcome, ["held_lease_ids"]),
     ],
 )
-def test_the_contract_counts_in_64_bits(message: Any, names: list[str]) -> None:
+def test_counters_on_the_wire_have_64_bits(message: Any, names: list[str]) -> None:
     fields = message.DESCRIPTOR.fields_by_name
     assert {name: fields[name].type for name in names} == dict.fromkeys(names, FieldDescriptor.TYPE_UINT64)

@@ -1,4 +1,4 @@
-"""One edge between two data planes: what no connector has a part in. The rest is in the conformance kit."""
+"""One edge between two data planes: what is the same for all connectors. The conformance kit tests the rest."""
 
 import asyncio
 
@@ -38,7 +38,7 @@ async def test_auto_chooses_shm_on_one_host() -> None:
         assert outlet.usage.connector == SHM
 
 
-async def test_chunk_beyond_the_arena_is_refused_with_the_remedy() -> None:
+async def test_chunk_larger_than_the_arena_is_rejected_with_a_remedy() -> None:
     async with two_hosts(arena_bytes=1 << 20, window_bytes=1 << 20) as (a, b):
         outlet, _ = open_flow(a, b)
         with pytest.raises(InvalidRequestError, match="frames"):
@@ -60,7 +60,7 @@ async def test_frames_policy_cuts_across_packets() -> None:
         assert [got.metadata["context_frames"] for got in received] == [0, 1, 1, 1, 1]
 
 
-async def test_flow_that_nobody_expects_is_refused() -> None:
+async def test_unexpected_flow_is_rejected() -> None:
     async with two_hosts() as (a, b):
         outlet = a.plane.open_outlet(
             EdgeKey("nobody", "a->b", 1),
@@ -73,7 +73,7 @@ async def test_flow_that_nobody_expects_is_refused() -> None:
             await send_all(outlet, [packet(0)])
 
 
-async def test_stale_attempt_is_refused() -> None:
+async def test_stale_attempt_is_rejected() -> None:
     async with two_hosts() as (a, b):
         b.plane.open_inlet(EdgeKey("r", "a->b", 2), producer="a-0")
         outlet = a.plane.open_outlet(
@@ -88,7 +88,7 @@ async def test_stale_attempt_is_refused() -> None:
         assert caught.value.reason == "STALE_ATTEMPT"
 
 
-async def test_consumer_that_never_was_there_fails_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_consumer_that_never_answers_fails_the_flow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.connectors.stream.consumer_link.GIVE_UP_S", 0.2)
     async with two_hosts() as (a, b):
         outlet, _ = open_flow(a, b)

@@ -1,4 +1,4 @@
-"""A consumer that only claims to be on its producer's host: found out, and fed over the network."""
+"""A consumer that falsely claims to be on its producer's host: it is detected, and served over the network."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +8,9 @@ import grpc
 import pytest
 
 from stagemesh.common.errors import NotReadyError
-from stagemesh.connectors.edge import EdgeKey, Inlet, MetadataValue, Outlet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, MetadataValue, StepPolicy
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.message_streams import PUT_CHUNK
 from stagemesh.v1 import stage_pb2
@@ -20,7 +22,7 @@ NOBODYS = "stagemesh-nobody-listens-here"
 
 
 async def _local_socket_of(host: Host) -> str:
-    """What a replica would tell its producers."""
+    """Returns the local socket name that a replica sends to its producers."""
     async with open_channel(host.endpoint) as channel:
         call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(PUT_CHUNK, None, None)()
         hello = stage_pb2.Hello(replica="curious", incarnation="i", pipeline="p", generation="g")
@@ -33,7 +35,7 @@ async def _local_socket_of(host: Host) -> str:
 
 @asynccontextmanager
 async def _claimed(connector: str, *, somebodys: bool) -> AsyncIterator[tuple[Host, Host, Outlet, Inlet]]:
-    """A flow to a consumer that names another replica's local socket, or one that there is not."""
+    """Yields a flow to a consumer that names another replica's local socket, or one that does not exist."""
     async with two_hosts() as (a, b), relayed(b.endpoint) as relay:
         other = await Host.started("c-0")
         try:
@@ -67,7 +69,7 @@ async def test_auto_goes_over_the_network_to_who_claims_this_host(somebodys: boo
     async with _claimed("auto", somebodys=somebodys) as (a, other, outlet, inlet):
         assert await _carry(outlet, inlet) == list(range(5))
         assert outlet.usage.connector != "shm"
-        # Whoever's socket it was is none the worse for it.
+        # The replica of the socket works as before.
         assert await _carry(*open_flow(a, other, request="r2", connector=named("shm"))) == list(range(5))
 
 

@@ -1,4 +1,4 @@
-"""The harness itself: relays harm what they are told to and pass everything else."""
+"""The harness itself: relays apply the faults that a test sets and forward everything else."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What a broken or hostile consumer answers: an error to that flow or nothing at all, and no other is harmed (D7)."""
+"""Answers of a broken or hostile consumer: they fail its own flow at most, and no other flow (D7)."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -11,7 +11,8 @@ import pytest
 from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM, ConnectorName
 from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, Outlet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, StepPolicy
+from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.stream.wire import key_to_wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 from tests.connectors.hosts import packet
@@ -20,7 +21,7 @@ KEY = EdgeKey("r", "a->b", 1)
 HUGE = (1 << 64) - 1
 CREDIT_BYTES = 64 << 20
 UNKNOWN: Any = 99
-"""A connector, to the contract's types none."""
+"""The number of a connector that the API does not define."""
 
 Reply = stage_pb2.PutReply
 Answer: TypeAlias = Callable[[Any], list[Reply]]
@@ -64,7 +65,7 @@ def _released(*lease_ids: int) -> Reply:
 
 
 class Consumer:
-    """Answers as it should, but where `answers` has another answer to an item of request "r"."""
+    """Answers correctly, unless `answers` has another answer to an item of request "r"."""
 
     def __init__(self) -> None:
         self.welcome = stage_pb2.PutChunkResponse(
@@ -72,11 +73,11 @@ class Consumer:
         )
         self.answers: dict[str, Answer] = {}
         self.meetings: list[bool] = []
-        """What becomes of the offers, in order; all others are agreed to."""
+        """Whether each offer is accepted, in order. All later offers are accepted."""
         self.connections = 0
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """PutChunk alone."""
+        """Returns a handler of PutChunk alone."""
         put = grpc.stream_stream_rpc_method_handler(
             self._put,
             request_deserializer=stage_pb2.PutChunkRequest.FromString,
@@ -111,7 +112,7 @@ class Consumer:
 
 
 class Scene:
-    """A consumer written by hand, and a real producer."""
+    """A handwritten consumer, and a real producer."""
 
     def __init__(self, consumer: Consumer, plane: DataPlane, endpoint: str) -> None:
         self.consumer, self.plane, self.endpoint = consumer, plane, endpoint
@@ -129,7 +130,7 @@ class Scene:
         return outlet
 
     async def let_go(self) -> None:
-        """Returns when the producer holds nothing any more."""
+        """Returns when the producer's arena is empty."""
         async with asyncio.timeout(5):
             while self.plane.arena_used_bytes:
                 await asyncio.sleep(0)
@@ -195,7 +196,7 @@ IDLE_TALK: list[tuple[str, list[Reply]]] = [
 
 
 @pytest.mark.parametrize("talk", [pytest.param(replies, id=name) for name, replies in IDLE_TALK])
-async def test_idle_talk_is_ignored(talk: list[Reply]) -> None:
+async def test_meaningless_replies_are_ignored(talk: list[Reply]) -> None:
     async with scene() as it:
         it.consumer.answers["open"] = lambda item: talk + _opened(item)
         it.consumer.answers["chunk"] = lambda item: talk + _acked(item) + talk
@@ -205,7 +206,7 @@ async def test_idle_talk_is_ignored(talk: list[Reply]) -> None:
 
 
 @pytest.mark.parametrize("limit_bytes", [HUGE, 1 << 40])
-async def test_endless_credit_is_bounded_by_the_arena(limit_bytes: int) -> None:
+async def test_unlimited_credit_is_bounded_by_the_arena(limit_bytes: int) -> None:
     async with scene() as it:
         it.consumer.answers["open"] = lambda item: _opened(item, limit_bytes=limit_bytes)
         it.consumer.answers["chunk"] = lambda item: [*_acked(item), _granted(item, HUGE)]
@@ -213,7 +214,7 @@ async def test_endless_credit_is_bounded_by_the_arena(limit_bytes: int) -> None:
         assert it.plane.arena_used_bytes <= it.plane.arena_size_bytes
 
 
-async def test_credit_is_never_taken_back() -> None:
+async def test_credit_is_never_revoked() -> None:
     async with scene() as it:
         it.consumer.answers["chunk"] = lambda item: [*_acked(item), _granted(item, 1)]
         assert (await it.send(count=20)).usage.chunks == 20
@@ -227,7 +228,7 @@ async def test_leases_returned_twice_or_too_early_free_nothing_else() -> None:
         await it.let_go()
 
 
-async def test_connector_that_worked_is_offered_again_when_it_is_refused() -> None:
+async def test_connector_that_worked_is_offered_again_after_a_refusal() -> None:
     async with scene() as it:
         it.consumer.meetings = [True, False]
         failures = iter([True])
@@ -237,15 +238,15 @@ async def test_connector_that_worked_is_offered_again_when_it_is_refused() -> No
         assert (await it.send(connector=SHM)).usage.connector == SHM
 
 
-async def test_welcome_without_incarnation_is_refused() -> None:
+async def test_welcome_without_incarnation_is_rejected() -> None:
     async with scene() as it:
         it.consumer.welcome.welcome.incarnation = ""
         with pytest.raises(StagemeshError, match="incarnation"):
             await it.send()
 
 
-async def test_consumer_that_begins_with_something_else_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.connectors.stream.producer_session._GREETING_S", 0.2)
+async def test_consumer_that_does_not_begin_with_welcome_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagemesh.connectors.stream.producer_session._HANDSHAKE_S", 0.2)
     monkeypatch.setattr("stagemesh.connectors.stream.consumer_link.GIVE_UP_S", 0.5)
     async with scene() as it:
         it.consumer.welcome = stage_pb2.PutChunkResponse(replies=[_released(1)])

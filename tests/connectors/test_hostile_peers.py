@@ -1,4 +1,4 @@
-"""What a broken or hostile producer sends: refused by name, and no other flow is harmed (D7)."""
+"""Messages of a broken or hostile producer: they are rejected with a reason, and no other flow is harmed (D7)."""
 
 import grpc
 import numpy as np
@@ -46,13 +46,13 @@ def _tensor(**fields: object) -> chunk_pb2.ChunkData:
         pytest.param(chunk_pb2.ChunkData(metadata={"x": chunk_pb2.MetadataValue(text="x" * 2000)}), id="long metadata"),
     ],
 )
-async def test_malformed_chunk_is_refused(data: chunk_pb2.ChunkData) -> None:
+async def test_malformed_chunk_is_rejected(data: chunk_pb2.ChunkData) -> None:
     async with open_peer() as one:
         await one.put_data(data)
         assert await one.reason() in {"INVALID_CHUNK", "PIECES_MISSING"}
 
 
-async def test_gap_is_refused() -> None:
+async def test_sequence_gap_is_rejected() -> None:
     async with open_peer() as one:
         await one.put_data(_tensor(inline=b"1234"), seq=1)
         assert await one.reason() == "SEQUENCE_GAP"
@@ -64,13 +64,11 @@ async def test_duplicate_is_dropped_silently() -> None:
             await one.put_data(_tensor(inline=b"1234"), seq=seq)
         while (await one.answer("ack")).ack.next_seq < 2:
             pass
-        inlet = one.host.plane.find(KEY)
-        assert inlet is not None
-        assert inlet.next_seq == 2
+        assert one.inlet.attempt.next_seq == 2
 
 
 @pytest.mark.parametrize("size_bytes", [2 << 20, HUGE])
-async def test_bytes_beyond_the_credit_are_refused(size_bytes: int) -> None:
+async def test_fragment_beyond_the_credit_is_rejected(size_bytes: int) -> None:
     async with open_peer() as one:
         piece = chunk_pb2.ChunkPiece(transfer_id=1, total_bytes=size_bytes, payload=b"x", key=WIRE_KEY)
         await one.put(stage_pb2.PutItem(piece=piece))
@@ -78,7 +76,7 @@ async def test_bytes_beyond_the_credit_are_refused(size_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [2 << 20, HUGE])
-async def test_chunk_beyond_the_credit_is_refused(size_bytes: int) -> None:
+async def test_chunk_beyond_the_credit_is_rejected(size_bytes: int) -> None:
     async with open_peer() as one:
         data = _tensor(inline=b"1234")
         data.size_bytes = size_bytes
@@ -87,7 +85,7 @@ async def test_chunk_beyond_the_credit_is_refused(size_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("size_bytes", [1 << 60, HUGE])
-async def test_demand_beyond_the_limit_is_refused(size_bytes: int) -> None:
+async def test_demand_beyond_the_limit_is_rejected(size_bytes: int) -> None:
     async with open_peer() as one:
         await one.put(stage_pb2.PutItem(demand=stage_pb2.CreditDemand(key=WIRE_KEY, size_bytes=size_bytes)))
         assert await one.reason() == "CHUNK_TOO_LARGE"
@@ -96,7 +94,7 @@ async def test_demand_beyond_the_limit_is_refused(size_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("total_bytes", "offset"), [(100, 50), (100, HUGE), (0, 0)], ids=["gap", "huge offset", "more than its transfer"]
 )
-async def test_piece_out_of_order_is_refused(total_bytes: int, offset: int) -> None:
+async def test_fragment_out_of_order_is_rejected(total_bytes: int, offset: int) -> None:
     async with open_peer() as one:
         for number in range(HUGE - 4, HUGE):
             piece = chunk_pb2.ChunkPiece(
@@ -106,13 +104,13 @@ async def test_piece_out_of_order_is_refused(total_bytes: int, offset: int) -> N
         assert (await one.answer("rejected")).rejected.error.reason == "PIECE_GAP"
 
 
-async def test_end_that_tells_of_other_chunks_is_refused() -> None:
+async def test_end_that_describes_other_chunks_is_rejected() -> None:
     async with open_peer() as one:
         await one.put(stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, end=chunk_pb2.ChunkEnd(count=3))))
         assert await one.reason() == "DIGEST_MISMATCH"
 
 
-async def test_chunk_of_an_unknown_request_is_refused() -> None:
+async def test_chunk_of_an_unknown_request_is_rejected() -> None:
     async with open_peer() as one:
         chunk = chunk_pb2.Chunk(
             key=chunk_pb2.EdgeKey(request_id="?", edge="a->b", attempt=1), data=_tensor(inline=b"1234")
@@ -121,11 +119,10 @@ async def test_chunk_of_an_unknown_request_is_refused() -> None:
         assert await one.reason() == "UNKNOWN_FLOW"
 
 
-async def test_chunk_of_a_finished_edge_is_answered_with_its_end() -> None:
+async def test_chunk_of_a_committed_flow_is_answered_with_the_commit() -> None:
     async with open_peer() as one:
         await one.put_data(_tensor(inline=b"1234"))
-        digest, inlet = FlowDigest(), one.host.plane.find(KEY)
-        assert inlet is not None
+        digest, inlet = FlowDigest(), one.inlet
         digest.add(PacketShape(Packet({"x": np.zeros(4, np.uint8)})))
         end = stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, seq=1, end=digest.end()))
         late = stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, seq=2, data=_tensor(inline=b"5678")))
@@ -137,17 +134,16 @@ async def test_chunk_of_a_finished_edge_is_answered_with_its_end() -> None:
         assert (await one.answer("commit")).commit.key == WIRE_KEY
 
 
-async def test_chunk_of_an_edge_that_nobody_reads_any_more_is_refused() -> None:
+async def test_chunk_of_a_closed_flow_is_rejected() -> None:
     async with open_peer() as one:
-        inlet = one.host.plane.find(KEY)
-        assert inlet is not None
+        inlet = one.inlet
         await inlet.aclose()
         assert (await one.answer("rejected")).rejected.error.reason == "NOT_READ"
         await one.put_data(_tensor(inline=b"1234"))
         assert (await one.answer("rejected")).rejected.error.reason == "UNKNOWN_FLOW"
 
 
-async def test_refused_flow_harms_no_other() -> None:
+async def test_rejected_flow_harms_no_other() -> None:
     async with open_peer() as one:
         other = EdgeKey("other", "a->b", 1)
         inlet = one.host.plane.open_inlet(other, producer="a-0")
@@ -166,10 +162,9 @@ async def test_refused_flow_harms_no_other() -> None:
         assert [got.metadata["seq"] async for got in inlet] == [0]
 
 
-async def test_reader_of_a_refused_flow_gets_the_cause() -> None:
+async def test_reader_of_a_rejected_flow_receives_the_cause() -> None:
     async with open_peer() as one:
-        inlet = one.host.plane.find(KEY)
-        assert inlet is not None
+        inlet = one.inlet
         await one.put_data(_tensor(inline=b"12345"))
         with pytest.raises(StagemeshError, match="needs 4 bytes but came with 5") as caught:
             await anext(inlet)
@@ -177,14 +172,14 @@ async def test_reader_of_a_refused_flow_gets_the_cause() -> None:
 
 
 @pytest.mark.parametrize(("field", "reason"), [("generation", "other generation"), ("pipeline", "other pipeline")])
-async def test_producer_of_another_deployment_is_refused(field: str, reason: str) -> None:
+async def test_producer_of_another_deployment_is_rejected(field: str, reason: str) -> None:
     async with peer(**{field: reason}) as one:
         with pytest.raises(grpc.aio.AioRpcError, match=reason) as caught:
             await one.call.read()
         assert from_rpc_error(caught.value, peer="b-0").reason == f"WRONG_{field.upper()}"
 
 
-async def test_claim_of_the_same_host_is_found_out() -> None:
+async def test_false_claim_of_the_same_host_is_rejected() -> None:
     async with peer() as one:
         lie = stage_pb2.ArenaAdvertisement(process_id=1, size_bytes=1 << 20, token=b"x" * 16).SerializeToString()
         await one.put(stage_pb2.PutItem(offer=stage_pb2.Offer(connector=chunk_pb2.CONNECTOR_SHM, offer=lie)))
@@ -199,7 +194,7 @@ async def test_claim_of_the_same_host_is_found_out() -> None:
     [OPEN, stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, data=_tensor(inline=b"old!")))],
     ids=["an OpenEdge", "a chunk"],
 )
-async def test_former_incarnation_writes_into_no_flow_of_its_successor(item: stage_pb2.PutItem) -> None:
+async def test_former_incarnation_cannot_write_into_its_successors_flow(item: stage_pb2.PutItem) -> None:
     async with peer() as former:
         await former.welcomed()
         async with dialled(former.host, incarnation="j") as successor:
@@ -213,7 +208,7 @@ async def test_former_incarnation_writes_into_no_flow_of_its_successor(item: sta
             await inlet.aclose()
 
 
-async def test_flow_that_has_failed_is_not_taken_again() -> None:
+async def test_failed_flow_is_not_accepted_again() -> None:
     async with open_peer() as one:
         await one.put_data(_tensor(inline=b"12345"))
         assert await one.reason() == "INVALID_CHUNK"
@@ -222,10 +217,10 @@ async def test_flow_that_has_failed_is_not_taken_again() -> None:
 
 
 @pytest.mark.parametrize("hello", [{"replica": "a-0"}, {"incarnation": "i"}], ids=str)
-async def test_producer_that_does_not_say_who_it_is_is_refused(hello: dict[str, str]) -> None:
+async def test_producer_without_identity_is_rejected(hello: dict[str, str]) -> None:
     async with peer() as one, open_channel(one.host.endpoint) as channel:
         call = stage_pb2_grpc.StageServiceStub(channel).PutChunk()
         message = stage_pb2.Hello(pipeline="p", generation="g", **hello)  # type: ignore[arg-type]
         await call.write(stage_pb2.PutChunkRequest(hello=message))
-        with pytest.raises(grpc.aio.AioRpcError, match="name and incarnation"):
+        with pytest.raises(grpc.aio.AioRpcError, match="name the producer and its incarnation"):
             await call.read()

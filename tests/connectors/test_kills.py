@@ -1,4 +1,4 @@
-"""SIGKILL of a producer or a consumer at random moments: the other notices at once, and nothing is left behind."""
+"""SIGKILL of a producer or a consumer at random moments: the peer notices at once, and no memory is left behind."""
 
 import asyncio
 import random
@@ -13,9 +13,9 @@ from tests.connectors.connector_names import CONNECTORS
 from tests.connectors.replicas import Replica, ReplicaError, flow, replica
 
 NOTICED_S = 5.0
-"""Long before a lease runs out; mostly it takes milliseconds."""
+"""Limit for a peer to notice, far below the lifetime of a lease; it mostly takes milliseconds."""
 FLAT_BYTES = 32 << 20
-"""What an allocator may keep of the largest messages."""
+"""Bytes that an allocator may keep of the largest messages."""
 ENDLESS = 1_000_000
 LIMITS = {"arena_bytes": 16 << 20, "window_bytes": 4 << 20}
 WARM_UP_ROUNDS = 2
@@ -23,13 +23,13 @@ ALL = pytest.mark.parametrize("connector", CONNECTORS)
 
 
 def _shared_memory() -> set[str]:
-    """What we, or UCX for us, have put into /dev/shm."""
+    """Returns the files that this project, or UCX on its behalf, has created in /dev/shm."""
     return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("stagemesh-arena", "ucx"))}
 
 
 @asynccontextmanager
 async def _victim(survivor: Replica, *, request: str, connector: str, draw: random.Random) -> AsyncIterator[Replica]:
-    """A replica in the middle of an endless flow to or from the survivor; the survivor's half fails when it dies."""
+    """Yields a replica amid an endless flow to or from the survivor. The survivor's end fails when the replica dies."""
     producing, size_bytes = draw.random() < 0.5, draw.choice([500, 64 << 10, 1 << 20])
     # Not none at all: of a producer that died before it came to the survivor, nobody here would tell that.
     least, pause_s = 1 + draw.randrange(50), draw.uniform(0, 0.005)
@@ -54,7 +54,7 @@ async def _victim(survivor: Replica, *, request: str, connector: str, draw: rand
 
 
 async def _round(survivor: Replica, other: Replica, *, number: int, connector: str, draw: random.Random) -> None:
-    """One kill, beside a flow between the survivor and another replica which must not notice."""
+    """Kills a replica while the survivor has a flow with another replica, which must continue undisturbed."""
     async with _victim(survivor, request=f"killed-{number}", connector=connector, draw=draw) as victim:
         beside = await flow(
             survivor, other, request=f"beside-{number}", connector=connector, count=20, size_bytes=100_000
@@ -94,7 +94,7 @@ async def _kill_rounds(connector: str, rounds: int) -> None:
 
 
 @ALL
-async def test_who_survives_a_kill_notices_at_once(connector: str) -> None:
+async def test_survivor_of_a_kill_notices_at_once(connector: str) -> None:
     await _kill_rounds(connector, 7)
 
 

@@ -1,4 +1,4 @@
-"""Two data planes on a wire that loses, repeats, swaps and cuts, against the plainest model: a list of what was sent.
+"""Two data planes on a wire that loses, repeats and swaps messages and breaks, against a list of the sent packets.
 
 All of it is the real thing but the wire and the clock: messages move when the machine says so, and time passes when it
 says so.
@@ -20,10 +20,9 @@ from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
 from stagemesh.connectors.flow import inlet_attempt, outlet_attempt
-from stagemesh.connectors.flow.inlet_attempt import InletAttempt
-from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.stream import connection, consumer_link, wire
-from stagemesh.connectors.stream.consumer_session import ConsumerSession
 from stagemesh.rpc.message_streams import StreamHandler
 from stagemesh.v1 import stage_pb2
 from tests.connectors.connector_names import named
@@ -42,7 +41,7 @@ REQUESTS = st.sampled_from(list(FLOWS))
 
 
 class Clock(asyncio.SelectorEventLoop):
-    """A loop whose time stands until it is moved."""
+    """A loop whose time changes only when a test advances it."""
 
     now_s = 0.0
 
@@ -51,7 +50,7 @@ class Clock(asyncio.SelectorEventLoop):
 
 
 class _End:
-    """One end's lane."""
+    """The message stream of one end."""
 
     is_writable = True
 
@@ -65,7 +64,7 @@ class _End:
         self._wire.over.set()
 
     async def run(self) -> None:
-        """As the producing end's lane is run."""
+        """Runs until the wire is cut, as `ClientStream.run` does."""
         await self._wire.over.wait()
         self._wire.end()
 
@@ -77,7 +76,7 @@ class Wire:
         self.queues: dict[Direction, deque[bytes]] = {direction: deque() for direction in Direction}
         self.over = asyncio.Event()
         self._user = user
-        self._session = ConsumerSession(consumer, arena_fd=os.dup(producer._arena.fd), on_closed=lambda _: None)
+        self._session = consumer._open_session(arena_fd=os.dup(producer._arena.fd))
         self._session.begin(_End(self, Direction.REPLIES))
         self._ended = False
 
@@ -89,7 +88,7 @@ class Wire:
             self._user.received(_without_socket(message))
 
     def end(self) -> None:
-        """Tells both ends, once."""
+        """Closes both ends, once."""
         if not self._ended:
             self._ended = True
             for queue in self.queues.values():
@@ -110,8 +109,8 @@ class Flow:
     def __init__(self, machine: "DataPlaneModel", request: str) -> None:
         key = EdgeKey(request, "a->b", 1)
         self.request = request
-        self.inlet: InletAttempt = machine.consumer.open_inlet(key, producer="a")
-        self.outlet: OutletAttempt = machine.producer.open_outlet(
+        self.inlet: Inlet = machine.consumer.open_inlet(key, producer="a")
+        self.outlet: Outlet = machine.producer.open_outlet(
             key, endpoint="nowhere", consumer="b", connector=named(FLOWS[request]), policy=StepPolicy()
         )
         self.sizes: list[int] = []
@@ -140,7 +139,7 @@ class Flow:
             del got
 
     def look(self) -> None:
-        """Checks the oldest packet that is held, and lets it go."""
+        """Checks and releases the oldest packet that the reader keeps."""
         seq, packet = self.held.popleft()
         assert is_packet_of(packet, request=self.request, seq=seq, size_bytes=self.sizes[seq]), (
             f"packet {seq} {self.request} is not what was sent: {packet.metadata}, {packet.size_bytes} bytes"
@@ -148,7 +147,7 @@ class Flow:
 
 
 class DataPlaneModel(RuleBasedStateMachine):
-    """The wire, the clock and the users of two flows."""
+    """The wire, the clock, and the producers and readers of two flows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,14 +157,14 @@ class DataPlaneModel(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.patches.setattr(connection, "ClientStream", self._lane)
+        self.patches.setattr(connection, "ClientStream", self._stream)
         self.patches.setattr(connection, "open_channel", _no_channel)
         self.patches.setattr(consumer_link.ConsumerLink, "_is_gone", _never_gone)
         self.patches.setattr(consumer_link, "GIVE_UP_S", NEVER_S)
         self.patches.setattr(inlet_attempt, "LOST_PRODUCER_S", NEVER_S)
         self.patches.setattr(inlet_attempt, "MAX_RESYNCS", sys.maxsize)
         self.patches.setattr(outlet_attempt, "MAX_RESYNCS", sys.maxsize)
-        self.patches.setattr(wire, "PIECE_BYTES", 4096)
+        self.patches.setattr(wire, "FRAGMENT_BYTES", 4096)
         self.loop.run_until_complete(self._begin())
         self._settle()
 
@@ -218,7 +217,7 @@ class DataPlaneModel(RuleBasedStateMachine):
 
     @rule(direction=DIRECTIONS, at=st.integers(1, 5))
     def delay(self, direction: Direction, at: int) -> None:
-        """Moves the next message behind others."""
+        """Delays the next message, so that others overtake it."""
         if self._queue(direction):
             self._queue(direction).insert(at, self._queue(direction).popleft())
 
@@ -238,8 +237,9 @@ class DataPlaneModel(RuleBasedStateMachine):
     @invariant()
     def credit_is_kept(self) -> None:
         for flow in getattr(self, "flows", {}).values():
-            assert flow.outlet._used_bytes <= max(flow.outlet._limit_bytes, WINDOW_BYTES)
-            assert flow.inlet._received_bytes - flow.inlet._consumed_bytes <= WINDOW_BYTES
+            assert flow.outlet.ledger.sent_bytes <= max(flow.outlet.attempt.limit_bytes, WINDOW_BYTES)
+            credit = flow.inlet.attempt._credit
+            assert credit.received_bytes - credit._consumed_bytes <= WINDOW_BYTES
             assert flow.read_count <= len(flow.sizes)
 
     @invariant()
@@ -270,7 +270,7 @@ class DataPlaneModel(RuleBasedStateMachine):
         for flow in self.flows.values():
             assert [task.done() for task in flow.tasks] == [True, True], f"{flow.request} stands still"
             assert flow.read_count == len(flow.sizes)
-            assert flow.inlet.complete
+            assert flow.inlet.attempt.is_read
         self.nobody_failed()
         # What was lent in messages that were lost comes back with a connection.
         self.cut()
@@ -302,7 +302,7 @@ class DataPlaneModel(RuleBasedStateMachine):
     def _queue(self, direction: Direction) -> deque[bytes]:
         return self.wires[-1].queues[direction] if self.wires else deque()
 
-    def _lane(self, channel: object, user: StreamHandler, *, peer: str) -> _End:
+    def _stream(self, channel: object, user: StreamHandler, *, peer: str) -> _End:
         self.wires.append(Wire(self.producer, self.consumer, user))
         return _End(self.wires[-1], Direction.REQUESTS)
 

@@ -20,12 +20,12 @@ from tests.connectors.relays import Relay, relayed
 
 CHUNKS = 50
 LIMITS = {"arena_bytes": 256 << 10, "window_bytes": 64 << 10, "inline_limit_bytes": 256}
-"""An arena so small that what is freed too early is overwritten soon."""
+"""The arena is so small that memory which is freed too early is overwritten soon."""
 CHUNK_BYTES = 10_000
 HELD = 4
-"""Packets that a reader keeps before it looks at them."""
+"""Number of packets that a reader keeps before it checks them."""
 REQUESTS = {"shm": CHUNKS + 5, "nixl": CHUNKS + 5, "grpc": 5 * CHUNKS + 4}
-"""Hello twice, Offer, OpenEdge, the chunks, End; by grpc no Offer, and each chunk goes in four pieces before it."""
+"""Messages of a flow: two Hello, Offer, OpenEdge, the chunks, End. By grpc: no Offer, and four fragments per chunk."""
 AT_ONCE = 20
 
 
@@ -40,7 +40,7 @@ async def _behind_a_relay() -> AsyncIterator[tuple[Host, Relay]]:
 
 
 async def _deliver(consumer: Host, relay: Relay, *, name: str, connector: str) -> None:
-    """One flow from a producer of its own, checked packet by packet; nothing is left of it."""
+    """Sends one flow from a producer of its own and checks every packet, and that no memory stays in use."""
     producer = DataPlane(replica=name, pipeline="p", generation="g", **LIMITS)
     key = EdgeKey(name, "a->b", 1)
     inlet = consumer.plane.open_inlet(key, producer=name)
@@ -80,14 +80,14 @@ def _check(packet: Packet, name: str, seq: int, size_bytes: int) -> None:
 
 
 def _lost_a_lease(faults: Faults) -> bool:
-    """Whether a lease's return was lost: it comes back with the connection, not before."""
+    """Returns whether the message that returned a lease was lost. The lease then ends with the connection."""
     if faults.fault is not Fault.DROP or faults.direction is not Direction.REPLIES:
         return False
     return any(reply.HasField("release") for reply in stage_pb2.PutChunkResponse.FromString(faults.harmed).replies)
 
 
 async def _replies(consumer: Host, relay: Relay, *, connector: str) -> int:
-    """How many come of a flow that nothing befalls; how many acks go into one message differs."""
+    """Returns the number of replies to a flow without faults. It varies with the number of acks per message."""
     await _deliver(consumer, relay, name="unharmed", connector=connector)
     return relay.faults.pop("unharmed").counts[Direction.REPLIES]
 
@@ -97,7 +97,7 @@ def _all(count: int) -> list[int]:
 
 
 def _some(count: int) -> list[int]:
-    """Where flows begin and end, and some between."""
+    """Returns the first and last message indices of a flow, and a few between."""
     return [*range(5), *sorted(random.Random(count).sample(range(5, count - 2), 4)), count - 2, count - 1]
 
 
@@ -125,10 +125,10 @@ async def _harm_each(fault: Fault, direction: Direction, *, connector: str, chos
 @pytest.fixture(autouse=True)
 def _quick_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagemesh.connectors.flow.outlet_attempt._REOPEN_S", 0.3)
-    monkeypatch.setattr("stagemesh.connectors.stream.connection._LOOK_S", 0.1)
-    monkeypatch.setattr("stagemesh.connectors.stream.negotiation._AGAIN_S", 0.3)
-    monkeypatch.setattr("stagemesh.connectors.stream.producer_session._GREETING_S", 0.5)
-    monkeypatch.setattr("stagemesh.connectors.stream.wire.PIECE_BYTES", 4096)
+    monkeypatch.setattr("stagemesh.connectors.stream.connection._CHECK_S", 0.1)
+    monkeypatch.setattr("stagemesh.connectors.stream.negotiation._OFFER_AGAIN_S", 0.3)
+    monkeypatch.setattr("stagemesh.connectors.stream.producer_session._HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("stagemesh.connectors.stream.wire.FRAGMENT_BYTES", 4096)
 
 
 DIRECTIONS = pytest.mark.parametrize("direction", Direction)
@@ -139,7 +139,7 @@ ALL = pytest.mark.parametrize("connector", CONNECTORS)
 @DIRECTIONS
 @FAULTS
 @ALL
-async def test_harm_to_a_message_is_healed(connector: str, fault: Fault, direction: Direction) -> None:
+async def test_fault_of_a_message_is_recovered(connector: str, fault: Fault, direction: Direction) -> None:
     await _harm_each(fault, direction, connector=connector, chosen=_some)
 
 
@@ -148,5 +148,5 @@ async def test_harm_to_a_message_is_healed(connector: str, fault: Fault, directi
 @DIRECTIONS
 @FAULTS
 @ALL
-async def test_harm_to_any_message_is_healed(connector: str, fault: Fault, direction: Direction) -> None:
+async def test_fault_of_any_message_is_recovered(connector: str, fault: Fault, direction: Direction) -> None:
     await _harm_each(fault, direction, connector=connector, chosen=_all)

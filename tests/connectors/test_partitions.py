@@ -1,4 +1,4 @@
-"""Three hosts: what `auto` makes of them, links that go and come back, and connectors that fail on the way."""
+"""Three hosts: the choices of `auto`, links that break and return, and connectors that fail during a flow."""
 
 import asyncio
 import importlib.util

@@ -24,7 +24,7 @@ async def test_auto_is_shm_on_one_host() -> None:
 
 
 @pytest.mark.parametrize("connector", [SHM, GRPC])
-async def test_fixed_choice_that_works_is_answered(connector: ConnectorName) -> None:
+async def test_probe_returns_a_fixed_connector_that_works(connector: ConnectorName) -> None:
     async with two_hosts() as (a, b):
         assert await _probe(a, b, connector) == EdgeProbe(connector, {})
 
@@ -38,7 +38,7 @@ async def test_probe_and_flow_share_a_link() -> None:
         assert (await probing).connector == outlet.usage.connector
 
 
-async def test_better_connectors_are_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_probe_returns_better_connectors_with_their_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     _without_shm(monkeypatch)
     _without_nixl(monkeypatch)
     async with two_hosts() as (a, b):
@@ -47,7 +47,7 @@ async def test_better_connectors_are_told_with_the_reason(monkeypatch: pytest.Mo
     assert "nixl_cu12 is not installed" in found.refusals[NIXL].message
 
 
-async def test_fixed_choice_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fixed_connector_that_cannot_work_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     _without_nixl(monkeypatch)
     async with two_hosts() as (a, b):
         with pytest.raises(NotReadyError, match=r"nixl cannot be used with replica b-0: .*install stagemesh") as caught:
@@ -61,7 +61,7 @@ async def test_unknown_connector_is_named() -> None:
             await _probe(a, b, "pigeon")
 
 
-async def test_consumer_that_is_not_there_is_unavailable() -> None:
+async def test_probe_of_an_absent_consumer_is_unavailable() -> None:
     async with two_hosts() as (a, b):
         await b.server.stop(None)
         with pytest.raises(UnavailableError, match=f"b-0 at {b.endpoint}"):
@@ -78,7 +78,7 @@ async def test_probe_ends_with_its_replica() -> None:
             await probing
 
 
-async def test_consumer_that_was_restarted_is_asked_anew() -> None:
+async def test_restarted_consumer_is_probed_again() -> None:
     async with two_hosts() as (a, b):
         await _probe(a, b)
         await b.close()
@@ -93,7 +93,7 @@ async def test_consumer_that_was_restarted_is_asked_anew() -> None:
         await successor.close()
 
 
-async def test_shm_between_hosts_is_refused_and_auto_says_why() -> None:
+async def test_shm_between_hosts_is_rejected_and_auto_returns_the_reason() -> None:
     with namespaces() as net:
         async with (
             replica("a-0", within=net.within(0), address=net.address(0), environment=ENVIRONMENT) as a,

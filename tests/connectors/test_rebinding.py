@@ -1,10 +1,9 @@
-"""Edges whose ends are replaced one after the other, over real data planes, and what that costs of order and memory."""
+"""Edges whose ends are replaced, over real data planes: packets stay complete and in order, and memory is released."""
 
 import asyncio
 import random
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,11 +11,9 @@ import pytest
 from stagemesh.common.connector_descriptors import AUTO, GRPC, SHM
 from stagemesh.common.errors import InternalError, NotReadyError, StagemeshError
 from stagemesh.connectors.conformance import assert_same, receive_all, send_all
-from stagemesh.connectors.edge import ChunkPolicy, EdgeKey, FramesPolicy, Packet, StepPolicy, WholePolicy
-from stagemesh.connectors.flow.inlet import RebindingInlet
-from stagemesh.connectors.flow.inlet_attempt import InletAttempt
-from stagemesh.connectors.flow.outlet import RebindingOutlet
-from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
+from stagemesh.connectors.edge import REBIND_S, ChunkPolicy, EdgeKey, FramesPolicy, Packet, StepPolicy, WholePolicy
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import Outlet
 from tests.connectors.hosts import Host, packet
 
 _BOUND_S = 20
@@ -24,7 +21,7 @@ _BOUND_S = 20
 
 @asynccontextmanager
 async def hosts(count: int, **limits: int) -> AsyncGenerator[list[Host]]:
-    """So many replicas."""
+    """Yields `count` replicas."""
     started = [await Host.started(f"r-{number}", **limits) for number in range(count)]
     try:
         yield started
@@ -33,32 +30,51 @@ async def hosts(count: int, **limits: int) -> AsyncGenerator[list[Host]]:
             await host.close()
 
 
-def out(producer: Host, consumer: Host, *, attempt: int, connector: str = AUTO) -> OutletAttempt:
+def key_of(attempt: int) -> EdgeKey:
+    return EdgeKey("r", "a->b", attempt)
+
+
+def out(
+    producer: Host, consumer: Host, *, attempt: int, policy: ChunkPolicy | None = None, connector: str = AUTO
+) -> Outlet:
     return producer.plane.open_outlet(
-        EdgeKey("r", "a->b", attempt),
+        key_of(attempt),
         endpoint=consumer.endpoint,
         consumer=consumer.replica,
         connector=connector,
-        policy=StepPolicy(),
+        policy=policy or StepPolicy(),
+        rebind_s=REBIND_S,
     )
 
 
-def into(consumer: Host, producer: Host, *, attempt: int) -> InletAttempt:
-    return consumer.plane.open_inlet(EdgeKey("r", "a->b", attempt), producer=producer.replica)
+def rebind_out(outlet: Outlet, producer: Host, consumer: Host, *, attempt: int, connector: str = AUTO) -> None:
+    outlet.check_rebindable()
+    producer.plane.rebind_outlet(
+        outlet, key_of(attempt), endpoint=consumer.endpoint, consumer=consumer.replica, connector=connector
+    )
+
+
+def into(consumer: Host, producer: Host, *, attempt: int, rebind_s: float = 0.0) -> Inlet:
+    return consumer.plane.open_inlet(key_of(attempt), producer=producer.replica, rebind_s=rebind_s)
+
+
+def rebind_into(inlet: Inlet, consumer: Host, producer: Host, *, attempt: int, first_rows: dict[str, int]) -> None:
+    inlet.check_rebindable(first_rows)
+    consumer.plane.rebind_inlet(inlet, key_of(attempt), producer=producer.replica, first_rows=first_rows)
 
 
 def rows(count: int, *, start: int = 0) -> list[Packet]:
-    """Packets of seven rows each, numbered on."""
+    """Returns packets of seven rows each, whose rows are numbered from `start` on."""
     return [Packet({"x": np.arange(at, at + 7, dtype=np.int64)}) for at in range(start, start + 7 * count, 7)]
 
 
 @pytest.mark.parametrize("connector", [SHM, GRPC])
 @pytest.mark.parametrize("size", [10, 30_000, 400_000], ids=["inline", "arena", "bulk"])
-async def test_consumers_come_and_go_at_random(connector: str, size: int) -> None:
+async def test_consumers_are_replaced_at_random(connector: str, size: int) -> None:
     draw, sent = random.Random(size), [packet(seq, size) for seq in range(12)]
     async with asyncio.timeout(_BOUND_S), hosts(6, arena_bytes=64 << 20, window_bytes=1 << 20) as (a, *consumers):
         inlet = into(consumers[0], a, attempt=1)
-        outlet = RebindingOutlet(out(a, consumers[0], attempt=1, connector=connector), policy=StepPolicy())
+        outlet = out(a, consumers[0], attempt=1, connector=connector)
         sending = asyncio.create_task(send_all(outlet, sent))
         for attempt, consumer in enumerate(consumers[1:], start=2):
             for _ in range(draw.randrange(len(sent) // 2)):
@@ -66,8 +82,7 @@ async def test_consumers_come_and_go_at_random(connector: str, size: int) -> Non
             former, inlet = inlet, into(consumer, a, attempt=attempt)
             if draw.random() < 0.5:
                 await former.aclose(lost=True)
-            outlet.check()
-            outlet.rebind(partial(out, a, consumer, attempt=attempt, connector=connector))
+            rebind_out(outlet, a, consumer, attempt=attempt, connector=connector)
         received = await receive_all(inlet)
         await sending
         assert_same(received, sent)
@@ -83,33 +98,31 @@ async def test_consumers_come_and_go_at_random(connector: str, size: int) -> Non
     ids=["step", "whole", "frames", "context"],
 )
 @pytest.mark.parametrize("taken", [0, 1, 3])
-async def test_producer_that_starts_anew_is_taken_from_where_the_edge_stood(policy: ChunkPolicy, taken: int) -> None:
+async def test_restarted_producer_continues_the_edge_by_rows(policy: ChunkPolicy, taken: int) -> None:
     async with asyncio.timeout(_BOUND_S), hosts(3) as (a1, a2, b):
         expected = await _carried(a1, b, policy)
-        inlet = RebindingInlet(into(b, a1, attempt=2))
-        former = RebindingOutlet(out(a1, b, attempt=2), policy=policy)
+        inlet = into(b, a1, attempt=2, rebind_s=REBIND_S)
+        former = out(a1, b, attempt=2, policy=policy)
         for one in rows(8):
             await former.send(one)
         count = 0 if isinstance(policy, WholePolicy) else taken
         got = [await anext(inlet) for _ in range(count)]
-        inlet.check({})
-        inlet.rebind(partial(into, b, a2, attempt=3), first_rows={})
-        later = RebindingOutlet(out(a2, b, attempt=3), policy=policy)
+        rebind_into(inlet, b, a2, attempt=3, first_rows={})
+        later = out(a2, b, attempt=3, policy=policy)
         _, rest = await asyncio.gather(send_all(later, rows(10)), receive_all(inlet))
         assert_same([*got, *rest], expected)
-        await former.abort(InternalError("it is gone"))
+        former.abort(InternalError("it is gone"))
 
 
-async def test_producer_that_goes_on_from_a_checkpoint_may_cut_elsewhere() -> None:
+async def test_producer_that_resumes_from_a_checkpoint_may_cut_elsewhere() -> None:
     async with asyncio.timeout(_BOUND_S), hosts(3) as (a1, a2, b):
-        inlet = RebindingInlet(into(b, a1, attempt=1))
-        former = RebindingOutlet(out(a1, b, attempt=1), policy=StepPolicy())
+        inlet = into(b, a1, attempt=1, rebind_s=REBIND_S)
+        former = out(a1, b, attempt=1)
         for one in rows(5):
             await former.send(one)
         got = [await anext(inlet) for _ in range(5)]
-        inlet.check({"x": 14})
-        inlet.rebind(partial(into, b, a2, attempt=2), first_rows={"x": 14})
-        later = RebindingOutlet(out(a2, b, attempt=2), policy=FramesPolicy(5))
+        rebind_into(inlet, b, a2, attempt=2, first_rows={"x": 14})
+        later = out(a2, b, attempt=2, policy=FramesPolicy(5))
         _, rest = await asyncio.gather(send_all(later, rows(8, start=14)), receive_all(inlet))
         numbers = np.concatenate([one.tensors["x"] for one in (*got, *rest)])
         assert numbers.tolist() == list(range(70))
@@ -117,52 +130,52 @@ async def test_producer_that_goes_on_from_a_checkpoint_may_cut_elsewhere() -> No
 
 async def test_both_ends_may_change() -> None:
     async with asyncio.timeout(_BOUND_S), hosts(4) as (a1, a2, b1, b2):
-        inlet = RebindingInlet(into(b1, a1, attempt=1))
-        former = RebindingOutlet(out(a1, b1, attempt=1), policy=StepPolicy())
+        inlet = into(b1, a1, attempt=1, rebind_s=REBIND_S)
+        former = out(a1, b1, attempt=1)
         await former.send(rows(1)[0])
         assert await anext(inlet)
-        inlet.rebind(partial(into, b1, a2, attempt=2), first_rows={})
-        outlet = RebindingOutlet(out(a2, b1, attempt=2), policy=StepPolicy())
+        rebind_into(inlet, b1, a2, attempt=2, first_rows={})
+        outlet = out(a2, b1, attempt=2)
         sending = asyncio.create_task(send_all(outlet, rows(6)))
         await anext(inlet)
         await inlet.aclose(lost=True)
-        last = RebindingInlet(into(b2, a2, attempt=3))
-        outlet.rebind(partial(out, a2, b2, attempt=3))
+        last = into(b2, a2, attempt=3, rebind_s=REBIND_S)
+        rebind_out(outlet, a2, b2, attempt=3)
         received = await receive_all(last)
         await sending
         assert_same(received, rows(6))
 
 
-async def test_consumer_that_stops_reading_of_its_own_accord_ends_the_edge() -> None:
+async def test_consumer_that_stops_reading_ends_the_edge() -> None:
     async with asyncio.timeout(_BOUND_S), hosts(2) as (a, b):
         inlet = into(b, a, attempt=1)
-        outlet = RebindingOutlet(out(a, b, attempt=1), policy=StepPolicy())
+        outlet = out(a, b, attempt=1)
         await outlet.send(rows(1)[0])
         await anext(inlet)
         await inlet.aclose()
         with pytest.raises(StagemeshError, match="stopped reading"):
             await send_all(outlet, rows(2000))
         with pytest.raises(NotReadyError) as caught:
-            outlet.check()
+            outlet.check_rebindable()
         assert caught.value.reason == "CHUNK_GONE"
 
 
 async def test_lost_edge_that_is_aborted_keeps_nothing() -> None:
     async with asyncio.timeout(_BOUND_S), hosts(2) as (a, b):
         inlet = into(b, a, attempt=1)
-        outlet = RebindingOutlet(out(a, b, attempt=1), policy=StepPolicy())
+        outlet = out(a, b, attempt=1)
         await outlet.send(packet(0, 30_000))
         await anext(inlet)
         await inlet.aclose(lost=True)
         while not outlet.is_lost:
             await asyncio.sleep(0.001)
         assert a.plane.arena_used_bytes
-        await outlet.abort(InternalError("the request failed"))
+        outlet.abort(InternalError("the request failed"))
         await a.settled()
 
 
 async def _carried(a: Host, b: Host, policy: ChunkPolicy) -> list[Packet]:
-    """What an edge brings to which nothing happens."""
-    inlet, outlet = into(b, a, attempt=1), RebindingOutlet(out(a, b, attempt=1), policy=policy)
+    """Returns the packets that an edge delivers without faults."""
+    inlet, outlet = into(b, a, attempt=1), out(a, b, attempt=1, policy=policy)
     _, received = await asyncio.gather(send_all(outlet, rows(10)), receive_all(inlet))
     return received

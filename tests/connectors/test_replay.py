@@ -1,4 +1,4 @@
-"""GetChunk: what an edge still holds."""
+"""GetChunk: the chunks that a producer still keeps."""
 
 import asyncio
 import weakref
@@ -7,7 +7,9 @@ import grpc
 import pytest
 
 from stagemesh.common.connector_descriptors import GRPC
-from stagemesh.connectors.edge import EdgeKey, Inlet, Outlet
+from stagemesh.connectors.edge import EdgeKey
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.stream.wire import key_to_wire
 from stagemesh.rpc.channels import open_channel
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
@@ -15,7 +17,7 @@ from tests.connectors.hosts import Host, open_flow, packet, two_hosts
 
 
 async def _get(host: Host, key: EdgeKey, first_seq: int) -> tuple[list[int], int]:
-    """The seqs of the chunks that come, and the bytes that came in pieces."""
+    """Returns the numbers of the replayed chunks, and the bytes that arrived as fragments."""
     seqs, streamed = [], 0
     async with open_channel(host.endpoint) as channel:
         request = stage_pb2.GetChunkRequest(key=key_to_wire(key), first_seq=first_seq)
@@ -34,7 +36,7 @@ async def _carry(outlet: Outlet, inlet: Inlet, count: int) -> None:
     await inlet.aclose()
 
 
-async def test_kept_chunks_are_read_again_to_the_end() -> None:
+async def test_kept_chunks_are_replayed_to_the_end() -> None:
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b, connector=GRPC)
         for seq in range(3):
@@ -46,7 +48,7 @@ async def test_kept_chunks_are_read_again_to_the_end() -> None:
         await inlet.aclose()
 
 
-async def test_chunk_that_was_dropped_is_gone() -> None:
+async def test_evicted_chunk_is_not_found() -> None:
     async with two_hosts(arena_bytes=1 << 20, window_bytes=1 << 20) as (a, b):
         outlet, inlet = open_flow(a, b, connector=GRPC)
         for seq in range(5):
@@ -57,7 +59,7 @@ async def test_chunk_that_was_dropped_is_gone() -> None:
             await _get(a, EdgeKey("r", "a->b", 1), 0)
 
 
-async def test_flow_that_is_over_is_not_kept_for_its_chunks() -> None:
+async def test_finished_flow_is_not_found() -> None:
     async with two_hosts() as (a, b):
         first, inlet = open_flow(a, b, connector=GRPC, request="first")
         await _carry(first, inlet, 1)

@@ -1,4 +1,4 @@
-"""A producer that is killed and starts again at the same address: nothing of its former life is read as new (D6)."""
+"""A producer that is killed and restarted at the same address: no data of its former incarnation is accepted (D6)."""
 
 import asyncio
 
@@ -8,14 +8,14 @@ from tests.connectors.connector_names import CONNECTORS
 from tests.connectors.replicas import Replica, ReplicaError, flow, replica
 
 LIMITS = {"arena_bytes": 4 << 20, "window_bytes": 1 << 20}
-"""An arena that the successor fills several times over."""
+"""Size of the arena, which the successor fills several times."""
 CHUNK_BYTES = 100_000
 READ = 3
-"""Chunks that the engine takes before its producer dies; others have arrived by then."""
+"""Number of chunks that the engine reads before its producer dies; more have arrived by then."""
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_nothing_of_a_former_incarnation_is_read_as_new(connector: str) -> None:
+async def test_data_of_a_former_incarnation_is_never_accepted(connector: str) -> None:
     async with replica("b-0", limits=LIMITS) as consumer:
         async with replica("a-0", limits=LIMITS) as former:
             address = former.endpoint
@@ -47,7 +47,7 @@ async def _new_data_arrives(successor: Replica, consumer: Replica, connector: st
 
 
 async def _old_flow_is_refused(successor: Replica, consumer: Replica, connector: str) -> None:
-    """Whoever sends the same flow again is told; none of it gets in."""
+    """Checks that a producer which sends the same flow again is rejected, with all of its chunks."""
     with pytest.raises(ReplicaError) as caught:
         await successor.call(
             "send",

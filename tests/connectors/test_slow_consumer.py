@@ -1,4 +1,4 @@
-"""A consumer that does not keep up: its producer waits, its memory stays flat, and nobody else is held up."""
+"""A consumer that does not keep up: its producer waits, its memory stays flat, and no other flow is delayed."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ ALL = pytest.mark.parametrize("connector", CONNECTORS)
 
 
 async def _fast(producer: Replica, consumer: Replica, *, request: str, connector: str) -> float:
-    """The rate of a request that is read as fast as it comes, in packets a second."""
+    """Returns the rate of a request that is read without pauses, in packets per second."""
     tasks = await flow(producer, consumer, request=request, connector=connector, count=FAST, size_bytes=64 << 10)
     sent, received = await asyncio.gather(*tasks)
     assert received["count"] == sent["chunks"] == FAST
@@ -24,7 +24,7 @@ async def _fast(producer: Replica, consumer: Replica, *, request: str, connector
 
 
 async def _slow_beside_fast(connector: str, chunks: int) -> float:
-    """Delivers all chunks of a slow request; returns the rate of a fast one beside it, of what it is alone."""
+    """Delivers all chunks of a slow request; returns the rate of a concurrent fast one relative to its rate alone."""
     async with replica("a-0", limits=LIMITS) as producer, replica("b-0", limits=LIMITS) as consumer:
         alone = max([await _fast(producer, consumer, request=f"alone-{n}", connector=connector) for n in range(3)])
         before = await producer.call("stats")
@@ -52,5 +52,5 @@ async def test_slow_consumer_costs_its_producer_no_memory(connector: str) -> Non
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @ALL
-async def test_fast_request_keeps_its_rate_beside_a_slow_one(connector: str) -> None:
+async def test_slow_request_does_not_slow_a_fast_one(connector: str) -> None:
     assert await _slow_beside_fast(connector, 10_000) >= 0.8

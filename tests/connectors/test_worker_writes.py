@@ -12,14 +12,14 @@ from stagemesh.common.connector_descriptors import GRPC, NIXL, SHM, ConnectorNam
 from stagemesh.connectors.arena.worker_writer import ArenaWriter, Handle, PartitionTicket
 from stagemesh.connectors.conformance import assert_same, receive_all
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import Outlet, Packet
-from stagemesh.connectors.flow.fan_out import FanOut
+from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from tests.connectors.hosts import open_flow, packet, two_hosts
 
 MIB = 1 << 20
 COUNT = 80
 SLAB_BYTES = 6 * MIB
-"""More than the data plane keeps of what has arrived, which is a quarter of the arena."""
+"""More bytes than the data plane keeps of delivered chunks, which is a quarter of the arena."""
 SPAWN = multiprocessing.get_context("spawn")
 ALL = pytest.mark.parametrize("connector", [SHM, NIXL, GRPC])
 
@@ -47,7 +47,7 @@ def _worker(ticket: PartitionTicket) -> Iterator[Connection]:
 
 
 async def _forward(plane: DataPlane, outlet: Outlet | FanOut) -> None:
-    """Sends what a worker writes into a slab that is used over and over."""
+    """Sends the packets of a worker, which reuses its partition many times."""
     ticket = plane.open_share(SLAB_BYTES)
     with _worker(ticket) as connection:
         for seq in range(COUNT):
@@ -58,7 +58,7 @@ async def _forward(plane: DataPlane, outlet: Outlet | FanOut) -> None:
 
 
 @ALL
-async def test_what_a_worker_writes_is_copied_once(connector: ConnectorName) -> None:
+async def test_packets_of_a_worker_are_copied_once(connector: ConnectorName) -> None:
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b, connector=connector)
         _, received = await asyncio.gather(_forward(a.plane, outlet), receive_all(inlet))
@@ -68,7 +68,7 @@ async def test_what_a_worker_writes_is_copied_once(connector: ConnectorName) -> 
         await a.settled()
 
 
-async def test_two_consumers_of_a_worker_cost_no_copy_either() -> None:
+async def test_two_consumers_of_a_worker_need_no_copy() -> None:
     async with two_hosts() as (_, c), two_hosts() as (a, b):
         fan_out = a.plane.fan_out()
         flows = [open_flow(a, consumer, request=f"r{n}") for n, consumer in enumerate((b, c))]
@@ -100,7 +100,7 @@ async def test_packet_for_two_consumers_is_written_once(connector: ConnectorName
         await a.settled()
 
 
-async def test_worker_that_dies_leaves_what_it_sent_whole() -> None:
+async def test_packets_of_a_dead_worker_stay_intact() -> None:
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b, connector=SHM)
         ticket = a.plane.open_share(SLAB_BYTES)

@@ -10,12 +10,13 @@ import pytest
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.stage_config import StageConfig
-from stagemesh.connectors.flow import inlet, inlet_attempt, outlet
+from stagemesh.connectors.flow import inlet_attempt
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.raw_methods import add_stage_service
 from stagemesh.rpc.server import Server
 from stagemesh.services.stage.service.servicer import StageServicer
+from stagemesh.services.stage.step import edges
 from stagemesh.v1 import chunk_pb2, stage_pb2, stage_pb2_grpc
 from tests.stage.replicas import Replica, make_runtime, stage_config, step_request
 
@@ -259,7 +260,7 @@ async def test_a_producer_that_repeats_received_rows_only_finishes() -> None:
         again = hear(second, thinking(talker, attempt=2, edge=2))
         await asyncio.gather(again.task, talked.task)
         assert talked.text == again.text
-        await until(lambda: not talker.runtime.data_plane._inflows)
+        await until(lambda: not talker.runtime.data_plane.consumer._flows)
         await until(lambda: not second.runtime.load().arena_used_bytes)
 
 
@@ -316,8 +317,7 @@ async def test_a_repeated_rebinding_does_nothing_and_an_older_one_is_rejected() 
 
 
 async def test_edges_without_a_new_peer_fail_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (inlet, outlet):
-        monkeypatch.setattr(module, "REBIND_S", 0.1)
+    monkeypatch.setattr(edges, "REBIND_S", 0.1)
     monkeypatch.setattr(inlet_attempt, "LOST_PRODUCER_S", 0.1)
     async with stages() as (thinkers, talkers):
         thinker, middle, last = await thinkers.replica(), await talkers.replica(), await talkers.replica()

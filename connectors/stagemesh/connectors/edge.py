@@ -1,23 +1,33 @@
-"""The data plane's nouns: what flows over an edge, and what the two ends of a flow offer an engine's runtime.
+"""The data plane's nouns: the packets that cross an edge, chunk policies, and what both ends of a flow share.
 
-A flow is one request's traffic over one edge in one attempt, named by its `EdgeKey`. Its producer holds an
-`Outlet`, its consumer an `Inlet`.
+A flow is the traffic of one request over one edge. It has an `EdgeKey` for each attempt. Its producer uses an `Outlet`,
+its consumer an `Inlet`.
 """
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from stagemesh.common.connector_descriptors import ConnectorName
-from stagemesh.common.errors import StagemeshError
+from stagemesh.common.errors import CancelledRequestError, StagemeshError, UnavailableError
 from stagemesh.common.tensors import Tensors
 
 MetadataValue: TypeAlias = int | float | bool | str
 
+REBIND_S = 15.0
+"""How long an end of a replaceable flow waits for another replica after it has lost its peer."""
+
+NOT_READ = "NOT_READ"
+"""Error reason: the consumer stopped reading by its own decision."""
+PEER_LOST = "PEER_LOST"
+"""Error reason: the consumer ended before its flow did."""
+_REPLICA_REASONS = frozenset({"UNKNOWN_FLOW", "STALE_ATTEMPT", "STALE_INCARNATION"})
+
 
 class EdgeKey(NamedTuple):
-    """Names a flow."""
+    """Identifies one attempt of a flow."""
 
     request_id: str
     edge: str
@@ -28,9 +38,9 @@ _NO_METADATA: Mapping[str, MetadataValue] = MappingProxyType({})
 
 
 class Packet:
-    """Tensors that belong together, with small facts about them; not to be changed. Views may be read-only."""
+    """Tensors that belong together, and a few metadata values about them. Immutable; views may be read-only."""
 
-    # One is made for every chunk: a frozen dataclass takes four times as long.
+    # One is created for every chunk: a frozen dataclass takes four times as long.
     __slots__ = ("metadata", "size_bytes", "tensors")
 
     def __init__(self, tensors: Tensors, metadata: Mapping[str, MetadataValue] = _NO_METADATA) -> None:
@@ -45,17 +55,17 @@ class Packet:
 
 @dataclass(frozen=True)
 class StepPolicy:
-    """Each emission of the engine is a chunk."""
+    """Sends each emission of the engine as one chunk."""
 
 
 @dataclass(frozen=True)
 class WholePolicy:
-    """All emissions, joined along their first axis, are one chunk at the end."""
+    """Joins all emissions along their first axis and sends them as one chunk at the end."""
 
 
 @dataclass(frozen=True)
 class FramesPolicy:
-    """Chunks of `frames` along the first axis; see the proto message of this name."""
+    """Cuts chunks of `frames` rows along the first axis; the proto message of this name describes the fields."""
 
     frames: int
     initial_frames: int = 0
@@ -81,7 +91,7 @@ class FlowUsage:
 
 @dataclass(frozen=True)
 class FlowStatus:
-    """One end of a flow at one moment; see the proto message FlowReport."""
+    """The state of one end of a flow at one moment; the proto message FlowReport describes the fields."""
 
     edge: str
     connector: ConnectorName
@@ -94,43 +104,62 @@ class FlowStatus:
     ended: bool
 
 
-class Outlet(Protocol):
-    """The producing end of a flow."""
+def is_recoverable(error: StagemeshError) -> bool:
+    """Returns whether another replica at the other end can continue a flow that ended with `error`.
 
-    async def send(self, packet: Packet) -> None:
-        """Hands a packet over; returns when there is credit and arena for it. Raises what broke the flow."""
-
-    async def finish(self) -> None:
-        """Sends what the chunk policy holds back and End; returns when the consumer has everything."""
-
-    async def abort(self, error: StagemeshError) -> None:
-        """Sends Abort where the flow is still open, and lets go of everything. Never raises."""
-
-    @property
-    def usage(self) -> FlowUsage:
-        """What was sent."""
-        ...
-
-    @property
-    def standing(self) -> FlowStatus:
-        """Where it stands now."""
-        ...
+    An error that a stage reports about the request itself is not recoverable: another replica would report it again.
+    """
+    if error.reason in _REPLICA_REASONS or isinstance(error, UnavailableError):
+        return True
+    return isinstance(error, CancelledRequestError) and error.reason != NOT_READ
 
 
-class Inlet(Protocol):
-    """The consuming end of a flow."""
+_Flow = TypeVar("_Flow")
 
-    def __aiter__(self) -> AsyncIterator[Packet]:
-        """The packets, each once and in order, up to End. Raises what Abort or a lost producer brought."""
-        ...
 
-    async def aclose(self, *, lost: bool = False) -> None:
-        """Refuses the rest and lets go of everything; `lost`: so that the producer may be given another consumer.
+class ReadyQueue(Generic[_Flow]):
+    """The flows that have something to send over one stream, in the order in which they became ready.
 
-        Closing twice is harmless.
-        """
+    A flow only adds itself. The stream takes flows out and pulls their messages in `pull`, which runs at most once in
+    each turn of the event loop.
+    """
 
-    @property
-    def standing(self) -> FlowStatus:
-        """Where it stands now."""
-        ...
+    def __init__(self, pull: Callable[[], None]) -> None:
+        self._pull = pull
+        self._flows: dict[_Flow, None] = {}
+        self._loop = asyncio.get_running_loop()
+        self._is_scheduled = False
+
+    def add(self, flow: _Flow) -> None:
+        """Adds a flow at the end, unless it is in the queue, and schedules the pull."""
+        self._flows[flow] = None
+        self.wake()
+
+    def wake(self) -> None:
+        """Schedules the pull."""
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._run)
+
+    def discard(self, flow: _Flow) -> None:
+        """Removes a flow that is over or that another stream carries."""
+        self._flows.pop(flow, None)
+
+    def first(self) -> _Flow | None:
+        """Returns the flow whose turn it is, or None if no flow is ready."""
+        return next(iter(self._flows), None)
+
+    def rotate(self, flow: _Flow) -> None:
+        """Moves a flow to the end."""
+        self._flows.pop(flow, None)
+        self._flows[flow] = None
+
+    def take_all(self) -> list[_Flow]:
+        """Takes all flows out."""
+        flows = list(self._flows)
+        self._flows.clear()
+        return flows
+
+    def _run(self) -> None:
+        self._is_scheduled = False
+        self._pull()

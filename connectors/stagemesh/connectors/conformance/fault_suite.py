@@ -8,7 +8,8 @@ from stagemesh.common.errors import InvalidRequestError, StagemeshError, Unavail
 from stagemesh.connectors.conformance.proxies import Proxy, proxied
 from stagemesh.connectors.conformance.replicas import Host, assert_same, open_flow, packet, receive_all, send_all
 from stagemesh.connectors.conformance.suite import BOUND_S, Suite
-from stagemesh.connectors.edge import Inlet, Outlet
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import Outlet
 
 MIB = 1 << 20
 
@@ -96,7 +97,7 @@ class FaultSuite(Suite):
         async with self.hosts() as (a, b):
             outlet, inlet = open_flow(a, b, connector=self.connector)
             await outlet.send(packet(0, 50_000))
-            await outlet.abort(InvalidRequestError("the engine refused", reason="BAD"))
+            outlet.abort(InvalidRequestError("the engine refused", reason="BAD"))
             assert await _first(inlet) == packet(0, 50_000).tensors["x"].tobytes()
             with pytest.raises(InvalidRequestError, match="the engine refused"):
                 await _first(inlet)

@@ -12,8 +12,9 @@ import numpy as np
 from stagemesh.common.connector_descriptors import AUTO, ConnectorName
 from stagemesh.common.errors import StagemeshError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import ChunkPolicy, EdgeKey, Inlet, Outlet, Packet, StepPolicy
-from stagemesh.connectors.flow.fan_out import FanOut
+from stagemesh.connectors.edge import ChunkPolicy, EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import FanOut, Outlet
 from stagemesh.rpc.channels import SERVER_OPTIONS
 from stagemesh.rpc.error_mapping import to_grpc_code, to_trailing_metadata
 from stagemesh.rpc.raw_methods import add_stage_service

@@ -1,4 +1,4 @@
-"""How a flow of packets is cut into chunks, by the edge's policy."""
+"""Cuts a flow of packets into chunks by the edge's policy."""
 
 from collections.abc import Mapping
 
@@ -10,46 +10,46 @@ from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, MetadataValue, 
 
 
 class Chunker:
-    """Applies one flow's policy: give it packets, it gives chunks back, the rest at the end."""
+    """Applies the policy of one flow: takes packets, returns chunks, and returns the rest at the end."""
 
     def __init__(self, policy: ChunkPolicy) -> None:
         self._policy = policy
-        self._held: list[Packet] = []
-        self._held_frames = 0
+        self._waiting: list[Packet] = []
+        self._waiting_frames = 0
         self._context: dict[str, Array] = {}
         self._first = True
 
     def push(self, packet: Packet) -> list[Packet]:
-        """The chunks that are complete with this packet."""
+        """Returns the chunks that this packet completes."""
         if isinstance(self._policy, StepPolicy):
             return [packet]
         frames = _frames(packet)
-        self._held.append(packet)
-        self._held_frames += frames
+        self._waiting.append(packet)
+        self._waiting_frames += frames
         if not isinstance(self._policy, FramesPolicy):
             return []
         return self._cut(self._policy)
 
     def finish(self) -> list[Packet]:
-        """What was held back."""
-        if not self._held_frames:
+        """Returns the last chunk, if there are packets left for one."""
+        if not self._waiting_frames:
             return []
-        joined = _join(self._held)
-        self._held, self._held_frames = [], 0
+        joined = _join(self._waiting)
+        self._waiting, self._waiting_frames = [], 0
         return [self._with_context(self._policy, joined) if isinstance(self._policy, FramesPolicy) else joined]
 
     def _cut(self, policy: FramesPolicy) -> list[Packet]:
         chunks: list[Packet] = []
         wanted = policy.initial_frames if self._first and policy.initial_frames else policy.frames
-        if self._held_frames < wanted:
+        if self._waiting_frames < wanted:
             return chunks
-        joined, start, total = _join(self._held), 0, self._held_frames
+        joined, start, total = _join(self._waiting), 0, self._waiting_frames
         while total - start >= wanted:
             chunks.append(self._with_context(policy, _slice(joined, start, start + wanted)))
             start += wanted
             wanted = policy.frames
         self._first = False
-        self._held, self._held_frames = [_slice(joined, start, total)] if total > start else [], total - start
+        self._waiting, self._waiting_frames = [_slice(joined, start, total)] if total > start else [], total - start
         return chunks
 
     def _with_context(self, policy: FramesPolicy, chunk: Packet) -> Packet:
@@ -78,7 +78,7 @@ def _join(packets: list[Packet]) -> Packet:
         return packets[0]
     names = packets[0].tensors.keys()
     if any(packet.tensors.keys() != names for packet in packets):
-        raise InvalidChunkError("packets that are joined into one chunk must hold the same tensors")
+        raise InvalidChunkError("packets that are joined into one chunk must have the same tensors")
     tensors = {name: np.concatenate([packet.tensors[name] for packet in packets]) for name in names}
     metadata = {key: value for packet in packets for key, value in packet.metadata.items()}
     return Packet(tensors, metadata)

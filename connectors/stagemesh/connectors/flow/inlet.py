@@ -1,112 +1,111 @@
-"""The consuming end of an edge whose producer may be replaced: what was taken of one is not taken of the next."""
+"""The consuming end of a flow: a series of attempts, whose packets an engine reads each once and in order."""
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
+from copy import copy
 
-from stagemesh.common.errors import StagemeshError, StaleAttemptError
-from stagemesh.common.notifier import Notifier
-from stagemesh.connectors.edge import FlowStatus, Packet
-from stagemesh.connectors.flow.inlet_attempt import InletAttempt
-from stagemesh.connectors.flow.reconnect_policy import REBIND_S, mendable
-from stagemesh.connectors.flow.row_position import RowPosition
+from stagemesh.common.connector_descriptors import AUTO
+from stagemesh.common.errors import CancelledRequestError, StagemeshError, UnavailableError
+from stagemesh.connectors.edge import NOT_READ, PEER_LOST, FlowStatus, Packet, is_recoverable
+from stagemesh.connectors.flow.inlet_attempt import InletAttempt, Phase
 
 
-class RebindingInlet:
-    """Implements `Inlet`: a series of flows, of which each goes on where the one before it stood, by rows.
+class Inlet:
+    """The consuming end of a flow, iterated over by one task. Its packets are in order, each once, up to End.
 
-    A reader that meets the end of a lost flow waits for another one, up to REBIND_S.
+    If the producer is lost, another one may take its place within `rebind_s`. Its flow continues where the edge stands,
+    counted in rows: rows that have arrived before are dropped.
     """
 
-    def __init__(self, flow: InletAttempt) -> None:
-        self._flow = flow
-        self._rows = RowPosition(edge=flow.key.edge)
-        self._kept: deque[Packet] = deque()
-        """What had arrived of former flows."""
-        self._ended = False
-        """Whether nothing comes after what is kept."""
-        self._closed = False
-        self._changed = Notifier()
+    def __init__(self, attempt: InletAttempt, *, rebind_s: float = 0.0) -> None:
+        self.attempt = attempt
+        self._rebind_s = rebind_s
+        self._packets = attempt.packets
 
     def __aiter__(self) -> AsyncIterator[Packet]:
-        """See `Inlet`."""
+        """Returns itself: a flow is read once."""
         return self
 
     async def __anext__(self) -> Packet:
-        """The next packet; not a generator, whose frame would hold on to the last one and so to its lease."""
-        while True:
-            if self._kept:
-                return self._kept.popleft()
-            if self._ended:
+        """Returns the next packet. Raises the error of an Abort or of a lost producer."""
+        # Not a generator, whose frame would retain the last packet and so its lease.
+        packets = self._packets
+        while not packets.waiting:
+            attempt = self.attempt
+            if packets.has_ended:
+                if attempt.phase is Phase.ENDED:
+                    attempt.is_read = True
                 raise StopAsyncIteration
-            packet = await self._next_of(self._flow)
-            if packet is not None:
-                return packet
+            if attempt.error is None:
+                await packets.changed.wait()
+            else:
+                await self._wait_for_successor(attempt, attempt.error)
+        return packets.pop()
 
     @property
-    def standing(self) -> FlowStatus:
-        """See `Inlet`."""
-        return self._flow.standing
+    def status(self) -> FlowStatus:
+        """The present state."""
+        attempt, packets = self.attempt, self._packets
+        return FlowStatus(
+            edge=attempt.key.edge,
+            connector=attempt.connector if attempt.incarnation else AUTO,
+            connected=attempt.is_connected,
+            chunks=attempt.next_seq,
+            waiting_chunks=packets.waiting,
+            waiting_bytes=packets.waiting_bytes,
+            credit_bytes=attempt.credit_bytes,
+            wanted_bytes=0,
+            ended=packets.has_ended,
+        )
 
     @property
     def is_lost(self) -> bool:
-        """Whether the present flow has failed."""
-        return self._flow.error is not None
+        """Whether the present attempt has failed."""
+        return self.attempt.error is not None
 
     async def aclose(self, *, lost: bool = False) -> None:
-        """See `Inlet`."""
-        self._closed = True
-        self._kept.clear()
-        if not self._ended or self._flow.complete:
-            await self._flow.aclose(lost=lost)
+        """Rejects further packets and releases those that have arrived. Closing twice is harmless.
 
-    def check(self, first_rows: Mapping[str, int]) -> None:
-        """Raises NotReadyError (ROWS_MISSING) where a flow that begins there would leave rows out."""
-        if not self._ended and not self._flow.ended:
-            self._rows.check(first_rows)
-
-    def rebind(self, open_flow: Callable[[], InletAttempt], *, first_rows: Mapping[str, int]) -> None:
-        """Goes on with another producer, whose flow begins at `first_rows`; `check` comes first."""
-        former = self._flow
-        self._ended = self._ended or former.ended
-        self._keep(former)
-        self._flow = open_flow()
-        if self._ended:
-            # All of the edge is here already; its new producer is to come to its end none the less.
-            self._flow.discard()
+        Args:
+            lost: Tells the producer that this consumer is lost, so that another consumer may be bound.
+        """
+        self._packets.clear()
+        if self.attempt.is_discarding:
+            # It commits and closes when it has arrived completely.
+            return
+        edge = self.attempt.key.edge
+        if lost:
+            error: StagemeshError = UnavailableError(f"the consumer of edge {edge} is gone", reason=PEER_LOST)
         else:
-            self._rows.begin(first_rows)
-        self._changed.fire()
+            error = CancelledRequestError(f"the consumer of edge {edge} stopped reading", reason=NOT_READ)
+        self.attempt.close(error)
 
-    # -- inner workings
+    def check_rebindable(self, first_rows: Mapping[str, int]) -> None:
+        """Raises NotReadyError (ROWS_MISSING) if a flow that begins at `first_rows` would leave rows out."""
+        if not self._packets.has_ended:
+            self._packets.rows.check(first_rows)
 
-    def _keep(self, former: InletAttempt) -> None:
-        """Takes over what has arrived and was not read; whoever still sends is told to stop."""
-        for packet in former.surrender(StaleAttemptError(f"edge {former.key.edge} has another producer")):
-            new = self._rows.take(packet)
-            if new is not None:
-                self._kept.append(new)
+    def rebind(self, attempt: InletAttempt, *, first_rows: Mapping[str, int]) -> None:
+        """Continues with another producer, whose flow begins at `first_rows`. Call `check_rebindable` first.
 
-    async def _next_of(self, flow: InletAttempt) -> Packet | None:
-        """The next packet of a flow; None where there is nothing new in it, or another flow has taken over."""
+        The former attempt must be superseded. Packets that have arrived are still to be read.
+        """
+        self.attempt = attempt
+        if self._packets.has_ended:
+            # Everything has arrived. The new producer must reach its end nevertheless.
+            attempt.discard()
+        else:
+            self._packets.rows.begin(first_rows)
+        self._packets.changed.fire()
+
+    async def _wait_for_successor(self, attempt: InletAttempt, error: StagemeshError) -> None:
+        """Returns when another attempt has taken the place of `attempt`; raises its error if none does."""
+        # A copy, because a raised error refers to frames, and they refer to packets and their leases.
+        if not self._rebind_s or not is_recoverable(error):
+            raise copy(error)
         try:
-            return self._rows.take(await anext(flow))
-        except StopAsyncIteration:
-            self._rows.check_end()
-            self._ended = True
-            return None
-        except StagemeshError as exc:
-            if flow is self._flow and not mendable(exc):
-                raise
-            error = exc
-        if flow is self._flow:
-            await self._rebound(flow, error)
-        return None
-
-    async def _rebound(self, flow: InletAttempt, error: StagemeshError) -> None:
-        try:
-            async with asyncio.timeout(REBIND_S):
-                while self._flow is flow:
-                    await self._changed.wait()
+            async with asyncio.timeout(self._rebind_s):
+                while self.attempt is attempt:
+                    await self._packets.changed.wait()
         except TimeoutError:
-            raise error from None
+            raise copy(error) from None

@@ -1,247 +1,196 @@
-"""The consuming end of a flow: order, exactly-once, credit, and the queue that the engine reads."""
+"""One attempt of a flow's consuming end: order, exactly-once delivery, and credit."""
 
 import asyncio
 import hmac
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from copy import copy
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import NamedTuple
 
-from stagemesh.common.connector_descriptors import AUTO, GRPC, ConnectorName, number_of
-from stagemesh.common.errors import (
-    CancelledRequestError,
-    InvalidChunkError,
-    StagemeshError,
-    UnavailableError,
-)
-from stagemesh.common.notifier import Notifier
+from stagemesh.common.connector_descriptors import GRPC, ConnectorName, number_of
+from stagemesh.common.errors import InvalidChunkError, StagemeshError, UnavailableError
 from stagemesh.connectors.arena.arena import MemoryAccount
-from stagemesh.connectors.edge import EdgeKey, FlowStatus, Packet
-from stagemesh.connectors.flow.reconnect_policy import NOT_READ, PEER_LOST
+from stagemesh.connectors.edge import EdgeKey, Packet, ReadyQueue
+from stagemesh.connectors.flow.packet_queue import PacketQueue
 from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 LOST_PRODUCER_S = 15.0
 """How long a flow waits for its producer to connect again."""
-
-
 MAX_RESYNCS = 3
-"""How often a flow is opened again at the same place before its producer is taken for broken."""
+"""How often a flow is opened again at the same chunk before its producer is rejected as broken."""
 
 
-class Session(Protocol):
-    """The producer's stream, as its flows see it."""
+class Phase(Enum):
+    """The state of an attempt."""
 
-    def touch(self, flow: "InletAttempt") -> None:
-        """The flow has something to tell its producer (`report`)."""
+    WAITING = auto()
+    """No stream carries the attempt; the producer is expected to open it."""
+    OPEN = auto()
+    """Chunks are accepted."""
+    RESYNCING = auto()
+    """A message was lost; everything is ignored until the producer opens the attempt again."""
+    ENDED = auto()
+    """Every chunk and End have arrived."""
+    FAILED = auto()
+    """An error ended the flow; the reader receives it after the packets that have arrived."""
+    CLOSED = auto()
+    """The reader has closed the inlet, or a successor took the attempt's place."""
 
-    def reply(self, reply: stage_pb2.PutReply) -> None:
-        """Sends a reply."""
 
-    def forget(self, key: EdgeKey, *, moved: bool) -> None:
-        """The flow is over, or goes on over another stream."""
+class _Arrival(NamedTuple):
+    """A chunk that cannot be accepted yet, because its bytes or those of an earlier chunk are under way."""
 
-
-@dataclass(eq=False, slots=True)
-class Arrival:
-    """A chunk that has come but whose bytes, or those of one before it, are on their way."""
-
-    packet: Packet | None = None
-    task: asyncio.Task[Packet] | None = None
-    tail: Callable[[], None] | None = None
-    size_bytes: int = 0
-
-    @property
-    def is_there(self) -> bool:
-        """Whether `content` would give or raise something."""
-        return self.task is None or self.task.done()
-
-    def content(self) -> Packet:
-        """The packet; raises what kept it from arriving."""
-        if self.task is not None:
-            return self.task.result()
-        assert self.packet is not None, "an arrival has a packet, a task or a tail"
-        return self.packet
+    size_bytes: int
+    accept: Callable[[], None]
+    """Accepts the chunk; raises the error of a failed transfer."""
+    transfer: asyncio.Task[Packet] | None = None
 
 
 class InletAttempt:
-    """Implements `Inlet`. One consuming task iterates; the session calls the rest, all on one event loop."""
+    """Receives an inlet's chunks from one producer: order, exactly-once delivery, and credit.
+
+    The session passes it the producer's messages, and pulls from it what the producer must be sent.
+    """
 
     def __init__(
         self,
         key: EdgeKey,
         *,
+        packets: PacketQueue,
         producer: str,
         window_bytes: int,
         max_chunk_bytes: int,
-        on_close: Callable[["InletAttempt"], None],
+        on_closed: Callable[["InletAttempt"], None],
     ) -> None:
         self.key = key
         self.wire_key = wire.key_to_wire(key)
+        self.packets = packets
+        """Takes the packets of all attempts, to be read."""
         self.producer = producer
         self.incarnation = ""
         self.connector: ConnectorName = GRPC
-        self._window_bytes = window_bytes
-        self._max_chunk_bytes = max_chunk_bytes
-        self._on_close = on_close
-        self._limit_bytes = self._told_limit_bytes = window_bytes
-        self._received_bytes = self._consumed_bytes = 0
-        self._demanded_bytes = 0
-        self._next_seq = self._told_seq = 0
+        self.phase = Phase.WAITING
+        self.error: StagemeshError | None = None
+        self.is_read = False
+        """Whether the reader has read everything up to End."""
+        self.is_discarding = False
+        """Whether the flow is received to its end without a reader."""
+        self.queue: ReadyQueue[InletAttempt] | None = None
+        """The queue of the stream that carries the attempt."""
+        self.next_seq = 0
+        """All chunks below it have arrived."""
         self.landing_account = MemoryAccount()
-        """What its chunks hold of the memory that they are fetched into."""
-        self._arriving: deque[Arrival] = deque()
-        self._queue: deque[Packet] = deque()
+        """The attempt's use of the memory that chunks are fetched into."""
+        self._credit = _Credit(window_bytes)
+        self._max_chunk_bytes, self._on_closed = max_chunk_bytes, on_closed
+        self._reported_seq = 0
+        self._arriving: deque[_Arrival] = deque()
+        self._replies: list[stage_pb2.PutReply] = []
         self._digest = wire.FlowDigest()
         self._shape: wire.PacketShape | None = None
-        self._ended = self._delivered_all = self._closed = self._discards = False
-        self._error: StagemeshError | None = None
-        self._session: Session | None = None
-        self.resyncing = False
         self._resyncs = 0
         self._lost_timer: asyncio.TimerHandle | None = None
-        self._changed = Notifier()
 
-    # -- the engine's side
-
-    def __aiter__(self) -> AsyncIterator[Packet]:
-        """See `Inlet`."""
-        return self
-
-    async def __anext__(self) -> Packet:
-        """The next packet; not a generator, whose frame would hold on to the last one and so to its lease."""
-        while not self._queue:
-            if self._error is not None:
-                # A copy: what is raised holds on to frames, and they to packets and their leases.
-                raise copy(self._error)
-            if self._ended:
-                self._delivered_all = True
-                raise StopAsyncIteration
-            await self._changed.wait()
-        packet = self._queue.popleft()
-        self._consumed(packet.size_bytes)
-        return packet
+    # -- for the inlet
 
     @property
-    def standing(self) -> FlowStatus:
-        """See `Inlet`."""
-        return FlowStatus(
-            edge=self.key.edge,
-            connector=self.connector if self.incarnation else AUTO,
-            connected=self._session is not None,
-            chunks=self._next_seq,
-            waiting_chunks=len(self._queue),
-            waiting_bytes=sum(packet.size_bytes for packet in self._queue),
-            credit_bytes=self.credit_bytes,
-            wanted_bytes=0,
-            ended=self._ended,
-        )
-
-    async def aclose(self, *, lost: bool = False) -> None:
-        """See `Inlet`."""
-        edge = self.key.edge
-        if lost:
-            self._close(UnavailableError(f"the consumer of edge {edge} is gone", reason=PEER_LOST))
-        else:
-            self._close(CancelledRequestError(f"the consumer of edge {edge} stopped reading", reason=NOT_READ))
-
-    def surrender(self, error: StagemeshError) -> list[Packet]:
-        """Ends the flow, its producer and whoever reads it with `error`; returns what has arrived and was not read."""
-        packets = list(self._queue)
-        self._delivered_all = self._ended
-        self._close(error)
-        self._error = self._error or error
-        self._changed.fire()
-        return packets
-
-    def discard(self) -> None:
-        """Takes the flow to its end without a reader, and then closes by itself; nothing of it is needed."""
-        self._discards = True
-        self._await_producer()
-
-    def _close(self, error: StagemeshError) -> None:
-        """Lets go of everything; a producer that has yet something to send is told `error`."""
-        if self._closed:
-            return
-        self._closed = True
-        self._queue.clear()
-        self._drop_arriving()
-        if self._delivered_all:
-            self._reply(stage_pb2.PutReply(commit=stage_pb2.EdgeCommit(key=self.wire_key)))
-        elif self._error is None:
-            self._reject(error)
-        if self._session is not None:
-            self._session.forget(self.key, moved=False)
-            self._session = None
-        self._cancel_timer()
-        self._on_close(self)
-
-    # -- the session's side
+    def is_connected(self) -> bool:
+        """Whether a stream carries the attempt."""
+        return self.queue is not None
 
     @property
-    def error(self) -> StagemeshError | None:
-        """Why it goes on no more."""
-        return self._error
+    def is_closed(self) -> bool:
+        """Whether nothing is received any more."""
+        return self.phase is Phase.CLOSED
 
     @property
-    def ended(self) -> bool:
-        """Whether all of it has arrived."""
-        return self._ended
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of it was read."""
-        return self._delivered_all
-
-    @property
-    def next_seq(self) -> int:
-        """All chunks below it have arrived."""
-        return self._next_seq
+    def is_resyncing(self) -> bool:
+        """Whether messages are ignored until the producer opens the attempt again."""
+        return self.phase is Phase.RESYNCING
 
     @property
     def credit_bytes(self) -> int:
-        """What the producer may still send."""
-        return max(0, self._limit_bytes - self._received_bytes)
+        """Payload bytes that the producer may still send."""
+        return self._credit.available_bytes
 
-    def open(
-        self, session: Session, *, incarnation: str, connector: ConnectorName, opening: int = 0
-    ) -> stage_pb2.EdgeOpened:
-        """The producer opens the flow (again) on a stream, to go on from what has arrived."""
-        if self._session is not None and self._session is not session:
-            self._session.forget(self.key, moved=True)
-        if self.resyncing or connector != self.connector:
-            self.resyncing = False
-            self._drop_arriving()
-        self._session, self.incarnation, self.connector = session, incarnation, connector
+    def consume(self, size_bytes: int) -> None:
+        """Counts payload bytes as read, which may grant credit."""
+        if self._credit.consume(size_bytes):
+            self._mark_ready()
+
+    def close(self, error: StagemeshError) -> None:
+        """Releases everything. The producer receives a commit if all was read, or else `error`."""
+        if self.is_closed:
+            return
+        if self.is_read:
+            self._reply(stage_pb2.PutReply(commit=stage_pb2.EdgeCommit(key=self.wire_key)))
+        elif self.error is None:
+            self._reject(error)
+        self._mark_ready()
+        self.phase = Phase.CLOSED
+        self._drop_arriving()
         self._cancel_timer()
-        self._told_seq, self._told_limit_bytes = self._next_seq, self._limit_bytes
-        return stage_pb2.EdgeOpened(
+        self._on_closed(self)
+
+    def supersede(self, error: StagemeshError) -> None:
+        """Closes the attempt for a successor; what has arrived counts as read."""
+        self.is_read = self.phase is Phase.ENDED
+        self.close(error)
+
+    def discard(self) -> None:
+        """Receives the flow to its end without a reader, and then closes."""
+        self.is_discarding = True
+        self._await_producer()
+
+    # -- for the session
+
+    def attach(self, queue: "ReadyQueue[InletAttempt]", *, incarnation: str, connector: ConnectorName) -> None:
+        """Continues on the producer's stream of `queue`, from what has arrived on."""
+        if self.queue is not None and self.queue is not queue:
+            # The former session learns that it does not carry the flow any more.
+            self.queue.add(self)
+        if self.phase is Phase.RESYNCING or connector != self.connector:
+            self._drop_arriving()
+        if self.phase is Phase.WAITING or self.phase is Phase.RESYNCING:
+            self.phase = Phase.OPEN
+        self.queue, self.incarnation, self.connector = queue, incarnation, connector
+        self._cancel_timer()
+        self._replies.clear()
+        self._reported_seq = self.next_seq
+        self._credit.report()
+
+    def confirm(self, opening: int) -> None:
+        """Answers the producer's OpenEdge of that number."""
+        opened = stage_pb2.EdgeOpened(
             key=self.wire_key,
-            next_seq=self._next_seq,
-            credit_limit_bytes=self._limit_bytes,
-            connector=number_of(connector),
+            next_seq=self.next_seq,
+            credit_limit_bytes=self._credit.limit_bytes,
+            connector=number_of(self.connector),
             opening=opening,
         )
+        self._reply(stage_pb2.PutReply(opened=opened))
 
-    def detach(self, session: Session) -> None:
-        """The producer's stream is gone; it has LOST_PRODUCER_S to come back."""
-        if self._session is session:
-            self._session = None
+    def detach(self, queue: "ReadyQueue[InletAttempt]") -> None:
+        """Waits LOST_PRODUCER_S for the producer to connect again, because the stream of `queue` ended."""
+        if self.queue is queue:
+            self.queue = None
+            if self.phase is Phase.OPEN:
+                self.phase = Phase.WAITING
             self._await_producer()
 
     def resync(self, error: StagemeshError, *, failed: ConnectorName | None = None) -> None:
-        """Something of the flow was lost: has it opened again, and ignores what comes before that.
+        """Asks the producer to open the flow again, because a message was lost, and ignores all before that.
 
-        A producer that does no better after MAX_RESYNCS is refused with `error`.
+        A producer that does no better after MAX_RESYNCS is rejected with `error`.
         """
-        if self.resyncing or self._error is not None or self._ended:
+        if self.phase is not Phase.OPEN and self.phase is not Phase.WAITING:
             return
         self._resyncs += 1
         if self._resyncs > MAX_RESYNCS:
-            self.refuse(error)
+            self.reject(error)
             return
-        self.resyncing = True
+        self.phase = Phase.RESYNCING
         resync = stage_pb2.EdgeResync(key=self.wire_key, error=wire.error_to_wire(error))
         if failed is not None:
             resync.failed = number_of(failed)
@@ -249,189 +198,184 @@ class InletAttempt:
         self._await_producer()
 
     def report(self, response: stage_pb2.PutChunkResponse) -> None:
-        """Adds what the producer has not been told yet."""
-        if self._next_seq > self._told_seq:
+        """Adds the replies, acknowledgement and credit that the producer has not been sent yet."""
+        if self._replies:
+            response.replies.extend(self._replies)
+            self._replies.clear()
+        if self.is_closed:
+            return
+        limit_bytes = self._credit.report()
+        if self.next_seq > self._reported_seq:
             ack = response.replies.add().ack
             ack.key.CopyFrom(self.wire_key)
-            ack.next_seq = self._told_seq = self._next_seq
-            if self._limit_bytes > self._told_limit_bytes:
-                ack.credit_limit_bytes = self._told_limit_bytes = self._limit_bytes
-        elif self._limit_bytes > self._told_limit_bytes:
+            ack.next_seq = self._reported_seq = self.next_seq
+            if limit_bytes:
+                ack.credit_limit_bytes = limit_bytes
+        elif limit_bytes:
             credit = response.replies.add().credit
             credit.key.CopyFrom(self.wire_key)
-            credit.limit_bytes = self._told_limit_bytes = self._limit_bytes
+            credit.limit_bytes = limit_bytes
 
     def lost_error(self) -> UnavailableError:
-        """What a reader gets when the producer does not come back."""
+        """Returns the error for a reader whose producer does not return."""
         return UnavailableError(
-            f"replica {self.producer} went away before chunk {self._next_seq} of edge {self.key.edge}",
+            f"replica {self.producer} went away before chunk {self.next_seq} of edge {self.key.edge}",
             reason="PRODUCER_LOST",
-            metadata={"edge": self.key.edge, "replica": self.producer, "seq": str(self._next_seq)},
+            metadata={"edge": self.key.edge, "replica": self.producer, "seq": str(self.next_seq)},
         )
 
     def fail(self, error: StagemeshError) -> None:
-        """Ends the reader after what it has in its queue."""
-        if self._error is None and not self._ended:
-            self._error = error
-            self._changed.fire()
-            if self._discards:
-                self._close(error)
+        """Ends the reader with an error after the queued packets."""
+        if self.error is None and self.phase is not Phase.ENDED and not self.is_closed:
+            self.error, self.phase = error, Phase.FAILED
+            self.packets.changed.fire()
+            if self.is_discarding:
+                self.close(error)
 
-    def refuse(self, error: StagemeshError) -> None:
-        """The flow is broken by its producer: tells both sides."""
+    def reject(self, error: StagemeshError) -> None:
+        """Ends both the producer and the reader, because the producer broke the flow."""
         self._reject(error)
         self.fail(error)
 
-    def check_room(self, size_bytes: int) -> None:
-        """Raises InvalidChunkError when that many bytes more exceed the credit."""
+    def check_credit(self, size_bytes: int) -> None:
+        """Raises InvalidChunkError if that many more bytes exceed the credit."""
         if size_bytes > self.credit_bytes:
             raise InvalidChunkError(
-                f"chunk {self._next_seq} of edge {self.key.edge} brings {size_bytes} bytes "
+                f"chunk {self.next_seq} of edge {self.key.edge} brings {size_bytes} bytes "
                 f"where {self.credit_bytes} were granted",
                 reason="CREDIT_EXCEEDED",
             )
 
     def demand(self, size_bytes: int) -> None:
-        """The producer has a chunk larger than the window."""
+        """Grants credit for a chunk larger than the window, as soon as everything before it is read."""
         if size_bytes > self._max_chunk_bytes:
-            self.refuse(
+            self.reject(
                 InvalidChunkError(
                     f"a chunk of {size_bytes} bytes on edge {self.key.edge} exceeds the consumer's limit of "
                     f"{self._max_chunk_bytes}; cut it with `chunk: {{frames: N}}` or raise data_plane.arena_bytes",
                     reason="CHUNK_TOO_LARGE",
                 )
             )
-            return
-        self._demanded_bytes = size_bytes
-        self._meet_demand()
+        elif self._credit.demand(size_bytes):
+            self._mark_ready()
 
     def check_seq(self, seq: int) -> bool:
-        """Whether `seq` is due; False for one that came before. Raises InvalidChunkError for a gap."""
-        due = self._next_seq + len(self._arriving)
-        if seq > due or (self._ended and seq == due):
+        """Returns whether `seq` is due; False if that chunk has arrived before. Raises InvalidChunkError for a gap."""
+        due = self.next_seq + len(self._arriving)
+        if seq > due or (self.phase is Phase.ENDED and seq == due):
             raise InvalidChunkError(
                 f"chunk {seq} of edge {self.key.edge} came where {due} was due", reason="SEQUENCE_GAP"
             )
         return seq == due
 
     def deliver(self, packet: Packet) -> None:
-        """Takes the next data chunk, checked and within credit."""
-        self._received_bytes += packet.size_bytes
+        """Accepts the next data chunk, checked and within credit."""
+        self._credit.received_bytes += packet.size_bytes
         if self._arriving:
-            self._arriving.append(Arrival(packet=packet, size_bytes=packet.size_bytes))
+            self._arriving.append(_Arrival(packet.size_bytes, lambda: self._accept(packet)))
         else:
-            self._take(packet)
+            self._accept(packet)
 
-    def deliver_later(self, task: asyncio.Task[Packet], *, size_bytes: int) -> None:
-        """Takes the next data chunk, whose bytes are on their way; what comes after it waits for it."""
-        self._received_bytes += size_bytes
-        self._arriving.append(Arrival(task=task, size_bytes=size_bytes))
-        task.add_done_callback(lambda _: self._land())
+    def deliver_later(self, transfer: asyncio.Task[Packet], *, size_bytes: int) -> None:
+        """Accepts the next data chunk, whose bytes are under way; later chunks wait for it."""
+        self._credit.received_bytes += size_bytes
+        self._arriving.append(_Arrival(size_bytes, lambda: self._accept(transfer.result()), transfer))
+        transfer.add_done_callback(lambda _: self._accept_arrived())
 
     def deliver_end(self, end: chunk_pb2.ChunkEnd) -> None:
-        """Takes the End; raises InvalidChunkError where it tells of other chunks than came."""
-        if self._arriving:
-            self._arriving.append(Arrival(tail=lambda: self._take_end(end)))
-        else:
-            self._take_end(end)
+        """Accepts the End; raises InvalidChunkError if it describes other chunks than those that arrived."""
+        self._deliver_tail(lambda: self._accept_end(end))
 
     def deliver_abort(self, error: StagemeshError) -> None:
-        """Takes the Abort."""
+        """Accepts the Abort."""
         located = error.located(edge=self.key.edge, replica=self.producer)
-        if self._arriving:
-            self._arriving.append(Arrival(tail=lambda: self._take_abort(located)))
-        else:
-            self._take_abort(located)
+        self._deliver_tail(lambda: self._accept_abort(located))
 
     # -- inner workings
 
-    def _take(self, packet: Packet) -> None:
+    def _deliver_tail(self, accept: Callable[[], None]) -> None:
+        if self._arriving:
+            self._arriving.append(_Arrival(0, accept))
+        else:
+            accept()
+
+    def _accept(self, packet: Packet) -> None:
         self._shape = shape = wire.shape_of(packet, last=self._shape)
         self._digest.add(shape)
-        if self._discards:
-            self._consumed(packet.size_bytes)
-        elif not self._closed and self._error is None:
-            self._queue.append(packet)
+        if self.is_discarding:
+            self.consume(packet.size_bytes)
+        elif self.error is None and not self.is_closed:
+            self.packets.accept(packet, self.consume)
         self._advance()
 
-    def _take_end(self, end: chunk_pb2.ChunkEnd) -> None:
-        mine = self._digest.end()
-        if end.count != mine.count or not hmac.compare_digest(end.digest, mine.digest):
+    def _accept_end(self, end: chunk_pb2.ChunkEnd) -> None:
+        expected = self._digest.end()
+        if end.count != expected.count or not hmac.compare_digest(end.digest, expected.digest):
             raise InvalidChunkError(
-                f"edge {self.key.edge} ended after {end.count} chunks where {mine.count} came, or they differ",
+                f"edge {self.key.edge} ended after {end.count} chunks where {expected.count} came, or they differ",
                 reason="DIGEST_MISMATCH",
             )
-        self._ended = True
+        if self.error is None:
+            if not self.is_discarding:
+                self.packets.accept_end()
+            self.phase = Phase.ENDED
         self._advance()
-        if self._discards:
-            self._delivered_all = True
-            self._close(self.lost_error())
+        if self.is_discarding:
+            self.is_read = True
+            self.close(self.lost_error())
 
-    def _take_abort(self, error: StagemeshError) -> None:
+    def _accept_abort(self, error: StagemeshError) -> None:
         self.fail(error)
         self._advance()
 
-    def _land(self) -> None:
-        """Takes what has arrived, in order; what could not be read has the flow opened again by another way."""
-        while self._arriving and self._arriving[0].is_there:
+    def _accept_arrived(self) -> None:
+        """Accepts, in order, the chunks that have arrived. A failed transfer has the flow opened again."""
+        while self._arriving:
+            transfer = self._arriving[0].transfer
+            if transfer is not None and not transfer.done():
+                return
             arrival = self._arriving.popleft()
             try:
-                if arrival.tail is not None:
-                    arrival.tail()
-                else:
-                    self._take(arrival.content())
+                arrival.accept()
             except UnavailableError as exc:
                 self._arriving.appendleft(arrival)
                 self.resync(exc, failed=self.connector)
                 return
             except StagemeshError as exc:
-                self.refuse(exc)
+                self.reject(exc)
                 return
 
     def _drop_arriving(self) -> None:
-        """Gives up what is on its way; it comes again."""
+        """Drops the chunks that are under way; the producer sends them again."""
         while self._arriving:
             arrival = self._arriving.pop()
-            self._received_bytes -= arrival.size_bytes
-            if arrival.task is not None:
-                arrival.task.cancel()
+            self._credit.received_bytes -= arrival.size_bytes
+            if arrival.transfer is not None:
+                arrival.transfer.cancel()
 
     def _advance(self) -> None:
-        self._next_seq += 1
+        self.next_seq += 1
         self._resyncs = 0
-        # The engine first: the acknowledgement is in no hurry.
-        self._changed.fire()
-        if self._session is not None:
-            self._session.touch(self)
+        # The engine first: the acknowledgement is not urgent.
+        self.packets.changed.fire()
+        self._mark_ready()
 
-    def _consumed(self, size_bytes: int) -> None:
-        self._consumed_bytes += size_bytes
-        limit = self._consumed_bytes + self._window_bytes
-        if limit - self._limit_bytes >= self._window_bytes // 4:
-            self._grant(limit)
-        self._meet_demand()
-
-    def _meet_demand(self) -> None:
-        if self._demanded_bytes and self._consumed_bytes == self._received_bytes:
-            self._grant(self._received_bytes + self._demanded_bytes)
-            self._demanded_bytes = 0
-
-    def _grant(self, limit_bytes: int) -> None:
-        if limit_bytes > self._limit_bytes:
-            self._limit_bytes = limit_bytes
-            if self._session is not None:
-                self._session.touch(self)
+    def _mark_ready(self) -> None:
+        if self.queue is not None and not self.is_closed:
+            self.queue.add(self)
 
     def _reject(self, error: StagemeshError) -> None:
         rejected = stage_pb2.EdgeRejected(key=self.wire_key, error=wire.error_to_wire(error))
         self._reply(stage_pb2.PutReply(rejected=rejected))
 
     def _reply(self, reply: stage_pb2.PutReply) -> None:
-        if self._session is not None:
-            self._session.reply(reply)
+        if self.queue is not None:
+            self._replies.append(reply)
+            self._mark_ready()
 
     def _await_producer(self) -> None:
-        if not self._ended and self._error is None and not self._closed and self._lost_timer is None:
+        waits = self.phase is not Phase.ENDED and self.error is None and not self.is_closed
+        if waits and self._lost_timer is None:
             loop = asyncio.get_running_loop()
             self._lost_timer = loop.call_later(LOST_PRODUCER_S, self.fail, self.lost_error())
 
@@ -439,3 +383,48 @@ class InletAttempt:
         if self._lost_timer is not None:
             self._lost_timer.cancel()
             self._lost_timer = None
+
+
+class _Credit:
+    """The payload bytes that a producer may send, counted from the flow's first chunk."""
+
+    def __init__(self, window_bytes: int) -> None:
+        self.limit_bytes = window_bytes
+        self.received_bytes = 0
+        self._window_bytes = window_bytes
+        self._reported_bytes = window_bytes
+        self._consumed_bytes = self._demanded_bytes = 0
+
+    @property
+    def available_bytes(self) -> int:
+        """Bytes that may still be sent."""
+        return max(0, self.limit_bytes - self.received_bytes)
+
+    def consume(self, size_bytes: int) -> bool:
+        """Counts bytes as read; returns whether that raises the limit, which it does in steps of a quarter window."""
+        self._consumed_bytes += size_bytes
+        limit_bytes = self._consumed_bytes + self._window_bytes
+        is_raised = limit_bytes - self.limit_bytes >= max(1, self._window_bytes // 4)
+        if is_raised:
+            self.limit_bytes = limit_bytes
+        return self._meet_demand() or is_raised
+
+    def demand(self, size_bytes: int) -> bool:
+        """Grants that many bytes once everything before is read; returns whether that raises the limit now."""
+        self._demanded_bytes = size_bytes
+        return self._meet_demand()
+
+    def report(self) -> int:
+        """Returns the limit if it was raised since the last report, or else 0."""
+        if self.limit_bytes <= self._reported_bytes:
+            return 0
+        self._reported_bytes = self.limit_bytes
+        return self.limit_bytes
+
+    def _meet_demand(self) -> bool:
+        if not self._demanded_bytes or self._consumed_bytes != self.received_bytes:
+            return False
+        limit_bytes, self._demanded_bytes = self.received_bytes + self._demanded_bytes, 0
+        is_raised = limit_bytes > self.limit_bytes
+        self.limit_bytes = max(self.limit_bytes, limit_bytes)
+        return is_raised

@@ -1,212 +1,325 @@
-"""The producing end of an edge whose consumer may be replaced: the next one is sent all chunks from the first on."""
+"""The producing end of a flow, and fan-out: several flows that carry the same packets, written once.
+
+An outlet is a series of attempts, each of which sends every chunk to one consumer.
+"""
 
 import asyncio
-import logging
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from copy import copy
-from functools import partial
+from typing import TypeAlias
 
-from stagemesh.common.errors import (
-    CancelledRequestError,
-    InternalError,
-    NotReadyError,
-    StagemeshError,
-    StaleAttemptError,
-)
-from stagemesh.common.notifier import Notifier
-from stagemesh.connectors.edge import ChunkPolicy, FlowStatus, FlowUsage, Packet
+from stagemesh.common.connector_descriptors import GRPC
+from stagemesh.common.errors import CancelledRequestError, NotReadyError, StagemeshError
+from stagemesh.connectors.arena.arena import Arena, MemoryAccount, Region, Written
+from stagemesh.connectors.base import ArenaRange
+from stagemesh.connectors.edge import ChunkPolicy, FlowStatus, FlowUsage, Packet, StepPolicy, is_recoverable
 from stagemesh.connectors.flow.chunking import Chunker
-from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
-from stagemesh.connectors.flow.reconnect_policy import REBIND_S, mendable
-from stagemesh.connectors.flow.sent_chunk import SentChunk
+from stagemesh.connectors.flow.ledger import Ledger, Retention, SentChunk
+from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase, Route
+from stagemesh.connectors.stream import wire
+from stagemesh.v1 import chunk_pb2
 
-_log = logging.getLogger(__name__)
+BULK_BYTES = 256 << 10
+"""A flow with chunks larger than this is sent over the bulk stream if its bytes travel as fragments."""
+_NOWHERE = ArenaRange(0, 0, 0)
+
+Select: TypeAlias = Callable[[Packet], Packet | None]
+"""Returns the part of a packet that an outlet carries, or None if it carries nothing of it."""
 
 
-class RebindingOutlet:
-    """Implements `Outlet`: a series of flows, each with what those before it carried.
+class Outlet:
+    """The producing end of a flow, used by one producing task.
 
-    Packets are cut here, once, so that every consumer gets the same chunks; the flows send what they are given. What a
-    flow kept goes over to its successor and is sent again by a task of its own, before anything new. A flow whose
-    consumer is gone keeps its chunks for REBIND_S.
+    Packets are cut into chunks once, so that every consumer gets the same chunks. If the consumer is lost, another one
+    may take its place within `rebind_s`: all chunks from the first one on are sent to it.
     """
 
-    def __init__(self, flow: OutletAttempt, *, policy: ChunkPolicy, on_over: Callable[[], None] = lambda: None) -> None:
-        """`on_over` is told once nobody can be sent anything any more: all is committed, or it cannot be mended."""
-        self._chunker = Chunker(policy)
-        self._on_over: Callable[[], None] | None = on_over
-        self._backlog: deque[SentChunk] = deque()
-        self._replaying: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._finished = self._released = False
+    def __init__(
+        self,
+        route: Route,
+        *,
+        policy: ChunkPolicy,
+        arena: Arena,
+        retention: Retention,
+        rebind_s: float = 0.0,
+        on_over: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Calls `on_over` when the flow is committed, aborted, or has failed without a successor."""
+        self.ledger = Ledger(retention)
+        self.is_over = False
+        """Whether no consumer can be sent anything any more."""
+        self._chunker = None if isinstance(policy, StepPolicy) else Chunker(policy)
+        self._arena, self._account = arena, MemoryAccount()
+        self._rebind_s, self._on_over = rebind_s, on_over
+        self._digest = wire.FlowDigest()
+        self._shape: wire.PacketShape | None = None
         self._error: StagemeshError | None = None
-        self._changed = Notifier()
-        self._flow = self._watched(flow)
+        self._rebind_timer: asyncio.TimerHandle | None = None
+        self.attempt = OutletAttempt(route, self.ledger, on_over=self._attempt_over)
 
     @property
     def usage(self) -> FlowUsage:
-        """See `Outlet`: what the present flow has sent, which at its end is all."""
-        return self._flow.usage
+        """What was sent."""
+        ledger = self.ledger
+        return FlowUsage(self.attempt.key.edge, self.attempt.connector, ledger.sent_chunks, ledger.sent_bytes)
 
     @property
-    def standing(self) -> FlowStatus:
-        """See `Outlet`."""
-        return self._flow.standing
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nobody can be sent anything any more."""
-        return self._on_over is None
+    def status(self) -> FlowStatus:
+        """The present state."""
+        attempt, ledger = self.attempt, self.ledger
+        return FlowStatus(
+            edge=attempt.key.edge,
+            connector=attempt.connector,
+            connected=attempt.phase is Phase.OPEN,
+            chunks=ledger.next_seq,
+            waiting_chunks=len(ledger.unacked),
+            waiting_bytes=sum(sent.size_bytes for sent in ledger.unacked),
+            credit_bytes=max(0, attempt.limit_bytes - ledger.sent_bytes),
+            wanted_bytes=ledger.wanted_bytes,
+            ended=ledger.ended,
+        )
 
     @property
     def is_lost(self) -> bool:
-        """Whether the present flow has failed."""
-        return self._flow.error is not None
+        """Whether the present attempt has failed."""
+        return self.attempt.phase is Phase.FAILED
+
+    def has_credit(self, size_bytes: int) -> bool:
+        """Returns whether the consumer accepts that many more payload bytes."""
+        return self.attempt.has_credit(self.ledger.sent_bytes + size_bytes)
 
     async def send(self, packet: Packet) -> None:
-        """See `Outlet`."""
-        for chunk in self._chunker.push(packet):
+        """Sends a packet; returns when there is credit and arena space for it. Raises the error that ended the flow."""
+        for chunk in self._chunker.push(packet) if self._chunker else (packet,):
             await self._send(chunk)
 
     async def finish(self) -> None:
-        """See `Outlet`."""
-        for chunk in self._chunker.finish():
+        """Sends what the chunk policy holds back and End; returns when the consumer has everything."""
+        for chunk in self._chunker.finish() if self._chunker else ():
             await self._send(chunk)
-        while True:
-            flow = await self._settled()
-            try:
-                await flow.finish()
-            except StagemeshError:
-                if self._is_final(flow):
-                    raise
-                continue
-            self._finished = True
+        self._check_error()
+        if not self.ledger.ended:
+            self._append(SentChunk(self.ledger.next_seq, tail=self._digest.end()))
+        while not self.ledger.is_delivered:
+            self._check_error()
+            await self.ledger.changed.wait()
+
+    def abort(self, error: StagemeshError) -> None:
+        """Sends Abort unless the flow has ended, and accepts no other consumer. Never raises."""
+        if self.is_over:
             return
+        edge, ledger = self.attempt.key.edge, self.ledger
+        if self.is_lost:
+            ledger.release()
+        elif not ledger.ended:
+            # The attempt continues until the Abort has arrived.
+            ledger.drop_beyond(self.attempt.limit_bytes)
+            self._append(SentChunk(ledger.next_seq, tail=chunk_pb2.ChunkAbort(error=wire.error_to_wire(error))))
+        self._error = CancelledRequestError(f"edge {edge} was aborted: {error.message}", reason="ABORTED")
+        self._end()
 
-    async def abort(self, error: StagemeshError) -> None:
-        """See `Outlet`."""
-        replaying = self._replaying
-        self.release(error)
-        if replaying is not None:
-            await asyncio.gather(replaying, return_exceptions=True)
+    # -- another consumer
 
-    def release(self, error: StagemeshError) -> None:
-        """What `abort` does, without a wait. After `finish` it only has no other consumer take this one's place."""
-        if self._released:
-            return
-        self._released = True
-        self._end(CancelledRequestError(f"edge {self._flow.key.edge} was aborted: {error.message}", reason="ABORTED"))
-        if self._replaying is not None:
-            self._replaying.cancel()
-        self._flow.on_over = None
-        if self._flow.error is not None:
-            self._flow.let_go()
-        else:
-            self._flow.break_off(error)
-
-    def check(self) -> None:
-        """Raises NotReadyError (CHUNK_GONE) where another consumer could not be sent all."""
-        if self.is_over or not self._flow.keeps_all:
-            edge = self._flow.key.edge
+    def check_rebindable(self) -> None:
+        """Raises NotReadyError (CHUNK_GONE) if another consumer could not be sent every chunk."""
+        if self.is_over or not self.ledger.is_complete:
+            edge = self.attempt.key.edge
             raise NotReadyError(
                 f"the first chunks of edge {edge} are kept no more; run its producer again",
                 reason="CHUNK_GONE",
                 metadata={"edge": edge},
             )
 
-    def rebind(self, open_flow: Callable[[], OutletAttempt]) -> None:
-        """Goes on with another consumer, who gets all from the first chunk on; `check` comes first."""
-        former, replaying = self._flow, self._replaying
-        former.on_over = None
-        if replaying is not None:
-            replaying.cancel()
-        self._stop_waiting()
-        replaced = StaleAttemptError(f"edge {former.key.edge} has another consumer")
-        self._backlog.extendleft(reversed(former.surrender(replaced)))
-        # After that: it may be a flow of the same key over the same link.
-        self._flow = self._watched(open_flow())
-        self._replaying = asyncio.create_task(self._replay(replaying), name=f"replay of {former.key.edge}")
-        self._changed.fire()
+    def rebind(self, route: Route) -> None:
+        """Sends every chunk from the first one on to another consumer. Call `check_rebindable` first."""
+        self._cancel_timer()
+        # The former attempt leaves its link first: the next one may have the same key and the same link.
+        self.attempt.supersede()
+        self.ledger.restart()
+        self.attempt = OutletAttempt(route, self.ledger, on_over=self._attempt_over)
+        self.ledger.changed.fire()
 
     # -- inner workings
 
-    async def _send(self, chunk: Packet) -> None:
-        while True:
-            flow = await self._settled()
-            try:
-                await flow.send(chunk)
-            except StagemeshError:
-                if self._is_final(flow):
-                    raise
-                continue
-            return
+    def _attempt_over(self, error: StagemeshError | None) -> None:
+        """Continues after the attempt was committed (None) or has failed: waits for another consumer, or ends."""
+        if error is not None and not self.is_over and self._rebind_s and is_recoverable(error):
+            loop = asyncio.get_running_loop()
+            self._rebind_timer = loop.call_later(self._rebind_s, self._fail, error)
+            self.ledger.changed.fire()
+        else:
+            self._fail(error)
 
-    async def _settled(self) -> OutletAttempt:
-        """The present flow, once it has all that its predecessors had; raises what cannot be mended."""
-        while self._error is not None or self._replaying is not None or self._flow.error is not None:
-            if self._error is not None:
-                raise copy(self._error)
-            await self._changed.wait()
-        return self._flow
-
-    def _is_final(self, flow: OutletAttempt) -> bool:
-        """Whether what a flow raised is not for another to mend."""
-        return flow is self._flow and (flow.error is None or self._error is not None)
-
-    async def _replay(self, former: "asyncio.Task[None] | None") -> None:
-        flow = self._flow
-        try:
-            if former is not None:
-                await asyncio.wait((former,))
-            while self._backlog:
-                sent = self._backlog[0]
-                assert sent.tensors is not None, "what is surrendered is kept"
-                await flow.send(Packet(sent.tensors, sent.metadata or {}))
-                self._backlog.popleft().let_go()
-            if self._finished:
-                await flow.finish()
-        except StagemeshError as exc:
-            # Where the flow itself has failed, that is known.
-            flow.fail(exc)
-        except Exception as exc:  # noqa: BLE001 - the task's outermost edge
-            _log.exception("what edge %s had carried could not be sent again", flow.key.edge)
-            flow.fail(InternalError(f"edge {flow.key.edge} could not be sent again: {exc!r}"))
-        finally:
-            if self._replaying is asyncio.current_task():
-                self._replaying = None
-                self._changed.fire()
-
-    def _watched(self, flow: OutletAttempt) -> OutletAttempt:
-        flow.on_over = partial(self._flow_over, flow)
-        return flow
-
-    def _flow_over(self, flow: OutletAttempt, error: StagemeshError | None) -> bool:
-        """See `OutletAttempt.on_over`."""
-        if flow is not self._flow or self.is_over:
-            return False
-        if error is not None and mendable(error):
-            self._timer = asyncio.get_running_loop().call_later(REBIND_S, self._give_up, error)
-            self._changed.fire()
-            return True
-        self._end(error)
-        return False
-
-    def _give_up(self, error: StagemeshError) -> None:
-        self._flow.let_go()
-        self._end(error)
-
-    def _end(self, error: StagemeshError | None) -> None:
-        self._stop_waiting()
+    def _fail(self, error: StagemeshError | None) -> None:
         self._error = self._error or error
-        while self._backlog:
-            self._backlog.popleft().let_go()
-        on_over, self._on_over = self._on_over, None
-        self._changed.fire()
-        if on_over is not None:
-            on_over()
+        self.ledger.release()
+        self._end()
 
-    def _stop_waiting(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _end(self) -> None:
+        self._cancel_timer()
+        self.ledger.changed.fire()
+        if not self.is_over:
+            self.is_over = True
+            self._on_over()
+
+    def _cancel_timer(self) -> None:
+        if self._rebind_timer is not None:
+            self._rebind_timer.cancel()
+            self._rebind_timer = None
+
+    def _check_error(self) -> None:
+        if self._error is not None:
+            # A copy, because a raised error refers to frames, and they refer to packets.
+            raise copy(self._error)
+
+    async def _send(self, packet: Packet) -> None:
+        self._check_error()
+        self._shape = shape = wire.shape_of(packet, last=self._shape)
+        if packet.metadata:
+            wire.check_metadata(packet.metadata)
+        size_bytes = shape.size_bytes
+        if not self.has_credit(size_bytes):
+            await self._wait_for_credit(size_bytes)
+        if size_bytes <= self.attempt.inline_limit_bytes:
+            copies = {name: tensor.copy() for name, tensor in packet.tensors.items()}
+            sent = SentChunk(self.ledger.next_seq, shape, copies, packet.metadata)
+        else:
+            sent = self._placed(packet, shape) or await self._written(packet, shape)
+        self._digest.add(shape)
+        self._append(sent)
+
+    async def _wait_for_credit(self, size_bytes: int) -> None:
+        self.ledger.wanted_bytes = size_bytes
+        try:
+            while not self.has_credit(size_bytes):
+                self.attempt.mark_ready()
+                await self.ledger.changed.wait()
+                self._check_error()
+        finally:
+            self.ledger.wanted_bytes = 0
+
+    def _append(self, sent: SentChunk) -> None:
+        self.ledger.append(sent)
+        self.attempt.add(sent)
+        if sent.size_bytes > BULK_BYTES and not self.ledger.is_bulk:
+            self.ledger.is_bulk = True
+            if self.attempt.connector == GRPC:
+                self.attempt.reopen()
+        self.ledger.changed.fire()
+
+    def _placed(self, packet: Packet, shape: wire.PacketShape) -> SentChunk | None:
+        """Returns the chunk, or None if its tensors are not in the arena and have to wait for space."""
+        chunk = self._found(packet, shape)
+        if chunk is not None:
+            return chunk
+        written = self._arena.try_write(packet.tensors, self._account, shape.layout)
+        return None if written is None else self._chunk_of(written, packet, shape)
+
+    def _found(self, packet: Packet, shape: wire.PacketShape) -> SentChunk | None:
+        """Returns the chunk of a packet that is located in the arena; None if a tensor is located elsewhere."""
+        regions: dict[Region, None] = {}
+        places: list[ArenaRange] = []
+        for tensor in packet.tensors.values():
+            found = self._arena.find(tensor)
+            if found is not None:
+                regions[found.region] = None
+                places.append(ArenaRange(found.offset, tensor.nbytes, found.region.generation))
+            elif tensor.nbytes:
+                return None
+            else:
+                places.append(_NOWHERE)
+        for region in regions:
+            region.retain()
+        return SentChunk(self.ledger.next_seq, shape, packet.tensors, packet.metadata, tuple(regions), places)
+
+    async def _written(self, packet: Packet, shape: wire.PacketShape) -> SentChunk:
+        written = await self._arena.write(packet.tensors, self._account, shape.layout)
+        if self._error is not None:
+            written.region.release()
+        self._check_error()
+        return self._chunk_of(written, packet, shape)
+
+    def _chunk_of(self, written: Written, packet: Packet, shape: wire.PacketShape) -> SentChunk:
+        region, tensors, offsets = written
+        generation = region.generation
+        places = [ArenaRange(offset, field[3], generation) for offset, field in zip(offsets, shape.fields, strict=True)]
+        return SentChunk(self.ledger.next_seq, shape, tensors, packet.metadata, (region,), places)
+
+
+class FanOut:
+    """The outlets, if any, of one stage's part of a request."""
+
+    def __init__(self, *, arena: Arena, inline_limit_bytes: int) -> None:
+        self._outlets: dict[Outlet, Select | None] = {}
+        self._arena, self._account = arena, MemoryAccount()
+        self._inline_limit_bytes = inline_limit_bytes
+
+    def add(self, outlet: Outlet, select: Select | None = None) -> None:
+        """Adds an outlet that carries what `select` returns for a packet; None for the whole packet."""
+        self._outlets[outlet] = select
+
+    @property
+    def usages(self) -> tuple[FlowUsage, ...]:
+        """What was sent, by outlet."""
+        return tuple(outlet.usage for outlet in self._outlets)
+
+    @property
+    def statuses(self) -> tuple[FlowStatus, ...]:
+        """The present state of each outlet."""
+        return tuple(outlet.status for outlet in self._outlets)
+
+    async def send(self, packet: Packet) -> None:
+        """Sends a packet over every outlet; raises the error of the first outlet that fails."""
+        selected = self._selected(packet)
+        if len(selected) > 1 and packet.size_bytes > self._inline_limit_bytes:
+            names = {name for _, part in selected for name in part.tensors}
+            selected = self._selected(await self._placed(_only(packet, names)))
+        waiting: list[tuple[Outlet, Packet]] = []
+        for outlet, part in selected:
+            if outlet.has_credit(part.size_bytes):
+                # It does not wait, and a task of its own would cost more than it does.
+                await outlet.send(part)
+            else:
+                waiting.append((outlet, part))
+        await _run_together([outlet.send(part) for outlet, part in waiting])
+
+    async def finish(self) -> None:
+        """Finishes every outlet."""
+        await _run_together([outlet.finish() for outlet in self._outlets])
+
+    def abort(self, error: StagemeshError) -> None:
+        """Aborts every outlet."""
+        for outlet in self._outlets:
+            outlet.abort(error)
+
+    def _selected(self, packet: Packet) -> list[tuple[Outlet, Packet]]:
+        """Returns the outlets that carry a part of a packet, each with that part."""
+        selected = [(outlet, select(packet) if select else packet) for outlet, select in self._outlets.items()]
+        return [(outlet, part) for outlet, part in selected if part is not None]
+
+    async def _placed(self, packet: Packet) -> Packet:
+        """Returns the packet in the arena. Its region is retained until its tensors and all chunks of it are gone."""
+        if all(self._arena.find(tensor) for tensor in packet.tensors.values() if tensor.nbytes):
+            return packet
+        written = self._arena.try_write(packet.tensors, self._account)
+        if written is None:
+            written = await self._arena.write(packet.tensors, self._account)
+        return Packet(written.held(), packet.metadata)
+
+
+def _only(packet: Packet, names: Collection[str]) -> Packet:
+    return Packet({name: tensor for name, tensor in packet.tensors.items() if name in names}, packet.metadata)
+
+
+async def _run_together(sends: Sequence[Coroutine[object, object, None]]) -> None:
+    """Awaits all; the first error cancels the others and is raised unwrapped."""
+    if len(sends) < 2:
+        for send in sends:
+            await send
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for send in sends:
+                group.create_task(send)
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None

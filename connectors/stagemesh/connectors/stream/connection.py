@@ -1,8 +1,8 @@
-"""A connection of a link: its streams to one consumer, and what both sides can use.
+"""A connection of a link: its streams to one consumer, and the connectors that both sides can use.
 
-The main stream is the PutChunk stream that everything begins with. A local stream beside it, to a consumer on this
-host, carries what goes by the arena. A bulk stream, on a network connection of its own, carries the flows whose large
-chunks go in pieces, so that they do not stand before other requests' small ones.
+The main stream is the PutChunk stream that is opened first. If the consumer is on this host, a local stream carries the
+flows whose chunks are located in the arena. A bulk stream, on a network connection of its own, carries the flows whose
+large chunks travel as fragments, so that they do not delay the small chunks of other requests.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.message_streams import ClientStream, LocalStream
 from stagemesh.v1 import stage_pb2
 
-_LOOK_S = 0.5
+_CHECK_S = 0.5
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """The consumer of a link, and what it is told of its producer."""
+    """The consumer of a link, and what the producer sends it to introduce itself."""
 
     consumer: str
     endpoint: str
@@ -43,7 +43,7 @@ class Peer:
 
 
 class Connection:
-    """Open within `async with`; then `serve` it."""
+    """The streams to one consumer. Use it in `async with`: `connect`, `prepare`, then `serve`."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class Connection:
         *,
         connectors: ReplicaConnectors,
         take_reply: Callable[[stage_pb2.PutReply], None],
-        settled: Callable[[], None],
+        on_negotiated: Callable[[], None],
     ) -> None:
         self.watch: local_socket.DeathWatch | None = None
-        """On the consumer's process, where it is on this host. The link takes it over."""
+        """The watch on the consumer's process if it runs on this host. The link owns it after `prepare`."""
         self._peer = peer
-        self._connectors, self._take_reply, self._settled = connectors, take_reply, settled
+        self._connectors, self._take_reply, self._on_negotiated = connectors, take_reply, on_negotiated
         self._stack = contextlib.AsyncExitStack()
         self._main = ProducerSession(peer.consumer, take_reply)
         self._local: ProducerSession | None = None
@@ -70,14 +70,14 @@ class Connection:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def greet(self) -> stage_pb2.Welcome:
-        """Opens the main stream; raises what the consumer refused it with."""
+    async def connect(self) -> stage_pb2.Welcome:
+        """Opens the main stream; raises the error with which the consumer rejected it."""
         return await self._open_grpc(self._main)
 
-    async def settle(self, welcome: stage_pb2.Welcome, *, with_local: bool, died: Callable[[], None]) -> None:
-        """Opens the local stream, where the consumer is on this host and `with_local`; flows can be opened then.
+    async def prepare(self, welcome: stage_pb2.Welcome, *, with_local: bool, died: Callable[[], None]) -> None:
+        """Prepares for flows: opens the local stream if the consumer is on this host and `with_local` is set.
 
-        Raises the StagemeshError that its greeting failed with.
+        Raises the StagemeshError of a failed handshake. `died` is called when the consumer's process terminates.
         """
         if with_local and welcome.local_socket:
             self._local = await self._open_local(welcome, died)
@@ -85,18 +85,18 @@ class Connection:
             self._connectors,
             consumer=self._peer.consumer,
             offer=(self._local or self._main).send,
-            settled=self._settled,
+            on_negotiated=self._on_negotiated,
         )
         self._stack.push_async_callback(self._negotiation.close)
 
     @property
     def negotiation(self) -> Negotiation:
-        """What both sides can use."""
-        assert self._negotiation is not None, "a connection is settled before it is used"
+        """The negotiation of connectors with this consumer."""
+        assert self._negotiation is not None, "a connection is prepared before it is used"
         return self._negotiation
 
     def stream(self, connector: ConnectorName, *, bulk: bool) -> ProducerSession | None:
-        """The stream for a flow; None while it is being opened, after which `settled` is called."""
+        """Returns the stream for a flow; None while it is being opened, after which `on_negotiated` is called."""
         if connector != GRPC:
             return self._local or self._main
         if not bulk:
@@ -104,13 +104,13 @@ class Connection:
         self._bulk_wanted.set()
         return self._bulk
 
-    async def serve(self, look: Callable[[], None]) -> StagemeshError:
-        """Why the first of the streams ended; calls `look` every moment until then."""
+    async def serve(self, check: Callable[[], None]) -> StagemeshError:
+        """Returns the cause when the first of the streams ends. Calls `check` every _CHECK_S until then."""
         ends = [self._end_of(stream) for stream in (self._main, self._local) if stream is not None]
         wanted = asyncio.create_task(self._bulk_wanted.wait())
         try:
             while True:
-                await asyncio.wait((*ends, wanted), timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((*ends, wanted), timeout=_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
                 for end in ends:
                     if end.done():
                         return end.result()
@@ -120,8 +120,8 @@ class Connection:
                     self._bulk = bulk
                     ends.append(self._end_of(bulk))
                     wanted = asyncio.create_task(asyncio.Event().wait())
-                    self._settled()
-                look()
+                    self._on_negotiated()
+                check()
         finally:
             for task in (*ends, wanted):
                 task.cancel()
@@ -133,13 +133,13 @@ class Connection:
         return asyncio.create_task(stream.ended())
 
     async def _open_grpc(self, stream: ProducerSession) -> stage_pb2.Welcome:
-        """Begins a stream on a network connection of its own."""
+        """Opens a stream on a network connection of its own."""
         channel: grpc.aio.Channel = await self._stack.enter_async_context(open_channel(self._peer.endpoint))
-        lane = ClientStream(channel, stream, peer=str(self._peer))
-        carrying = asyncio.create_task(lane.run())
-        self._stack.push_async_callback(_ended, carrying)
+        messages = ClientStream(channel, stream, peer=str(self._peer))
+        running = asyncio.create_task(messages.run())
+        self._stack.push_async_callback(_cancel, running)
         self._stack.push_async_callback(stream.close)
-        return await stream.greet(lane, self._peer.hello)
+        return await stream.connect(messages, self._peer.hello)
 
     async def _open_local(self, welcome: stage_pb2.Welcome, died: Callable[[], None]) -> ProducerSession | None:
         consumer = self._peer.consumer
@@ -150,23 +150,23 @@ class Connection:
             return None
         watch = local_socket.watch_peer(connection, died)
         stream = ProducerSession(consumer, self._take_reply)
-        _, lane = await asyncio.get_running_loop().create_unix_connection(
+        _, messages = await asyncio.get_running_loop().create_unix_connection(
             lambda: LocalStream(stream, peer=f"replica {consumer}"), sock=connection
         )
         self._stack.push_async_callback(stream.close)
         try:
-            found = await stream.greet(lane, self._peer.hello)
-            if found.incarnation == welcome.incarnation:
+            answer = await stream.connect(messages, self._peer.hello)
+            if answer.incarnation == welcome.incarnation:
                 self.watch, watch = watch, None
                 return stream
         finally:
             if watch is not None:
                 watch.close()
-        _log.warning("somebody else is at the local socket that %s named", consumer)
+        _log.warning("another process listens on the local socket that %s named", consumer)
         await stream.close()
         return None
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
+async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

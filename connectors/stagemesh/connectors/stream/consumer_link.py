@@ -1,38 +1,36 @@
-"""A link: this replica's connection to one that it feeds, and the flows that go over it."""
+"""A link: this replica's connection to one consumer, and the flows that it carries."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable
 from copy import copy
 
 from stagemesh.common.connector_descriptors import ConnectorName, name_of
 from stagemesh.common.errors import InternalError, InvalidChunkError, StagemeshError, UnavailableError
 from stagemesh.common.notifier import Notifier
-from stagemesh.connectors.arena.arena import Region
 from stagemesh.connectors.edge import EdgeKey
-from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
-from stagemesh.connectors.flow.sent_chunk import SentChunk
+from stagemesh.connectors.flow.ledger import Leases
+from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Route
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream import local_socket, wire
 from stagemesh.connectors.stream.connection import Connection, Peer
 from stagemesh.connectors.stream.negotiation import EdgeProbe
-from stagemesh.connectors.stream.producer_session import ProducerSession
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 GIVE_UP_S = 15.0
-"""How long a consumer that is silent may be out of reach before its flows fail."""
+"""How long a silent consumer may be unreachable before its flows fail."""
 REFUSED_S = 0.5
-"""How long nobody may listen at a consumer's address before its flows fail: the process is gone."""
+"""How long a consumer's address may refuse connections before its flows fail: its process has terminated."""
 _RETRY_S = 0.1
 _DIAL_S = 1.0
-_LOCAL_TRIES = 3
-"""So often may the greeting on a local stream fail before flows do without one."""
+_MAX_LOCAL_FAILURES = 3
+"""Number of failed handshakes over the local socket after which flows do without a local stream."""
 
 _log = logging.getLogger(__name__)
 
 
 class ConsumerLink:
-    """Implements `Carrier`. Reconnects while it has flows; an idle one stays connected until it breaks.
+    """Reconnects while it has flows; an idle link stays connected until its connection breaks.
 
     It keeps what outlives a connection: the flows and the leases.
     """
@@ -43,21 +41,17 @@ class ConsumerLink:
         *,
         connectors: ReplicaConnectors,
         inline_limit_bytes: int,
-        on_retain: Callable[[OutletAttempt, SentChunk], None],
         on_idle: Callable[["ConsumerLink"], None],
     ) -> None:
-        self.inline_limit_bytes = inline_limit_bytes
         self._peer, self._connectors = peer, connectors
-        self._on_retain, self._on_idle = on_retain, on_idle
+        self._inline_limit_bytes, self._on_idle = inline_limit_bytes, on_idle
         self._flows: dict[EdgeKey, OutletAttempt] = {}
-        self._streams: dict[OutletAttempt, ProducerSession] = {}
         self._to_open: dict[OutletAttempt, None] = {}
         self._probes: dict[asyncio.Future[EdgeProbe], ConnectorName] = {}
-        self._leases: dict[int, Sequence[Region]] = {}
-        self._lease_ids = self._transfer_ids = 0
+        self._leases = Leases()
         self._incarnation = ""
         self._worked: set[ConnectorName] = set()
-        """Connectors that have been agreed on with this incarnation of the consumer."""
+        """Connectors that were negotiated with this incarnation of the consumer before."""
         self._connection: Connection | None = None
         self._local_failures = 0
         self._watch: local_socket.DeathWatch | None = None
@@ -67,22 +61,28 @@ class ConsumerLink:
         self._changed = Notifier()
         self._task = asyncio.create_task(self._run(), name=f"link to {peer.consumer}")
 
-    # -- for flows
+    # -- flows
+
+    def route(self, key: EdgeKey, wanted: ConnectorName) -> Route:
+        """Returns the route of a flow over this link."""
+        return Route(key, wanted, self._leases, self._attend)
 
     def add(self, flow: OutletAttempt) -> None:
-        """Takes a flow and opens it as soon as there is a stream."""
+        """Carries a flow, which is opened as soon as there is a stream."""
         if not self._flows:
             self._seen_s = self._loop.time()
         self._flows[flow.key] = flow
-        self.reopen(flow)
+        self._attend(flow)
         self._changed.fire()
 
     def find(self, key: EdgeKey) -> OutletAttempt | None:
-        """The flow of that key, while it is not over."""
+        """Returns the flow of that key, or None if there is none or it is over."""
         return self._flows.get(key)
 
     async def probe(self, wanted: ConnectorName) -> EdgeProbe:
-        """What a flow that wants this connector would use; raises why there can be none. The caller bounds it."""
+        """Returns what a flow that wants this connector would use; raises the reason if no flow can. The caller
+        bounds the time.
+        """
         if not self._flows:
             self._seen_s = self._loop.time()
         answer: asyncio.Future[EdgeProbe] = self._loop.create_future()
@@ -94,61 +94,29 @@ class ConsumerLink:
         finally:
             self._probes.pop(answer, None)
 
-    def ready(self, flow: OutletAttempt) -> None:
-        """See `Carrier`."""
-        stream = self._streams.get(flow)
-        if stream is not None:
-            stream.ready(flow)
-
-    def reopen(self, flow: OutletAttempt) -> None:
-        """See `Carrier`."""
-        self._to_open[flow] = None
-        self._open_flows()
-
-    def lend(self, regions: Sequence[Region]) -> int:
-        """See `Carrier`."""
-        self._lease_ids += 1
-        for region in regions:
-            region.retain()
-        self._leases[self._lease_ids] = regions
-        return self._lease_ids
-
-    def reclaim(self, lease_id: int) -> None:
-        """See `Carrier`."""
-        for region in self._leases.pop(lease_id, ()):
-            region.release()
-
-    def next_transfer_id(self) -> int:
-        """See `Carrier`."""
-        self._transfer_ids += 1
-        return self._transfer_ids
-
-    def retain(self, flow: OutletAttempt, sent: SentChunk) -> None:
-        """See `Carrier`."""
-        self._on_retain(flow, sent)
-
-    def forget(self, flow: OutletAttempt) -> None:
-        """See `Carrier`."""
-        if self._flows.get(flow.key) is flow:
-            del self._flows[flow.key]
-        self._to_open.pop(flow, None)
-        stream = self._streams.pop(flow, None)
-        if stream is not None:
-            stream.forget(flow)
-
     async def close(self) -> None:
         """Ends the connection and all flows. Closing twice is harmless."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._fail_flows(UnavailableError(f"{self._peer.hello.replica} shuts down"))
-        self._reclaim_all()
+        self._leases.end_all()
         self._stop_watching()
+
+    def _attend(self, flow: OutletAttempt) -> None:
+        """Opens a flow, or forgets one that is over."""
+        if not flow.is_over:
+            self._to_open[flow] = None
+            self._open_flows()
+            return
+        if self._flows.get(flow.key) is flow:
+            del self._flows[flow.key]
+        self._to_open.pop(flow, None)
 
     # -- the connection
 
     @property
     def _is_needed(self) -> bool:
-        """Whether somebody waits for a connection: also a lease comes back over one, or is known to be lost."""
+        """Whether a connection is needed: for flows and probes, and to learn which leases the consumer still holds."""
         return bool(self._flows or self._probes or self._leases)
 
     async def _run(self) -> None:
@@ -160,37 +128,37 @@ class ConsumerLink:
             except StagemeshError as exc:
                 cause = exc
             except Exception as exc:  # noqa: BLE001 - the task's outermost edge
-                # A fault here must fail the link's flows, not leave them waiting.
+                # A defect here must fail the link's flows, or else they would wait.
                 _log.exception("the link to %s failed", self._peer.consumer)
                 cause = InternalError(f"the link to {self._peer.consumer} failed: {exc!r}")
             await self._lost(cause)
             if self._is_needed:
                 await asyncio.sleep(_RETRY_S)
-            # Not needed any more, or not since the consumer was found dead in the meantime.
+            # The consumer may have been found dead in the meantime.
             if not self._is_needed:
                 self._on_idle(self)
                 return
 
     async def _connected(self) -> StagemeshError:
-        """Connects and serves; returns why the connection is over."""
+        """Connects and serves; returns the cause of the connection's end."""
         connection = Connection(
-            self._peer, connectors=self._connectors, take_reply=self._take_reply, settled=self._settled
+            self._peer, connectors=self._connectors, take_reply=self._take_reply, on_negotiated=self._negotiated
         )
         async with connection:
-            welcome = await connection.greet()
-            self._welcomed(welcome)
-            await self._settle(connection, welcome)
+            welcome = await connection.connect()
+            self._accept(welcome)
+            await self._prepare(connection, welcome)
             connection.negotiation.worked = self._worked
             self._connection = connection
             self._to_open = dict.fromkeys(self._flows.values())
-            self._settled()
-            return await connection.serve(self._look_after_flows)
+            self._negotiated()
+            return await connection.serve(self._check_silence)
 
-    async def _settle(self, connection: Connection, welcome: stage_pb2.Welcome) -> None:
-        """A greeting on this host that fails breaks the connection, to be made anew; not for ever."""
-        with_local = self._local_failures < _LOCAL_TRIES
+    async def _prepare(self, connection: Connection, welcome: stage_pb2.Welcome) -> None:
+        """Opens the local stream. A failed handshake breaks the connection, to be repeated a few times."""
+        with_local = self._local_failures < _MAX_LOCAL_FAILURES
         try:
-            await connection.settle(welcome, with_local=with_local, died=self._died)
+            await connection.prepare(welcome, with_local=with_local, died=self._died)
         except StagemeshError:
             self._local_failures += 1
             raise
@@ -200,27 +168,27 @@ class ConsumerLink:
             self._stop_watching()
             self._watch, connection.watch = connection.watch, None
 
-    def _look_after_flows(self) -> None:
+    def _check_silence(self) -> None:
         now_s = self._loop.time()
         for flow in list(self._flows.values()):
             flow.check_silence(now_s)
 
-    def _welcomed(self, welcome: stage_pb2.Welcome) -> None:
+    def _accept(self, welcome: stage_pb2.Welcome) -> None:
         if not welcome.incarnation:
-            raise InvalidChunkError(f"replica {self._peer.consumer} did not say its incarnation")
+            raise InvalidChunkError(f"replica {self._peer.consumer} did not name its incarnation")
         if self._incarnation and self._incarnation != welcome.incarnation:
             restarted = UnavailableError(f"replica {self._peer.consumer} was restarted", reason="PEER_RESTARTED")
             self._fail_flows(restarted, opened_only=True)
             self._worked.clear()
-        # What was lent in messages that never arrived comes back here.
-        self._reclaim_all(but=set(welcome.held_lease_ids))
+        # The leases of messages that never arrived end here.
+        self._leases.end_all(except_ids=set(welcome.held_lease_ids))
         self._incarnation = welcome.incarnation
-        self.inline_limit_bytes = min(self.inline_limit_bytes, welcome.inline_limit_bytes)
+        self._inline_limit_bytes = min(self._inline_limit_bytes, welcome.inline_limit_bytes)
         self._refused_s = None
         _log.info("connected to %s at %s", self._peer.consumer, self._peer.endpoint)
 
-    def _settled(self) -> None:
-        """Something is known about the connectors that can be used."""
+    def _negotiated(self) -> None:
+        """Continues with what is known about the usable connectors."""
         self._open_flows()
         self._answer_probes()
 
@@ -229,15 +197,15 @@ class ConsumerLink:
             if self._connection is None or answer.done():
                 continue
             try:
-                found = self._connection.negotiation.probe(wanted)
+                probe = self._connection.negotiation.probe(wanted)
             except StagemeshError as exc:
                 answer.set_exception(exc)
                 continue
-            if found is not None:
-                answer.set_result(found)
+            if probe is not None:
+                answer.set_result(probe)
 
     def _open_flows(self) -> None:
-        """Opens the flows that wait for it, each on the stream that its connector needs."""
+        """Opens the waiting flows, each on the stream of its connector."""
         if self._connection is None:
             return
         negotiation = self._connection.negotiation
@@ -249,15 +217,17 @@ class ConsumerLink:
                 continue
             if connector is None:
                 continue
-            stream = self._connection.stream(connector, bulk=flow.is_bulk)
+            stream = self._connection.stream(connector, bulk=flow.ledger.is_bulk)
             if stream is None:
                 continue
             del self._to_open[flow]
-            former = self._streams.get(flow)
-            if former is not None:
-                former.forget(flow)
-            self._streams[flow] = stream
-            stream.send(flow.opening(connector, negotiation.reader(connector)))
+            opening = flow.opening(
+                connector,
+                reader=negotiation.reader(connector),
+                queue=stream.ready,
+                inline_limit_bytes=self._inline_limit_bytes,
+            )
+            stream.send(opening)
 
     # -- replies
 
@@ -265,10 +235,10 @@ class ConsumerLink:
         kind = reply.WhichOneof("reply")
         if kind == "release":
             for lease_id in reply.release.lease_ids:
-                self.reclaim(lease_id)
+                self._leases.end(lease_id)
         elif kind == "meeting":
             if self._connection is not None:
-                self._connection.negotiation.meet(reply.meeting)
+                self._connection.negotiation.answer(reply.meeting)
         elif kind is not None:
             flow = self._flows.get(wire.key_from_wire(getattr(reply, kind).key))
             if flow is not None:
@@ -287,9 +257,7 @@ class ConsumerLink:
             case "opened":
                 flow.opened(reply.opened)
             case "commit":
-                if not flow.ended:
-                    raise InvalidChunkError(f"edge {flow.key.edge}: the consumer committed what has not ended")
-                flow.committed()
+                flow.commit()
             case "rejected":
                 flow.fail(wire.error_from_wire(reply.rejected.error))
             case "resync":
@@ -300,10 +268,9 @@ class ConsumerLink:
     def _resync(self, flow: OutletAttempt, resync: stage_pb2.EdgeResync) -> None:
         error = wire.error_from_wire(resync.error)
         _log.warning("%s asks for edge %s to be opened again: %s", self._peer.consumer, flow.key.edge, error.message)
-        flow.resynced(error)
         if resync.failed != chunk_pb2.CONNECTOR_UNSPECIFIED and self._connection is not None:
             self._connection.negotiation.fail(name_of(resync.failed), error)
-        self.reopen(flow)
+        flow.resync(error)
 
     # -- loss
 
@@ -312,19 +279,18 @@ class ConsumerLink:
             _log.warning("lost %s at %s: %s", self._peer.consumer, self._peer.endpoint, cause.message)
             self._seen_s = self._loop.time()
         self._connection = None
-        self._streams.clear()
         for flow in self._flows.values():
-            flow.disconnected()
+            flow.disconnect()
         if not isinstance(cause, UnavailableError):
             self._fail_flows(cause)
         elif self._loop.time() - self._seen_s > GIVE_UP_S or await self._is_gone():
             self._fail_flows(cause)
             if self._watch is None:
-                # One on this host that lives still may read: it gives its leases back, or dies.
-                self._reclaim_all()
+                # A consumer on this host whose process lives may still read: it returns its leases or dies.
+                self._leases.end_all()
 
     async def _is_gone(self) -> bool:
-        """Whether nobody has listened at the consumer's address for a while."""
+        """Returns whether the consumer's address has refused connections for REFUSED_S."""
         host, _, port = self._peer.endpoint.rpartition(":")
         try:
             async with asyncio.timeout(_DIAL_S):
@@ -339,11 +305,11 @@ class ConsumerLink:
         return False
 
     def _died(self) -> None:
-        """The consumer's process, on this host, is dead."""
+        """Fails the flows at once, because the consumer's process on this host has terminated."""
         self._watch = None
         died = UnavailableError(f"replica {self._peer.consumer} died", reason="PEER_DIED")
         self._fail_flows(died, opened_only=True)
-        self._reclaim_all()
+        self._leases.end_all()
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
@@ -357,7 +323,3 @@ class ConsumerLink:
         for flow in list(self._flows.values()):
             if not opened_only or flow.was_opened:
                 flow.fail(error)
-
-    def _reclaim_all(self, *, but: Container[int] = ()) -> None:
-        for lease_id in [lent for lent in self._leases if lent not in but]:
-            self.reclaim(lease_id)

@@ -1,6 +1,7 @@
-"""Chunks that come in pieces: the buffers that they are put together in."""
+"""Puts chunks together whose bytes arrive as fragments."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -8,80 +9,87 @@ from stagemesh.common.errors import InvalidChunkError
 from stagemesh.connectors.arena.arena import Arena, MemoryAccount
 from stagemesh.connectors.base import Bytes
 from stagemesh.connectors.edge import EdgeKey
+from stagemesh.connectors.stream.wire import Fragment
 from stagemesh.v1 import chunk_pb2, tensor_pb2
 
 
+@dataclass(eq=False, slots=True)
 class _Transfer:
-    def __init__(self, key: EdgeKey, buffer: Bytes) -> None:
-        self.key = key
-        self.buffer = buffer
-        self.received_bytes = 0
+    id: int
+    buffer: Bytes
+    received_bytes: int = 0
 
 
 class FragmentAssembler:
-    """Those of one stream, at most one a flow. `landing` is memory that is warm already, where there is some."""
+    """The transfers of one stream, at most one per flow.
+
+    `landing` returns memory that is already mapped, or None if there is none yet.
+    """
 
     def __init__(self, landing: Callable[[], Arena | None]) -> None:
         self._landing = landing
-        self._by_id: dict[int, _Transfer] = {}
+        self._transfers: dict[EdgeKey, _Transfer] = {}
         self._last_id = 0
 
     def is_new(self, transfer_id: int) -> bool:
-        """Whether nothing of it has come, and it is no repeat of one that is over."""
+        """Returns whether no fragment of the transfer has arrived. False for a repeat of a finished transfer."""
         return transfer_id > self._last_id
 
-    def begin(self, key: EdgeKey, piece: chunk_pb2.ChunkPiece) -> None:
-        """Makes room for a new transfer; it means that the one before was given up."""
+    def begin(self, key: EdgeKey, message: chunk_pb2.ChunkPiece) -> None:
+        """Allocates the buffer of a new transfer. The flow's former transfer, if any, was abandoned."""
         self.drop(key)
-        self._last_id = piece.transfer_id
-        self._by_id[piece.transfer_id] = _Transfer(key, self._buffer(piece.total_bytes))
+        self._last_id = message.transfer_id
+        self._transfers[key] = _Transfer(message.transfer_id, self._buffer(message.total_bytes))
 
-    def add(self, key: EdgeKey, piece: chunk_pb2.ChunkPiece, payload: memoryview) -> bool:
-        """Takes a piece, or sees that it is a repeat; False for one that leaves a gap or fits nowhere."""
-        transfer = self._by_id.get(piece.transfer_id)
-        if transfer is None:
+    def add(self, key: EdgeKey, fragment: Fragment) -> bool:
+        """Copies a fragment in, or ignores a repeat; returns False if it leaves a gap or does not fit."""
+        message, payload = fragment
+        transfer = self._transfers.get(key)
+        if transfer is None or transfer.id != message.transfer_id:
             return True
-        end = piece.offset + len(payload)
-        if transfer.key != key or piece.offset > transfer.received_bytes or end > len(transfer.buffer):
+        end = message.offset + len(payload)
+        if message.offset > transfer.received_bytes or end > len(transfer.buffer):
             return False
-        if piece.offset == transfer.received_bytes:
-            transfer.buffer[piece.offset : end] = np.frombuffer(payload, np.uint8)
+        if message.offset == transfer.received_bytes:
+            transfer.buffer[message.offset : end] = np.frombuffer(payload, np.uint8)
             transfer.received_bytes = end
         return True
 
-    def tensors(self, data: chunk_pb2.ChunkData) -> dict[str, Bytes] | None:
-        """The bytes of a chunk's streamed tensors, taken out of here; None where pieces are missing.
+    def take(self, key: EdgeKey, data: chunk_pb2.ChunkData) -> dict[str, Bytes] | None:
+        """Removes and returns the bytes of a chunk's streamed tensors by name; None if fragments are missing.
 
         Raises InvalidChunkError for a tensor outside its transfer.
         """
         streamed = [message for message in data.tensors if message.HasField("streamed")]
-        transfers = {number: self._by_id.get(number) for number in {m.streamed.transfer_id for m in streamed}}
-        if any(transfer is None or transfer.received_bytes < len(transfer.buffer) for transfer in transfers.values()):
+        if not streamed:
+            return {}
+        transfer = self._transfers.get(key)
+        if transfer is None or transfer.received_bytes < len(transfer.buffer):
             return None
-        found = {message.name: self._bytes(message) for message in streamed}
-        for transfer_id in transfers:
-            del self._by_id[transfer_id]
-        return found
+        if any(message.streamed.transfer_id != transfer.id for message in streamed):
+            return None
+        self.drop(key)
+        return {message.name: _part(transfer.buffer, message) for message in streamed}
 
     def drop(self, key: EdgeKey) -> None:
-        """Gives up what has come of a flow."""
-        for transfer_id in [number for number, transfer in self._by_id.items() if transfer.key == key]:
-            del self._by_id[transfer_id]
+        """Drops what has arrived of a flow."""
+        self._transfers.pop(key, None)
 
     def clear(self) -> None:
-        """Gives up everything."""
-        self._by_id.clear()
+        """Drops everything."""
+        self._transfers.clear()
 
     def _buffer(self, size_bytes: int) -> Bytes:
-        """Room for a transfer. Fresh memory costs more than the copy into it, but it is there when warm is not."""
+        """Allocates a transfer's buffer, in mapped memory if possible: fresh memory costs more than the copy."""
         landing = self._landing()
         if landing is None or size_bytes > landing.max_region_bytes:
             return np.empty(size_bytes, np.uint8)
         region = landing.try_allocate(size_bytes, MemoryAccount())
         return np.empty(size_bytes, np.uint8) if region is None else region.as_array()[:size_bytes]
 
-    def _bytes(self, message: tensor_pb2.Tensor) -> Bytes:
-        place, buffer = message.streamed, self._by_id[message.streamed.transfer_id].buffer
-        if place.offset + place.size_bytes > len(buffer):
-            raise InvalidChunkError(f"tensor {message.name!r} lies outside its transfer")
-        return buffer[place.offset : place.offset + place.size_bytes]
+
+def _part(buffer: Bytes, message: tensor_pb2.Tensor) -> Bytes:
+    place = message.streamed
+    if place.offset + place.size_bytes > len(buffer):
+        raise InvalidChunkError(f"tensor {message.name!r} lies outside its transfer")
+    return buffer[place.offset : place.offset + place.size_bytes]

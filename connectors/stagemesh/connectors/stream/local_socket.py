@@ -1,8 +1,8 @@
-"""Local streams: how replicas find each other on one host, and hear at once when the other is gone.
+"""Local streams: replicas on one host find each other, and learn at once that the other process has terminated.
 
-A consumer listens on an abstract unix socket with a random name, which it tells its producers over gRPC. A producer
-that can connect to it shares the host's kernel and network (containers of one pod do), and hands over its arena's
-memory file with the first byte. Nothing is assumed from host names; a name that leads nowhere costs one failed connect.
+A consumer listens on an abstract unix socket with a random name, and sends the name to its producers over gRPC. A
+producer that can connect to it shares the host's kernel and network, as the containers of one pod do. It hands over its
+arena's memory file with the first byte. Host names play no role. A name of another host costs one failed connect.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ _log = logging.getLogger(__name__)
 
 _SO_PEERPIDFD = 77
 _PREFIX = "stagemesh-"
-_GREETING_S = 2.0
+_HANDSHAKE_S = 2.0
 _BACKLOG = 64
 
 Accepted = Callable[[socket.socket, int], Awaitable[None]]
-"""Takes a connected socket and the descriptor of the producer's arena, and owns both."""
+"""Called with a connected socket and the descriptor of the producer's arena, and owns both."""
 
 
 class LocalListener:
-    """The socket on which producers of this host open local streams. Made within a running event loop."""
+    """The socket on which producers of this host open local streams. Create it within a running event loop."""
 
     def __init__(self, accepted: Accepted) -> None:
         self.name = _PREFIX + secrets.token_hex(16)
@@ -35,38 +35,38 @@ class LocalListener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._socket.bind("\0" + self.name)
         self._socket.listen(_BACKLOG)
-        self._greetings: set[asyncio.Task[None]] = set()
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket, self._accept)
 
     async def close(self) -> None:
-        """Takes no more streams. Closing twice is harmless."""
+        """Accepts no more streams. Closing twice is harmless."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             self._socket.close()
-        greetings = list(self._greetings)
-        for greeting in greetings:
-            greeting.cancel()
-        await asyncio.gather(*greetings, return_exceptions=True)
+        handshakes = list(self._handshakes)
+        for handshake in handshakes:
+            handshake.cancel()
+        await asyncio.gather(*handshakes, return_exceptions=True)
 
     def _accept(self) -> None:
         try:
             connection, _ = self._socket.accept()
         except OSError:
-            # It went away again, or there are no descriptors left for now.
+            # The producer has disconnected, or this process has no descriptors left for now.
             return
         connection.setblocking(False)
-        greeting = self._loop.create_task(self._greet(connection), name="local greeting")
-        self._greetings.add(greeting)
-        greeting.add_done_callback(self._greetings.discard)
+        handshake = self._loop.create_task(self._shake_hands(connection), name="local handshake")
+        self._handshakes.add(handshake)
+        handshake.add_done_callback(self._handshakes.discard)
 
-    async def _greet(self, connection: socket.socket) -> None:
+    async def _shake_hands(self, connection: socket.socket) -> None:
         try:
             _check_user(connection)
-            async with asyncio.timeout(_GREETING_S):
+            async with asyncio.timeout(_HANDSHAKE_S):
                 arena_fd = await _receive_fd(connection)
         except (OSError, TimeoutError) as exc:
-            _log.warning("a local stream was refused: %s", exc or "it did not begin in time")
+            _log.warning("a local stream was rejected: %s", exc or "it did not begin in time")
             connection.close()
         except asyncio.CancelledError:
             connection.close()
@@ -76,10 +76,10 @@ class LocalListener:
 
 
 async def dial(name: str, *, arena_fd: int) -> socket.socket:
-    """A local stream to the consumer of that name, the arena handed over; OSError where it is not on this host."""
+    """Connects to the consumer of that name and hands over the arena. Raises OSError if it is not on this host."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        # An abstract socket of this host accepts or refuses at once.
+        # An abstract socket accepts or refuses at once.
         connection.connect("\0" + name)
         _check_user(connection)
         socket.send_fds(connection, [b"\0"], [arena_fd])
@@ -90,13 +90,13 @@ async def dial(name: str, *, arena_fd: int) -> socket.socket:
 
 
 def watch_peer(connection: socket.socket, died: Callable[[], None]) -> "DeathWatch | None":
-    """Calls `died` once the process at the other end has died; None where this host has no way to tell."""
+    """Calls `died` when the process at the other end terminates. Returns None if this host cannot watch processes."""
     pidfd = _open_peer_pidfd(connection)
     return DeathWatch(pidfd, died) if pidfd is not None else None
 
 
 class DeathWatch:
-    """Calls `died` once the process behind a descriptor has died. Owns the descriptor."""
+    """Calls `died` when the process of a descriptor terminates. Owns the descriptor."""
 
     def __init__(self, pidfd: int, died: Callable[[], None]) -> None:
         self._pidfd = pidfd
@@ -126,7 +126,7 @@ def _open_peer_pidfd(connection: socket.socket) -> int | None:
     try:
         return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder)
     except OSError:
-        # Kernels before 6.5 have no such option, and none knows a process of another pid namespace by its number.
+        # Kernels before 6.5 lack the option. A process of another pid namespace cannot be opened by its number.
         process_id, _, _ = _credentials(connection)
     try:
         return os.pidfd_open(process_id) if process_id else None
@@ -135,7 +135,7 @@ def _open_peer_pidfd(connection: socket.socket) -> int | None:
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group at the other end."""
+    """Returns the process, user and group ids of the other end."""
     layout = struct.Struct("3i")
     process_id, user, group = layout.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size))
     return process_id, user, group
@@ -149,9 +149,9 @@ async def _receive_fd(connection: socket.socket) -> int:
         await readable
     finally:
         loop.remove_reader(connection)
-    greeting, fds, _, _ = socket.recv_fds(connection, 1, 1)
-    if not greeting or len(fds) != 1:
+    first_byte, fds, _, _ = socket.recv_fds(connection, 1, 1)
+    if not first_byte or len(fds) != 1:
         for fd in fds:
             os.close(fd)
-        raise ConnectionAbortedError("it did not hand over an arena")
+        raise ConnectionAbortedError("the producer did not hand over an arena")
     return fds[0]

@@ -1,36 +1,41 @@
-"""Packets and flows to and from the contract's messages."""
+"""Packets and flows to and from the messages of the API. What a peer claims is checked before use."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from stagemesh.common.errors import InvalidChunkError, StagemeshError, make_error
-from stagemesh.common.tensors import Tensors, dtype_name, dtype_to_wire
+from stagemesh.common.tensors import Array, Tensors, checked_layout, dtype_name, dtype_to_wire, read_inline
 from stagemesh.connectors.arena.memory_file import layout_of
-from stagemesh.connectors.base import ArenaRange
+from stagemesh.connectors.base import ArenaRange, Bytes, InPlaceReader
 from stagemesh.connectors.edge import EdgeKey, MetadataValue, Packet
-from stagemesh.v1 import chunk_pb2
+from stagemesh.v1 import chunk_pb2, tensor_pb2
 
-PIECE_BYTES = 256 << 10
-"""The most of a chunk in one message: larger ones take fresh memory of the allocator at each step on their way."""
+FRAGMENT_BYTES = 256 << 10
+"""Payload of a fragment in bytes. For larger messages the allocator takes fresh memory from the system each time."""
 MAX_TENSORS = 1024
 MAX_METADATA = 64
 
+_ITEMS = b"\x12"  # PutChunkRequest.items, length-delimited
+_PIECE = b"\x1a"  # PutItem.piece, length-delimited
+_PAYLOAD = 0x22  # ChunkPiece.payload, length-delimited
+
 
 def key_to_wire(key: EdgeKey) -> chunk_pb2.EdgeKey:
-    """The message of a key."""
+    """Returns the message of a key."""
     return chunk_pb2.EdgeKey(request_id=key.request_id, edge=key.edge, attempt=key.attempt)
 
 
 def key_from_wire(message: chunk_pb2.EdgeKey) -> EdgeKey:
-    """The key of a message."""
+    """Returns the key of a message."""
     return EdgeKey(message.request_id, message.edge, message.attempt)
 
 
 def error_to_wire(error: StagemeshError) -> chunk_pb2.Error:
-    """The message of an error."""
+    """Returns the message of an error."""
     return chunk_pb2.Error(
         code=int(error.code),
         reason=error.reason,
@@ -41,7 +46,7 @@ def error_to_wire(error: StagemeshError) -> chunk_pb2.Error:
 
 
 def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:
-    """The error of a message."""
+    """Returns the error of a message."""
     return make_error(
         message.code,
         message.message,
@@ -52,9 +57,9 @@ def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:
 
 
 def metadata_from_wire(message: Mapping[str, chunk_pb2.MetadataValue]) -> dict[str, MetadataValue]:
-    """Plain values; raises InvalidChunkError for unset or oversized ones."""
+    """Returns plain values; raises InvalidChunkError for an unset or oversized one."""
     if len(message) > MAX_METADATA:
-        raise InvalidChunkError(f"{len(message)} metadata values in a chunk; at most {MAX_METADATA} are taken")
+        raise InvalidChunkError(f"{len(message)} metadata values in a chunk; at most {MAX_METADATA} are accepted")
     values: dict[str, MetadataValue] = {}
     for name, value in message.items():
         kind = value.WhichOneof("kind")
@@ -65,14 +70,14 @@ def metadata_from_wire(message: Mapping[str, chunk_pb2.MetadataValue]) -> dict[s
 
 
 def check_metadata(metadata: Mapping[str, object]) -> None:
-    """Raises InvalidChunkError for what the wire has no form for."""
+    """Raises InvalidChunkError for a value that cannot be sent."""
     for name, value in metadata.items():
         if not isinstance(value, bool | int | float | str):
             raise InvalidChunkError(f"metadata {name!r} is a {type(value).__name__}; use bool, int, float or str")
 
 
 class PacketShape:
-    """What a packet is but for its bytes. Flows keep that of the last packet: the next one mostly has the same."""
+    """A packet's description without its bytes. Flows keep the last one: the next packet mostly has the same."""
 
     __slots__ = ("_shapes", "digested", "fields", "layout", "size_bytes")
 
@@ -90,10 +95,10 @@ class PacketShape:
         self.digested = ";".join(f"{name}:{dtype.str}{shape}" for name, dtype, shape in self._shapes).encode()
 
     def fits(self, packet: Packet) -> bool:
-        """Whether `packet` is of this shape."""
+        """Returns whether `packet` has this shape."""
         if len(self._shapes) != len(packet.tensors):
             return False
-        # Once a chunk at each end of every flow: a loop is a third of a generator's cost.
+        # Runs once a chunk at each end of every flow: a loop takes a third of the time of a generator.
         for (name, dtype, shape), (other, tensor) in zip(self._shapes, packet.tensors.items(), strict=True):
             if name != other or tensor.shape != shape or tensor.dtype != dtype:
                 return False
@@ -101,18 +106,18 @@ class PacketShape:
 
 
 def shape_of(packet: Packet, *, last: PacketShape | None) -> PacketShape:
-    """The packet's shape, `last` where that is it."""
+    """Returns the packet's shape, which is `last` itself if that is equal."""
     return last if last is not None and last.fits(packet) else PacketShape(packet)
 
 
 def fill_metadata(data: chunk_pb2.ChunkData, metadata: Mapping[str, MetadataValue]) -> None:
-    """Puts a packet's metadata in."""
+    """Adds a packet's metadata to `data`."""
     for name, value in metadata.items():
         _set_metadata(data.metadata[name], value)
 
 
 def fill_inline(data: chunk_pb2.ChunkData, tensors: Tensors, shape: PacketShape) -> None:
-    """Puts a packet's tensors inline."""
+    """Adds a packet's tensors to `data` with their bytes."""
     data.size_bytes = shape.size_bytes
     for name, dtype, dims, size_bytes in shape.fields:
         message = data.tensors.add(name=name, dtype=dtype, shape=dims)
@@ -123,7 +128,7 @@ def fill_inline(data: chunk_pb2.ChunkData, tensors: Tensors, shape: PacketShape)
 def fill_in_arena(
     data: chunk_pb2.ChunkData, shape: PacketShape, *, places: Iterable[ArenaRange], lease_id: int
 ) -> None:
-    """Says where in its producer's arena a packet's tensors lie."""
+    """Adds a packet's tensors to `data` as ranges of the producer's arena, under a lease."""
     data.size_bytes, data.lease_id = shape.size_bytes, lease_id
     for (name, dtype, dims, size_bytes), place in zip(shape.fields, places, strict=True):
         message = data.tensors.add(name=name, dtype=dtype, shape=dims)
@@ -133,7 +138,7 @@ def fill_in_arena(
 
 
 def fill_streamed(data: chunk_pb2.ChunkData, shape: PacketShape, *, transfer_id: int) -> None:
-    """Says that a packet's bytes went ahead as pieces, its tensors one after the other."""
+    """Adds a packet's tensors to `data` as parts of a transfer whose fragments were sent before."""
     data.size_bytes = shape.size_bytes
     offset = 0
     for name, dtype, dims, size_bytes in shape.fields:
@@ -144,29 +149,29 @@ def fill_streamed(data: chunk_pb2.ChunkData, shape: PacketShape, *, transfer_id:
         offset += size_bytes
 
 
-class Piece(NamedTuple):
+class Fragment(NamedTuple):
     """A part of a packet's bytes."""
 
     message: chunk_pb2.ChunkPiece
-    """Without its payload."""
+    """The message without its payload."""
     payload: memoryview
 
 
-def pieces(key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, transfer_id: int) -> Iterator[Piece]:
-    """The pieces of a packet's tensors, made one at a time."""
+def fragments(key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, transfer_id: int) -> Iterator[Fragment]:
+    """Yields the fragments of a packet's tensors."""
     base = 0
     for tensor in tensors.values():
         payload = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data if tensor.nbytes else memoryview(b"")
-        for start in range(0, len(payload), PIECE_BYTES):
+        for start in range(0, len(payload), FRAGMENT_BYTES):
             message = chunk_pb2.ChunkPiece(
                 transfer_id=transfer_id, total_bytes=total_bytes, offset=base + start, key=key
             )
-            yield Piece(message, payload[start : start + PIECE_BYTES])
+            yield Fragment(message, payload[start : start + FRAGMENT_BYTES])
         base += len(payload)
 
 
 class FlowDigest:
-    """The running digest that End carries: over what each chunk is, not over its bytes."""
+    """The running digest that End carries: over the shapes of all chunks, not over their bytes."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -174,7 +179,7 @@ class FlowDigest:
         self._run, self._digested = 0, b""
 
     def add(self, shape: PacketShape) -> None:
-        """Takes in the flow's next data chunk."""
+        """Adds the flow's next data chunk."""
         self.count += 1
         if shape.digested != self._digested:
             self._end_run()
@@ -182,7 +187,7 @@ class FlowDigest:
         self._run += 1
 
     def end(self) -> chunk_pb2.ChunkEnd:
-        """The End message, once, after the last chunk."""
+        """Returns the End message. Call it once, after the last chunk."""
         self._end_run()
         return chunk_pb2.ChunkEnd(count=self.count, digest=self._hash.digest())
 
@@ -208,8 +213,167 @@ Tail: TypeAlias = chunk_pb2.ChunkEnd | chunk_pb2.ChunkAbort
 
 
 def fill_tail(chunk: chunk_pb2.Chunk, tail: Tail) -> None:
-    """Closes a flow."""
+    """Adds End or Abort to a chunk."""
     if isinstance(tail, chunk_pb2.ChunkEnd):
         chunk.end.CopyFrom(tail)
     else:
         chunk.abort.CopyFrom(tail)
+
+
+# -- chunks of a producer
+
+
+def arena_ranges(data: chunk_pb2.ChunkData) -> tuple[list[str], list[ArenaRange]]:
+    """Returns the names and arena ranges of the tensors that are located in their producer's arena.
+
+    Raises InvalidChunkError if they are larger than the chunk claims to be.
+    """
+    names: list[str] = []
+    places: list[ArenaRange] = []
+    size_bytes = 0
+    for message in data.tensors:
+        if message.HasField("shm"):
+            region = message.shm
+            place = ArenaRange(region.offset, region.size_bytes, region.generation)
+            size_bytes += place.size_bytes
+            names.append(message.name)
+            places.append(place)
+    if size_bytes > data.size_bytes:
+        raise InvalidChunkError("a chunk's tensors are larger than the chunk claims to be")
+    return names, places
+
+
+def read_in_place(data: chunk_pb2.ChunkData, reader: InPlaceReader) -> tuple[Packet, list[Bytes]]:
+    """Returns the packet of a chunk that is read in place, and the views of the arena under its tensors."""
+    views: list[Bytes] = []
+    tensors: dict[str, Array] = {}
+    for message in data.tensors:
+        view = None
+        if message.HasField("shm"):
+            region = message.shm
+            view = reader.view(ArenaRange(region.offset, region.size_bytes, region.generation))
+            views.append(view)
+        tensors[message.name] = _tensor(message, view)
+    if not views:
+        raise InvalidChunkError("a chunk has a lease but no tensor in the arena")
+    return _checked(data, tensors), views
+
+
+def packet_of(data: chunk_pb2.ChunkData, contents: Mapping[str, Bytes]) -> Packet:
+    """Returns the packet of a chunk. `contents` has, by name, the bytes of the tensors that are not inline."""
+    tensors = {message.name: _tensor(message, contents.get(message.name)) for message in data.tensors}
+    return _checked(data, tensors)
+
+
+def _checked(data: chunk_pb2.ChunkData, tensors: dict[str, Array]) -> Packet:
+    packet = Packet(tensors, metadata_from_wire(data.metadata) if data.metadata else {})
+    if len(tensors) != len(data.tensors) or packet.size_bytes != data.size_bytes:
+        raise InvalidChunkError("a chunk's tensors share a name, or their size is not the one that the chunk claims")
+    return packet
+
+
+def _tensor(message: tensor_pb2.Tensor, content: Bytes | None) -> Array:
+    if content is not None:
+        dtype, shape = checked_layout(message, size_bytes=content.nbytes)
+        return content.view(dtype).reshape(shape)
+    if message.HasField("inline"):
+        return read_inline(message)
+    if message.WhichOneof("location") is not None:
+        raise InvalidChunkError(f"tensor {message.name!r} comes by a connector that was not negotiated")
+    dtype, shape = checked_layout(message, size_bytes=0)
+    return np.empty(shape, dtype)
+
+
+# -- messages with fragments
+
+
+class FragmentMessage(NamedTuple):
+    """A PutChunkRequest whose first item is a fragment."""
+
+    fragment: Fragment
+    rest: memoryview
+    """The message's other items."""
+
+
+def encode_fragment(fragment: Fragment, *, rest: bytes = b"") -> bytes:
+    """Returns a PutChunkRequest with `fragment` and then the items of the serialized message `rest`.
+
+    Encodes by hand, so that the payload is copied once at each end. Protobuf would copy it three times more: into the
+    message, out of it, and into the parsed one. The bytes on the wire are those that protobuf makes.
+    """
+    message, payload = fragment
+    fields = message.SerializeToString() + bytes((_PAYLOAD,)) + _varint(len(payload))
+    item = _PIECE + _varint(len(fields) + len(payload))
+    return b"".join((_ITEMS, _varint(len(item) + len(fields) + len(payload)), item, fields, payload, rest))
+
+
+def decode_fragment(data: bytes) -> FragmentMessage | None:
+    """Returns the parts of a PutChunkRequest, or None if its first item is not a fragment.
+
+    Raises InvalidChunkError for a malformed fragment.
+    """
+    if data[:1] != _ITEMS:
+        return None
+    view = memoryview(data)
+    start, outer_end = _span(view, 1)
+    if data[start : start + 1] != _PIECE:
+        return None
+    start, end = _span(view, start + 1)
+    if end != outer_end:
+        return None
+    payload, fields = memoryview(b""), bytearray()
+    for field_start, value_start, field_end in _fields(view, start, end):
+        if view[field_start] == _PAYLOAD:
+            payload = view[value_start:field_end]
+        else:
+            fields += view[field_start:field_end]
+    try:
+        message = chunk_pb2.ChunkPiece.FromString(bytes(fields))
+    except DecodeError as exc:
+        raise InvalidChunkError("a fragment cannot be parsed") from exc
+    return FragmentMessage(Fragment(message, payload), view[end:])
+
+
+def _fields(view: memoryview, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yields the offsets of each field, its value and its end. The fields are numbers or length-delimited."""
+    while start < end:
+        tag, value_start = _read_varint(view, start)
+        match tag & 7:
+            case 0:
+                _, field_end = _read_varint(view, value_start)
+            case 2:
+                value_start, field_end = _span(view, value_start)
+            case _:
+                raise InvalidChunkError("a fragment has a field of an unknown kind")
+        if field_end > end:
+            raise InvalidChunkError("a field of a fragment ends outside of it")
+        yield start, value_start, field_end
+        start = field_end
+
+
+def _span(view: memoryview, at: int) -> tuple[int, int]:
+    """Returns the offsets at which a length-delimited value starts and ends."""
+    size, start = _read_varint(view, at)
+    if start + size > len(view):
+        raise InvalidChunkError("a message is shorter than it claims to be")
+    return start, start + size
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
+    number = shift = 0
+    for byte in view[at : at + 10]:
+        number |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return number, at
+        shift += 7
+    raise InvalidChunkError("a number in a message does not end")

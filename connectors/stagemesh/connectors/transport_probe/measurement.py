@@ -22,7 +22,8 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.tensors import Array, read_inline
 from stagemesh.common.versions import WIRE_VERSION
-from stagemesh.connectors.edge import EdgeKey, Outlet, Packet, StepPolicy
+from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
+from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.transport_probe.peer import ARRIVED, EACH, ENGINE, SUMMARY, make_plane
 from stagemesh.connectors.transport_probe.report import MIB, SIZES, ConnectorFigures, TransportReport
 from stagemesh.rpc.channels import open_channel

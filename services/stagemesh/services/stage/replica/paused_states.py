@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from stagemesh.common.errors import NotFoundError
-from stagemesh.connectors.data_plane import as_flow
 from stagemesh.connectors.edge import EdgeKey, Packet
+from stagemesh.connectors.stream.replay import replay_packet
 from stagemesh.services.engines.base import Checkpoint
 from stagemesh.services.stage.step.spec import StepSpec
 from stagemesh.v1 import stage_pb2
@@ -51,7 +51,7 @@ class PausedStates:
         state = self._states.get(key.request_id)
         if state is None:
             raise NotFoundError(f"no state of request {key.request_id} is kept here", reason="UNKNOWN_FLOW")
-        return as_flow(key, Packet(state.tensors, {"steps": state.steps}))
+        return replay_packet(key, Packet(state.tensors, {"steps": state.steps}))
 
 
 def size_bytes(state: Checkpoint) -> int:

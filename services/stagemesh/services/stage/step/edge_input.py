@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from stagemesh.common.descriptors import import_factory, load_transform_descriptor
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.tensors import Array, TensorSpec
-from stagemesh.connectors.edge import Inlet, Packet
+from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.services.engines.base import Transform
 
 

@@ -2,16 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from functools import partial
 
 from stagemesh.common.errors import InvalidRequestError, NotFoundError, StagemeshError, StaleAttemptError
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import EdgeKey, Inlet, Outlet, StepPolicy
-from stagemesh.connectors.flow.inlet import RebindingInlet
-from stagemesh.connectors.flow.inlet_attempt import InletAttempt
-from stagemesh.connectors.flow.outlet import RebindingOutlet
-from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
-from stagemesh.connectors.flow.reconnect_policy import mendable
+from stagemesh.connectors.edge import REBIND_S, EdgeKey, is_recoverable
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.services.stage.step.events import FlowReport
 from stagemesh.services.stage.step.spec import (
     STATE_EDGE,
@@ -35,26 +31,38 @@ class StepEdges:
         self._plane = data_plane
         self._inputs = {binding.edge: binding for binding in spec.inputs}
         self._outputs = {binding.edge: binding for binding in spec.outputs}
-        self._inlets: dict[str, RebindingInlet] = {}
-        self._by_edge: dict[str, RebindingOutlet] = {}
+        self._inlets: dict[str, Inlet] = {}
+        self._by_edge: dict[str, Outlet] = {}
         self._state_inlet: Inlet | None = None
         self._state_outlet: Outlet | None = None
 
     def open(self) -> None:
         """Opens all inlets and outlets."""
         for binding in self._inputs.values():
-            flow = self._open_inlet(binding)
-            if binding.edge == STATE_EDGE:
-                self._state_inlet = flow
+            is_state = binding.edge == STATE_EDGE
+            inlet = self._plane.open_inlet(
+                self._key(binding), producer=binding.producer, rebind_s=0.0 if is_state else REBIND_S
+            )
+            if is_state:
+                self._state_inlet = inlet
             else:
-                self._inlets[binding.edge] = RebindingInlet(flow)
+                self._inlets[binding.edge] = inlet
         for target in self._outputs.values():
-            if target.edge == STATE_EDGE:
-                self._state_outlet = self._open_outlet(target)
-                continue
-            outlet = RebindingOutlet(self._open_outlet(target), policy=target.policy, on_over=self._over)
-            self._by_edge[target.edge] = outlet
-            self.outlets.add(outlet, target.select)
+            is_state = target.edge == STATE_EDGE
+            outlet = self._plane.open_outlet(
+                self._key(target),
+                endpoint=target.endpoint,
+                consumer=target.consumer,
+                connector=target.connector,
+                policy=target.policy,
+                rebind_s=0.0 if is_state else REBIND_S,
+                on_over=(lambda: None) if is_state else self._over,
+            )
+            if is_state:
+                self._state_outlet = outlet
+            else:
+                self._by_edge[target.edge] = outlet
+                self.outlets.add(outlet, target.select if target.is_selective else None)
 
     @property
     def inlets(self) -> dict[str, Inlet]:
@@ -79,10 +87,10 @@ class StepEdges:
     def reports(self) -> tuple[tuple[FlowReport, ...], tuple[FlowReport, ...]]:
         """Returns the status of the incoming and of the outgoing flows."""
         inlets = tuple(
-            FlowReport(self._inputs[edge].producer, inlet.standing) for edge, inlet in self._all_inlets().items()
+            FlowReport(self._inputs[edge].producer, inlet.status) for edge, inlet in self._all_inlets().items()
         )
-        standings = self.outlets.standings
-        return inlets, tuple(FlowReport(self._outputs[each.edge].consumer, each) for each in standings)
+        statuses = self.outlets.statuses
+        return inlets, tuple(FlowReport(self._outputs[each.edge].consumer, each) for each in statuses)
 
     def rebind(self, rebinding: Rebinding) -> None:
         """Binds edges to other replicas: all of the named ones, or none if it raises.
@@ -93,49 +101,41 @@ class StepEdges:
         inputs = [each for each in rebinding.inputs if self._is_new_producer(each.binding)]
         outputs = [each for each in rebinding.outputs if self._is_new_consumer(each)]
         for each in inputs:
-            self._inlets[each.binding.edge].check(each.first_rows)
+            self._inlets[each.binding.edge].check_rebindable(each.first_rows)
         for target in outputs:
-            self._by_edge[target.edge].check()
+            self._by_edge[target.edge].check_rebindable()
         for each in inputs:
             self._rebind_inlet(each)
         for target in outputs:
             self._outputs[target.edge] = target
-            self._by_edge[target.edge].rebind(partial(self._open_outlet, target))
+            self._plane.rebind_outlet(
+                self._by_edge[target.edge],
+                self._key(target),
+                endpoint=target.endpoint,
+                consumer=target.consumer,
+                connector=target.connector,
+            )
 
     async def close(self, error: StagemeshError | None, *, left_state: bool) -> None:
         """Closes all flows; after a run without an error, outlets keep the chunks that consumers may need again."""
         if error is not None:
-            await self.outlets.abort(error)
+            self.outlets.abort(error)
         if self._state_outlet is not None and (error is not None or not left_state):
             ended = InvalidRequestError("the request ran to its end, and left no state", reason="NOT_PAUSED")
-            await self._state_outlet.abort(error or ended)
-        lost = error is not None and mendable(error)
+            self._state_outlet.abort(error or ended)
+        lost = error is not None and is_recoverable(error)
         await asyncio.gather(*(inlet.aclose(lost=lost) for inlet in self._all_inlets().values()))
         self._inlets, self._state_inlet, self._state_outlet = {}, None, None
 
     def release(self, error: StagemeshError) -> None:
         """Releases the outlets that the run has left open."""
         for outlet in self._by_edge.values():
-            outlet.release(error)
+            outlet.abort(error)
 
     # -- internal
 
     def _all_inlets(self) -> dict[str, Inlet]:
         return self.inlets if self._state_inlet is None else {**self._inlets, STATE_EDGE: self._state_inlet}
-
-    def _open_inlet(self, binding: InputBinding) -> InletAttempt:
-        return self._plane.open_inlet(self._key(binding), producer=binding.producer)
-
-    def _open_outlet(self, target: OutputBinding) -> OutletAttempt:
-        state = target.edge == STATE_EDGE
-        return self._plane.open_outlet(
-            self._key(target),
-            endpoint=target.endpoint,
-            consumer=target.consumer,
-            connector=target.connector,
-            # RebindingOutlet cuts the chunks of a pipeline edge, once for all its flows.
-            policy=target.policy if state else StepPolicy(),
-        )
 
     def _key(self, binding: InputBinding | OutputBinding) -> EdgeKey:
         return EdgeKey(self.request_id, binding.edge, self._attempt_of(binding))
@@ -146,7 +146,12 @@ class StepEdges:
     def _rebind_inlet(self, rebinding: InputRebinding) -> None:
         binding = rebinding.binding
         self._inputs[binding.edge] = binding
-        self._inlets[binding.edge].rebind(partial(self._open_inlet, binding), first_rows=rebinding.first_rows)
+        self._plane.rebind_inlet(
+            self._inlets[binding.edge],
+            self._key(binding),
+            producer=binding.producer,
+            first_rows=rebinding.first_rows,
+        )
 
     def _is_new_producer(self, binding: InputBinding) -> bool:
         current, inlet = self._inputs.get(binding.edge), self._inlets.get(binding.edge)

@@ -19,8 +19,9 @@ from stagemesh.common.errors import (
 from stagemesh.common.journal import Journal
 from stagemesh.common.logs import bind_log_context
 from stagemesh.connectors.data_plane import DataPlane
-from stagemesh.connectors.edge import Inlet, Packet
-from stagemesh.connectors.flow.row_position import add_rows
+from stagemesh.connectors.edge import Packet
+from stagemesh.connectors.flow.inlet import Inlet
+from stagemesh.connectors.flow.packet_queue import add_rows
 from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
 from stagemesh.services.stage.replica.paused_states import size_bytes, without_large_state, without_state
 from stagemesh.services.stage.step.edge_input import EdgeInput, make_transform

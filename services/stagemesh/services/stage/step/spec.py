@@ -41,6 +41,11 @@ class OutputBinding:
     attempt: int = 0
     """The attempt of the edge's flow; 0 stands for the step's attempt."""
 
+    @property
+    def is_selective(self) -> bool:
+        """Whether the edge may carry less than whole packets."""
+        return bool(self.tensors) or self.tokens == "last"
+
     def select(self, packet: Packet) -> Packet | None:
         """Returns the part of a packet that the edge carries, or None if there is none."""
         if self.tensors and not packet.tensors.keys() <= self.tensors:

@@ -1,4 +1,4 @@
-"""What an edge takes of producers that follow each other: each row of each tensor once and in order."""
+"""Rows of successive producers of an edge: each row of each tensor is delivered once and in order."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from stagemesh.common.errors import InvalidChunkError, NotReadyError
 from stagemesh.connectors.edge import MetadataValue, Packet
-from stagemesh.connectors.flow.row_position import RowPosition, add_rows
+from stagemesh.connectors.flow.packet_queue import RowPosition, add_rows
 
 _NAMES: tuple[str, ...] = ("x", "y")
 
 
 def packets(starts: dict[str, int], cuts: list[dict[str, int]]) -> list[Packet]:
-    """Packets whose rows say their numbers, from `starts` on, in such lengths."""
+    """Returns packets of the given lengths whose rows are numbered from `starts` on."""
     at, made = dict(starts), list[Packet]()
     for cut in cuts:
         made.append(Packet({name: np.arange(at[name], at[name] + rows) for name, rows in cut.items()}))
@@ -23,7 +23,7 @@ def packets(starts: dict[str, int], cuts: list[dict[str, int]]) -> list[Packet]:
 
 
 def cut(rows: dict[str, int], lengths: list[tuple[int, int]]) -> list[dict[str, int]]:
-    """So many rows in all, in packets of these lengths and a last one of what is left."""
+    """Returns the rows in packets of these lengths, and the remaining rows in a last packet."""
     left, cuts = dict(rows), list[dict[str, int]]()
     for pair in lengths:
         cuts.append({name: min(length, left[name]) for name, length in zip(_NAMES, pair, strict=True)})
@@ -36,7 +36,7 @@ lengths = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8)
 
 
 @given(data=st.data(), total=st.tuples(st.integers(0, 20), st.integers(0, 20)))
-def test_each_row_is_taken_once_and_in_order(data: st.DataObject, total: tuple[int, int]) -> None:
+def test_each_row_is_delivered_once_and_in_order(data: st.DataObject, total: tuple[int, int]) -> None:
     rows, count = dict(zip(_NAMES, total, strict=True)), RowPosition(edge="e")
     taken: list[Packet] = []
     begin = dict.fromkeys(_NAMES, 0)
@@ -61,7 +61,7 @@ def test_each_row_is_taken_once_and_in_order(data: st.DataObject, total: tuple[i
         assert joined.tolist() == list(range(rows[name]))
 
 
-def test_packet_of_which_nothing_is_new_is_dropped_whole() -> None:
+def test_packet_without_new_rows_is_dropped() -> None:
     count = RowPosition(edge="e")
     one = Packet({"x": np.arange(3), "n": np.array(7)})
     assert count.take(one) is one
@@ -71,11 +71,11 @@ def test_packet_of_which_nothing_is_new_is_dropped_whole() -> None:
     assert count.take(one) is one
 
 
-def test_rows_that_would_be_left_out_are_told() -> None:
+def test_missing_rows_are_reported() -> None:
     count = RowPosition(edge="e")
     count.take(Packet({"x": np.arange(3)}))
     count.check({"x": 3})
-    with pytest.raises(NotReadyError, match="begins at row 4 of tensor 'x', and 3 rows") as caught:
+    with pytest.raises(NotReadyError, match="begins at row 4 of tensor 'x', but only 3 rows") as caught:
         count.check({"x": 4})
     assert caught.value.reason == "ROWS_MISSING"
     assert caught.value.metadata == {"edge": "e", "tensor": "x", "rows": "3"}
@@ -92,7 +92,7 @@ def test_repeated_context_is_counted_from_the_beginning_alone() -> None:
     assert not count.repeats
 
 
-def test_context_that_is_cut_elsewhere_is_a_contradiction() -> None:
+def test_context_cut_at_other_rows_is_rejected() -> None:
     count = RowPosition(edge="e")
     count.take(_with(Packet({"x": np.arange(4)}), context_frames=0))
     count.begin({})
@@ -110,7 +110,7 @@ def test_token_at_which_a_packet_starts_moves_with_its_rows() -> None:
     assert (new.tensors["x"].tolist(), new.metadata["token_start"]) == ([5, 6, 7], 5)
 
 
-def test_producer_that_makes_less_than_the_one_before_is_found_out() -> None:
+def test_producer_with_fewer_rows_than_before_is_rejected() -> None:
     count = RowPosition(edge="e")
     count.take(Packet({"x": np.arange(5)}))
     count.begin({})

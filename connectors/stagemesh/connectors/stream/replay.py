@@ -1,0 +1,67 @@
+"""Chunks that a producer still keeps, as the messages of GetChunk."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from stagemesh.common.errors import NotFoundError
+from stagemesh.connectors.edge import EdgeKey, Packet
+from stagemesh.connectors.flow.ledger import Ledger, SentChunk
+from stagemesh.connectors.flow.outlet_attempt import OutletAttempt, Phase
+from stagemesh.connectors.stream import wire
+from stagemesh.v1 import chunk_pb2, stage_pb2
+
+
+async def replay(flow: OutletAttempt, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
+    """Yields the chunks of a flow from `first_seq` on, up to its end. Raises NotFoundError if one is not kept."""
+    ledger: Ledger = flow.ledger
+    seq, transfer_id = first_seq, 0
+    while True:
+        kept = ledger.retained_from(seq)
+        if kept is None:
+            raise NotFoundError(f"chunk {seq} of edge {flow.key.edge} is no longer kept", reason="CHUNK_GONE")
+        for sent in kept[:1]:
+            transfer_id += 1
+            async for response in _chunk_messages(flow.key, sent, transfer_id):
+                yield response
+            seq = sent.seq + 1
+        if not kept:
+            if ledger.ended or flow.phase is Phase.FAILED:
+                return
+            await ledger.changed.wait()
+
+
+async def replay_packet(key: EdgeKey, packet: Packet) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
+    """Yields a packet that no flow carries as a flow of its own: one chunk and the end."""
+    shape, digest = wire.shape_of(packet, last=None), wire.FlowDigest()
+    digest.add(shape)
+    chunk = SentChunk(0, shape=shape, tensors=packet.tensors, metadata=packet.metadata)
+    for sent in (chunk, SentChunk(1, tail=digest.end())):
+        async for response in _chunk_messages(key, sent, 1):
+            yield response
+
+
+async def _chunk_messages(key: EdgeKey, sent: SentChunk, transfer_id: int) -> AsyncIterator[stage_pb2.GetChunkResponse]:
+    wire_key, tensors, shape, regions = wire.key_to_wire(key), sent.tensors, sent.shape, sent.regions
+    chunk = chunk_pb2.Chunk(key=wire_key, seq=sent.seq)
+    if shape is None or tensors is None:
+        assert sent.tail is not None, "a chunk has data or a tail"
+        wire.fill_tail(chunk, sent.tail)
+        yield stage_pb2.GetChunkResponse(chunk=chunk)
+        return
+    wire.fill_metadata(chunk.data, sent.metadata or {})
+    if shape.size_bytes <= wire.FRAGMENT_BYTES:
+        wire.fill_inline(chunk.data, tensors, shape)
+        yield stage_pb2.GetChunkResponse(chunk=chunk)
+        return
+    for region in regions:
+        region.retain()
+    try:
+        for message, payload in wire.fragments(
+            wire_key, tensors, total_bytes=shape.size_bytes, transfer_id=transfer_id
+        ):
+            message.payload = bytes(payload)
+            yield stage_pb2.GetChunkResponse(piece=message)
+        wire.fill_streamed(chunk.data, shape, transfer_id=transfer_id)
+        yield stage_pb2.GetChunkResponse(chunk=chunk)
+    finally:
+        for region in regions:
+            region.release()
