@@ -62,7 +62,10 @@ RULES = (
     _rule(r"\banew\b", 'write "again", or "restarts"'),
     _rule(r"\bbesides?\b", 'write "in addition to", "together with" or "next to"'),
     _rule(r"\bso (many|long|much|often)\b", "name the number or the limit"),
-    _rule(r"(?<!there )\b(is|are|was|were) no (?!longer\b)\w+", 'write "is not a", or "there is no"'),
+    _rule(
+        r"(?<!there )\b(is|are|was|were) no (?!(longer|larger|more|less|fewer|later|earlier)\b)\w+",
+        'write "is not a", or "there is no"',
+    ),
     _rule(
         rf", for ((it|they|there|this|that|nothing|both|some) |(an?|the) ((?!that|which|who)\w+ ){{1,3}}){_VERB}\b",
         'write "because"',

@@ -31,7 +31,7 @@ def demo(
     settings: Settings = None,
     replicas: Replicas = None,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Fail if the request takes longer than this.")
+        float, typer.Option(metavar="SECONDS", help="Fail if the request takes longer than this number of seconds.")
     ] = 300.0,
     as_json: AsJson = False,
 ) -> None:
@@ -61,8 +61,7 @@ def demo(
         if path is not None and not produced:
             raise InternalError(
                 f"the pipeline produced no {kind}, so {path} was not written; run `stagemesh pipeline graph` to see "
-                f"its "
-                "outputs"
+                f"its outputs"
             )
 
 

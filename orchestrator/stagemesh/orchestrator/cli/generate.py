@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 
 _IMAGE_COLUMNS = 48
 
-Prompt = Annotated[str, typer.Argument(help="The prompt. - reads the prompt from standard input.")]
+Prompt = Annotated[str, typer.Argument(help="Send this prompt. A single - reads the prompt from standard input.")]
 Audio = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Write the audio output to this WAV file while it arrives."),
 ]
 ImagePath = Annotated[
     Path | None,
-    typer.Option("--image", metavar="FILE", help="Write the image or video output to this file, replacing the file."),
+    typer.Option(
+        "--image", metavar="FILE", help="Write the image or video output to this file. An existing file is replaced."
+    ),
 ]
 NegativePrompt = Annotated[
     str | None, typer.Option(metavar="TEXT", help="Describe what generated images and videos must not show.")
@@ -41,7 +43,10 @@ Attach = Annotated[
 ]
 RequestTimeout = Annotated[
     float | None,
-    typer.Option(metavar="SECONDS", help="Fail if the request takes longer than this. No limit if omitted."),
+    typer.Option(
+        metavar="SECONDS",
+        help="Fail if the request takes longer than this number of seconds. There is no limit if omitted.",
+    ),
 ]
 
 
@@ -49,7 +54,12 @@ def generate(
     prompt: Prompt,
     server: Server = DEFAULT_SERVER,
     output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write audio, images and tensors to files in this folder.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write all audio, images and tensors to files in this folder, named after their outputs. Writes "
+            "none if omitted.",
+        ),
     ] = None,
     audio: Audio = None,
     image: ImagePath = None,
@@ -95,8 +105,7 @@ def generate(
         typer.Option(
             metavar="NAME",
             help="Set the caller of the request. Callers get equal shares of the pipeline. Requests without a caller "
-            "count "
-            "as one caller.",
+            "count as one caller.",
             show_default=False,
         ),
     ] = "",

@@ -6,30 +6,28 @@ from typing import Annotated
 import typer
 
 MaxTokens = Annotated[
-    int | None, typer.Option(min=1, help="Generate at most this number of tokens. The model's default if omitted.")
+    int | None, typer.Option(min=1, help="Generate at most this number of tokens. Uses the model's default if omitted.")
 ]
 Temperature = Annotated[
     float | None,
     typer.Option(
         min=0.0,
         help="Scale the randomness of sampling: 0 always chooses the most probable token, 1 samples from the model's "
-        "own "
-        "distribution. The model's default if omitted.",
+        "own distribution. Uses the model's default if omitted.",
     ),
 ]
 TopP = Annotated[
     float | None,
     typer.Option(
         help="Sample only from the most probable tokens whose probabilities add up to this fraction, above 0 and at "
-        "most "
-        "1. The model's default if omitted."
+        "most 1. Uses the model's default if omitted."
     ),
 ]
 TopK = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Sample only from this number of most probable tokens. 0 means all tokens. The model's default if "
+        help="Sample only from this number of most probable tokens. 0 means all tokens. Uses the model's default if "
         "omitted.",
     ),
 ]
@@ -38,16 +36,15 @@ MinP = Annotated[
     typer.Option(
         min=0.0,
         max=1.0,
-        help="Drop tokens less probable than this fraction of the most probable token's probability. 0 drops none. The "
-        "model's default if omitted.",
+        help="Drop tokens less probable than this fraction of the most probable token's probability. 0 drops none. "
+        "Uses the model's default if omitted.",
     ),
 ]
 RepetitionPenalty = Annotated[
     float | None,
     typer.Option(
         help="Penalize tokens that occur in the prompt or in the output: values above 1 discourage them, values "
-        "between 0 "
-        "and 1 encourage them, 1 has no effect. The model's default if omitted."
+        "between 0 and 1 encourage them, 1 has no effect. Uses the model's default if omitted."
     ),
 ]
 PresencePenalty = Annotated[
@@ -56,8 +53,7 @@ PresencePenalty = Annotated[
         min=-2.0,
         max=2.0,
         help="Penalize tokens that occur in the output, by this amount regardless of how often. Negative values "
-        "encourage "
-        "them, 0 has no effect. The model's default if omitted.",
+        "encourage them, 0 has no effect. Uses the model's default if omitted.",
     ),
 ]
 FrequencyPenalty = Annotated[
@@ -66,8 +62,7 @@ FrequencyPenalty = Annotated[
         min=-2.0,
         max=2.0,
         help="Penalize tokens by this amount for each time they occur in the output. Negative values encourage them, "
-        "0 has "
-        "no effect. The model's default if omitted.",
+        "0 has no effect. Uses the model's default if omitted.",
     ),
 ]
 Seed = Annotated[
@@ -75,7 +70,10 @@ Seed = Annotated[
     typer.Option(min=0, help="Set the random seed. The same seed reproduces the output. Chosen at random if omitted."),
 ]
 Stop = Annotated[
-    list[str] | None, typer.Option(metavar="TEXT", help="End the output when this text is generated. Repeatable.")
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT", help="End the output when this text is generated. The text itself is not printed. Repeatable."
+    ),
 ]
 StopToken = Annotated[
     list[int] | None,
@@ -83,7 +81,9 @@ StopToken = Annotated[
 ]
 MinTokens = Annotated[
     int | None,
-    typer.Option(min=0, help="Do not end the output before this number of tokens. 0, the default, sets no minimum."),
+    typer.Option(
+        min=0, help="Do not end the output before this number of tokens. 0 sets no minimum. Uses 0 if omitted."
+    ),
 ]
 IgnoreEnd = Annotated[
     bool, typer.Option("--ignore-eos", help="Continue generating after the model's end-of-sequence token.")
@@ -95,8 +95,8 @@ Logprobs = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Return the log-probability of each token and of this number of alternatives. 0 returns no alternatives. "
-        "Printed with --json only.",
+        help="Return the log-probability of each token and of this number of alternatives. 0 returns no "
+        "alternatives. Printed with --json only.",
     ),
 ]
 JsonSchema = Annotated[

@@ -97,7 +97,7 @@ def _busy_policy(values: Values) -> Values:
 _TARGET = {"target": (param.Target, REQUIRED)}
 _ID = {"request_id": (param.RequestId, REQUIRED)}
 _PAGE = {"page_size": (param.PageSize, 0), "page_token": (param.PageToken, "")}
-_ADAPTER = {**_TARGET, "name": (param.AdapterName, REQUIRED)}
+_ADAPTER = {**_TARGET, "name": (param.LoadedAdapter, REQUIRED)}
 
 GROUPS = {
     "lora": "Load, list, pin and unload the LoRA adapters of stages.",
@@ -174,8 +174,7 @@ COMMANDS = (
     Command(
         "restart",
         "Restart a replica, or the replicas of a stage one after the other. Each is drained, stopped, started again "
-        "by its "
-        "supervisor, and awaited until it is ready.",
+        "by its supervisor, and awaited until it is ready.",
         "RestartReplicas",
         _restart_phase,
         {
@@ -195,7 +194,7 @@ COMMANDS = (
     Command(
         "probe",
         "Probe again which connector each producing replica of an edge can use to each consuming replica. Exits with "
-        "status 1 if a pair has none.",
+        "status 1 if a probe fails.",
         "ProbeEdge",
         lambda answer, _: links_table([answer.edge]),
         {"edge": (param.Edge, REQUIRED), "producer": (param.Producer, ""), "consumer": (param.Consumer, "")},
@@ -203,7 +202,7 @@ COMMANDS = (
     ),
     Command(
         "sleep",
-        "Free the device memory of replicas. They reject requests until `wake`.",
+        "Free the device memory of replicas. The replicas reject requests until `stagemesh admin wake`.",
         "Sleep",
         _asleep,
         {
@@ -233,7 +232,12 @@ COMMANDS = (
         "Load a LoRA adapter from a folder, so that requests can select it by its name.",
         "LoadAdapter",
         lambda answer, _: f"loaded {answer.adapter.name}, rank {answer.adapter.rank}",
-        {**_ADAPTER, "path": (param.AdapterFolder, REQUIRED), "timeout": (param.Timeout, _LOAD_S)},
+        {
+            **_TARGET,
+            "name": (param.AdapterName, REQUIRED),
+            "path": (param.AdapterFolder, REQUIRED),
+            "timeout": (param.Timeout, _LOAD_S),
+        },
     ),
     Command(
         "lora unload",

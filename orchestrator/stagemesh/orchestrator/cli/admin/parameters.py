@@ -73,14 +73,18 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="The name of a replica, or of a stage to select all of its replicas.",
+        help="Select the replica with this name, or all replicas of the stage with this name.",
         autocompletion=complete_target,
     ),
 ]
-RequestId = Annotated[str, typer.Argument(metavar="ID", help="The id of the request.", autocompletion=complete_request)]
+RequestId = Annotated[
+    str, typer.Argument(metavar="ID", help="Select the request with this id.", autocompletion=complete_request)
+]
 Edge = Annotated[
     str,
-    typer.Argument(metavar="EDGE", help="The name of the edge, for example 'a->b'.", autocompletion=complete_edge),
+    typer.Argument(
+        metavar="EDGE", help="Select the edge with this name, for example 'a->b'.", autocompletion=complete_edge
+    ),
 ]
 StageFilter = Annotated[
     str,
@@ -100,8 +104,8 @@ RequestStateFilter = Annotated[
     list[RequestStateOption] | None,
     typer.Option(
         "--state",
-        help="List only requests in this state. Repeatable. Lists queued and running requests if omitted. "
-        "The server remembers ended requests for a limited time.",
+        help="List only requests in this state. Repeatable. Lists queued and running requests if omitted. Ended "
+        "requests are listed for a limited time.",
     ),
 ]
 OnTarget = Annotated[
@@ -137,13 +141,16 @@ PageToken = Annotated[
     str,
     typer.Option(
         metavar="TOKEN",
-        help="Continue a list at the token printed with its previous page. Starts at the first item if omitted.",
+        help="Continue a list at the token that was printed with its previous page. Starts at the first item if "
+        "omitted.",
         show_default=False,
     ),
 ]
 Timeout = Annotated[
     float,
-    typer.Option("--timeout", min=0.1, metavar="SECONDS", help="Fail if the server takes longer than this."),
+    typer.Option(
+        "--timeout", min=0.1, metavar="SECONDS", help="Fail if the command takes longer than this number of seconds."
+    ),
 ]
 Wait = Annotated[
     bool, typer.Option("--wait", help="Return only after all requests on the drained replicas have ended.")
@@ -157,7 +164,8 @@ Grace = Annotated[
         "--grace",
         min=0,
         metavar="SECONDS",
-        help="With --move, let requests finish for this long before they are moved. 0 moves them at once.",
+        help="With --move, wait this number of seconds for requests to finish before moving them. 0 moves them at "
+        "once.",
     ),
 ]
 ForceDrain = Annotated[
@@ -181,20 +189,31 @@ DrainTime = Annotated[
         "--drain",
         min=0,
         metavar="SECONDS",
-        help="Let requests on each replica finish for at most this long before it restarts. 0 means 300 seconds.",
+        help="Wait at most this number of seconds for the requests on each replica to finish. 0 means 300 seconds.",
     ),
 ]
 SleepLevel = Annotated[
     int,
-    typer.Option(min=1, max=2, help="Set what is kept in host memory: 1 keeps the weights, 2 drops them as well."),
+    typer.Option(
+        min=1,
+        max=2,
+        help="Set the sleep level. Level 1 keeps the weights in host memory. Level 2 drops the weights, and `wake` "
+        "reads them again.",
+    ),
 ]
 DrainSteps = Annotated[
-    bool, typer.Option("--drain", help="Wait until running steps have ended. Without it, running steps are an error.")
+    bool,
+    typer.Option(
+        "--drain",
+        help="Wait until running steps have ended. Without this option, the command fails if steps are running.",
+    ),
 ]
 DrainAdapter = Annotated[
     bool,
     typer.Option(
-        "--drain", help="Wait until requests that use the adapter have ended. Without it, such requests are an error."
+        "--drain",
+        help="Wait until requests that use the adapter have ended. Without this option, the command fails if there "
+        "are such requests.",
     ),
 ]
 WakeTags = Annotated[
@@ -202,7 +221,8 @@ WakeTags = Annotated[
     typer.Option(
         "--tag",
         metavar="TAG",
-        help="Reallocate only this part of the memory, as named by `sleep`. Repeatable. Reallocates all if omitted.",
+        help="Allocate only the part of the device memory with this tag, which `sleep` printed. Repeatable. "
+        "Allocates all parts if omitted.",
     ),
 ]
 ClearCache = Annotated[
@@ -212,19 +232,24 @@ Preempt = Annotated[
     bool,
     typer.Option(
         "--preempt",
-        help="With --clear, also delete data that running requests use. They compute it again. Without it, such "
-        "requests "
-        "are an error.",
+        help="With --clear, also delete cached data that running requests use, so that they compute it again. "
+        "Without this option, --clear fails if running requests use the cache.",
     ),
 ]
-AdapterName = Annotated[str, typer.Argument(metavar="NAME", help="The name by which requests select the adapter.")]
+LoadedAdapter = Annotated[str, typer.Argument(metavar="NAME", help="Select the loaded adapter with this name.")]
+AdapterName = Annotated[str, typer.Argument(metavar="NAME", help="Set the name by which requests select the adapter.")]
 AdapterFolder = Annotated[
-    str, typer.Argument(metavar="FOLDER", help="The adapter's folder on the replica's machine, as an absolute path.")
+    str,
+    typer.Argument(
+        metavar="FOLDER", help="Read the adapter from this folder on the replica's machine. The path must be absolute."
+    ),
 ]
 ProfileFolder = Annotated[
     str,
     typer.Option(
-        "--folder", metavar="FOLDER", help="Write the files into this folder within the stage's option profile_dir."
+        "--folder",
+        metavar="FOLDER",
+        help="Write the files to this folder, which is relative to the folder in the stage's option profile_dir.",
     ),
 ]
 ProfileSteps = Annotated[
@@ -232,6 +257,7 @@ ProfileSteps = Annotated[
     typer.Option(
         "--steps",
         min=1,
-        help="Stop recording after this number of engine steps. Records until `profile stop` if omitted.",
+        help="Stop recording after this number of engine steps. Records until `stagemesh admin profile stop` if "
+        "omitted.",
     ),
 ]
