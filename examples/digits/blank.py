@@ -1,4 +1,4 @@
-"""The pipeline before training: diffusers' own Qwen-Image classes, a ten-thousandth of Qwen-Image's size."""
+"""The untrained pipeline: diffusers' own Qwen-Image classes, at a ten-thousandth of Qwen-Image's size."""
 
 import re
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from tokenizers import pre_tokenizers
 from transformers import Qwen2_5_VLConfig, Qwen2Tokenizer
 
-# diffusers and transformers annotate their classes in part.
+# diffusers and transformers annotate their classes only in part.
 Autoencoder: TypeAlias = Any
 Pipeline: TypeAlias = Any
 TextEncoder: TypeAlias = Any
@@ -44,10 +44,11 @@ def blank_pipeline(prompts: Iterable[str], *, seed: int) -> Pipeline:
 
 
 def _tokenizer(prompts: Iterable[str]) -> Qwen2Tokenizer:
-    """Byte-level, so that any text has tokens. A word is merged from its beginning: s+e, se+v, sev+e, seve+n."""
+    """Returns a byte-level tokenizer, so that any text has tokens. Words are merged from the left: s+e, se+v, sev+e."""
     split = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
     assert split is not None
-    # The pipeline drops what becomes of the template's first 34 tokens: its words must be one token each, as Qwen's.
+    # The pipeline drops the embeddings of the template's first 34 tokens. As in Qwen's tokenizer, each of the
+    # template's words must therefore be one token.
     texts = [*re.split(r"<\|\w+\|>", QWENIMAGE_PROMPT_TEMPLATE.format("")), *prompts]
     words = dict.fromkeys(word for text in texts for word, _ in split.pre_tokenize_str(text))
     merges = list(dict.fromkeys((word[:end], word[end]) for word in words for end in range(1, len(word))))
@@ -105,7 +106,7 @@ def _transformer() -> Transformer:
 
 
 def _scheduler() -> Scheduler:
-    """Qwen-Image's own settings."""
+    """Returns a scheduler with the settings of Qwen-Image."""
     return FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.5,

@@ -1,4 +1,4 @@
-"""The two things that are trained: the autoencoder on pictures, then the transformer on what it makes of them."""
+"""The training of the autoencoder on images, and then of the transformer on the autoencoder's latents."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,12 +16,12 @@ from torch.optim.lr_scheduler import OneCycleLR
 _PEAK_RATE = 4e-3
 _KL_WEIGHT = 1e-4
 _UNPROMPTED = 0.1
-"""The share of examples that say nothing, for guidance."""
+"""The fraction of training examples with an empty prompt, which guidance requires."""
 _SAID_EVERY = 50
 
 
 def learn_pictures(vae: Autoencoder, images: Tensor, *, steps: int) -> None:
-    """Trains the autoencoder on images, [n, 3, 1, height, width] in [-1, 1], and notes the scale of its latents."""
+    """Trains the autoencoder on images, [n, 3, 1, height, width] in [-1, 1], and stores the scale of its latents."""
 
     def loss() -> Tensor:
         batch = images[torch.randint(len(images), (32,))]
@@ -37,7 +37,7 @@ def learn_pictures(vae: Autoencoder, images: Tensor, *, steps: int) -> None:
 
 
 def learn_prompts(pipeline: Pipeline, images: Tensor, digits: Tensor, *, steps: int) -> None:
-    """Trains the transformer to lead from noise to the images, [n, 3, 1, height, width], of the digits, [n]."""
+    """Trains the transformer to denoise images, [n, 3, 1, height, width], of the digits, [n]."""
     embeds, mask = _prompt_embeds(pipeline)
     latents = _patches(_normalised(pipeline.vae, images))
     count, height, width, channels = latents.shape
@@ -79,7 +79,7 @@ def _descend(parameters: Iterable[Parameter], loss: Callable[[], Tensor], *, wha
 
 
 def _drawn_prompts(digits: Tensor) -> Tensor:
-    """A prompt for each digit, [n], as its place in all_prompts."""
+    """Returns a random prompt for each digit, [n], as its index in all_prompts."""
     texts = digits * len(WORDINGS) + torch.randint(len(WORDINGS), digits.shape)
     nothing = len(all_prompts()) - 1 - torch.randint(len(NO_PROMPTS), digits.shape)
     return torch.where(torch.rand(digits.shape) < _UNPROMPTED, nothing, texts)
@@ -87,7 +87,7 @@ def _drawn_prompts(digits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _prompt_embeds(pipeline: Pipeline) -> tuple[Tensor, Tensor]:
-    """Of all_prompts: [n, longest, width], and which of their rows are no padding, [n, longest]."""
+    """Returns the embeddings of all_prompts, [n, longest, width], and a mask without padding rows, [n, longest]."""
     embeds, mask = pipeline.encode_prompt(all_prompts())
     return embeds, mask
 
@@ -104,5 +104,5 @@ def _encoded(vae: Autoencoder, images: Tensor) -> Tensor:
 
 
 def _patches(latents: Tensor) -> Tensor:
-    """Latents, [n, channels, 1, 2 h, 2 w], as the transformer takes them: [n, h, w, channels * 4]."""
+    """Converts latents, [n, channels, 1, 2 h, 2 w], to the transformer's layout, [n, h, w, channels * 4]."""
     return latents.squeeze(2).unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3)

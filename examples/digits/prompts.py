@@ -1,4 +1,4 @@
-"""The words that the model learns a digit by."""
+"""The prompts with which the model learns the digits."""
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WORDINGS = (
@@ -11,14 +11,14 @@ WORDINGS = (
     "{numeral}",
 )
 NO_PROMPTS = ("", " ")
-"""What guidance leads away from: the modular pipeline takes the first where a request says nothing."""
+"""The empty prompts for guidance. The modular pipeline uses the first if a request has no negative prompt."""
 
 
 def prompt(digit: int, wording: str = WORDINGS[0]) -> str:
-    """What asks for the digit, such as "the digit seven"."""
+    """Returns the prompts for a digit, such as "the digit seven"."""
     return wording.format(name=NAMES[digit], numeral=digit)
 
 
 def all_prompts() -> list[str]:
-    """Those of digit 0 in the order of WORDINGS, then those of 1 and so on, and NO_PROMPTS last."""
+    """Returns the prompts of digit 0 in the order of WORDINGS, then those of 1 and so on, and NO_PROMPTS last."""
     return [prompt(digit, wording) for digit in range(len(NAMES)) for wording in WORDINGS] + list(NO_PROMPTS)

@@ -1,4 +1,4 @@
-"""Handwritten digits to learn from, and a reader that says which digit a picture shows.
+"""Handwritten digits for training, and a classifier that recognizes the digit in an image.
 
 Both come with scikit-learn: 1,797 real digits of 8 x 8 pixels, scaled up, and a support vector machine trained on them.
 """
@@ -13,11 +13,11 @@ from sklearn.datasets import load_digits
 from sklearn.svm import SVC
 
 SIZE = 32
-"""Height and width of a picture, in pixels."""
+"""Height and width of an image in pixels."""
 
 
 def real_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The pictures, [n, 32, 32], white on black, and the digit that each shows, [n]."""
+    """Returns the images, [n, 32, 32], white on black, and the digit in each, [n]."""
     dataset = load_digits()
     brightest = 16
     small = (dataset.images * (255 / brightest)).astype(np.uint8)
@@ -25,13 +25,13 @@ def real_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def train_reader() -> SVC:
-    """A classifier of rows of 32 * 32 pixels in [0, 1]. Takes about three seconds, and is the same each time."""
+    """Trains a classifier of rows of 32 * 32 pixels in [0, 1]. Takes about three seconds and is deterministic."""
     images, digits = real_digits()
     return SVC().fit(_rows(images), digits)
 
 
 def read(images: Sequence[Image.Image]) -> list[int]:
-    """The digit that each picture shows; one of another size is scaled. The first call trains the reader."""
+    """Returns the digit in each image. Images of another size are scaled. The first call trains the classifier."""
     pixels = np.stack([_resized(image.convert("L")) for image in images])
     return [int(digit) for digit in _reader().predict(_rows(pixels))]
 
@@ -42,7 +42,7 @@ def _reader() -> SVC:
 
 
 def _resized(image: Image.Image) -> NDArray[np.uint8]:
-    """Pillow gives a picture that has the size already as it is."""
+    """Scales an image. Pillow returns the image itself if it already has the size."""
     return np.asarray(image.resize((SIZE, SIZE), Image.Resampling.BICUBIC), dtype=np.uint8)
 
 

@@ -16,11 +16,11 @@ from examples.digits.reading import SIZE, read, real_digits
 
 AUTOENCODER_STEPS = 250
 READ_EACH = 8
-"""Pictures of each digit that are read."""
+"""The number of generated images of each digit that are classified."""
 
 
 def main() -> None:
-    """Trains, measures and saves."""
+    """Trains, evaluates and saves the pipeline."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=800, help="of the transformer; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def train(*, steps: int, seed: int) -> Pipeline:
-    """A pipeline that draws digits; the same on one machine for the same seed."""
+    """Returns a pipeline that generates digits. On one machine, the same seed gives the same pipeline."""
     pixels, digits = real_digits()
     images = (torch.from_numpy(pixels).float() / 127.5 - 1)[:, None, None].expand(-1, 3, -1, -1, -1)
     pipeline = blank_pipeline(all_prompts(), seed=seed)
@@ -49,7 +49,7 @@ def train(*, steps: int, seed: int) -> Pipeline:
 
 
 def count_right(pipeline: Pipeline) -> int:
-    """How many of 80 pictures, eight a digit and each of a seed of its own, show the digit asked for."""
+    """Returns how many of 80 images show the requested digit. There are eight for each digit, each with its own seed."""
     right = 0
     for digit in range(len(NAMES)):
         generators = [torch.Generator().manual_seed(digit * READ_EACH + number) for number in range(READ_EACH)]
