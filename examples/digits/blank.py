@@ -27,10 +27,10 @@ _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "
 
 
 def blank_pipeline(prompts: Iterable[str], *, seed: int) -> Pipeline:
-    """A pipeline with random weights whose tokenizer has each word of the prompts as one token.
+    """Returns a pipeline with random weights, whose tokenizer has each word of the prompts as one token.
 
-    Its text encoder is complete as it is: random, but it tells words and places apart, and the transformer learns to
-    read it.
+    The random text encoder needs no training: it distinguishes words and positions, and the transformer learns to
+    interpret it.
     """
     torch.manual_seed(seed)
     tokenizer = _tokenizer(prompts)

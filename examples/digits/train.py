@@ -49,7 +49,7 @@ def train(*, steps: int, seed: int) -> Pipeline:
 
 
 def count_right(pipeline: Pipeline) -> int:
-    """Returns how many of 80 images show the requested digit. There are eight for each digit, each with its own seed."""
+    """Returns how many of 80 images show the requested digit. Eight per digit, each with its own seed."""
     right = 0
     for digit in range(len(NAMES)):
         generators = [torch.Generator().manual_seed(digit * READ_EACH + number) for number in range(READ_EACH)]
