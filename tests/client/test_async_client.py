@@ -14,7 +14,6 @@ from stagemesh.client import (
     Finished,
     Progress,
     Queued,
-    ReplicaState,
     RetryPolicy,
     Text,
     TokenLogprobs,
@@ -31,6 +30,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.tensors import read_inline
 from stagemesh.rpc.server import Server
+from stagemesh.v1 import stage_pb2
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
 from stagemesh.v1.request_pb2 import Output, TokenIds
@@ -111,7 +111,7 @@ async def test_media_reach_the_server_in_order(orchestrator: ScriptedOrchestrato
     )
 
 
-@pytest.mark.parametrize(("name", "problem"), [("cat.txt", "by its name"), ("cat.png", "No such file")])
+@pytest.mark.parametrize(("name", "problem"), [("cat.txt", "has none of the suffixes"), ("cat.png", "No such file")])
 def test_a_file_that_is_not_a_medium_is_rejected(tmp_path: Path, name: str, problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem):
         read_media(tmp_path / name)
@@ -346,7 +346,7 @@ async def test_describe_shows_replicas(orchestrator: ScriptedOrchestrator) -> No
     stage.replicas.add(name="thinker-0", endpoint="h:1", state="REPLICA_STATE_LOADING", detail="weights", running=2)
     async with AsyncClient(orchestrator.endpoint) as client:
         replica = (await client.describe()).stages[0].replicas[0]
-    assert (replica.name, replica.state, replica.running) == ("thinker-0", ReplicaState.LOADING, 2)
+    assert (replica.name, replica.state, replica.running) == ("thinker-0", stage_pb2.REPLICA_STATE_LOADING, 2)
 
 
 async def test_many_requests_share_a_client(orchestrator: ScriptedOrchestrator) -> None:

@@ -65,7 +65,7 @@ async def test_a_request_rejected_in_the_queue_is_sent_again(orchestrator: Scrip
 async def test_describe_and_cancel_work_without_asyncio(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.description.pipeline = "speech"
     with Client(orchestrator.endpoint) as client:
-        assert (await asyncio.to_thread(client.describe)).name == "speech"
+        assert (await asyncio.to_thread(client.describe)).pipeline == "speech"
         with pytest.raises(NotFoundError):
             await asyncio.to_thread(client.cancel, "nobody")
 
