@@ -48,8 +48,9 @@ test: models ## Run every test that needs no GPU
 soak: models ## Run the long forms of the fault tests, about an hour
 	pytest -m "soak and not gpu"
 
-check: venv ## Check format, lint, types, layers and contract
+check: venv ## Check format, lint, prose, types, layers and contract
 	ruff format --check . && ruff check .
+	python tools/prose_lint.py
 	mypy && pyright
 	lint-imports
 	buf format --diff --exit-code && buf lint

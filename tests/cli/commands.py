@@ -1,4 +1,4 @@
-"""Runs `stagemesh`, in this process or as one of its own."""
+"""Runs `stagemesh` in this process or in a process of its own."""
 
 import asyncio
 import sys
@@ -13,7 +13,7 @@ COMMAND = (sys.executable, "-m", "stagemesh.orchestrator.cli.main")
 
 @dataclass(frozen=True)
 class Ran:
-    """How it ended."""
+    """The exit status and the output of a command."""
 
     exit_code: int
     stdout: str
@@ -21,13 +21,13 @@ class Ran:
 
 
 def invoke(*arguments: str) -> Ran:
-    """Runs it here, for commands that need no event loop."""
+    """Runs a command in this process. The command must not need an event loop."""
     result = CliRunner().invoke(app, list(arguments))
     return Ran(result.exit_code, result.stdout, result.stderr)
 
 
 async def stagemesh(*arguments: str, stdin: str = "") -> Ran:
-    """Runs it as a process, to its end."""
+    """Runs a command in a process of its own, and waits until it ends."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
     stdout, stderr = await process.communicate(stdin.encode())

@@ -1,4 +1,4 @@
-"""`stagemesh admin` and `stagemesh top` against a pipeline that runs."""
+"""Tests `stagemesh admin` and `stagemesh top` against a running pipeline."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def _admin(running: Deployment, *arguments: str) -> Ran:
 
 
 def _replica(generation: Generation, stage: str) -> str:
-    """The one that was chosen for a stage."""
+    """Returns the replica that was chosen for a stage."""
     admitted = next(event for event in generation if isinstance(event, Admitted))
     return admitted.replicas[stage]
 
@@ -64,7 +64,7 @@ def _json(running: Deployment, *arguments: str) -> Any:
 
 
 class _Request:
-    """One that goes on until it is cancelled."""
+    """A request that runs until it is cancelled."""
 
     def __init__(self, client: Client, name: str) -> None:
         self._generation = client.generate("hello", request_id=name, max_tokens=_LONG)
@@ -85,7 +85,7 @@ class _Request:
     def join(self) -> None:
         self._thread.join(20)
         assert not self._thread.is_alive()
-        assert self._cancelled, "it ended in another way"
+        assert self._cancelled, "the request was not cancelled"
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_each_list_can_be_printed_as_json(running: Deployment, command: str) -> 
     assert isinstance(document[command], list)
 
 
-def test_a_page_says_where_to_go_on(running: Deployment) -> None:
+def test_a_page_prints_the_token_of_the_next_page(running: Deployment) -> None:
     ran = _admin(running, "replicas", "--page-size", "3")
     assert "--page-token 2" in ran.stderr
     (document,) = _json(running, "replicas", "--page-size", "3", "--page-token", "2")
@@ -140,7 +140,7 @@ def test_json_is_the_json_mapping_of_protobuf(running: Deployment) -> None:
     )
 
 
-def test_a_request_under_way_shows_its_time_line_and_its_flows(running: Deployment, long_request: str) -> None:
+def test_a_running_request_shows_its_timeline_and_its_flows(running: Deployment, long_request: str) -> None:
     ran = _admin(running, "request", long_request)
     assert ran.exit_code == 0, ran.stderr
     for words in (f"{long_request}  running", "admitted and planned", "sent its first output", "write->speak", "shm"):
@@ -150,14 +150,14 @@ def test_a_request_under_way_shows_its_time_line_and_its_flows(running: Deployme
     assert {step["stage"] for step in document["steps"]} == {"write", "speak", "sound"}
 
 
-def test_requests_are_found_by_where_they_run(running: Deployment, long_request: str) -> None:
+def test_requests_are_filtered_by_stage_and_state(running: Deployment, long_request: str) -> None:
     (there,) = _json(running, "requests", "--on", "sound")
     (nowhere,) = _json(running, "requests", "--on", "sound", "--state", "failed")
     assert [request["request_id"] for request in there["requests"]] == [long_request]
     assert nowhere["requests"] == []
 
 
-def test_a_cancelled_request_is_remembered(running: Deployment) -> None:
+def test_a_cancelled_request_is_listed_afterwards(running: Deployment) -> None:
     with running.client() as client:
         request = _Request(client, "short")
         assert _admin(running, "cancel", "short").exit_code == 0
@@ -184,7 +184,7 @@ def test_a_cancelled_request_is_remembered(running: Deployment) -> None:
         (("stages", "--page-token", "x"), "page_token 'x' is none that a list gave", ""),
     ],
 )
-def test_what_cannot_be_says_why_and_what_to_do(
+def test_a_failed_command_prints_the_cause_and_the_remedy(
     running: Deployment, arguments: tuple[str, ...], said: str, remedy: str
 ) -> None:
     ran = _admin(running, *arguments)
@@ -193,21 +193,19 @@ def test_what_cannot_be_says_why_and_what_to_do(
     assert remedy in ran.stderr
 
 
-def test_a_stage_is_found_on_whatever_page_its_replicas_are(
-    running: Deployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_replicas_of_a_stage_are_found_on_every_page(running: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin_client, "_PAGE", 2)
     assert "engine fake of stage sound has not the ability" in _admin(running, "cache", "sound").stderr
 
 
-def test_who_has_requests_is_shown_beneath_the_pipeline(running: Deployment, long_request: str) -> None:
+def test_callers_are_listed_below_their_pipeline(running: Deployment, long_request: str) -> None:
     assert "without a name" in _admin(running, "pipelines").stdout
     (document,) = _json(running, "pipelines")
     ((caller,),) = [each["callers"] for each in document["pipelines"]]
     assert (caller["caller"], caller["in_flight"], caller["queued"]) == ("", 1, 0), long_request
 
 
-def test_nobody_at_the_port_is_said_with_the_remedy() -> None:
+def test_an_unreachable_server_is_reported_with_a_remedy() -> None:
     ran = invoke("admin", "stages", "--server", "127.0.0.1:1")
     assert (ran.exit_code, "stagemesh up" in ran.stderr) == (1, True)
 
@@ -219,7 +217,7 @@ def test_an_edge_is_probed_between_all_pairs(running: Deployment) -> None:
     assert [(link["producer"], link["connector"]) for link in one["edge"]["links"]] == [("write-1", "CONNECTOR_SHM")]
 
 
-def test_a_drained_replica_gets_nothing_new(running: Deployment) -> None:
+def test_a_drained_replica_gets_no_new_requests(running: Deployment) -> None:
     assert _admin(running, "drain", "write-0", "--wait").exit_code == 0
     with running.client() as client:
         chosen = [_replica(client.generate("hello"), "write") for _ in range(3)]
@@ -228,7 +226,7 @@ def test_a_drained_replica_gets_nothing_new(running: Deployment) -> None:
     assert [replica["state"] for replica in document["replicas"]] == ["REPLICA_STATE_READY"]
 
 
-def test_a_drain_waits_for_what_runs_and_stands_when_it_gives_up(running: Deployment, long_request: str) -> None:
+def test_a_drain_waits_for_running_requests_and_lasts_after_its_timeout(running: Deployment, long_request: str) -> None:
     (document,) = _json(running, "request", long_request)
     (there,) = {step["replica"] for step in document["steps"] if step["stage"] == "write"}
     ran = _admin(running, "drain", there, "--wait", "--timeout", "3")
@@ -238,7 +236,7 @@ def test_a_drain_waits_for_what_runs_and_stands_when_it_gives_up(running: Deploy
     assert [replica["name"] for replica in after["replicas"]] == [there]
 
 
-def test_a_drain_that_moves_what_runs_does_not_wait_for_its_end(running: Deployment, long_request: str) -> None:
+def test_a_drain_that_moves_requests_does_not_wait_for_their_end(running: Deployment, long_request: str) -> None:
     (document,) = _json(running, "request", long_request)
     (there,) = {
         step["replica"] for step in document["steps"] if step["stage"] == "write" and step.get("ended_s") is None
@@ -284,19 +282,19 @@ def test_top_shows_rates_of_one_interval(running: Deployment, long_request: str)
         assert words in ran.stdout
 
 
-def test_top_is_json_a_line_a_snapshot(running: Deployment) -> None:
+def test_top_prints_one_json_document_per_snapshot(running: Deployment) -> None:
     ran = invoke("top", "--once", "--json", "--server", running.admin_endpoint)
     document = json.loads(ran.stdout)
     assert [stage["name"] for stage in document["stages"]] == ["write", "speak", "sound"]
     assert document["pipeline"]["ready"] is True
 
 
-def test_the_port_for_operators_is_shown_and_not_that_of_clients(running: Deployment) -> None:
+def test_operators_have_another_port_than_clients(running: Deployment) -> None:
     assert running.admin_endpoint
     assert running.admin_endpoint != running.endpoint
 
 
-def test_a_time_line_shows_what_was_handed_on_and_who_goes_on() -> None:
+def test_a_timeline_shows_a_moved_step_and_its_successor() -> None:
     error = chunk_pb2.Error(reason="DRAINED", message="a-0 hands on what it runs")
     steps = [
         admin_pb2.StepStatus(stage="a", replica="a-0", attempt=1, ended_s=1.0, error=error),
@@ -319,7 +317,7 @@ def test_a_time_line_shows_what_was_handed_on_and_who_goes_on() -> None:
     ]
 
 
-def test_brackets_in_what_failed_are_shown_as_they_are() -> None:
+def test_brackets_in_an_error_message_are_printed_verbatim() -> None:
     error = chunk_pb2.Error(message="[/bold] is float32[samples]")
     status = admin_pb2.RequestStatus(request_id="r", state=admin_pb2.REQUEST_STATE_FAILED, error=error)
     step = admin_pb2.StepStatus(stage="a", replica="a-0", attempt=1, ended_s=1.0, error=error)

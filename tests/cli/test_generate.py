@@ -24,7 +24,7 @@ async def test_audio_is_written_to_the_file(orchestrator: ScriptedOrchestrator, 
         assert (file.getnframes(), file.getframerate()) == (15, 24000)
 
 
-async def test_a_folder_takes_every_output(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+async def test_a_folder_receives_every_output(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
     orchestrator.scripts.append([admitted(), audio([0.0]), finished()])
     await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--output", str(tmp_path))
     assert (tmp_path / "audio.wav").exists()
@@ -39,14 +39,14 @@ async def test_options_reach_the_server(orchestrator: ScriptedOrchestrator) -> N
     assert (request.parameters.sampling.max_tokens, request.parameters.options["speed"]) == (9, 1.5)
 
 
-async def test_several_servers_are_asked_in_turn(orchestrator: ScriptedOrchestrator) -> None:
+async def test_several_servers_are_tried_in_turn(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), text("Hi"), finished()])
     ran = await stagemesh("generate", "hello", "--server", f"127.0.0.1:1, {orchestrator.endpoint}")
     assert (ran.exit_code, ran.stdout) == (0, "Hi\n")
     assert "it does not contain an address HOST:PORT" in (await stagemesh("generate", "hello", "--server", ",")).stderr
 
 
-async def test_one_that_waits_says_so(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_queued_request_prints_its_position(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([queued(3, expected_wait_s=4.4), admitted(), text("Hi"), finished()])
     ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--caller", "me", "--priority", "2")
     assert (ran.stdout, ran.stderr.splitlines()[0]) == ("Hi\n", "queued: position 3, about 4 s")
@@ -55,7 +55,7 @@ async def test_one_that_waits_says_so(orchestrator: ScriptedOrchestrator) -> Non
     assert "queued" not in silent.stderr
 
 
-async def test_all_of_sampling_can_be_said(orchestrator: ScriptedOrchestrator) -> None:
+async def test_every_sampling_option_reaches_the_server(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), finished()])
     numbers: dict[str, float] = {
         "max_tokens": 9,
@@ -106,13 +106,13 @@ async def test_attached_files_go_before_the_prompt(orchestrator: ScriptedOrchest
     assert (parts[1].audio_file.data, parts[3].text) == (b"purr.wav", "what?")
 
 
-async def test_an_attachment_that_is_none_is_an_error(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+async def test_an_attachment_of_an_unknown_type_is_an_error(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
     ran = await stagemesh("generate", "hi", "--server", orchestrator.endpoint, "--attach", str(tmp_path / "cat.txt"))
     assert (ran.exit_code, orchestrator.requests) == (1, [])
     assert "has none of the suffixes of images, audio and video" in ran.stderr
 
 
-async def test_the_result_can_be_had_as_json(orchestrator: ScriptedOrchestrator) -> None:
+async def test_the_result_can_be_printed_as_json(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), text("Hi"), finished()])
     ran = await stagemesh("generate", "hello", "--server", orchestrator.endpoint, "--json")
     document = json.loads(ran.stdout)
@@ -133,7 +133,7 @@ async def test_a_failure_after_some_text_ends_the_line(orchestrator: ScriptedOrc
     assert "thinker" in ran.stderr
 
 
-async def test_a_server_that_is_not_there_is_named_with_a_remedy() -> None:
+async def test_an_unreachable_server_is_named_with_a_remedy() -> None:
     ran = await stagemesh("generate", "hello", "--server", "127.0.0.1:1")
     assert ran.exit_code == 1
     assert "127.0.0.1:1" in ran.stderr

@@ -4,7 +4,7 @@ from pathlib import Path
 from tests.cli.commands import invoke
 
 
-def test_models_are_listed_with_where_they_are(tiny: Path) -> None:
+def test_models_are_listed_with_their_folders(tiny: Path) -> None:
     (tiny.parent / "home" / "models" / "hibari").mkdir(parents=True)
     models = {model["model"]: model for model in json.loads(invoke("models", "list", "--json").stdout)}
     assert models["hibari"]["path"] == str(tiny.parent / "home" / "models" / "hibari")

@@ -8,7 +8,7 @@ def _run(*arguments: str) -> Ran:
     return invoke("pipeline", *arguments)
 
 
-def test_a_valid_pipeline_is_said_to_be_so(tiny: Path) -> None:
+def test_a_valid_pipeline_is_reported_as_valid(tiny: Path) -> None:
     ran = _run("validate", str(tiny))
     assert (ran.exit_code, "tiny is valid (2 stages, 1 edges, 1 outputs)" in ran.stdout) == (0, True)
 
@@ -21,13 +21,13 @@ def test_a_mistake_is_shown_with_file_and_line(tiny: Path) -> None:
     assert "Traceback" not in ran.stderr
 
 
-def test_an_error_can_be_had_as_json() -> None:
+def test_an_error_can_be_printed_as_json() -> None:
     ran = _run("validate", "spech", "--json")
     error = json.loads(ran.stderr)["error"]
     assert (ran.exit_code, error["code"], error["reason"]) == (1, "NOT_FOUND", "UNKNOWN_PIPELINE")
 
 
-def test_explain_says_where_values_come_from(tiny: Path) -> None:
+def test_explain_shows_the_origin_of_values(tiny: Path) -> None:
     ran = _run("explain", str(tiny), "--set", "stages.first.options.steps=9", "--json")
     rows = {row["key"]: row for row in json.loads(ran.stdout)}
     assert (rows["stages.first.options.steps"]["value"], rows["stages.first.options.steps"]["origin"]) == (
@@ -41,12 +41,12 @@ def test_replicas_are_set_by_stage(tiny: Path) -> None:
     assert {row["key"]: row["value"] for row in json.loads(ran.stdout)}["stages.second.replicas"] == "3"
 
 
-def test_what_is_no_pair_is_a_usage_error(tiny: Path) -> None:
+def test_a_text_that_is_not_a_pair_is_a_usage_error(tiny: Path) -> None:
     assert _run("explain", str(tiny), "--set", "steps").exit_code == 2
     assert _run("explain", str(tiny), "--replicas", "first=many").exit_code == 2
 
 
-def test_the_picture_shows_stages_edges_and_outputs(tiny: Path) -> None:
+def test_the_tree_shows_stages_edges_and_outputs(tiny: Path) -> None:
     ran = _run("graph", str(tiny))
     assert all(part in ran.stdout for part in ("first", "<- prompt", "-> second", "auto", "=> text"))
 

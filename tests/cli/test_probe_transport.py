@@ -21,14 +21,14 @@ from tests.stage.replicas import served_stage
 async def _serving(
     address: str = "127.0.0.1:0", *, within: tuple[str, ...] = (), environment: tuple[str, ...] = ()
 ) -> AsyncGenerator[str]:
-    """The endpoint of `stagemesh probe-transport --serve` as a process, which SIGINT ends in order."""
+    """Runs `stagemesh probe-transport --serve`, yields its endpoint, and ends it by SIGINT."""
     command = [*within, *environment, *COMMAND, "probe-transport", "--serve", address, "--json"]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     try:
         yield json.loads(await process.stdout.readline())["endpoint"]
     finally:
-        # What enters a namespace does so by a child.
+        # A command within a namespace runs as a child of the process that entered the namespace.
         served = [psutil.Process(process.pid), *psutil.Process(process.pid).children()][-1]
         served.send_signal(signal.SIGINT)
         await process.communicate()
@@ -45,7 +45,7 @@ def _check(ran: Ran, *, choice: str, usable: list[str]) -> None:
         assert (figures["bytes_per_s"] > 1e6, figures["cpu_s_per_gb"] > 0) == (figures["connector"] in usable,) * 2
 
 
-async def test_this_host_is_measured_and_the_choice_told() -> None:
+async def test_this_host_is_measured_and_the_selected_connector_printed() -> None:
     ran = await stagemesh("probe-transport")
     assert ran.exit_code == 0
     first_words = [words[0] for words in map(str.split, ran.stdout.splitlines()) if words]
@@ -60,7 +60,7 @@ async def test_a_peer_that_serves_probes_is_measured() -> None:
     _check(ran, choice="shm", usable=["shm", "nixl", "grpc"])
 
 
-async def test_between_hosts_shm_is_passed_over() -> None:
+async def test_shm_is_not_used_between_hosts() -> None:
     with namespaces() as net:
         environment = ("env", *(f"{name}={value}" for name, value in ENVIRONMENT.items()))
         there, here = (tuple(net.within(number)) for number in (1, 0))
@@ -81,14 +81,14 @@ async def test_a_second_process_ends_with_its_body() -> None:
         await asyncio.open_connection(host, int(port))
 
 
-async def test_a_peer_that_is_not_there_is_named_with_a_remedy() -> None:
+async def test_an_unreachable_peer_is_named_with_a_remedy() -> None:
     ran = await stagemesh("probe-transport", "127.0.0.1:1")
     assert ran.exit_code == 1
     assert "nothing answers at 127.0.0.1:1" in ran.stderr
     assert "run `stagemesh probe-transport --serve 127.0.0.1:1` there" in ran.stderr
 
 
-async def test_what_is_no_address_is_refused() -> None:
+async def test_a_malformed_address_is_rejected() -> None:
     ran = await stagemesh("probe-transport", "nowhere", "--json")
     assert (ran.exit_code, json.loads(ran.stderr)["error"]["reason"]) == (1, "NO_ADDRESS")
 
@@ -99,7 +99,7 @@ async def test_a_replica_is_not_measured() -> None:
             await measure_peer(thinker.endpoint, progress=print)
 
 
-async def test_a_peer_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_of_another_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server("127.0.0.1:0")
     async with ProbePeer.added_to(server.grpc):
         endpoint = f"127.0.0.1:{await server.start()}"
@@ -109,13 +109,13 @@ async def test_a_peer_of_another_version_is_refused(monkeypatch: pytest.MonkeyPa
         await server.stop(grace_s=0)
 
 
-async def test_too_little_shared_memory_is_said_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_little_shared_memory_is_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_file, "available_bytes", lambda: 1 << 20)
     with pytest.raises(NotReadyError, match=r"64 MiB of shared memory .*; give the host or container more memory"):
         make_plane("prober")
 
 
-def test_a_host_is_measured_or_serves() -> None:
+def test_measuring_and_serving_exclude_each_other() -> None:
     assert invoke("probe-transport", "127.0.0.1:1", "--serve", "127.0.0.1:0").exit_code == 2
 
 

@@ -20,7 +20,7 @@ print("loaded:", [name for name in ("torch", "vllm", "onnxruntime", "scipy") if 
 
 
 @pytest.mark.parametrize("program", [LIST_HEAVY, IMPORT_ALL])
-def test_nothing_heavy_is_imported(program: str) -> None:
+def test_no_heavy_package_is_imported(program: str) -> None:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "loaded: []"
 
@@ -34,7 +34,7 @@ def test_help_lists_the_commands() -> None:
     )
 
 
-def test_version_names_the_version() -> None:
+def test_version_prints_the_version() -> None:
     assert invoke("version").stdout.startswith("stagemesh 0.")
 
 

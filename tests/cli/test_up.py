@@ -23,7 +23,7 @@ class Up:
         self.children: dict[str, int] = {}
 
     async def until_ready(self) -> None:
-        """Reads events up to the ready one."""
+        """Reads events until the event "ready"."""
         while not self.endpoint:
             event = json.loads(await self.next_line())
             if event["event"] == "ready":
@@ -32,7 +32,7 @@ class Up:
                 self.children[event["name"]] = event["process_id"]
 
     async def next_line(self) -> bytes:
-        """The next line of stdout."""
+        """Returns the next line of stdout."""
         assert self.process.stdout is not None
         return await self.process.stdout.readline()
 
@@ -57,7 +57,7 @@ def _shared_memory() -> set[str]:
 
 
 async def _gone(process_id: int) -> bool:
-    """Whether a process that is no child of ours ends within seconds."""
+    """Whether a process, which is not a child of this one, ends within seconds."""
     return await asyncio.to_thread(ended, process_id)
 
 
@@ -71,7 +71,7 @@ async def test_a_signal_stops_everything_cleanly(tiny: Path, number: signal.Sign
     assert _shared_memory() <= before
 
 
-async def test_killing_up_takes_every_child_with_it(tiny: Path) -> None:
+async def test_killing_up_ends_every_child_process(tiny: Path) -> None:
     before = _shared_memory()
     async with _up(tiny) as up:
         up.process.kill()
@@ -79,14 +79,14 @@ async def test_killing_up_takes_every_child_with_it(tiny: Path) -> None:
     assert _shared_memory() <= before
 
 
-async def test_a_prompt_is_answered_by_what_up_runs(tiny: Path) -> None:
+async def test_a_prompt_is_answered_by_a_running_pipeline(tiny: Path) -> None:
     async with _up(tiny) as up:
         ran = await stagemesh("generate", "hello", "--server", up.endpoint, "--seed", "1")
     assert (ran.exit_code, ran.stdout.startswith("Step 0 is ")) == (0, True)
     assert "first->second" in ran.stderr
 
 
-async def test_a_second_up_on_the_port_says_so(tiny: Path) -> None:
+async def test_a_second_up_on_the_same_port_reports_the_port(tiny: Path) -> None:
     async with _up(tiny) as up:
         port = up.endpoint.rpartition(":")[2]
         ran = await stagemesh("up", str(tiny), "--port", port)
@@ -95,7 +95,7 @@ async def test_a_second_up_on_the_port_says_so(tiny: Path) -> None:
     assert "--port" in ran.stderr
 
 
-async def test_what_the_edges_use_is_told_when_it_is_ready(tiny: Path) -> None:
+async def test_the_connectors_of_edges_are_printed_when_the_pipeline_is_ready(tiny: Path) -> None:
     async with _up(tiny) as up:
         ran = await stagemesh("stages", "--server", up.endpoint)
         document = json.loads((await stagemesh("stages", "--server", up.endpoint, "--json")).stdout)
@@ -104,7 +104,7 @@ async def test_what_the_edges_use_is_told_when_it_is_ready(tiny: Path) -> None:
     assert ["first->second", "first-0", "to", "second-0", "shm"] in [line.split() for line in ran.stdout.splitlines()]
 
 
-async def test_fixed_connector_that_cannot_work_ends_it_with_the_reason(
+async def test_a_fixed_connector_that_cannot_be_used_ends_up_with_the_reason(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_connector(tiny.parent, monkeypatch)
@@ -117,7 +117,9 @@ async def test_fixed_connector_that_cannot_work_ends_it_with_the_reason(
     assert "not_there is not installed: feed it; fix that, or set `connector: auto`" in ran.stderr
 
 
-async def test_better_connectors_are_told_with_why_not(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_better_connectors_are_printed_with_the_reason_against_them(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add_connector(tiny.parent, monkeypatch)
     async with _up(tiny) as up:
         link = up.edges[0]["links"][0]
@@ -126,13 +128,13 @@ async def test_better_connectors_are_told_with_why_not(tiny: Path, monkeypatch: 
     assert "pigeon" in refusal["error"]["message"]
 
 
-async def test_the_demo_runs_asks_and_stops(tiny: Path) -> None:
+async def test_the_demo_starts_a_pipeline_runs_a_prompt_and_stops(tiny: Path) -> None:
     ran = await stagemesh("demo", str(tiny), "--prompt", "hello", "--seed", "1")
     assert (ran.exit_code, ran.stdout.startswith("Step 0 is ")) == (0, True)
     assert "first->second" in ran.stderr
 
 
-async def test_a_demo_without_its_audio_fails(tiny: Path) -> None:
+async def test_a_demo_without_the_wanted_audio_fails(tiny: Path) -> None:
     ran = await stagemesh("demo", str(tiny), "--prompt", "hello", "--audio", str(tiny.parent / "a.wav"))
     assert ran.exit_code == 1
     assert "no audio" in ran.stderr

@@ -16,7 +16,7 @@ async def orchestrator() -> AsyncIterator[ScriptedOrchestrator]:
 
 @pytest.fixture
 async def other() -> AsyncIterator[ScriptedOrchestrator]:
-    """Another one of the same pipeline."""
+    """A second orchestrator of the same pipeline."""
     async with _served() as service:
         yield service
 

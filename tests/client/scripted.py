@@ -1,4 +1,4 @@
-"""An orchestrator that plays scripts: a real gRPC service without pipelines behind it."""
+"""An orchestrator that follows scripts: a real gRPC service without a pipeline."""
 
 import asyncio
 from collections import deque
@@ -30,18 +30,18 @@ from stagemesh.v1.stage_pb2 import StepFinished, StepProgress
 
 
 class Pause(Enum):
-    """What a script may hold beside responses and errors."""
+    """The items of a script that are neither a response nor an error."""
 
     FOREVER = auto()
     BREAK = auto()
-    """The call ends as one does whose connection breaks."""
+    """The call ends as if its connection broke."""
 
 
 Script: TypeAlias = Sequence[GenerateResponse | StagemeshError | Pause]
 
 
 class ScriptedOrchestrator(OrchestratorServiceServicer):
-    """Plays one script a call, the last one again and again."""
+    """Follows one script per call. The last script is repeated."""
 
     def __init__(self) -> None:
         self.endpoint = ""
@@ -91,35 +91,35 @@ class ScriptedOrchestrator(OrchestratorServiceServicer):
 
 
 def admitted(request_id: str = "r", *, seed: int = 7) -> GenerateResponse:
-    """A request's first event."""
+    """Returns the first event of a request."""
     return GenerateResponse(
         admitted=RequestAdmitted(request_id=request_id, seed=seed, replicas={"thinker": "thinker-0"})
     )
 
 
 def queued(position: int, *, expected_wait_s: float = 1.5) -> GenerateResponse:
-    """A request waits."""
+    """Returns the event of a queued request."""
     return GenerateResponse(queued=RequestQueued(request_id="r", position=position, expected_wait_s=expected_wait_s))
 
 
 def progress(stage: str, *, steps: int) -> GenerateResponse:
-    """A stage's progress."""
+    """Returns the progress of a stage."""
     return GenerateResponse(progress=RequestProgress(stage=stage, progress=StepProgress(steps=steps)))
 
 
 def text(delta: str, *, output: str = "text") -> GenerateResponse:
-    """A piece of text."""
+    """Returns a part of a text output."""
     return GenerateResponse(output=Output(name=output, text=delta))
 
 
 def audio(samples: Sequence[float], *, sample_rate_hz: int = 24000) -> GenerateResponse:
-    """A piece of sound."""
+    """Returns a part of an audio output."""
     tensor = inline_tensor("samples", np.array(samples, np.float32))
     return GenerateResponse(output=Output(name="audio", audio=Audio(samples=tensor, sample_rate_hz=sample_rate_hz)))
 
 
 def finished() -> GenerateResponse:
-    """A request's last event."""
+    """Returns the last event of a request."""
     stage = StepFinished(usage=Usage(prompt_tokens=5, output_tokens=2, steps=2), timings=Timings(finished_s=0.5))
     stage.edges.add(edge="thinker->vocoder", connector="shm", chunks=3, size_bytes=300)
     return GenerateResponse(finished=RequestFinished(stages={"thinker": stage}, timings=Timings(finished_s=0.6)))

@@ -14,7 +14,6 @@ from stagemesh.client import (
     Finished,
     Progress,
     Queued,
-    ReplicaState,
     RetryPolicy,
     Text,
     TokenLogprobs,
@@ -31,6 +30,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.common.tensors import read_inline
 from stagemesh.rpc.server import Server
+from stagemesh.v1 import stage_pb2
 from stagemesh.v1.orchestrator_pb2 import GenerateResponse
 from stagemesh.v1.orchestrator_pb2_grpc import add_OrchestratorServiceServicer_to_server
 from stagemesh.v1.request_pb2 import Output, TokenIds
@@ -55,7 +55,7 @@ async def test_result_joins_text_and_audio(orchestrator: ScriptedOrchestrator) -
     np.testing.assert_array_equal(result.audio, np.array([0.5, -0.5, 1], np.float32))
 
 
-async def test_result_knows_usage_and_edges(orchestrator: ScriptedOrchestrator) -> None:
+async def test_the_result_has_usage_and_edges(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), text("Hi"), finished()])
     async with AsyncClient(orchestrator.endpoint) as client:
         result = await client.generate("hello").result()
@@ -88,7 +88,7 @@ async def test_a_conversation_reaches_the_server(orchestrator: ScriptedOrchestra
     assert [(turn.role, turn.content) for turn in turns] == [("system", "Be brief."), ("user", "Hi")]
 
 
-async def test_media_reach_the_server_in_their_places(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
+async def test_media_reach_the_server_in_order(orchestrator: ScriptedOrchestrator, tmp_path: Path) -> None:
     (tmp_path / "cat.JPG").write_bytes(b"jpeg")
     orchestrator.scripts.append([finished()])
     samples = np.array([0.5, -0.5], np.float32)
@@ -111,13 +111,13 @@ async def test_media_reach_the_server_in_their_places(orchestrator: ScriptedOrch
     )
 
 
-@pytest.mark.parametrize(("name", "problem"), [("cat.txt", "by its name"), ("cat.png", "No such file")])
-def test_a_file_that_is_no_medium_is_refused(tmp_path: Path, name: str, problem: str) -> None:
+@pytest.mark.parametrize(("name", "problem"), [("cat.txt", "has none of the suffixes"), ("cat.png", "No such file")])
+def test_a_file_that_is_not_a_medium_is_rejected(tmp_path: Path, name: str, problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem):
         read_media(tmp_path / name)
 
 
-async def test_all_of_sampling_reaches_the_server(orchestrator: ScriptedOrchestrator) -> None:
+async def test_every_sampling_argument_reaches_the_server(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([finished()])
     numbers: dict[str, float] = {
         "max_tokens": 9,
@@ -167,7 +167,7 @@ async def test_a_structure_reaches_the_server(
     assert (list(sampling.choice.texts) if name == "choice" else getattr(sampling, name)) == sent
 
 
-async def test_logprobs_come_with_their_tokens(orchestrator: ScriptedOrchestrator) -> None:
+async def test_logprobs_arrive_with_their_tokens(orchestrator: ScriptedOrchestrator) -> None:
     output = Output(name="codes", token_ids=TokenIds(ids=[5, 6]))
     output.logprobs.add(logprob=-0.5, top_ids=[5, 9], top_logprobs=[-0.5, -1.5])
     output.logprobs.add(logprob=-2.0)
@@ -178,7 +178,7 @@ async def test_logprobs_come_with_their_tokens(orchestrator: ScriptedOrchestrato
     assert result.logprobs["codes"] == (TokenLogprobs(-0.5, (5, 9), (-0.5, -1.5)), TokenLogprobs(-2.0))
 
 
-async def test_timeout_travels_as_deadline(orchestrator: ScriptedOrchestrator) -> None:
+async def test_the_timeout_is_sent_as_the_deadline(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([finished()])
     async with AsyncClient(orchestrator.endpoint) as client:
         _ = [event async for event in client.generate("hello", timeout_s=20)]
@@ -240,21 +240,21 @@ async def test_nothing_is_retried_once_admitted(orchestrator: ScriptedOrchestrat
     assert len(orchestrator.requests) == 1
 
 
-async def test_one_that_waits_hears_where_it_stands(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_queued_request_receives_its_position(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([queued(2), queued(1), admitted(), finished()])
     async with AsyncClient(orchestrator.endpoint) as client:
         events = [event async for event in client.generate("hello")]
     assert events[:2] == [Queued("r", 2, 1.5), Queued("r", 1, 1.5)]
 
 
-async def test_what_was_refused_in_the_queue_is_sent_again(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_request_rejected_in_the_queue_is_sent_again(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.extend([[queued(1), UnavailableError("it stops")], [admitted(), text("Hi"), finished()]])
     async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
         assert (await client.generate("hello").result()).text == "Hi"
     assert len({request.request_id for request in orchestrator.requests}) == 1
 
 
-async def test_an_overloaded_server_is_asked_again_when_it_says_so(orchestrator: ScriptedOrchestrator) -> None:
+async def test_an_overloaded_server_is_called_again_at_the_time_it_names(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.extend([[OverloadedError("full", retry_after_s=0.05)], [admitted(), finished()]])
     async with AsyncClient(orchestrator.endpoint, retry_policy=QUICK) as client:
         await client.generate("hello").result()
@@ -290,13 +290,13 @@ async def test_a_stream_without_its_end_is_an_error(orchestrator: ScriptedOrches
             await client.generate("hello").result()
 
 
-async def test_a_server_out_of_reach_is_named() -> None:
+async def test_an_unreachable_server_is_named() -> None:
     async with AsyncClient("127.0.0.1:1", retry_policy=RetryPolicy(attempts=1)) as client:
         with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
             await client.generate("hello").result()
 
 
-async def test_a_server_that_comes_late_is_reached(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_server_that_starts_late_is_reached(orchestrator: ScriptedOrchestrator) -> None:
     port_finder = Server("127.0.0.1:0")
     port = await port_finder.start()
     await port_finder.stop(grace_s=0)
@@ -311,7 +311,7 @@ async def test_a_server_that_comes_late_is_reached(orchestrator: ScriptedOrchest
     assert waiting.result().request_id == "r"
 
 
-async def test_a_prompt_over_the_message_limit_is_refused_with_sizes(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_prompt_over_the_message_limit_is_rejected_with_sizes(orchestrator: ScriptedOrchestrator) -> None:
     async with AsyncClient(orchestrator.endpoint) as client:
         with pytest.raises(InvalidRequestError, match="9000") as caught:
             client.generate("x" * 9_000_000)
@@ -328,15 +328,13 @@ async def test_a_prompt_over_the_message_limit_is_refused_with_sizes(orchestrato
         ("a", {"stop_token_ids": [-1]}, "cannot be sent"),
     ],
 )
-async def test_arguments_that_make_no_request_are_refused(
-    prompt: str | None, arguments: dict[str, object], message: str
-) -> None:
+async def test_invalid_arguments_are_rejected(prompt: str | None, arguments: dict[str, object], message: str) -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(InvalidRequestError, match=message):
             client.generate(prompt, **arguments)  # type: ignore[arg-type]
 
 
-async def test_cancel_of_an_unknown_request_says_so(orchestrator: ScriptedOrchestrator) -> None:
+async def test_cancel_of_an_unknown_request_is_an_error(orchestrator: ScriptedOrchestrator) -> None:
     async with AsyncClient(orchestrator.endpoint) as client:
         with pytest.raises(NotFoundError) as caught:
             await client.cancel("nobody")
@@ -348,7 +346,7 @@ async def test_describe_shows_replicas(orchestrator: ScriptedOrchestrator) -> No
     stage.replicas.add(name="thinker-0", endpoint="h:1", state="REPLICA_STATE_LOADING", detail="weights", running=2)
     async with AsyncClient(orchestrator.endpoint) as client:
         replica = (await client.describe()).stages[0].replicas[0]
-    assert (replica.name, replica.state, replica.running) == ("thinker-0", ReplicaState.LOADING, 2)
+    assert (replica.name, replica.state, replica.running) == ("thinker-0", stage_pb2.REPLICA_STATE_LOADING, 2)
 
 
 async def test_many_requests_share_a_client(orchestrator: ScriptedOrchestrator) -> None:

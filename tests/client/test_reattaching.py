@@ -1,4 +1,4 @@
-"""A request whose connection or orchestrator is lost goes on, and its caller hears everything once."""
+"""Tests that a request survives the loss of its connection or orchestrator, and its caller gets each event once."""
 
 import asyncio
 
@@ -33,19 +33,19 @@ async def _events(*endpoints: str, policy: RetryPolicy = QUICK, timeout_s: float
         return [event async for event in client.generate("hello", timeout_s=timeout_s)]
 
 
-def _told(events: list[Event]) -> str:
+def _text_of(events: list[Event]) -> str:
     return "".join(event.delta for event in events if isinstance(event, Text))
 
 
 @pytest.mark.parametrize("loss", [Pause.BREAK, _stops()], ids=["broken connection", "orchestrator that stops"])
-async def test_a_lost_request_goes_on(orchestrator: ScriptedOrchestrator, loss: Pause | StagemeshError) -> None:
+async def test_a_lost_request_continues(orchestrator: ScriptedOrchestrator, loss: Pause | StagemeshError) -> None:
     orchestrator.scripts.extend([[admitted(), text("Hi "), loss], [admitted(), text("you"), finished()]])
     events = await _events(orchestrator.endpoint)
     assert [type(event) for event in events] == [Admitted, Text, Text, Finished]
-    assert _told(events) == "Hi you"
+    assert _text_of(events) == "Hi you"
 
 
-async def test_the_second_call_says_what_the_caller_has(orchestrator: ScriptedOrchestrator) -> None:
+async def test_the_second_call_sends_the_received_positions(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.extend(
         [[admitted(seed=9), text("Zoë "), audio([0.5, 1]), text("!"), Pause.BREAK], [admitted(seed=9), finished()]]
     )
@@ -58,13 +58,15 @@ async def test_the_second_call_says_what_the_caller_has(orchestrator: ScriptedOr
     assert first.linger_s == second.linger_s == 5
 
 
-async def test_the_next_orchestrator_goes_on(orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator) -> None:
+async def test_the_next_orchestrator_continues_the_request(
+    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
+) -> None:
     orchestrator.scripts.append([admitted(), text("Hi "), Pause.BREAK])
     other.scripts.append([admitted(), text("you"), finished()])
-    assert _told(await _events(orchestrator.endpoint, other.endpoint)) == "Hi you"
+    assert _text_of(await _events(orchestrator.endpoint, other.endpoint)) == "Hi you"
 
 
-async def test_an_orchestrator_out_of_reach_is_passed_over(orchestrator: ScriptedOrchestrator) -> None:
+async def test_an_unreachable_orchestrator_is_skipped(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), text("Hi"), finished()])
     policy = RetryPolicy(attempts=1)
     async with AsyncClient("127.0.0.1:1", orchestrator.endpoint, retry_policy=policy) as client:
@@ -80,7 +82,7 @@ async def test_a_request_that_failed_is_not_run_again(orchestrator: ScriptedOrch
     assert len(orchestrator.requests) == 2
 
 
-async def test_what_stands_in_the_way_of_a_lost_request_passes(
+async def test_a_lost_request_waits_for_an_overloaded_orchestrator(
     orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
 ) -> None:
     full = OverloadedError("full", retry_after_s=0.02)
@@ -91,32 +93,32 @@ async def test_what_stands_in_the_way_of_a_lost_request_passes(
     assert len(orchestrator.requests) == 1
 
 
-async def test_progress_is_not_told_twice(orchestrator: ScriptedOrchestrator) -> None:
+async def test_progress_is_not_reported_twice(orchestrator: ScriptedOrchestrator) -> None:
     steps = [progress("thinker", steps=step) for step in (1, 2, 3)]
     orchestrator.scripts.extend([[admitted(), *steps[:2], Pause.BREAK], [admitted(), *steps, finished()]])
     events = await _events(orchestrator.endpoint)
     assert [event.steps for event in events if isinstance(event, Progress)] == [1, 2, 3]
 
 
-async def test_a_lost_request_is_looked_for_only_so_long(orchestrator: ScriptedOrchestrator) -> None:
+async def test_the_search_for_a_lost_request_is_bounded(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.extend([[admitted(), text("Hi "), Pause.BREAK], [Pause.BREAK]])
     with pytest.raises(UnavailableError, match="Socket closed"):
         await _events(orchestrator.endpoint, policy=RetryPolicy(first_pause_s=0.01, reattach_s=2))
     assert len(orchestrator.requests) > 3
 
 
-async def test_a_request_that_is_lost_again_and_again_is_given_up(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_repeatedly_lost_request_is_abandoned(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), Pause.BREAK])
     with pytest.raises(UnavailableError, match="Socket closed"):
         await _events(orchestrator.endpoint, policy=RetryPolicy(attempts=3, first_pause_s=0.01, reattach_s=0.1))
     assert 4 <= len(orchestrator.requests) < 10
 
 
-async def test_a_request_that_gets_on_may_be_lost_often(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_request_that_progresses_may_be_lost_any_number_of_times(orchestrator: ScriptedOrchestrator) -> None:
     letters = "abcdefghij"
     orchestrator.scripts.extend([[admitted(), text(letter), Pause.BREAK] for letter in letters])
     orchestrator.scripts.append([admitted(), finished()])
-    assert _told(await _events(orchestrator.endpoint)) == letters
+    assert _text_of(await _events(orchestrator.endpoint)) == letters
 
 
 async def test_the_deadline_holds_over_all_calls(orchestrator: ScriptedOrchestrator) -> None:
@@ -134,7 +136,7 @@ async def test_without_reattaching_a_loss_is_an_error(orchestrator: ScriptedOrch
     assert [request.linger_s for request in orchestrator.requests] == [0]
 
 
-async def test_leaving_takes_back_what_was_asked_for(orchestrator: ScriptedOrchestrator) -> None:
+async def test_leaving_the_loop_revokes_the_linger_time(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), Pause.FOREVER])
     async with AsyncClient(orchestrator.endpoint) as client:
         call = client.generate("hello")
@@ -143,7 +145,7 @@ async def test_leaving_takes_back_what_was_asked_for(orchestrator: ScriptedOrche
     assert [(each.request_id, each.when_left) for each in orchestrator.cancels] == [(call.request_id, True)]
 
 
-async def test_closing_takes_back_what_was_asked_for(orchestrator: ScriptedOrchestrator) -> None:
+async def test_closing_the_client_revokes_the_linger_time(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.append([admitted(), Pause.FOREVER])
     client = AsyncClient(orchestrator.endpoint)
     call = client.generate("hello")
@@ -155,7 +157,7 @@ async def test_closing_takes_back_what_was_asked_for(orchestrator: ScriptedOrche
         await anext(events)
 
 
-async def test_a_client_that_was_closed_calls_no_more() -> None:
+async def test_a_closed_client_makes_no_calls() -> None:
     client = AsyncClient("127.0.0.1:1")
     events = aiter(client.generate("hello"))
     await client.close()
@@ -163,7 +165,7 @@ async def test_a_client_that_was_closed_calls_no_more() -> None:
         await anext(events)
 
 
-async def test_what_has_ended_is_not_taken_back(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_finished_request_is_not_revoked(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.extend([[admitted(), finished()], [InternalError("no")]])
     async with AsyncClient(orchestrator.endpoint) as client:
         await client.generate("hello").result()
@@ -188,7 +190,9 @@ async def test_a_client_needs_an_endpoint() -> None:
         AsyncClient()
 
 
-async def test_the_blocking_client_goes_on_too(orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator) -> None:
+async def test_the_synchronous_client_continues_a_lost_request(
+    orchestrator: ScriptedOrchestrator, other: ScriptedOrchestrator
+) -> None:
     def run() -> str:
         with Client(orchestrator.endpoint, other.endpoint, retry_policy=QUICK) as client:
             return client.generate("hello").result().text
@@ -199,7 +203,7 @@ async def test_the_blocking_client_goes_on_too(orchestrator: ScriptedOrchestrato
     assert await asyncio.to_thread(run) == "Hi you"
 
 
-async def test_the_blocking_client_takes_back_what_was_asked_for(orchestrator: ScriptedOrchestrator) -> None:
+async def test_the_synchronous_client_revokes_the_linger_time(orchestrator: ScriptedOrchestrator) -> None:
     def run() -> None:
         with Client(orchestrator.endpoint, retry_policy=QUICK) as client:
             for _event in client.generate("hello"):
@@ -224,12 +228,12 @@ def test_every_kind_of_output_is_counted() -> None:
     assert dict(delivery.request().next_positions) == {"codes": 3, "picture": 1, "rows": 3, "scalar": 1}
 
 
-async def test_a_call_that_was_refused_is_no_earlier_call(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_rejected_call_does_not_count_as_an_earlier_call(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.extend([[OverloadedError("full", retry_after_s=0.01)], [_stops()], [admitted(), finished()]])
     await _events(orchestrator.endpoint)
     assert [request.earlier_calls for request in orchestrator.requests] == [0, 0, 0]
 
 
-def test_an_impossible_policy_is_refused() -> None:
+def test_an_invalid_policy_is_rejected() -> None:
     with pytest.raises(ValueError, match="reattach_s is -1"):
         RetryPolicy(reattach_s=-1)

@@ -19,31 +19,31 @@ def test_pauses_double_up_to_a_limit() -> None:
     assert pauses == [pytest.approx(0.1), pytest.approx(0.2), pytest.approx(0.3), None]
 
 
-def test_the_servers_own_time_goes_first() -> None:
+def test_the_pause_that_the_server_names_takes_precedence() -> None:
     attempts = Attempts(POLICY, timeout_s=None)
     attempts.begin()
     assert attempts.pause_s(NotReadyError("loading", retry_after_s=8)) == 8
 
 
-def test_a_server_that_asks_for_too_much_is_not_waited_for() -> None:
+def test_a_too_long_pause_that_the_server_names_is_an_error() -> None:
     attempts = Attempts(POLICY, timeout_s=None)
     attempts.begin()
     assert attempts.pause_s(UnavailableError("gone", retry_after_s=60)) is None
 
 
-def test_a_pause_beyond_the_deadline_is_not_waited_for() -> None:
+def test_a_pause_beyond_the_deadline_is_an_error() -> None:
     attempts = Attempts(POLICY, timeout_s=0.05)
     attempts.begin()
     assert attempts.pause_s(UnavailableError("gone")) is None
 
 
-def test_a_wrong_request_is_never_sent_again() -> None:
+def test_an_invalid_request_is_not_sent_again() -> None:
     attempts = Attempts(POLICY, timeout_s=None)
     attempts.begin()
     assert attempts.pause_s(InvalidRequestError("empty")) is None
 
 
-def test_an_impossible_policy_is_refused() -> None:
+def test_an_invalid_policy_is_rejected() -> None:
     with pytest.raises(ValueError, match="attempts >= 1"):
         RetryPolicy(attempts=0)
     with pytest.raises(ValueError, match="max_asked_pause_s is -1"):

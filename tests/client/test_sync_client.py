@@ -57,7 +57,7 @@ async def test_nothing_is_retried_once_admitted(orchestrator: ScriptedOrchestrat
     assert len(orchestrator.requests) == 1
 
 
-async def test_what_was_refused_in_the_queue_is_sent_again(orchestrator: ScriptedOrchestrator) -> None:
+async def test_a_request_rejected_in_the_queue_is_sent_again(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.scripts.extend([[queued(1), UnavailableError("it stops")], [admitted(), text("Hi"), finished()]])
     assert (await asyncio.to_thread(_result, orchestrator.endpoint)).text == "Hi"
 
@@ -65,11 +65,11 @@ async def test_what_was_refused_in_the_queue_is_sent_again(orchestrator: Scripte
 async def test_describe_and_cancel_work_without_asyncio(orchestrator: ScriptedOrchestrator) -> None:
     orchestrator.description.pipeline = "speech"
     with Client(orchestrator.endpoint) as client:
-        assert (await asyncio.to_thread(client.describe)).name == "speech"
+        assert (await asyncio.to_thread(client.describe)).pipeline == "speech"
         with pytest.raises(NotFoundError):
             await asyncio.to_thread(client.cancel, "nobody")
 
 
-def test_a_server_out_of_reach_is_named() -> None:
+def test_an_unreachable_server_is_named() -> None:
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
         _result("127.0.0.1:1")

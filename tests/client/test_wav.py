@@ -24,7 +24,7 @@ def test_channels_are_interleaved(tmp_path: Path) -> None:
         assert np.frombuffer(file.readframes(2), "<i2").tolist() == [0, 32767, 32767, 0]
 
 
-def test_a_change_of_rate_is_refused(tmp_path: Path) -> None:
+def test_a_change_of_the_sample_rate_is_rejected(tmp_path: Path) -> None:
     with WavWriter(tmp_path / "a.wav") as writer:
         writer.write(np.zeros(1, np.float32), sample_rate_hz=8000)
         with pytest.raises(InvalidRequestError, match="16000"):
@@ -36,7 +36,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         writer.write(np.zeros(1, np.float32), sample_rate_hz=8000)
 
 
-def test_no_samples_make_no_file(tmp_path: Path) -> None:
+def test_without_samples_there_is_no_file(tmp_path: Path) -> None:
     with WavWriter(tmp_path / "a.wav"):
         pass
     assert not (tmp_path / "a.wav").exists()

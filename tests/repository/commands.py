@@ -10,7 +10,10 @@ _BIN = Path(sys.executable).parent
 
 
 def run(*command: str) -> str:
-    """The standard output of a command, found beside this interpreter first; a failing one fails the test."""
+    """Returns the standard output of a command, which is looked up first in this interpreter's folder.
+
+    Fails the test if the command fails.
+    """
     environment = {**os.environ, "PATH": f"{_BIN}{os.pathsep}{os.environ['PATH']}"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, f"{' '.join(command)}:\n{ran.stdout}{ran.stderr}"

@@ -25,12 +25,12 @@ def read_stubs(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.glob("*_pb2*.py*")}
 
 
-def test_committed_stubs_are_what_the_contract_generates(tmp_path: Path) -> None:
+def test_the_committed_stubs_match_the_protos(tmp_path: Path) -> None:
     run("make", "--no-print-directory", "stubs", f"OUT={tmp_path}")
     assert read_stubs(tmp_path / "stagemesh" / "v1") == read_stubs(STUBS)
 
 
-def test_the_contract_is_formatted_and_lints() -> None:
+def test_the_protos_are_formatted_and_linted() -> None:
     run("buf", "format", "--diff", "--exit-code")
     run("buf", "lint")
 

@@ -10,18 +10,18 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
 @pytest.mark.parametrize("path", ["examples/speak.py", "orchestrator/stagemesh/orchestrator/pipelines/speech.yaml"])
-def test_the_readme_shows_files_as_they_are(path: str) -> None:
+def test_the_readme_contains_files_verbatim(path: str) -> None:
     assert f"\n{(ROOT / path).read_text()}```" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document: str) -> None:
+def test_links_have_targets(document: str) -> None:
     path = ROOT / document
     broken = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
     assert not broken
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_that_are_named_exist(document: str) -> None:
+def test_commands_in_documents_exist(document: str) -> None:
     named = set(COMMAND.findall((ROOT / document).read_text()))
     assert named <= set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -32,15 +32,15 @@ def test_the_lock_satisfies_the_project(lock: list[str], wanted: list[str]) -> N
     assert not unmet
 
 
-def test_the_lock_leaves_out_what_comes_as_cuda_builds() -> None:
+def test_the_lock_contains_no_cuda_builds() -> None:
     locked = {**pins("cpu.txt"), **pins("dev.txt")}
     unwanted = re.compile(r"torchvision|torchaudio|torchcodec|triton|nvidia.*|cuda.*|vllm")
     assert [name for name in locked if unwanted.fullmatch(name)] == []
 
 
-def test_nothing_is_locked_twice() -> None:
+def test_no_package_is_locked_twice() -> None:
     assert not pins("cpu.txt").keys() & pins("dev.txt").keys()
 
 
-def test_the_torch_that_runs_here_needs_no_cuda() -> None:
+def test_the_installed_torch_needs_no_cuda() -> None:
     assert [line for line in requires("torch") or [] if line.startswith(("nvidia", "cuda"))] == []

@@ -17,21 +17,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_the_wheel_holds_every_package_with_its_types(wheel: zipfile.Path, package: str) -> None:
+def test_the_wheel_contains_every_package_with_its_types(wheel: zipfile.Path, package: str) -> None:
     assert (wheel / "stagemesh" / package / "py.typed").exists()
 
 
-def test_the_wheel_holds_the_pipelines(wheel: zipfile.Path) -> None:
+def test_the_wheel_contains_the_pipelines(wheel: zipfile.Path) -> None:
     shipped = {path.name for path in (ROOT / "orchestrator/stagemesh/orchestrator/pipelines").glob("*.yaml")}
     packed = {path.name for path in (wheel / "stagemesh" / "orchestrator" / "pipelines").iterdir()}
     assert "speech.yaml" in shipped <= packed
 
 
-def test_the_namespace_belongs_to_nobody(wheel: zipfile.Path) -> None:
+def test_the_namespace_package_has_no_init(wheel: zipfile.Path) -> None:
     assert not (wheel / "stagemesh" / "__init__.py").exists()
 
 
-def test_the_wheel_holds_nothing_else(wheel: zipfile.Path) -> None:
+def test_the_wheel_contains_nothing_else(wheel: zipfile.Path) -> None:
     top = {path.name for path in wheel.iterdir() if not path.name.endswith(".dist-info")}
     assert top == {"stagemesh"}
     assert {path.name for path in (wheel / "stagemesh").iterdir()} == set(PACKAGES)
@@ -42,6 +42,6 @@ def sources(package: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("root", ["protos", "common", "connectors", "services", "orchestrator"])
-def test_every_module_is_packed(wheel: zipfile.Path, root: str) -> None:
+def test_the_wheel_contains_every_module(wheel: zipfile.Path, root: str) -> None:
     packed = set(wheel.root.namelist())
     assert sources(ROOT / root / "stagemesh") <= packed

@@ -12,13 +12,13 @@ from subprocess import Popen
 import grpc
 import pytest
 
-from stagemesh.client import AsyncClient, Client, Generation, ReplicaState, Result, Text
+from stagemesh.client import AsyncClient, Client, Generation, Result, Text
 from stagemesh.client.results import ResultBuilder
 from stagemesh.common.errors import UnavailableError
 from stagemesh.orchestrator.config import OrchestratorConfig, ReplicaAddress, dump_orchestrator_config
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
-from stagemesh.v1 import admin_pb2, admin_pb2_grpc
+from stagemesh.v1 import admin_pb2, admin_pb2_grpc, stage_pb2
 from tests.deployment import Deployment, deployed, eventually
 from tests.system.pipelines import relays
 from tests.system.wires import wire
@@ -115,7 +115,7 @@ def _serves(client: Client) -> bool:
         stages = client.describe().stages
     except UnavailableError:
         return False
-    return all(replica.state is ReplicaState.READY for stage in stages for replica in stage.replicas)
+    return all(replica.state == stage_pb2.REPLICA_STATE_READY for stage in stages for replica in stage.replicas)
 
 
 def _nothing() -> None:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from stagemesh.client import AsyncClient, ReplicaState
+from stagemesh.client import AsyncClient
 from stagemesh.common.errors import UnavailableError
 from stagemesh.common.stage_config import StageConfig, dump_stage_config
 from stagemesh.orchestrator.config import OrchestratorConfig, Registration, dump_orchestrator_config
 from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.orchestrator.spec import load_pipeline
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
-from stagemesh.v1 import admin_pb2
+from stagemesh.v1 import admin_pb2, stage_pb2
 from stagemesh.v1.admin_pb2_grpc import AdminServiceStub
 from tests.deployment import Deployment, deployed
 from tests.soak.load import Load
@@ -200,6 +200,6 @@ async def _has(client: AsyncClient, replicas: int) -> bool:
         return False
     return all(
         [replica.state for replica in stage.replicas]
-        == [ReplicaState.READY] * (replicas if stage.name == "frames" else 1)
+        == [stage_pb2.REPLICA_STATE_READY] * (replicas if stage.name == "frames" else 1)
         for stage in stages
     )

@@ -1,15 +1,6 @@
 """The Python client: `AsyncClient` and `Client`, with typed events and results."""
 
 from stagemesh.client.async_client import AsyncClient, AsyncGeneration
-from stagemesh.client.descriptions import (
-    EdgeInfo,
-    LinkInfo,
-    OutputInfo,
-    PipelineInfo,
-    ReplicaInfo,
-    ReplicaState,
-    StageInfo,
-)
 from stagemesh.client.events import (
     Admitted,
     AudioChunk,
@@ -45,7 +36,6 @@ __all__ = [
     "Client",
     "Content",
     "Conversation",
-    "EdgeInfo",
     "EdgeUsage",
     "Event",
     "Finished",
@@ -53,17 +43,11 @@ __all__ = [
     "Generation",
     "Image",
     "ImageFile",
-    "LinkInfo",
-    "OutputInfo",
     "Part",
-    "PipelineInfo",
     "Progress",
     "Queued",
-    "ReplicaInfo",
-    "ReplicaState",
     "Result",
     "RetryPolicy",
-    "StageInfo",
     "StageReport",
     "TensorOutput",
     "Text",

@@ -17,7 +17,6 @@ from stagemesh.client.base_client import (
     BaseGeneration,
     EndpointSearch,
 )
-from stagemesh.client.descriptions import PipelineInfo, decode_pipeline
 from stagemesh.client.events import Event
 from stagemesh.client.media import Content
 from stagemesh.client.requests import GenerateArguments, build_request
@@ -94,14 +93,14 @@ class AsyncClient(BaseClient["OrchestratorServiceAsyncStub"]):
     async def cancel(self, request_id: str) -> None:
         """Stops a request, and returns once every stage has released it. Raises NotFoundError if it does not run."""
         request = orchestrator_pb2.CancelRequestRequest(request_id=request_id)
-        await self.call(lambda stub: stub.CancelRequest(request, timeout=CONTROL_TIMEOUT_S), anywhere=True)
+        await self._call(lambda stub: stub.CancelRequest(request, timeout=CONTROL_TIMEOUT_S), anywhere=True)
 
-    async def describe(self, pipeline: str = "") -> PipelineInfo:
+    async def describe(self, pipeline: str = "") -> orchestrator_pb2.DescribePipelineResponse:
         """Returns the pipeline's current stages, replicas, edges and outputs. An empty name is the only one."""
         request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline)
-        return decode_pipeline(await self.call(lambda stub: stub.DescribePipeline(request, timeout=CONTROL_TIMEOUT_S)))
+        return await self._call(lambda stub: stub.DescribePipeline(request, timeout=CONTROL_TIMEOUT_S))
 
-    async def call(
+    async def _call(
         self, method: "Callable[[OrchestratorServiceAsyncStub], Awaitable[Answer]]", *, anywhere: bool = False
     ) -> Answer:
         """Returns the answer of the first endpoint that is reachable.

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, cast
 from uuid import uuid4
 
 from stagemesh.client.media import Content, message_to_wire
@@ -42,6 +42,9 @@ class SamplingArguments(TypedDict, total=False):
     regex: str | None
     choice: Sequence[str] | None
     grammar: str | None
+
+
+_SAMPLING_FIELDS = SamplingArguments.__annotations__.keys() - set(_STRUCTURES)
 
 
 class GenerateArguments(SamplingArguments, total=False):
@@ -136,22 +139,8 @@ def _check_size(request: orchestrator_pb2.GenerateRequest) -> None:
 
 
 def _sampling(arguments: SamplingArguments) -> request_pb2.Sampling:
-    sampling = request_pb2.Sampling(
-        max_tokens=arguments.get("max_tokens"),
-        temperature=arguments.get("temperature"),
-        top_p=arguments.get("top_p"),
-        top_k=arguments.get("top_k"),
-        min_p=arguments.get("min_p"),
-        repetition_penalty=arguments.get("repetition_penalty"),
-        presence_penalty=arguments.get("presence_penalty"),
-        frequency_penalty=arguments.get("frequency_penalty"),
-        stop=arguments.get("stop", ()),
-        stop_token_ids=arguments.get("stop_token_ids", ()),
-        min_tokens=arguments.get("min_tokens") or 0,
-        ignore_eos=arguments.get("ignore_eos", False),
-        bad_words=arguments.get("bad_words", ()),
-        logprobs=arguments.get("logprobs"),
-    )
+    given = {name: value for name, value in arguments.items() if name in _SAMPLING_FIELDS and value is not None}
+    sampling = request_pb2.Sampling(**cast("Any", given))
     _set_structure(sampling, arguments)
     return sampling
 

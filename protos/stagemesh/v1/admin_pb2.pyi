@@ -193,7 +193,7 @@ class PipelineStatus(_message.Message):
     expected_wait_s: _builtins.float
     """The seconds that a request of priority 0 would wait now if its caller had no other request here."""
     returning: _builtins.int
-    """Rejected requests that were told when to retry and may still do so."""
+    """Rejected requests that received a time to retry and may still do so."""
     @_builtins.property
     def callers(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallerStatus]:
         """The callers that have requests here, those with most requests first. At most 100."""

@@ -1,55 +1,56 @@
 """`stagemesh demo`: starts a pipeline, runs one prompt, and stops the pipeline."""
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from stagemesh.common.errors import InternalError
 from stagemesh.orchestrator.cli.error_output import EXIT_INTERRUPTED, AsJson
-from stagemesh.orchestrator.cli.generate import Audio, ImagePath, NegativePrompt, show_result, stream
+from stagemesh.orchestrator.cli.generate import PARAMETERS as GENERATE
+from stagemesh.orchestrator.cli.generate import client_arguments, show_result, stream
 from stagemesh.orchestrator.cli.options import PipelineName, Replicas, Settings, read_overrides
-from stagemesh.orchestrator.cli.sampling_options import MaxTokens, Seed
+from stagemesh.orchestrator.cli.parameters import REQUIRED, Parameter, option
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from stagemesh.client import GenerateArguments, Result
     from stagemesh.orchestrator.cli.output_sinks import Sinks
     from stagemesh.orchestrator.cli.process_display import Display
     from stagemesh.orchestrator.spec import Pipeline
 
 
-def demo(
-    pipeline: PipelineName,
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="Set the prompt to send to the pipeline.")],
-    audio: Audio = None,
-    image: ImagePath = None,
-    negative_prompt: NegativePrompt = None,
-    max_tokens: MaxTokens = None,
-    seed: Seed = None,
-    settings: Settings = None,
-    replicas: Replicas = None,
-    timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Fail if the request takes longer than this.")
-    ] = 300.0,
-    as_json: AsJson = False,
-) -> None:
+PARAMETERS: Mapping[str, Parameter] = {
+    "pipeline": Parameter(PipelineName),
+    "prompt": option(str, "Set the prompt to send to the pipeline.", default=REQUIRED, metavar="TEXT"),
+    **{name: GENERATE[name] for name in ("audio", "image", "negative_prompt", "max_tokens", "seed")},
+    "settings": Parameter(Settings, None),
+    "replicas": Parameter(Replicas, None),
+    "timeout": option(
+        float, "Fail if the request takes longer than this number of seconds.", default=300.0, metavar="SECONDS"
+    ),
+    "as_json": Parameter(AsJson, False),
+}
+
+
+def demo(**values: Any) -> None:
     """Start a pipeline on this machine, send it a prompt, print the outputs, and stop the pipeline."""
     from stagemesh.orchestrator.cli.output_sinks import Sinks
     from stagemesh.orchestrator.cli.process_display import make_display
     from stagemesh.orchestrator.spec import load_pipeline
 
-    overrides = read_overrides(settings, replicas)
-    loaded = load_pipeline(pipeline, overrides=overrides)
-    arguments: GenerateArguments = {
-        "max_tokens": max_tokens,
-        "seed": seed,
-        "negative_prompt": negative_prompt or "",
-    }
+    overrides = read_overrides(values["settings"], values["replicas"])
+    loaded = load_pipeline(values["pipeline"], overrides=overrides)
+    audio, image, as_json = values["audio"], values["image"], values["as_json"]
     display = make_display(as_json=as_json)
     with Sinks(folder=None, audio=audio, image=image, quiet=as_json) as sinks:
-        run = _DemoRun(prompt, arguments=arguments, timeout_s=timeout, sinks=sinks, display=display)
+        run = _DemoRun(
+            values["prompt"],
+            arguments=client_arguments(values),
+            timeout_s=values["timeout"],
+            sinks=sinks,
+            display=display,
+        )
         try:
             asyncio.run(run.run(loaded, overrides=overrides))
         finally:
@@ -61,8 +62,7 @@ def demo(
         if path is not None and not produced:
             raise InternalError(
                 f"the pipeline produced no {kind}, so {path} was not written; run `stagemesh pipeline graph` to see "
-                f"its "
-                "outputs"
+                "its outputs"
             )
 
 

@@ -2,19 +2,19 @@
 
 import asyncio
 import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from stagemesh.orchestrator.cli import sampling_options
 from stagemesh.orchestrator.cli.error_output import AsJson
 from stagemesh.orchestrator.cli.options import DEFAULT_SERVER, Server, read_endpoints, read_pairs
 from stagemesh.orchestrator.cli.output import Column, make_table, number, print_json
+from stagemesh.orchestrator.cli.parameters import Parameter, argument, option
+from stagemesh.orchestrator.cli.sampling_options import SAMPLING, read_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import RenderableType
     from rich.table import Table
 
@@ -23,130 +23,82 @@ if TYPE_CHECKING:
 
 _IMAGE_COLUMNS = 48
 
-Prompt = Annotated[str, typer.Argument(help="The prompt. - reads the prompt from standard input.")]
-Audio = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write the audio output to this WAV file while it arrives."),
-]
-ImagePath = Annotated[
-    Path | None,
-    typer.Option("--image", metavar="FILE", help="Write the image or video output to this file, replacing the file."),
-]
-NegativePrompt = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="Describe what generated images and videos must not show.")
-]
-Attach = Annotated[
-    list[Path] | None,
-    typer.Option(metavar="FILE", help="Put an image, audio or video file before the prompt. Repeatable."),
-]
-RequestTimeout = Annotated[
-    float | None,
-    typer.Option(metavar="SECONDS", help="Fail if the request takes longer than this. No limit if omitted."),
-]
-
-
-def generate(
-    prompt: Prompt,
-    server: Server = DEFAULT_SERVER,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write audio, images and tensors to files in this folder.")
-    ] = None,
-    audio: Audio = None,
-    image: ImagePath = None,
-    outputs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Produce only these outputs of the pipeline, separated by commas. Produces all if omitted.",
-        ),
-    ] = None,
-    attach: Attach = None,
-    negative_prompt: NegativePrompt = None,
-    max_tokens: sampling_options.MaxTokens = None,
-    temperature: sampling_options.Temperature = None,
-    top_p: sampling_options.TopP = None,
-    top_k: sampling_options.TopK = None,
-    min_p: sampling_options.MinP = None,
-    repetition_penalty: sampling_options.RepetitionPenalty = None,
-    presence_penalty: sampling_options.PresencePenalty = None,
-    frequency_penalty: sampling_options.FrequencyPenalty = None,
-    stop: sampling_options.Stop = None,
-    stop_token: sampling_options.StopToken = None,
-    min_tokens: sampling_options.MinTokens = None,
-    ignore_eos: sampling_options.IgnoreEnd = False,
-    bad_word: sampling_options.BadWord = None,
-    logprobs: sampling_options.Logprobs = None,
-    json_schema: sampling_options.JsonSchema = None,
-    regex: sampling_options.Regex = None,
-    choice: sampling_options.Choice = None,
-    grammar: sampling_options.Grammar = None,
-    seed: sampling_options.Seed = None,
-    adapter: sampling_options.Adapter = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Set an option that a stage of the pipeline declares. Repeatable."),
-    ] = None,
-    timeout: RequestTimeout = None,
-    priority: Annotated[
-        int, typer.Option(help="Set the priority, from -10 to 10. Requests of a higher priority leave the queue first.")
-    ] = 0,
-    caller: Annotated[
+PARAMETERS: Mapping[str, Parameter] = {
+    "prompt": argument(str, "Send this prompt. A single - reads the prompt from standard input.", metavar="PROMPT"),
+    "server": Parameter(Server, DEFAULT_SERVER),
+    "output": option(
+        Path,
+        "Write all audio, images and tensors to files in this folder, named after their outputs. Writes none if "
+        "omitted.",
+        metavar="FOLDER",
+    ),
+    "audio": option(Path, "Write the audio output to this WAV file while it arrives.", metavar="FILE"),
+    "image": option(
+        Path, "Write the image or video output to this file. An existing file is replaced.", "--image", metavar="FILE"
+    ),
+    "outputs": option(
         str,
-        typer.Option(
-            metavar="NAME",
-            help="Set the caller of the request. Callers get equal shares of the pipeline. Requests without a caller "
-            "count "
-            "as one caller.",
-            show_default=False,
-        ),
-    ] = "",
-    request_id: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID", help="Set the id that identifies the request in logs and admin commands. Random if omitted."
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+        "Produce only these outputs of the pipeline, separated by commas. Produces all if omitted.",
+        metavar="NAMES",
+    ),
+    "attach": option(list[Path], "Put an image, audio or video file before the prompt. Repeatable.", metavar="FILE"),
+    "negative_prompt": option(str, "Describe what generated images and videos must not show.", metavar="TEXT"),
+    **SAMPLING,
+    "options": option(
+        list[str], "Set an option that a stage of the pipeline declares. Repeatable.", "--option", metavar="KEY=VALUE"
+    ),
+    "timeout": option(
+        float,
+        "Fail if the request takes longer than this number of seconds. There is no limit if omitted.",
+        metavar="SECONDS",
+    ),
+    "priority": option(
+        int, "Set the priority, from -10 to 10. Requests of a higher priority leave the queue first.", default=0
+    ),
+    "caller": option(
+        str,
+        "Set the caller of the request. Callers get equal shares of the pipeline. Requests without a caller count as "
+        "one caller.",
+        default="",
+        metavar="NAME",
+    ),
+    "request_id": option(
+        str, "Set the id that identifies the request in logs and admin commands. Random if omitted.", metavar="ID"
+    ),
+    "as_json": Parameter(AsJson, False),
+}
+# The parameters that are arguments of the client as they are.
+_CLIENT_ARGUMENTS = {*SAMPLING, "negative_prompt", "priority", "caller", "request_id"}
+
+
+def generate(**values: Any) -> None:
     """Send a prompt to a running pipeline. Prints text to stdout and timings to stderr, and writes other outputs to
     files.
     """
     from stagemesh.client import read_media
     from stagemesh.orchestrator.cli.output_sinks import Sinks
 
-    arguments: GenerateArguments = {
-        "outputs": [name.strip() for name in outputs.split(",")] if outputs else [],
-        "negative_prompt": negative_prompt or "",
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "stop": stop or (),
-        "stop_token_ids": stop_token or (),
-        "min_tokens": min_tokens,
-        "ignore_eos": ignore_eos,
-        "bad_words": bad_word or (),
-        "logprobs": logprobs,
-        "json_schema": sampling_options.read_text(json_schema, option="--json-schema"),
-        "regex": regex,
-        "choice": choice or None,
-        "grammar": sampling_options.read_text(grammar, option="--grammar"),
-        "seed": seed,
-        "adapter": adapter,
-        "options": read_pairs(option, option="--option", convert=float),
-        "request_id": request_id,
-        "priority": priority,
-        "caller": caller,
-    }
+    prompt, attach, as_json = values["prompt"], values["attach"], values["as_json"]
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
     content = [*map(read_media, attach), text] if attach else text
-    with Sinks(folder=output, audio=audio, image=image, quiet=as_json) as sinks:
-        result = asyncio.run(_request(server, content, arguments=arguments, timeout_s=timeout, sinks=sinks))
+    arguments = client_arguments(values)
+    with Sinks(folder=values["output"], audio=values["audio"], image=values["image"], quiet=as_json) as sinks:
+        request = _request(values["server"], content, arguments=arguments, timeout_s=values["timeout"], sinks=sinks)
+        result = asyncio.run(request)
     show_result(result, sinks, as_json=as_json)
+
+
+def client_arguments(values: Mapping[str, Any]) -> "GenerateArguments":
+    """Returns the client's arguments for the parameters that were given. Raises BadParameter for unreadable files."""
+    given = {name: value for name, value in values.items() if value not in (None, [], "")}
+    arguments = {name: value for name, value in given.items() if name in _CLIENT_ARGUMENTS}
+    for name in arguments.keys() & {"json_schema", "grammar"}:
+        arguments[name] = read_text(given[name], option=f"--{name.replace('_', '-')}")
+    if "outputs" in given:
+        arguments["outputs"] = [name.strip() for name in given["outputs"].split(",")]
+    if "options" in given:
+        arguments["options"] = read_pairs(given["options"], option="--option", convert=float)
+    return cast("GenerateArguments", arguments)
 
 
 async def _request(

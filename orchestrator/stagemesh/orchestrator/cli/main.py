@@ -4,6 +4,7 @@ import typer
 
 from stagemesh.orchestrator.cli import admin, demo, generate, models, pipeline, probe_transport, stages, top, up
 from stagemesh.orchestrator.cli.error_output import ErrorGroup
+from stagemesh.orchestrator.cli.parameters import with_parameters
 
 app = typer.Typer(
     name="stagemesh",
@@ -23,13 +24,13 @@ def version() -> None:
 
 
 app.command("up")(up.up)
-app.command("generate")(generate.generate)
+app.command("generate")(with_parameters(generate.generate, generate.PARAMETERS))
 app.add_typer(pipeline.app, name="pipeline")
 app.command("stages")(stages.stages)
 app.add_typer(admin.app, name="admin")
 app.command("top")(top.top)
 app.add_typer(models.app, name="models")
-app.command("demo")(demo.demo)
+app.command("demo")(with_parameters(demo.demo, demo.PARAMETERS))
 app.command("probe-transport")(probe_transport.probe_transport)
 app.command("version")(version)
 

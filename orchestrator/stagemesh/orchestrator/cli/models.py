@@ -15,7 +15,10 @@ app = typer.Typer(help="Download and list the models of the built-in pipelines."
 @app.command()
 def fetch(
     pipeline: Annotated[
-        str, typer.Argument(metavar="PIPELINE", help="The name of the built-in pipeline whose models are downloaded.")
+        str,
+        typer.Argument(
+            metavar="PIPELINE", help="Download the models of the built-in pipeline with this name, for example speech."
+        ),
     ],
     force: Annotated[
         bool, typer.Option("--force", help="Download and convert the models again, even if they are already present.")

@@ -11,7 +11,8 @@ DEFAULT_ADMIN_PORT = DEFAULT_PORT + 1
 PipelineName = Annotated[
     str,
     typer.Argument(
-        metavar="PIPELINE", help="The name of a built-in pipeline, for example speech, or the path of a YAML file."
+        metavar="PIPELINE",
+        help="Use this pipeline: the name of a built-in one, for example speech, or the path of a YAML file.",
     ),
 ]
 Server = Annotated[
@@ -30,7 +31,7 @@ AdminServer = Annotated[
         "--server",
         "-s",
         metavar="HOST:PORT",
-        help="Set the orchestrator's address for operators, which `stagemesh up` prints.",
+        help="Set the address at which the orchestrator serves operators. `stagemesh up` prints it.",
     ),
 ]
 DEFAULT_ADMIN_SERVER = f"127.0.0.1:{DEFAULT_ADMIN_PORT}"

@@ -25,7 +25,8 @@ def probe_transport(
         str,
         typer.Argument(
             metavar="[HOST:PORT]",
-            help="The address of a host that runs `probe-transport --serve`. Measures within this host if omitted.",
+            help="Measure to the host at this address, which runs `stagemesh probe-transport --serve`. Measures "
+            "within this host if omitted.",
             show_default=False,
         ),
     ] = "",

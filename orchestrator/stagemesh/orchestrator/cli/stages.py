@@ -23,17 +23,13 @@ if TYPE_CHECKING:
 
     from stagemesh.v1 import orchestrator_pb2
 
-_TIMEOUT_S = 10.0
-
 
 def stages(server: Server = DEFAULT_SERVER, as_json: AsJson = False) -> None:
     """List the stages and replicas of a running pipeline, and the connectors that its edges use."""
     from stagemesh.client import Client
-    from stagemesh.v1 import orchestrator_pb2
 
-    request = orchestrator_pb2.DescribePipelineRequest()
     with Client(*read_endpoints(server)) as client:
-        pipeline = client.call(lambda stub: stub.DescribePipeline(request, timeout=_TIMEOUT_S))
+        pipeline = client.describe()
     if as_json:
         print_json(to_json(pipeline))
         return

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 def top(
     interval: Annotated[
-        float, typer.Option("--interval", "-n", min=0.2, metavar="SECONDS", help="Set the seconds between two updates.")
+        float,
+        typer.Option(
+            "--interval", "-n", min=0.2, metavar="SECONDS", help="Set the number of seconds between two updates."
+        ),
     ] = 1.0,
     slowest: Annotated[
         int, typer.Option(min=1, help="Show at most this number of requests, those that have taken longest first.")

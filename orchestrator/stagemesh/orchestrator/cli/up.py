@@ -65,18 +65,16 @@ async def _serve(
     overrides: "Mapping[str, str]",
     display: "Display",
 ) -> None:
-    from stagemesh.orchestrator.cli.process_display import RestartCounter
     from stagemesh.orchestrator.cli.signals import done_before, stop_on_signals
     from stagemesh.orchestrator.launcher import Launcher
 
     stopping = stop_on_signals()
-    counter = RestartCounter(display)
     launcher = Launcher(
         pipeline,
         listen=f"{_HOST}:{port}",
         admin_listen=None if admin_port is None else f"{_HOST}:{admin_port}",
         overrides=overrides,
-        listener=counter,
+        listener=display.show,
     )
     loop = asyncio.get_running_loop()
     began_s = loop.time()
@@ -89,7 +87,7 @@ async def _serve(
                 admin_endpoint=launcher.admin_endpoint,
             )
             await stopping.wait()
-    restarts = f", {counter.restarts} restarts" if counter.restarts else ""
+    restarts = f", {display.restarts} restarts" if display.restarts else ""
     display.close(f"stopped {pipeline.name} after {loop.time() - began_s:.0f} s{restarts}")
 
 

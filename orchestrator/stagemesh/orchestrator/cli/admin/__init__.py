@@ -1,16 +1,16 @@
 """`stagemesh admin`: builds the commands for operators from their table and runs them."""
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stagemesh.orchestrator.cli.admin.commands import COMMANDS, GROUPS, REQUIRED, Command
+from stagemesh.orchestrator.cli.admin.commands import COMMANDS, GROUPS, Command
 from stagemesh.orchestrator.cli.error_output import EXIT_FAILED, AsJson
 from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER, AdminServer
 from stagemesh.orchestrator.cli.output import print_all, print_json, to_json
+from stagemesh.orchestrator.cli.parameters import Parameter, with_parameters
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -19,30 +19,11 @@ app = typer.Typer(help="Show and control a running pipeline, as an operator.", n
 
 
 def _callback(command: Command) -> Callable[..., None]:
-    """Returns the function of a command, with the signature from which typer reads its parameters."""
-
     def callback(*, server: str, as_json: bool, **values: Any) -> None:
         _run(command, values, server=server, as_json=as_json)
 
-    parameters = {
-        **command.parameters,
-        "server": (AdminServer, DEFAULT_ADMIN_SERVER),
-        "as_json": (AsJson, False),
-    }
-    function = cast("Any", callback)
-    function.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
-    function.__signature__ = inspect.Signature(
-        [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                annotation=annotation,
-                default=inspect.Parameter.empty if default is REQUIRED else default,
-            )
-            for name, (annotation, default) in parameters.items()
-        ]
-    )
-    return callback
+    shared = {"server": Parameter(AdminServer, DEFAULT_ADMIN_SERVER), "as_json": Parameter(AsJson, False)}
+    return with_parameters(callback, {**command.parameters, **shared})
 
 
 def _run(command: Command, values: dict[str, Any], *, server: str, as_json: bool) -> None:

@@ -1,12 +1,13 @@
 """The table of the commands for operators: for each, its RPC, its parameters, its request and its display."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stagemesh.orchestrator.cli.admin import parameters as param
 from stagemesh.orchestrator.cli.admin import views
 from stagemesh.orchestrator.cli.output import Column, enum_word, links_table, make_table, size
+from stagemesh.orchestrator.cli.parameters import Parameter
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -15,9 +16,6 @@ Values: TypeAlias = Mapping[str, Any]
 """The values of a command's parameters by name. For an RPC of a replica, "replica" is the replica's name."""
 Display: TypeAlias = "Callable[[Any, Values], RenderableType]"
 """Returns what to print for an answer."""
-
-REQUIRED = object()
-"""The default of a parameter that must be given."""
 
 _CHANGE_S = 600.0
 _LOAD_S = 300.0
@@ -36,8 +34,8 @@ class Command:
     help: str
     rpc: str | Callable[[Values], str]
     display: Display
-    parameters: Mapping[str, tuple[object, object]] = field(default_factory=dict[str, tuple[object, object]])
-    """The type and the default of each parameter. One that has the name of a field of the request sets that field."""
+    parameters: Mapping[str, Parameter]
+    """A parameter that has the name of a field of the request sets that field."""
     fields: Callable[[Values], Values] = lambda _: {}
     """Returns the fields of the request that are not simply the parameter with the same name."""
     fails: Callable[[Any], bool] = lambda _: False
@@ -94,10 +92,10 @@ def _busy_policy(values: Values) -> Values:
     return {"when_busy": "BUSY_POLICY_DRAIN" if values["drain"] else "BUSY_POLICY_REFUSE"}
 
 
-_TARGET = {"target": (param.Target, REQUIRED)}
-_ID = {"request_id": (param.RequestId, REQUIRED)}
-_PAGE = {"page_size": (param.PageSize, 0), "page_token": (param.PageToken, "")}
-_ADAPTER = {**_TARGET, "name": (param.AdapterName, REQUIRED)}
+_TARGET = {"target": param.TARGET}
+_ID = {"request_id": param.REQUEST_ID}
+_PAGE = {"page_size": param.PAGE_SIZE, "page_token": param.PAGE_TOKEN}
+_ADAPTER = {**_TARGET, "name": param.LOADED_ADAPTER}
 
 GROUPS = {
     "lora": "Load, list, pin and unload the LoRA adapters of stages.",
@@ -123,7 +121,7 @@ COMMANDS = (
         "List the replicas of the stages with their state and their load.",
         "ListReplicas",
         _table(views.REPLICAS, "replicas"),
-        {"stage": (param.StageFilter, ""), "state": (param.ReplicaStateFilter, None), **_PAGE},
+        {"stage": param.STAGE_FILTER, "state": param.REPLICA_STATE_FILTER, **_PAGE},
         lambda values: {"state": values["state"] and f"REPLICA_STATE_{values['state'].name}"},
     ),
     Command(
@@ -138,7 +136,7 @@ COMMANDS = (
         "List the queued and running requests, oldest first. Use --state to list requests that have ended recently.",
         "ListRequests",
         _table(views.REQUESTS, "requests"),
-        {"target": (param.OnTarget, ""), "states": (param.RequestStateFilter, None), **_PAGE},
+        {"target": param.ON_TARGET, "states": param.REQUEST_STATE_FILTER, **_PAGE},
         lambda values: {"states": [f"REQUEST_STATE_{state.name}" for state in values["states"] or ()]},
     ),
     Command(
@@ -156,11 +154,11 @@ COMMANDS = (
         _table(views.REPLICA_STATES, "replicas"),
         {
             **_TARGET,
-            "wait": (param.Wait, False),
-            "move": (param.Move, False),
-            "grace_s": (param.Grace, 0.0),
-            "force": (param.ForceDrain, False),
-            "timeout": (param.Timeout, _CHANGE_S),
+            "wait": param.WAIT,
+            "move": param.MOVE,
+            "grace_s": param.GRACE,
+            "force": param.FORCE_DRAIN,
+            "timeout": param.timeout(_CHANGE_S),
         },
         lambda values: {"move_after_s": values["grace_s"] if values["move"] else None},
     ),
@@ -174,15 +172,14 @@ COMMANDS = (
     Command(
         "restart",
         "Restart a replica, or the replicas of a stage one after the other. Each is drained, stopped, started again "
-        "by its "
-        "supervisor, and awaited until it is ready.",
+        "by its supervisor, and awaited until it is ready.",
         "RestartReplicas",
         _restart_phase,
         {
             **_TARGET,
-            "drain_s": (param.DrainTime, 0.0),
-            "force": (param.ForceRestart, False),
-            "timeout": (param.Timeout, _RESTART_S),
+            "drain_s": param.DRAIN_TIME,
+            "force": param.FORCE_RESTART,
+            "timeout": param.timeout(_RESTART_S),
         },
     ),
     Command(
@@ -195,22 +192,22 @@ COMMANDS = (
     Command(
         "probe",
         "Probe again which connector each producing replica of an edge can use to each consuming replica. Exits with "
-        "status 1 if a pair has none.",
+        "status 1 if a probe fails.",
         "ProbeEdge",
         lambda answer, _: links_table([answer.edge]),
-        {"edge": (param.Edge, REQUIRED), "producer": (param.Producer, ""), "consumer": (param.Consumer, "")},
+        {"edge": param.EDGE, "producer": param.PRODUCER, "consumer": param.CONSUMER},
         fails=lambda answer: any(link.HasField("error") for link in answer.edge.links),
     ),
     Command(
         "sleep",
-        "Free the device memory of replicas. They reject requests until `wake`.",
+        "Free the device memory of replicas. The replicas reject requests until `stagemesh admin wake`.",
         "Sleep",
         _asleep,
         {
             **_TARGET,
-            "level": (param.SleepLevel, 1),
-            "drain": (param.DrainSteps, False),
-            "timeout": (param.Timeout, _CHANGE_S),
+            "level": param.SLEEP_LEVEL,
+            "drain": param.DRAIN_STEPS,
+            "timeout": param.timeout(_CHANGE_S),
         },
         _busy_policy,
     ),
@@ -219,28 +216,33 @@ COMMANDS = (
         "Allocate the device memory of sleeping replicas again, so that they accept requests.",
         "Wake",
         _asleep,
-        {**_TARGET, "tags": (param.WakeTags, None), "timeout": (param.Timeout, _CHANGE_S)},
+        {**_TARGET, "tags": param.WAKE_TAGS, "timeout": param.timeout(_CHANGE_S)},
     ),
     Command(
         "cache",
         "Show the size and hit rate of an engine's cache, or delete the cached data with --clear.",
         lambda values: "ClearCaches" if values["clear"] else "GetCacheStatistics",
         _cache,
-        {**_TARGET, "clear": (param.ClearCache, False), "preempt_running": (param.Preempt, False)},
+        {**_TARGET, "clear": param.CLEAR_CACHE, "preempt_running": param.PREEMPT},
     ),
     Command(
         "lora load",
         "Load a LoRA adapter from a folder, so that requests can select it by its name.",
         "LoadAdapter",
         lambda answer, _: f"loaded {answer.adapter.name}, rank {answer.adapter.rank}",
-        {**_ADAPTER, "path": (param.AdapterFolder, REQUIRED), "timeout": (param.Timeout, _LOAD_S)},
+        {
+            **_TARGET,
+            "name": param.ADAPTER_NAME,
+            "path": param.ADAPTER_FOLDER,
+            "timeout": param.timeout(_LOAD_S),
+        },
     ),
     Command(
         "lora unload",
         "Unload a LoRA adapter and free its memory.",
         "UnloadAdapter",
         lambda _, values: f"unloaded {values['name']}",
-        {**_ADAPTER, "drain": (param.DrainAdapter, False), "timeout": (param.Timeout, _LOAD_S)},
+        {**_ADAPTER, "drain": param.DRAIN_ADAPTER, "timeout": param.timeout(_LOAD_S)},
         _busy_policy,
     ),
     Command(
@@ -262,7 +264,7 @@ COMMANDS = (
         "Start recording a performance profile of an engine. Each replica writes to a subfolder with its own name.",
         "StartProfile",
         lambda answer, _: f"records into {answer.folder}",
-        {**_TARGET, "folder": (param.ProfileFolder, "profile"), "max_steps": (param.ProfileSteps, None)},
+        {**_TARGET, "folder": param.PROFILE_FOLDER, "max_steps": param.PROFILE_STEPS},
         lambda values: {"folder": f"{values['folder']}/{values['replica']}"},
     ),
     Command(
@@ -270,6 +272,6 @@ COMMANDS = (
         "Stop recording a performance profile, and print the paths of its files on each replica's machine.",
         "StopProfile",
         lambda answer, _: "".join(f"\n  {file}" for file in answer.files) or "no files",
-        {**_TARGET, "timeout": (param.Timeout, _LOAD_S)},
+        {**_TARGET, "timeout": param.timeout(_LOAD_S)},
     ),
 )

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER
+from stagemesh.orchestrator.cli.parameters import Parameter, argument, option
 
 _COMPLETION_TIMEOUT_S = 0.5
 # For each list of AdminService: its field in the answer, and the name of an item.
@@ -69,169 +70,157 @@ complete_replica = _complete("ListReplicas")
 complete_edge = _complete("ListEdges")
 complete_request = _complete("ListRequests")
 
-Target = Annotated[
+TARGET = argument(
     str,
-    typer.Argument(
-        metavar="TARGET",
-        help="The name of a replica, or of a stage to select all of its replicas.",
-        autocompletion=complete_target,
-    ),
-]
-RequestId = Annotated[str, typer.Argument(metavar="ID", help="The id of the request.", autocompletion=complete_request)]
-Edge = Annotated[
+    "Select the replica with this name, or all replicas of the stage with this name.",
+    metavar="TARGET",
+    complete=complete_target,
+)
+REQUEST_ID = argument(str, "Select the request with this id.", metavar="ID", complete=complete_request)
+EDGE = argument(str, "Select the edge with this name, for example 'a->b'.", metavar="EDGE", complete=complete_edge)
+STAGE_FILTER = option(
     str,
-    typer.Argument(metavar="EDGE", help="The name of the edge, for example 'a->b'.", autocompletion=complete_edge),
-]
-StageFilter = Annotated[
+    "List only the replicas of this stage. Lists those of all stages if omitted.",
+    "--stage",
+    default="",
+    metavar="STAGE",
+    autocompletion=complete_stage,
+)
+REPLICA_STATE_FILTER = option(
+    ReplicaStateOption, "List only replicas in this state. Lists those in all states if omitted.", "--state"
+)
+REQUEST_STATE_FILTER = option(
+    list[RequestStateOption],
+    "List only requests in this state. Repeatable. Lists queued and running requests if omitted. Ended requests are "
+    "listed for a limited time.",
+    "--state",
+)
+ON_TARGET = option(
     str,
-    typer.Option(
-        "--stage",
-        metavar="STAGE",
-        help="List only the replicas of this stage. Lists those of all stages if omitted.",
-        autocompletion=complete_stage,
-        show_default=False,
-    ),
-]
-ReplicaStateFilter = Annotated[
-    ReplicaStateOption | None,
-    typer.Option("--state", help="List only replicas in this state. Lists those in all states if omitted."),
-]
-RequestStateFilter = Annotated[
-    list[RequestStateOption] | None,
-    typer.Option(
-        "--state",
-        help="List only requests in this state. Repeatable. Lists queued and running requests if omitted. "
-        "The server remembers ended requests for a limited time.",
-    ),
-]
-OnTarget = Annotated[
+    "List only requests with a step on this replica or stage. Lists all requests if omitted.",
+    "--on",
+    default="",
+    metavar="TARGET",
+    autocompletion=complete_target,
+)
+PRODUCER = option(
     str,
-    typer.Option(
-        "--on",
-        metavar="TARGET",
-        help="List only requests with a step on this replica or stage. Lists all requests if omitted.",
-        autocompletion=complete_target,
-        show_default=False,
-    ),
-]
-Producer = Annotated[
+    "Probe only from this producing replica. Probes from all of them if omitted.",
+    default="",
+    metavar="REPLICA",
+    autocompletion=complete_replica,
+)
+CONSUMER = option(
     str,
-    typer.Option(
-        metavar="REPLICA",
-        help="Probe only from this producing replica. Probes from all of them if omitted.",
-        autocompletion=complete_replica,
-        show_default=False,
-    ),
-]
-Consumer = Annotated[
+    "Probe only to this consuming replica. Probes to all of them if omitted.",
+    default="",
+    metavar="REPLICA",
+    autocompletion=complete_replica,
+)
+PAGE_SIZE = option(int, "List at most this number of items. 0 means 100.", default=0, min=0)
+PAGE_TOKEN = option(
     str,
-    typer.Option(
-        metavar="REPLICA",
-        help="Probe only to this consuming replica. Probes to all of them if omitted.",
-        autocompletion=complete_replica,
-        show_default=False,
-    ),
-]
-PageSize = Annotated[int, typer.Option(min=0, help="List at most this number of items. 0 means 100.")]
-PageToken = Annotated[
-    str,
-    typer.Option(
-        metavar="TOKEN",
-        help="Continue a list at the token printed with its previous page. Starts at the first item if omitted.",
-        show_default=False,
-    ),
-]
-Timeout = Annotated[
-    float,
-    typer.Option("--timeout", min=0.1, metavar="SECONDS", help="Fail if the server takes longer than this."),
-]
-Wait = Annotated[
-    bool, typer.Option("--wait", help="Return only after all requests on the drained replicas have ended.")
-]
-Move = Annotated[
-    bool, typer.Option("--move", help="Move running requests to other replicas instead of finishing them here.")
-]
-Grace = Annotated[
-    float,
-    typer.Option(
-        "--grace",
-        min=0,
+    "Continue a list at the token that was printed with its previous page. Starts at the first item if omitted.",
+    default="",
+    metavar="TOKEN",
+)
+
+
+def timeout(default_s: float) -> Parameter:
+    """Returns the option --timeout of a command whose default is `default_s`."""
+    return option(
+        float,
+        "Fail if the command takes longer than this number of seconds.",
+        "--timeout",
+        default=default_s,
+        min=0.1,
         metavar="SECONDS",
-        help="With --move, let requests finish for this long before they are moved. 0 moves them at once.",
-    ),
-]
-ForceDrain = Annotated[
-    bool,
-    typer.Option(
-        "--force",
-        help="Drain even if the stage would have no ready replica left. Requests that need the stage are then "
-        "rejected.",
-    ),
-]
-ForceRestart = Annotated[
-    bool,
-    typer.Option(
-        "--force",
-        help="Restart even if no ready replica would remain, and stop requests that are still running after --drain.",
-    ),
-]
-DrainTime = Annotated[
+    )
+
+
+WAIT = option(bool, "Return only after all requests on the drained replicas have ended.", "--wait", default=False)
+MOVE = option(bool, "Move running requests to other replicas instead of finishing them here.", "--move", default=False)
+GRACE = option(
     float,
-    typer.Option(
-        "--drain",
-        min=0,
-        metavar="SECONDS",
-        help="Let requests on each replica finish for at most this long before it restarts. 0 means 300 seconds.",
-    ),
-]
-SleepLevel = Annotated[
+    "With --move, wait this number of seconds for requests to finish before moving them. 0 moves them at once.",
+    "--grace",
+    default=0.0,
+    min=0,
+    metavar="SECONDS",
+)
+FORCE_DRAIN = option(
+    bool,
+    "Drain even if the stage would have no ready replica left. Requests that need the stage are then rejected.",
+    "--force",
+    default=False,
+)
+FORCE_RESTART = option(
+    bool,
+    "Restart even if no ready replica would remain, and stop requests that are still running after --drain.",
+    "--force",
+    default=False,
+)
+DRAIN_TIME = option(
+    float,
+    "Wait at most this number of seconds for the requests on each replica to finish. 0 means 300 seconds.",
+    "--drain",
+    default=0.0,
+    min=0,
+    metavar="SECONDS",
+)
+SLEEP_LEVEL = option(
     int,
-    typer.Option(min=1, max=2, help="Set what is kept in host memory: 1 keeps the weights, 2 drops them as well."),
-]
-DrainSteps = Annotated[
-    bool, typer.Option("--drain", help="Wait until running steps have ended. Without it, running steps are an error.")
-]
-DrainAdapter = Annotated[
+    "Set the sleep level. Level 1 keeps the weights in host memory. Level 2 drops the weights, and `wake` reads them "
+    "again.",
+    default=1,
+    min=1,
+    max=2,
+)
+DRAIN_STEPS = option(
     bool,
-    typer.Option(
-        "--drain", help="Wait until requests that use the adapter have ended. Without it, such requests are an error."
-    ),
-]
-WakeTags = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--tag",
-        metavar="TAG",
-        help="Reallocate only this part of the memory, as named by `sleep`. Repeatable. Reallocates all if omitted.",
-    ),
-]
-ClearCache = Annotated[
-    bool, typer.Option("--clear", help="Delete the cached data instead of showing the cache's statistics.")
-]
-Preempt = Annotated[
+    "Wait until running steps have ended. Without this option, the command fails if steps are running.",
+    "--drain",
+    default=False,
+)
+DRAIN_ADAPTER = option(
     bool,
-    typer.Option(
-        "--preempt",
-        help="With --clear, also delete data that running requests use. They compute it again. Without it, such "
-        "requests "
-        "are an error.",
-    ),
-]
-AdapterName = Annotated[str, typer.Argument(metavar="NAME", help="The name by which requests select the adapter.")]
-AdapterFolder = Annotated[
-    str, typer.Argument(metavar="FOLDER", help="The adapter's folder on the replica's machine, as an absolute path.")
-]
-ProfileFolder = Annotated[
+    "Wait until requests that use the adapter have ended. Without this option, the command fails if there are such "
+    "requests.",
+    "--drain",
+    default=False,
+)
+WAKE_TAGS = option(
+    list[str],
+    "Allocate only the part of the device memory with this tag, which `sleep` printed. Repeatable. Allocates all "
+    "parts if omitted.",
+    "--tag",
+    metavar="TAG",
+)
+CLEAR_CACHE = option(
+    bool, "Delete the cached data instead of showing the cache's statistics.", "--clear", default=False
+)
+PREEMPT = option(
+    bool,
+    "With --clear, also delete cached data that running requests use, so that they compute it again. Without this "
+    "option, --clear fails if running requests use the cache.",
+    "--preempt",
+    default=False,
+)
+LOADED_ADAPTER = argument(str, "Select the loaded adapter with this name.", metavar="NAME")
+ADAPTER_NAME = argument(str, "Set the name by which requests select the adapter.", metavar="NAME")
+ADAPTER_FOLDER = argument(
+    str, "Read the adapter from this folder on the replica's machine. The path must be absolute.", metavar="FOLDER"
+)
+PROFILE_FOLDER = option(
     str,
-    typer.Option(
-        "--folder", metavar="FOLDER", help="Write the files into this folder within the stage's option profile_dir."
-    ),
-]
-ProfileSteps = Annotated[
-    int | None,
-    typer.Option(
-        "--steps",
-        min=1,
-        help="Stop recording after this number of engine steps. Records until `profile stop` if omitted.",
-    ),
-]
+    "Write the files to this folder, which is relative to the folder in the stage's option profile_dir.",
+    "--folder",
+    default="profile",
+    metavar="FOLDER",
+)
+PROFILE_STEPS = option(
+    int,
+    "Stop recording after this number of engine steps. Records until `stagemesh admin profile stop` if omitted.",
+    "--steps",
+    min=1,
+)

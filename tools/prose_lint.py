@@ -1,0 +1,166 @@
+"""Checks docstrings, comments, help texts, messages and documents for phrases that obscure their meaning.
+
+Run it in the repository's root: python tools/prose_lint.py [PATH ...]
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOTS = (
+    "common",
+    "connectors",
+    "services",
+    "orchestrator",
+    "tests",
+    "benchmarks",
+    "examples",
+    "tools",
+    "docs",
+    "protos",
+)
+DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+_SKIPPED = re.compile(r"_pb2(_grpc)?\.pyi?$|^tools/prose_lint\.py$|^tests/repository/test_prose_lint\.py$")
+_LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
+_VERB = r"(is|are|was|were|has|have|had|can|may|must|will|would|does|do|needs?|takes?)"
+
+
+class Rule(NamedTuple):
+    """A phrase to avoid, and what to write instead. `opening` rules apply to the first words of a docstring."""
+
+    pattern: re.Pattern[str]
+    remedy: str
+    opening: bool = False
+
+
+class Text(NamedTuple):
+    """A piece of prose and the line on which it starts."""
+
+    line: int
+    content: str
+    is_docstring: bool = False
+
+
+class Finding(NamedTuple):
+    """A phrase that a rule rejects."""
+
+    line: int
+    phrase: str
+    remedy: str
+
+
+def _rule(pattern: str, remedy: str, *, opening: bool = False) -> Rule:
+    return Rule(re.compile(pattern, re.IGNORECASE if not opening else 0), remedy, opening)
+
+
+RULES = (
+    _rule(r"\banew\b", 'write "again", or "restarts"'),
+    _rule(r"\bbesides?\b", 'write "in addition to", "together with" or "next to"'),
+    _rule(r"\bso (many|long|much|often)\b", "name the number or the limit"),
+    _rule(
+        r"(?<!there )\b(is|are|was|were) no (?!(longer|larger|more|less|fewer|later|earlier)\b)\w+",
+        'write "is not a", or "there is no"',
+    ),
+    _rule(
+        rf", for ((it|they|there|this|that|nothing|both|some) |(an?|the) ((?!that|which|who)\w+ ){{1,3}}){_VERB}\b",
+        'write "because"',
+    ),
+    _rule(r"\b(nobody|whoever|so-manieth)\b", "name the process, the caller or the component"),
+    _rule(r"\b(lets?|letting) go\b", 'write "release"'),
+    _rule(r"\b(is|are|was|were|be|been) told\b", 'write "is notified", "receives" or "is reported"'),
+    _rule(r"\b(goes|go|going|went) on\b(?! (a|the)\b)", 'write "continues", or "resumes after"'),
+    _rule(r"\bneighbou?rs?\b", 'write "upstream stage", "downstream stage" or "peer"'),
+    _rule(r"\b(pictures?|films?)\b", 'write "image" or "video"'),
+    _rule(r"\b(mourners?|rosters?|Dice|seats?)\b", "use the standard term of the glossary"),
+    _rule(
+        r"^(What|Who|Whoever|Those|Of|By(?! default)|Whom|Whose)\b", "start with a verb or with a noun", opening=True
+    ),
+    _rule(r"^See (the )?[`A-Z\w.]+[^ ]*\.?$", "delete a docstring that only points elsewhere", opening=True),
+)
+_PRIVATE_NAMES = {"seat", "seats", "roster", "dice", "mourner", "mourners", "whoever", "nobody", "lender", "rememberer"}
+
+
+def check(texts: Iterable[Text]) -> Iterator[Finding]:
+    """Yields the findings in some texts."""
+    for text in texts:
+        for rule in RULES:
+            if rule.opening and not text.is_docstring:
+                continue
+            for match in rule.pattern.finditer(text.content.strip() if rule.opening else text.content):
+                line = text.line + text.content.count("\n", 0, match.start())
+                yield Finding(line, " ".join(match.group().split()), rule.remedy)
+
+
+def python_texts(source: str) -> Iterator[Text]:
+    """Yields the docstrings, comments, help texts, and messages of errors and logs in a Python module."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield Text(token.start[0], token.string)
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(content))):
+                yield Text(node.lineno, content, is_docstring=True)
+            case ast.Raise(exc=ast.Call(args=args)):
+                yield from _strings(args)
+            case ast.Call(func=ast.Attribute(attr=name), args=[first, *_]) if name in _LOG_METHODS:
+                yield from _strings([first])
+            case ast.keyword(arg="help", value=value):
+                yield from _strings([value])
+            case _:
+                pass
+
+
+def private_names(source: str) -> Iterator[Finding]:
+    """Yields the definitions of classes, functions and parameters whose names contain a private word."""
+    for node in ast.walk(ast.parse(source)):
+        name = node.arg if isinstance(node, ast.arg) else getattr(node, "name", None)
+        words = re.findall(r"[A-Z]?[a-z]+", name) if isinstance(name, str) else []
+        for word in {word.lower() for word in words} & _PRIVATE_NAMES:
+            yield Finding(getattr(node, "lineno", 1), f"{name} ({word})", "use the standard term of the glossary")
+
+
+def document_texts(source: str, *, is_proto: bool) -> Iterator[Text]:
+    """Yields the lines of a Markdown document outside of code blocks, or the comments of a .proto file."""
+    is_code = False
+    for number, line in enumerate(source.splitlines(), 1):
+        is_code ^= line.lstrip().startswith("```")
+        if (line.lstrip().startswith("//")) if is_proto else not (is_code or line.startswith("    ")):
+            yield Text(number, line)
+
+
+def check_file(path: Path) -> list[Finding]:
+    """Returns the findings in a Python, Markdown or .proto file in the order of their lines."""
+    source = path.read_text()
+    if path.suffix == ".py":
+        return sorted({*check(python_texts(source)), *private_names(source)})
+    return list(check(document_texts(source, is_proto=path.suffix == ".proto")))
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the findings in the given files and folders, or in the whole repository. Returns 1 if there are any."""
+    paths = [Path(argument) for argument in arguments or (*ROOTS, *DOCUMENTS)]
+    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    count = 0
+    for file in files:
+        if file.suffix in {".py", ".md", ".proto"} and not _SKIPPED.search(str(file)):
+            for finding in check_file(file):
+                print(f"{file}:{finding.line}: {finding.phrase!r}: {finding.remedy}")
+                count += 1
+    print(f"{count} findings" if count else "the prose is clean", file=sys.stderr)
+    return 1 if count else 0
+
+
+def _strings(nodes: Iterable[ast.AST]) -> Iterator[Text]:
+    for node in nodes:
+        for part in ast.walk(node):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                yield Text(part.lineno, part.value)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
