@@ -1,4 +1,4 @@
-"""Conditions and joins of a pipeline file: what each is refused for, and which part of it a request takes."""
+"""Tests of conditions and joins in pipeline files: their mistakes, and the routes of requests."""
 
 from pathlib import Path
 
@@ -152,7 +152,7 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_named_with_its_line_and_remedy(case: str, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_with_its_line_and_remedy(case: str, tmp_path: Path) -> None:
     edits, message = MISTAKES[case]
     assert message in _problems(tmp_path, _edited(*edits))
 
@@ -168,20 +168,20 @@ def _taken(pipeline: Pipeline, *outputs: str, **options: float) -> set[str]:
     return {edge.name for edge in route.edges}
 
 
-def test_without_conditions_a_request_takes_what_its_outputs_need(tmp_path: Path) -> None:
+def test_without_conditions_a_route_contains_what_its_outputs_need(tmp_path: Path) -> None:
     pipeline = _load(tmp_path, BAND)
     assert _taken(pipeline, "text") == set()
     assert _taken(pipeline, "audio") == {"thinker->reader", "reader->singer"}
     assert _taken(pipeline, "text", "audio", "blend") == {edge.name for edge in pipeline.edges}
 
 
-def test_an_edge_is_left_out_by_an_option_and_its_default(tmp_path: Path) -> None:
+def test_an_option_or_its_default_disables_an_edge(tmp_path: Path) -> None:
     pipeline = _load(tmp_path, _edited(("reader, to: blender}", f"reader, to: blender, {LOUD}}}")))
     assert _taken(pipeline, "blend") == _taken(pipeline, "blend", loud=5) == {"thinker->blender"}
     assert _taken(pipeline, "blend", loud=5.1) == {"thinker->blender", "thinker->reader", "reader->blender"}
 
 
-def test_a_stage_is_left_out_with_its_edges_and_its_consumer_is_told(tmp_path: Path) -> None:
+def test_a_stage_that_does_not_run_disables_its_edges(tmp_path: Path) -> None:
     pipeline = _load(tmp_path, _edited(("function: read", "function: read, when: {output: audio}")))
     route = pipeline.route(["blend"])
     assert [stage.name for stage in route.stages] == ["thinker", "blender"]
@@ -191,7 +191,7 @@ def test_a_stage_is_left_out_with_its_edges_and_its_consumer_is_told(tmp_path: P
     assert both.outputs.keys() == {"blend", "audio"}
 
 
-def test_edges_that_exclude_each_other_may_bring_the_same(tmp_path: Path) -> None:
+def test_edges_that_exclude_each_other_may_bring_the_same_tensor(tmp_path: Path) -> None:
     text = _edited(
         ("engine: plain, function: blend", "engine: lone"),
         ("thinker, to: blender}", f"thinker, to: blender, {LOUD}}}"),
@@ -202,7 +202,7 @@ def test_edges_that_exclude_each_other_may_bring_the_same(tmp_path: Path) -> Non
     assert _taken(pipeline, "blend") == {"thinker->reader", "reader->blender"}
 
 
-def test_tokens_exclude_text_because_a_prompt_is_one_of_them(tmp_path: Path) -> None:
+def test_tokens_and_text_exclude_each_other(tmp_path: Path) -> None:
     text = _edited(
         ("thinker, to: blender}", "thinker, to: blender, when: {input: text}}"),
         ("outputs:", "  - {from: thinker, to: blender, name: again, when: {input: tokens}}\noutputs:"),
@@ -221,7 +221,7 @@ def test_tokens_exclude_text_because_a_prompt_is_one_of_them(tmp_path: Path) -> 
         ("[reader->blender]", {"thinker->blender"}),
     ],
 )
-def test_join_says_which_edges_are_apart(tmp_path: Path, join: str, apart: set[str]) -> None:
+def test_join_selects_the_edges_that_are_joined(tmp_path: Path, join: str, apart: set[str]) -> None:
     pipeline = _load(tmp_path, _edited(("function: blend", f"function: blend, join: {join}")))
     assert {edge.name for edge in pipeline.edges if edge.apart} == apart
 
@@ -254,14 +254,14 @@ def test_many_joins_that_never_starve_are_accepted_quickly(tmp_path: Path) -> No
     assert _taken(pipeline, "frames") >= {f"low{n}->join{n + 1}" for n in range(16)}
 
 
-def test_conditions_are_explained_as_they_are_written(tmp_path: Path) -> None:
+def test_conditions_are_explained_as_written(tmp_path: Path) -> None:
     pipeline = _load(tmp_path, _edited(("reader, to: blender}", f"reader, to: blender, {LOUD}}}")))
     rows = {row.key: row.value for row in pipeline.explanation}
     assert rows["edges.3.when"] == '[{"option": "loud", "over": 5.0}]'
     assert "edges.0.when" not in rows
 
 
-def test_what_a_request_holds_is_known_by_kind() -> None:
+def test_the_facts_of_a_request_include_its_kinds_of_input() -> None:
     parts = [request_pb2.Part(text="what is"), request_pb2.Part(image=request_pb2.Image(data=b"x"))]
     given = request_pb2.Input(
         conversation=request_pb2.Conversation(messages=[request_pb2.Message(role="user", parts=parts)])
@@ -275,7 +275,7 @@ def test_what_a_request_holds_is_known_by_kind() -> None:
     }
 
 
-def test_an_options_mistake_is_named_once_at_its_own_line(tmp_path: Path) -> None:
+def test_a_faulty_option_is_reported_once_at_its_own_line(tmp_path: Path) -> None:
     path = tmp_path / "fake.yaml"
     path.write_text(
         "pipeline: fake\nstages:\n  a:\n    engine: fake\n    function: source\n    options:\n"
