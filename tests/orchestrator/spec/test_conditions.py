@@ -59,7 +59,8 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
     "option that is no truth value": ([("to: singer}", "to: singer, when: {option: loud, is: true}}")],
         "band.yaml:10: edges.1.when.0.is is True; input should be a valid number"),
     "option as a flag": ([("to: singer}", "to: singer, when: {option: loud, wanted: true}}")],
-        "band.yaml:10: option 'loud' is a number; write `is` instead of `wanted`"),
+        ("band.yaml:10: unknown key 'edges.1.when.0.wanted'; known: at_least, at_most, is, is_not, option, "
+        "over, under")),
     "option compared with nothing": ([("to: singer}", "to: singer, when: {option: loud}}")],
         ("band.yaml:10: option 'loud' is not compared with anything; add one of is, is_not, over, at_least, "
         "under, at_most")),
@@ -77,19 +78,20 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
     "unknown comparison": ([("to: singer}", "to: singer, when: {option: loud, above: 5}}")],
         "band.yaml:10: unknown key 'edges.1.when.0.above'; did you mean 'over'?"),
     "nothing named": ([("to: singer}", "to: singer, when: {is: 5}}")],
-        ("band.yaml:10: a condition names nothing; name one of option, input, output, and use a list for more")),
+        (("band.yaml:10: edges.1.when.0 is {'is': 5}; name exactly one of option, input, output, and use a list "
+        "for more"))),
     "two named": ([("to: singer}", "to: singer, when: {option: loud, output: text, over: 3}}")],
-        ("band.yaml:10: a condition names option and output; name one of option, input, output, and use a list for "
-        "more")),
+        ("band.yaml:10: edges.1.when.0 is {'option': 'loud', 'output': 'text', 'over': 3}; name exactly one of "
+        "option, input, output, and use a list for more")),
     "unknown input": ([("to: singer}", "to: singer, when: {input: smell}}")],
         ("band.yaml:10: edges.1.when.0.input is 'smell'; input should be 'text', 'tokens', 'image', 'audio', 'video' "
         "or 'tensors'")),
     "input that no stage takes": ([("to: singer}", "to: singer, when: {input: image}}")],
         "band.yaml:10: no stage accepts image, and requests with it are rejected; remove the condition"),
     "input that is wanted": ([("to: singer}", "to: singer, when: {input: text, wanted: true}}")],
-        "band.yaml:10: `wanted` is for outputs; use `given` for an input"),
+        "band.yaml:10: unknown key 'edges.1.when.0.wanted'; known: given, input"),
     "output that is given": ([("to: singer}", "to: singer, when: {output: text, given: true}}")],
-        "band.yaml:10: `given` is for inputs; use `wanted` for an output"),
+        "band.yaml:10: unknown key 'edges.1.when.0.given'; known: output, wanted"),
     "unknown output": ([("to: singer}", "to: singer, when: {output: sound}}")],
         "band.yaml:10: unknown output 'sound'; known: audio, blend, text"),
     "option of several defaults": (
@@ -98,8 +100,7 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
         ("band.yaml:10: stages singer and blender have option 'speed' with different defaults; declare another one "
         "under `options`")),
     "output compared as a number": ([("to: singer}", "to: singer, when: {output: text, is: 1}}")],
-        ("band.yaml:10: only options can be compared by `is`; use `given` for an input and `wanted` for an "
-        "output")),
+        ("band.yaml:10: unknown key 'edges.1.when.0.is'; known: output, wanted")),
     "empty when": ([("to: singer}", "to: singer, when: []}")],
         "band.yaml:10: edges.1.when is empty; add at least one item"),
     "option of a stage declared again": ([("options: {loud:", "options: {speed:")],
