@@ -78,8 +78,8 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
     "unknown comparison": ([("to: singer}", "to: singer, when: {option: loud, above: 5}}")],
         "band.yaml:10: unknown key 'edges.1.when.0.above'; did you mean 'over'?"),
     "nothing named": ([("to: singer}", "to: singer, when: {is: 5}}")],
-        (("band.yaml:10: edges.1.when.0 is {'is': 5}; name exactly one of option, input, output, and use a list "
-        "for more"))),
+        ("band.yaml:10: edges.1.when.0 is {'is': 5}; name exactly one of option, input, output, and use a list "
+        "for more")),
     "two named": ([("to: singer}", "to: singer, when: {option: loud, output: text, over: 3}}")],
         ("band.yaml:10: edges.1.when.0 is {'option': 'loud', 'output': 'text', 'over': 3}; name exactly one of "
         "option, input, output, and use a list for more")),

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -56,14 +56,14 @@ def _places(container: Any, names: list[str], path: KeyPath) -> Iterator[tuple[A
 
 def _matching(container: Any, name: str) -> list[str | int]:
     if isinstance(container, dict):
-        mapping: dict[str, Any] = container
+        mapping = cast("dict[str, Any]", container)
         return list(mapping) if name == "*" else [name] if name in mapping else []
-    items: list[Any] = container if isinstance(container, list) else []
+    items = cast("list[Any]", container) if isinstance(container, list) else []
     return [i for i, item in enumerate(items) if name in ("*", str(i), _edge_name(item))]
 
 
 def _edge_name(item: Any) -> object:
-    edge: dict[str, Any] = item if isinstance(item, dict) else {}
+    edge = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
     return edge.get("name") or f"{edge.get('from')}->{edge.get('to')}"
 
 
