@@ -30,7 +30,7 @@ from stagemesh.orchestrator.spec import Pipeline, Route, load_pipeline
 
 SIZES = (10, 100, 1_000, 10_000)
 REQUESTS = {10: 2_000, 100: 4_000, 1_000: 10_000, 10_000: 20_000}
-"""The number of requests by number of replicas. It is too small for the steady load of 10,000 replicas; see --steady."""
+"""The number of requests by number of replicas. 10,000 replicas need more for their steady load; see --steady."""
 _STEADY_EACH = 30
 """The number of requests per replica of a stage after which queues stop growing."""
 UTILIZATION = 0.9

@@ -119,7 +119,7 @@ async def test_an_attempt_that_starts_during_an_inspection_is_ignored(fleet: Fle
     controls.on_asked = lambda: timeline.begin("b", replica="b-1", attempt=2)
     orchestrator = cast("Orchestrator", SimpleNamespace(requests=RequestTable(), history=history))
     inspected = await Inspector(orchestrator, directory).inspect("r")
-    assert [step.notes.attempt for step in inspected.steps] == [1]
+    assert [step.attempt for step in inspected.steps] == [1]
 
 
 async def test_the_number_of_concurrent_probes_is_limited(fleet: Fleet, directory: Directory) -> None:

@@ -58,12 +58,12 @@ def _matching(container: Any, name: str) -> list[str | int]:
     if isinstance(container, dict):
         mapping = cast("dict[str, Any]", container)
         return list(mapping) if name == "*" else [name] if name in mapping else []
-    items = cast("list[Any]", container) if isinstance(container, list) else []
+    items = cast("list[object]", container) if isinstance(container, list) else []
     return [i for i, item in enumerate(items) if name in ("*", str(i), _edge_name(item))]
 
 
-def _edge_name(item: Any) -> object:
-    edge = cast("dict[str, Any]", item) if isinstance(item, dict) else {}
+def _edge_name(item: object) -> object:
+    edge = cast("dict[str, object]", item) if isinstance(item, dict) else {}
     return edge.get("name") or f"{edge.get('from')}->{edge.get('to')}"
 
 
