@@ -8,6 +8,7 @@ from stagemesh.common.errors import InvalidPipelineError
 from stagemesh.orchestrator.planning.request_facts import facts_of
 from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.orchestrator.spec.checks import request_sets
 from stagemesh.orchestrator.spec.conditions import Fact
 from stagemesh.v1 import request_pb2
 from tests.orchestrator.spec.catalog import CATALOG
@@ -253,6 +254,14 @@ def test_many_joins_that_can_starve_are_found_quickly(tmp_path: Path) -> None:
 def test_many_joins_that_never_starve_are_accepted_quickly(tmp_path: Path) -> None:
     pipeline = _load(tmp_path, _joins(16, otherwise="at_most: 5"))
     assert _taken(pipeline, "frames") >= {f"low{n}->join{n + 1}" for n in range(16)}
+
+
+def test_conditions_with_too_many_cases_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_sets, "MAX_NODES", 6)
+    text = _edited(("to: singer}", f"to: singer, {LOUD}}}"))
+    assert _problems(tmp_path, text) == [
+        "band.yaml:3: the conditions (`when`) distinguish too many cases to check them; use fewer conditions"
+    ]
 
 
 def test_conditions_are_explained_as_written(tmp_path: Path) -> None:

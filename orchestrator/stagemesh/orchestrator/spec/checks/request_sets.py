@@ -17,7 +17,7 @@ _IMPOSSIBLE: Sequence[Condition] = tuple(
     tuple(Term(Fact("input", kind), Comparison.IS, 1.0) for kind in ("tokens", other)) for other in _EXCLUDED_BY_TOKENS
 )
 """Conditions that no request fulfils: a prompt consists either of tokens or of other inputs."""
-_MAX_NODES = 200_000
+MAX_NODES = 50_000
 
 RequestSet: TypeAlias = int
 """The number of a diagram's root node."""
@@ -40,7 +40,7 @@ class RequestSets:
     """The sets of requests that can be described by comparisons of the facts in `terms`.
 
     Every set has exactly one number, so that sets can be compared by it. Operations raise TooManyCasesError if all sets
-    together have more than 200,000 nodes.
+    together have more than 50,000 nodes.
     """
 
     def __init__(self, terms: Iterable[Term]) -> None:
@@ -112,7 +112,7 @@ class RequestSets:
             return children[0]
         node = _Node(level, tuple(children))
         if node not in self._sets:
-            if len(self._nodes) >= _MAX_NODES:
+            if len(self._nodes) >= MAX_NODES:
                 raise TooManyCasesError
             self._sets[node] = len(self._nodes)
             self._nodes.append(node)
