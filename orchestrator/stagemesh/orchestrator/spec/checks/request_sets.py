@@ -89,15 +89,25 @@ class RequestSets:
             index = next(i for i, child in enumerate(children) if child != NONE)
             found[self._facts[level]] = self._values[self._facts[level]][index]
             node = children[index]
+        others = self.difference(self._possible, requests)
         for fact in tuple(found):
             fewer = {other: value for other, value in found.items() if other != fact}
-            if self._narrowed(self.difference(self._possible, requests), fewer) == NONE:
+            if not self._contains(others, fewer):
                 found = fewer
         return found
 
-    def _narrowed(self, requests: RequestSet, facts: Facts) -> RequestSet:
-        terms = (Term(fact, Comparison.IS, value) for fact, value in facts.items())
-        return reduce(self.both, map(self._where_term, terms), requests)
+    def _contains(self, requests: RequestSet, facts: Facts) -> bool:
+        """Returns whether a set contains a request with these facts."""
+        pending, seen = [requests], {NONE}
+        while pending:
+            if (node := pending.pop()) == ALL:
+                return True
+            if node not in seen:
+                seen.add(node)
+                level, children = self._nodes[node]
+                fact = self._facts[level]
+                pending += [children[self._values[fact].index(facts[fact])]] if fact in facts else children
+        return False
 
     def _where_term(self, term: Term) -> RequestSet:
         values = self._values[term.fact]
