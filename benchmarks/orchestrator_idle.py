@@ -1,9 +1,9 @@
-"""What an idle orchestrator costs: its CPU time with many replicas that are ready and have nothing to do.
+"""Measures the CPU time of an idle orchestrator with many ready replicas.
 
     python -m benchmarks.orchestrator_idle --json out/orchestrator-idle.json
 
-The orchestrator is the real service in a process of its own; replicas are real stage services with fake engines, a few
-dozen to a process, that register with it.
+The orchestrator is the real service in its own process. The replicas are real stage services with fake engines, a few
+dozen per process, which register with it.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.orchestrator_ways.processes import cpu_s, deployed
+from benchmarks.orchestrator_paths.processes import cpu_s, deployed
 from benchmarks.report import Figure, report
 
 _PIPELINE = """
@@ -28,16 +28,16 @@ stages:
 edges: [{from: thinker, to: talker}, {from: talker, to: vocoder}]
 outputs: {text: vocoder}
 """
-_IN_A_PROCESS = 25
+_REPLICAS_PER_PROCESS = 25
 _SETTLE_S = 10.0
 _MIB = 1 << 20
 
 
 async def measure(*, replicas: int, window_s: float, windows: int) -> tuple[list[float], float]:
-    """Per cent of a core in each window, and the orchestrator's memory in bytes."""
+    """Returns the CPU usage in percent of a core in each window, and the orchestrator's memory in bytes."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        farms = math.ceil(replicas / _IN_A_PROCESS)
+        farms = math.ceil(replicas / _REPLICAS_PER_PROCESS)
         deployment = await stack.enter_async_context(deployed(folder, _PIPELINE, replicas=replicas, farms=farms))
         await asyncio.sleep(_SETTLE_S)
         watched = deployment.orchestrator
@@ -53,12 +53,12 @@ async def _cpu_percent(process: psutil.Process, window_s: float) -> float:
 
 
 def main() -> None:
-    """Reads the command line, measures, reports."""
+    """Reads the command line, measures, and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--replicas", type=int, default=100)
-    parser.add_argument("--window-s", type=float, default=10.0)
-    parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="Write the figures to this file.")
+    parser.add_argument("--replicas", type=int, default=100, help="Run this number of replicas.")
+    parser.add_argument("--window-s", type=float, default=10.0, help="Measure for this many seconds per window.")
+    parser.add_argument("--windows", type=int, default=5, help="Measure this number of windows.")
     arguments = parser.parse_args()
     measuring = measure(replicas=arguments.replicas, window_s=arguments.window_s, windows=arguments.windows)
     shares, size_bytes = asyncio.run(measuring)

@@ -1,10 +1,10 @@
-"""Placement in virtual time: the orchestrator's own code over 10 to 10,000 replicas that only pretend to compute.
+"""Simulates placement in virtual time: the orchestrator's own code with 10 to 10,000 simulated replicas.
 
     python -m benchmarks.simulate --json out/simulate.json
 
-How long a decision takes, what a replica takes of memory, and how long the slowest requests take at 90 % load beside
-round robin, which is measured in the same run on the same arrivals. Nine of ten requests are small, the tenth is twenty
-times as large. And what becomes of requests whose replicas die at random: recovery is the orchestrator's own as well.
+Measures the time per decision, the memory per replica, and the latency of the slowest requests at 90 % load, compared
+with round robin in the same run with the same arrivals. Nine of ten requests are small; the tenth is twenty times as
+large. Also measures the recovery of requests whose replicas die at random times.
 """
 
 import argparse
@@ -23,23 +23,23 @@ from rich.console import Console
 
 from benchmarks.report import Figure, report
 from benchmarks.simulation import virtual_time
-from benchmarks.simulation.by_turns import ByTurns
+from benchmarks.simulation.round_robin import RoundRobin
 from benchmarks.simulation.run import Load, Survival, latencies_s, orchestrated, survival
 from stagemesh.orchestrator.planning.planner import Plan, Planner
 from stagemesh.orchestrator.spec import Pipeline, Route, load_pipeline
 
 SIZES = (10, 100, 1_000, 10_000)
 REQUESTS = {10: 2_000, 100: 4_000, 1_000: 10_000, 10_000: 20_000}
-"""By the number of replicas. Ten thousand have so few that they do not get as busy as they would: see --steady."""
+"""The number of requests by number of replicas. 10,000 replicas need more for their steady load; see --steady."""
 _STEADY_EACH = 30
-"""Requests for each replica of a stage after which queues grow no more."""
+"""The number of requests per replica of a stage after which queues stop growing."""
 UTILIZATION = 0.9
 LIFETIME_S = 600.0
-"""How long a replica lives on average, where they die."""
+"""The average lifetime of a replica in simulations with deaths."""
 UTILIZATION_WITH_DEATHS = 0.7
 _DECISIONS = 2_000
 _REPEATED_UP_TO = 100
-"""Replicas: larger runs have requests enough in one."""
+"""The largest number of replicas for which runs are repeated. Larger runs have enough requests."""
 _KIB = 1024
 _PIPELINE = """
 pipeline: simulated
@@ -57,26 +57,26 @@ _console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Decisions:
-    """What plans of one number of replicas take."""
+    """The cost of planning with one number of replicas."""
 
     median_us: float
     p99_us: float
-    again_us: float
-    """Median of choosing another replica for a stage of a request that runs."""
+    failover_us: float
+    """The median time to choose another replica for a stage of a running request."""
     replica_bytes: float
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The 99th percentile of requests' seconds, placed by the planner and by turns."""
+    """The 99th percentile of the latency, with the planner and with round robin."""
 
     planned_s: float
-    by_turns_s: float
+    round_robin_s: float
 
     @property
     def gain(self) -> float:
-        """How many times shorter."""
-        return self.by_turns_s / self.planned_s
+        """The latency with round robin, divided by that with the planner."""
+        return self.round_robin_s / self.planned_s
 
 
 async def _decide(pipeline: Pipeline, replicas: int) -> Decisions:
@@ -88,28 +88,28 @@ async def _decide(pipeline: Pipeline, replicas: int) -> Decisions:
         tracemalloc.stop()
         planner, route = Planner(pipeline, orchestrator.fleet.registry), pipeline.route(["text"])
         taken_s = sorted(_timed(planner, route) for _ in range(_DECISIONS))
-        again_s = [_timed_again(planner, planner.plan(route)) for _ in range(_DECISIONS)]
+        failover_s = [_timed_failover(planner, planner.plan(route)) for _ in range(_DECISIONS)]
     return Decisions(
         median_us=1e6 * statistics.median(taken_s),
         p99_us=1e6 * taken_s[int(0.99 * len(taken_s))],
-        again_us=1e6 * statistics.median(again_s),
+        failover_us=1e6 * statistics.median(failover_s),
         replica_bytes=size_bytes / replicas,
     )
 
 
 def _timed(planner: Planner, route: Route) -> float:
-    """Seconds of processor time: a decision waits for nothing, and other programs' turns are not its own."""
+    """Returns the processor time of a decision, which does not wait and is independent of other programs."""
     began_s = time.thread_time()
     plan = planner.plan(route)
     taken_s = time.thread_time() - began_s
-    # Half of the requests stay, so that replicas differ in what they have to do.
+    # Half of the requests remain, so that the loads of replicas differ.
     if len(plan.steps) and plan.steps[0].replica.running % 2:
         plan.release()
     return taken_s
 
 
-def _timed_again(planner: Planner, plan: Plan) -> float:
-    """As after the death of where the first stage runs."""
+def _timed_failover(planner: Planner, plan: Plan) -> float:
+    """Returns the processor time of replacing the first stage's replica."""
     lost = plan.steps[0]
     began_s = time.thread_time()
     planner.choose_again(lost.stage.name, plan, avoid=[lost.replica])
@@ -122,8 +122,8 @@ def _tail(pipeline: Pipeline, replicas: int, *, seed: int, steady: bool) -> Tail
     steady_requests = _STEADY_EACH * replicas // len(pipeline.stages)
     load = Load(max(REQUESTS[replicas], steady_requests if steady else 0), UTILIZATION, seed)
     planned = virtual_time.run(latencies_s(pipeline, replicas=replicas, load=load))
-    by_turns = virtual_time.run(latencies_s(pipeline, replicas=replicas, load=load, choice=ByTurns()))
-    return Tail(_p99(planned), _p99(by_turns))
+    round_robin = virtual_time.run(latencies_s(pipeline, replicas=replicas, load=load, choice=RoundRobin()))
+    return Tail(_p99(planned), _p99(round_robin))
 
 
 def _survival(pipeline: Pipeline, replicas: int) -> Survival:
@@ -143,16 +143,16 @@ def _figures(
         subject = f"{size:,} replicas"
         yield Figure("a decision, median", found.median_us, "us", goal, subject)
         yield Figure("a decision, p99", found.p99_us, "us", "", subject)
-        yield Figure("a decision where a replica died, median", found.again_us, "us", goal, subject)
-        yield Figure("memory a replica, with what stands for it", found.replica_bytes / _KIB, "KiB", "", subject)
+        yield Figure("a decision after a replica died, median", found.failover_us, "us", goal, subject)
+        yield Figure("memory per replica, with its simulation", found.replica_bytes / _KIB, "KiB", "", subject)
         for name, values, unit in (
             ("p99 of requests, planned", [tail.planned_s for tail in tails[size]], "s"),
-            ("p99 of requests, by turns", [tail.by_turns_s for tail in tails[size]], "s"),
+            ("p99 of requests, round robin", [tail.round_robin_s for tail in tails[size]], "s"),
         ):
             yield Figure(name, statistics.median(values), unit, "", subject)
         gain = statistics.median(tail.gain for tail in tails[size])
-        yield Figure("p99, by turns / planned", gain, "ratio", ">=2" if size >= _REPEATED_UP_TO else "", subject)
-        yield from _of_survival(survivals[size], subject)
+        yield Figure("p99, round robin / planned", gain, "ratio", ">=2" if size >= _REPEATED_UP_TO else "", subject)
+        yield from _survival_figures(survivals[size], subject)
     least, most = min(decisions), max(decisions)
     if least == most:
         return
@@ -161,27 +161,31 @@ def _figures(
     yield Figure("a decision, most replicas / least", growth, "ratio", f"<={logarithmic:g}", "growth")
 
 
-def _of_survival(found: Survival, subject: str) -> Iterator[Figure]:
+def _survival_figures(found: Survival, subject: str) -> Iterator[Figure]:
     yield Figure("replicas that died under load", found.deaths, "", "", subject)
     yield Figure("steps that died with them", found.lost_steps, "", "", subject)
     yield Figure("requests that failed", 100 * len(found.failures) / len(found.taken_s), "%", "<=0", subject)
     if found.resume_s:
-        yield Figure("until a step is begun anew, median", statistics.median(found.resume_s), "s", "<=1", subject)
-        yield Figure("until a step is begun anew, p99", _p99(found.resume_s), "s", "", subject)
+        yield Figure("until a step restarts, median", statistics.median(found.resume_s), "s", "<=1", subject)
+        yield Figure("until a step restarts, p99", _p99(found.resume_s), "s", "", subject)
     yield Figure("p99 of requests, with deaths", _p99(found.taken_s), "s", "", subject)
 
 
 def main() -> None:
-    """Reads the command line, measures, reports."""
+    """Reads the command line, measures, and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--repeats", type=int, default=3, help=f"of runs up to {_REPEATED_UP_TO} replicas")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, choices=SIZES, help="numbers of replicas")
+    parser.add_argument("--json", type=Path, help="Write the figures to this file.")
     parser.add_argument(
-        "--steady", action="store_true", help="run long enough for 10,000 replicas: a quarter of an hour"
+        "--repeats", type=int, default=3, help=f"Repeat runs of up to {_REPEATED_UP_TO} replicas this often."
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=SIZES, choices=SIZES, help="Simulate these numbers of replicas."
+    )
+    parser.add_argument(
+        "--steady", action="store_true", help="Run 10,000 replicas until their load is steady, for about 15 minutes."
     )
     arguments = parser.parse_args()
-    # Ten thousand replicas have much to say.
+    # Ten thousand replicas write many log lines.
     logging.disable(logging.WARNING)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(_PIPELINE)

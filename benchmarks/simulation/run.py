@@ -1,4 +1,4 @@
-"""An orchestrator over simulated replicas, and requests that arrive as they do: at random, and of very uneven sizes."""
+"""Runs an orchestrator with simulated replicas and with requests that arrive at random times, of very uneven sizes."""
 
 import asyncio
 import random
@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
-from benchmarks.simulation.stages import CHUNK_S, Members, World
+from benchmarks.simulation.replicas import CHUNK_S, Members, World
 from stagemesh.common.errors import StagemeshError
 from stagemesh.orchestrator.fleet.fleet import Fleet
 from stagemesh.orchestrator.orchestrator import Orchestrator
@@ -21,7 +21,7 @@ _FOREVER_S = 1e6
 
 @dataclass(frozen=True)
 class Load:
-    """So many requests, at a share of what the replicas can do."""
+    """A number of requests, and the fraction of the replicas' capacity that they use."""
 
     requests: int
     utilization: float
@@ -32,20 +32,20 @@ class Load:
 async def orchestrated(
     pipeline: Pipeline, *, replicas: int, choice: Choice | None = None
 ) -> AsyncGenerator[tuple[Orchestrator, World]]:
-    """An orchestrator whose replicas are all ready."""
+    """Yields an orchestrator whose replicas are all ready."""
     world = World(pipeline)
     members = Members(pipeline, replicas)
     fleet = Fleet(pipeline, [members], connect=world.connect, clock=asyncio.get_running_loop().time)
     orchestrator = Orchestrator(pipeline, fleet, max_request_s=_FOREVER_S, drain_s=_FOREVER_S, choice=choice)
     async with fleet.watched(), orchestrator.running():
-        # Replicas say that they are ready at once; some report their load within that time, some later.
+        # Replicas report at once that they are ready. Some report their load within this time, others later.
         await asyncio.sleep(1.0)
-        assert fleet.ready, "nothing keeps a simulated replica from being ready"
+        assert fleet.ready, "simulated replicas are always ready"
         yield orchestrator, world
 
 
 async def latencies_s(pipeline: Pipeline, *, replicas: int, load: Load, choice: Choice | None = None) -> list[float]:
-    """How long each request takes, those left out that came before the replicas were as busy as they get."""
+    """Returns the latency of each request, without those that arrived before the load was steady."""
     choice = choice or _choice(load)
     async with orchestrated(pipeline, replicas=replicas, choice=choice) as (orchestrator, world):
         answers = await _arrivals(orchestrator, world, load)
@@ -54,20 +54,20 @@ async def latencies_s(pipeline: Pipeline, *, replicas: int, load: Load, choice: 
 
 @dataclass(frozen=True)
 class Survival:
-    """What became of requests whose replicas died."""
+    """The outcomes of requests whose replicas died."""
 
     deaths: int
     lost_steps: int
-    """That ran where a replica died; begun anew elsewhere, each one that its request needed still."""
+    """The number of steps that ran on a replica when it died. Those that were still needed restarted elsewhere."""
     resume_s: Sequence[float]
-    """Until those were."""
+    """The time from the loss of each of these steps to its restart."""
     failures: Sequence[StagemeshError]
     taken_s: Sequence[float]
-    """By each request."""
+    """The latency of each request."""
 
 
 async def survival(pipeline: Pipeline, *, replicas: int, load: Load, lifetime_s: float) -> Survival:
-    """Requests over replicas of which each dies now and then, after `lifetime_s` on average."""
+    """Runs requests on replicas that die at random times, after `lifetime_s` on average."""
     async with orchestrated(pipeline, replicas=replicas, choice=_choice(load)) as (orchestrator, world):
         killing = asyncio.create_task(_kill(world, replicas / lifetime_s, random.Random(f"deaths {load.seed}")))
         answers = await _arrivals(orchestrator, world, load)
@@ -88,7 +88,7 @@ class _Answer:
 
 
 def _choice(load: Load) -> Choice:
-    """As an orchestrator chooses, the same each time; its draws have nothing to do with those of the requests."""
+    """Returns the orchestrator's choice of replicas with a seed of its own, so that runs are reproducible."""
     return LeastWork(random.Random(f"choice {load.seed}"))
 
 

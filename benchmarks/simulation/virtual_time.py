@@ -1,4 +1,4 @@
-"""An event loop whose time passes at once: it jumps to the next timer instead of waiting for it."""
+"""An event loop in virtual time: it jumps to the next timer instead of waiting for it."""
 
 import asyncio
 import selectors
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class _Jumping(selectors.BaseSelector):
-    """Looks at what is ready, and lets time pass in place of waiting for more."""
+    """Returns what is ready, and advances the virtual time instead of waiting for more."""
 
     def __init__(self, loop: "VirtualTimeLoop") -> None:
         self._loop = loop
@@ -25,7 +25,7 @@ class _Jumping(selectors.BaseSelector):
         ready = self._selector.select(0)
         if not ready:
             if timeout is None:
-                raise RuntimeError("everything waits, and nothing is to come: virtual time cannot pass")
+                raise RuntimeError("all tasks wait and no timer is set: virtual time cannot advance")
             self._loop.now_s += max(0.0, timeout)
         return ready
 
@@ -37,18 +37,18 @@ class _Jumping(selectors.BaseSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """For programs that wait by timers alone: nothing from outside the process comes in time."""
+    """For programs that wait for timers only, and not for events from outside the process."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         super().__init__(selector=_Jumping(self))
 
     def time(self) -> float:
-        """Seconds of virtual time since the loop was made."""
+        """Returns the seconds of virtual time since the creation of the loop."""
         return self.now_s
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` in virtual time."""
+    """Runs a coroutine as `asyncio.run` does, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

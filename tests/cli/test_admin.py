@@ -163,7 +163,7 @@ def test_a_cancelled_request_is_listed_afterwards(running: Deployment) -> None:
         assert _admin(running, "cancel", "short").exit_code == 0
         request.join()
     again = _admin(running, "cancel", "short")
-    assert (again.exit_code, "has been cancelled already" in again.stderr) == (1, True)
+    assert (again.exit_code, "has already been cancelled" in again.stderr) == (1, True)
     (document,) = _json(running, "requests", "--state", "cancelled")
     assert "short" in [each["request_id"] for each in document["requests"]]
 
@@ -171,7 +171,7 @@ def test_a_cancelled_request_is_listed_afterwards(running: Deployment) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said", "remedy"),
     [
-        (("drain", "sound-0"), "without a ready replica (it has no other)", "--force"),
+        (("drain", "sound-0"), "without a ready replica (it has no other replica)", "--force"),
         (("restart", "sound"), "without a ready replica", "--force"),
         (("drain", "nobody"), "unknown replica or stage 'nobody'", "admin replicas"),
         (("cancel", "nobody"), "unknown request 'nobody'", "admin requests"),
@@ -181,7 +181,7 @@ def test_a_cancelled_request_is_listed_afterwards(running: Deployment) -> None:
         (("lora", "list", "write"), "has not the ability adapters", ""),
         (("profile", "start", "write-1"), "has not the ability profile", ""),
         (("cache", "write-1"), "has not the ability", ""),
-        (("stages", "--page-token", "x"), "page_token 'x' is none that a list gave", ""),
+        (("stages", "--page-token", "x"), "page_token 'x' is not from a previous page", ""),
     ],
 )
 def test_a_failed_command_prints_the_cause_and_the_remedy(

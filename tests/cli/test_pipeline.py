@@ -17,7 +17,7 @@ def test_a_mistake_is_shown_with_file_and_line(tiny: Path) -> None:
     tiny.write_text(tiny.read_text().replace("to: second", "to: third"))
     ran = _run("validate", str(tiny))
     assert ran.exit_code == 1
-    assert f"{tiny}:6: edge to no stage" in ran.stderr
+    assert f"{tiny}:6: unknown stage" in ran.stderr
     assert "Traceback" not in ran.stderr
 
 

@@ -1,4 +1,4 @@
-"""Calls of the port for operators."""
+"""Calls of AdminService."""
 
 from collections.abc import Awaitable
 
@@ -9,7 +9,7 @@ from stagemesh.rpc.error_mapping import from_rpc_error
 
 
 async def error_of(call: Awaitable[object]) -> StagemeshError:
-    """What a call fails with."""
+    """Returns the error of a call."""
     try:
         await call
     except grpc.aio.AioRpcError as exc:

@@ -1,4 +1,4 @@
-"""Drains, resumes and what operators name, without a server."""
+"""Tests of drains, resumes and the directory, without a server."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Controls:
-    """A replica's client as far as operators use it: always ready, and remembers what it was asked."""
+    """A replica's client for control calls: is always ready, and records the called methods."""
 
     def __init__(self, error: StagemeshError | None = None) -> None:
         self.asked: list[str] = []
@@ -69,19 +69,19 @@ def _replica(fleet: Fleet, pipeline: Pipeline, name: str, error: StagemeshError 
     return replica
 
 
-def test_replicas_are_listed_by_name_whenever_they_came(fleet: Fleet, directory: Directory) -> None:
+def test_replicas_are_listed_by_name_in_any_order_of_arrival(fleet: Fleet, directory: Directory) -> None:
     for name in ("b-10", "b-2", "a-1", "a-0"):
         _replica(fleet, directory.pipeline, name)
     assert [replica.name for replica in directory.replicas] == ["a-0", "a-1", "b-2", "b-10"]
 
 
-def test_of_two_with_one_name_the_one_that_serves_is_meant(fleet: Fleet, directory: Directory) -> None:
+def test_of_two_replicas_with_one_name_the_serving_one_is_found(fleet: Fleet, directory: Directory) -> None:
     former, now = (_replica(fleet, directory.pipeline, "b-0") for _ in range(2))
     former.observe(ReplicaState.UNREACHABLE, "gone")
     assert directory.target("b-0") == [now]
 
 
-async def test_resuming_a_refused_replica_does_not_make_it_one_of_ours(fleet: Fleet, directory: Directory) -> None:
+async def test_resuming_a_rejected_replica_does_not_make_it_ready(fleet: Fleet, directory: Directory) -> None:
     replica = _replica(fleet, directory.pipeline, "b-0")
     replica.observe(ReplicaState.FAILED, "refused: its generation is x, expected y")
     await Lifecycle(directory).resume("b-0")
@@ -89,7 +89,7 @@ async def test_resuming_a_refused_replica_does_not_make_it_one_of_ours(fleet: Fl
     assert not fleet.registry.has_ready("b")
 
 
-async def test_a_stage_is_resumed_but_for_the_replica_that_cannot(fleet: Fleet, directory: Directory) -> None:
+async def test_a_stage_is_resumed_even_if_one_replica_fails(fleet: Fleet, directory: Directory) -> None:
     replicas = [
         _replica(fleet, directory.pipeline, "b-0", UnavailableError("b-0 is gone")),
         _replica(fleet, directory.pipeline, "b-1"),
@@ -102,13 +102,13 @@ async def test_a_stage_is_resumed_but_for_the_replica_that_cannot(fleet: Fleet, 
 
 
 @pytest.mark.parametrize(("error", "running"), [(DeadlineError("too slow"), 1), (UnavailableError("gone"), 0)])
-async def test_what_does_not_answer_in_time_may_run_something(
+async def test_a_replica_that_does_not_answer_in_time_counts_as_busy(
     fleet: Fleet, directory: Directory, error: StagemeshError, running: int
 ) -> None:
     assert await count_running(_replica(fleet, directory.pipeline, "b-0", error)) == running
 
 
-async def test_an_attempt_that_begins_while_replicas_are_asked_does_no_harm(fleet: Fleet, directory: Directory) -> None:
+async def test_an_attempt_that_starts_during_an_inspection_is_ignored(fleet: Fleet, directory: Directory) -> None:
     timeline = Timeline("r")
     notes = timeline.begin("b", replica="b-0", attempt=1)
     notes.note_sent()
@@ -119,10 +119,10 @@ async def test_an_attempt_that_begins_while_replicas_are_asked_does_no_harm(flee
     controls.on_asked = lambda: timeline.begin("b", replica="b-1", attempt=2)
     orchestrator = cast("Orchestrator", SimpleNamespace(requests=RequestRegistry(), history=history))
     inspected = await Inspector(orchestrator, directory).inspect("r")
-    assert [step.notes.attempt for step in inspected.steps] == [1]
+    assert [step.attempt for step in inspected.steps] == [1]
 
 
-async def test_the_pairs_of_many_replicas_are_not_probed_all_at_once(fleet: Fleet, directory: Directory) -> None:
+async def test_the_number_of_concurrent_probes_is_limited(fleet: Fleet, directory: Directory) -> None:
     under_way, most = 0, 0
 
     async def answer(*_: object, **__: object) -> None:
@@ -140,7 +140,7 @@ async def test_the_pairs_of_many_replicas_are_not_probed_all_at_once(fleet: Flee
     assert most < 100
 
 
-async def test_a_call_over_a_closed_connection_says_that_the_replica_is_gone() -> None:
+async def test_a_call_over_a_closed_connection_reports_an_unreachable_replica() -> None:
     channel = open_channel("127.0.0.1:1")
     client = GrpcReplicaClient(channel, stage="b", replica="b-0", endpoint="127.0.0.1:1")
     await channel.close()
@@ -156,7 +156,7 @@ async def test_a_call_over_a_closed_connection_says_that_the_replica_is_gone() -
 
 
 class SilentControls(control_pb2_grpc.StageControlServiceServicer):
-    """Is asked, and never answers."""
+    """A control service that never answers."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -170,7 +170,7 @@ class SilentControls(control_pb2_grpc.StageControlServiceServicer):
 
 @asynccontextmanager
 async def _asking() -> AsyncGenerator[tuple[grpc.aio.Channel, asyncio.Task[bytes]]]:
-    """A call that has reached its replica, and the channel that it goes over."""
+    """Yields a call that has reached its replica, and the call's channel."""
     server, controls = Server("127.0.0.1:0"), SilentControls()  # type: ignore[abstract]
     control_pb2_grpc.add_StageControlServiceServicer_to_server(controls, server.grpc)
     endpoint = f"127.0.0.1:{await server.start()}"
@@ -184,14 +184,14 @@ async def _asking() -> AsyncGenerator[tuple[grpc.aio.Channel, asyncio.Task[bytes
         await server.stop(grace_s=0)
 
 
-async def test_a_connection_that_is_closed_under_a_call_ends_it_and_not_its_task() -> None:
+async def test_closing_a_connection_fails_its_calls_without_cancelling_their_tasks() -> None:
     async with _asking() as (channel, asking):
         await channel.close()
         with pytest.raises(UnavailableError, match="no longer connected"):
             await asking
 
 
-async def test_a_caller_that_gives_up_is_not_told_that_the_replica_is_gone() -> None:
+async def test_a_cancelled_call_does_not_report_an_unreachable_replica() -> None:
     async with _asking() as (_, asking):
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):

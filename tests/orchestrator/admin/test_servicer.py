@@ -1,4 +1,4 @@
-"""The port for operators, over scripted stages."""
+"""Tests of AdminService with scripted stages."""
 
 import asyncio
 import math
@@ -30,7 +30,7 @@ async def chain(tmp_path: Path) -> AsyncIterator[Mesh]:
 
 @pytest.fixture
 async def busy(tmp_path: Path) -> AsyncIterator[Mesh]:
-    """Stages that never end by themselves."""
+    """Yields stages whose steps never end by themselves."""
     async with mesh(tmp_path, scripts=HANG) as busy:
         yield busy
 
@@ -40,7 +40,7 @@ def _admin(mesh: Mesh) -> "admin_pb2_grpc.AdminServiceAsyncStub":
 
 
 async def _begin(mesh: Mesh, *names: str) -> list[asyncio.Task[object]]:
-    """Starts requests and returns once the first and the last stage of each have said something."""
+    """Starts requests, and returns when the first and the last stage of each have reported."""
     tasks: list[asyncio.Task[object]] = []
     for name in names:
         call = mesh.stub.Generate(ask(request_id=name), timeout=20)
@@ -67,14 +67,14 @@ async def _drain(mesh: Mesh, target: str, *, force: bool = False, wait: bool = F
     return await _admin(mesh).DrainReplicas(request, timeout=within_s)
 
 
-async def test_operators_are_not_served_where_clients_are(chain: Mesh) -> None:
+async def test_the_clients_port_does_not_serve_operators(chain: Mesh) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await admin_pb2_grpc.AdminServiceStub(chain.channel).ListStages(admin_pb2.ListStagesRequest(), timeout=10)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize("facet", ["", "liveness", SERVICE_NAME, "stagemesh.v1.StageControlService"])
-async def test_the_port_for_operators_has_its_own_health(chain: Mesh, facet: str) -> None:
+async def test_the_operators_port_has_its_own_health(chain: Mesh, facet: str) -> None:
     answer = await check(chain.admin)(HealthRequest(service=facet), timeout=10)
     assert answer.status == HealthResponse.SERVING
 
@@ -99,7 +99,7 @@ async def test_pages_join_without_gaps(chain: Mesh) -> None:
 
 
 @pytest.mark.parametrize("token", ["x", "-1", "²", pytest.param("9" * 5000, id="long")])
-async def test_a_token_that_no_page_gave_is_refused(chain: Mesh, token: str) -> None:
+async def test_an_invalid_page_token_is_rejected(chain: Mesh, token: str) -> None:
     assert (await error_of(_list(chain, page_token=token))).reason == "INVALID_PAGE_TOKEN"
 
 
@@ -110,7 +110,7 @@ async def test_replicas_are_filtered_by_stage_and_state(chain: Mesh) -> None:
     assert [[replica.name for replica in answer.replicas] for answer in answers] == [["b-0"], []]
 
 
-async def test_a_state_that_no_replica_has_is_refused(chain: Mesh) -> None:
+async def test_an_unknown_replica_state_is_rejected(chain: Mesh) -> None:
     request = admin_pb2.ListReplicasRequest(state=99)  # type: ignore[arg-type]
     error = await error_of(_admin(chain).ListReplicas(request, timeout=10))
     assert error.message == "unknown replica state 99; states: 1, 2, 3, 4, 5, 6"
@@ -153,7 +153,7 @@ async def _until_all_loads_are_known(mesh: Mesh) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_pipeline_says_who_has_requests_there(busy: Mesh) -> None:
+async def test_a_pipelines_status_lists_the_load_of_each_caller(busy: Mesh) -> None:
     tasks = await _begin(busy, "r1")
     answer = await _admin(busy).ListPipelines(admin_pb2.ListPipelinesRequest(), timeout=10)
     (pipeline,) = answer.pipelines
@@ -180,7 +180,7 @@ async def test_ended_requests_are_found_by_their_state(chain: Mesh) -> None:
     assert [(request.request_id, request.pieces) for request in found.requests] == [("done", 4)]
 
 
-async def test_a_request_says_what_it_waits_for(tmp_path: Path) -> None:
+async def test_a_request_shows_what_each_step_waits_for(tmp_path: Path) -> None:
     accepting = asyncio.Event()
 
     async def accept_later(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
@@ -228,7 +228,7 @@ async def test_a_running_request_is_cancelled(busy: Mesh) -> None:
     assert caught.value.code() is grpc.StatusCode.CANCELLED
 
 
-async def test_cancelling_what_is_not_there_or_has_ended_says_so(chain: Mesh) -> None:
+async def test_cancelling_an_unknown_or_ended_request_is_an_error(chain: Mesh) -> None:
     await chain.generate(request_id="done")
     errors = [
         await error_of(
@@ -240,7 +240,7 @@ async def test_cancelling_what_is_not_there_or_has_ended_says_so(chain: Mesh) ->
     assert "'done' has already finished" in errors[1].message
 
 
-async def test_an_edge_is_probed_anew(chain: Mesh) -> None:
+async def test_an_edge_is_probed_again(chain: Mesh) -> None:
     before = len(chain.stages["a"].probes)
     answer = await _admin(chain).ProbeEdge(admin_pb2.AdminServiceProbeEdgeRequest(edge="a->b"), timeout=10)
     assert [(link.producer, link.consumer) for link in answer.edge.links] == [("a-0", "b-0")]
@@ -250,7 +250,9 @@ async def test_an_edge_is_probed_anew(chain: Mesh) -> None:
 @pytest.mark.parametrize(
     ("edge", "producer", "reason"), [("a->z", "", "UNKNOWN_EDGE"), ("a->b", "c-0", "UNKNOWN_TARGET")]
 )
-async def test_probing_what_is_not_there_says_so(chain: Mesh, edge: str, producer: str, reason: str) -> None:
+async def test_probing_an_unknown_edge_or_replica_is_an_error(
+    chain: Mesh, edge: str, producer: str, reason: str
+) -> None:
     request = admin_pb2.AdminServiceProbeEdgeRequest(edge=edge, producer=producer)
     assert (await error_of(_admin(chain).ProbeEdge(request, timeout=10))).reason == reason
 
@@ -263,21 +265,21 @@ async def test_the_last_replica_is_not_drained(chain: Mesh, target: str) -> None
     assert await chain.generate()
 
 
-async def test_a_forced_drain_refuses_requests_until_resume(chain: Mesh) -> None:
+async def test_a_forced_drain_rejects_requests_until_resume(chain: Mesh) -> None:
     await _drain(chain, "b", force=True)
     assert (await chain.failure()).reason == "STAGE_NOT_READY"
     await _admin(chain).ResumeReplicas(admin_pb2.ResumeReplicasRequest(target="b"), timeout=10)
     assert await chain.generate()
 
 
-async def test_a_drain_that_waits_gives_up_before_its_deadline_and_stands(busy: Mesh) -> None:
+async def test_a_wait_for_a_drain_ends_before_the_deadline_and_keeps_the_drain(busy: Mesh) -> None:
     await _begin(busy, "r")
     error = await error_of(_drain(busy, "b", force=True, wait=True, within_s=3))
     assert (error.reason, error.metadata["replica"]) == ("STILL_RUNNING", "b-0")
     assert busy.stages["b"].description.state == stage_pb2.REPLICA_STATE_DRAINING
 
 
-async def test_a_drain_that_waits_returns_once_nothing_runs(busy: Mesh) -> None:
+async def test_a_wait_for_a_drain_returns_when_no_request_runs(busy: Mesh) -> None:
     await _begin(busy, "r")
     draining = asyncio.ensure_future(_drain(busy, "b", force=True, wait=True))
     await until_health(busy.channel, serving=False)
@@ -287,19 +289,19 @@ async def test_a_drain_that_waits_returns_once_nothing_runs(busy: Mesh) -> None:
 
 
 @pytest.mark.parametrize("drain_s", [-1.0, math.nan])
-async def test_a_restart_within_no_time_is_refused(chain: Mesh, drain_s: float) -> None:
+async def test_a_restart_with_an_invalid_drain_time_is_rejected(chain: Mesh, drain_s: float) -> None:
     request = admin_pb2.RestartReplicasRequest(target="b", force=True, drain_s=drain_s)
     error = await error_of(anext(aiter(_admin(chain).RestartReplicas(request, timeout=10))))
     assert error.code.name == "INVALID_ARGUMENT"
 
 
-async def test_an_unknown_target_is_named_with_those_that_are_there(chain: Mesh) -> None:
+async def test_the_error_of_an_unknown_target_lists_the_known_targets(chain: Mesh) -> None:
     error = await error_of(_drain(chain, "z"))
     assert error.reason == "UNKNOWN_TARGET"
     assert "stages: a, b, c; replicas: a-0, b-0, c-0" in error.message
 
 
-async def test_controls_are_forwarded_to_the_replica_that_is_named(chain: Mesh) -> None:
+async def test_control_calls_are_forwarded_to_the_named_replica(chain: Mesh) -> None:
     controls = StageControlServiceStub(chain.admin)
     answer = await controls.Sleep(
         control_pb2.SleepRequest(level=2), timeout=10, metadata=(("stagemesh-replica", "b-0"),)
@@ -311,20 +313,22 @@ async def test_controls_are_forwarded_to_the_replica_that_is_named(chain: Mesh) 
 @pytest.mark.parametrize(
     ("metadata", "reason"), [((), "NO_TARGET"), ((("stagemesh-replica", "z-9"),), "UNKNOWN_TARGET")]
 )
-async def test_a_control_for_nobody_is_refused(chain: Mesh, metadata: tuple[tuple[str, str], ...], reason: str) -> None:
+async def test_a_control_call_without_a_known_replica_is_rejected(
+    chain: Mesh, metadata: tuple[tuple[str, str], ...], reason: str
+) -> None:
     controls = StageControlServiceStub(chain.admin)
     error = await error_of(controls.Sleep(control_pb2.SleepRequest(level=1), timeout=10, metadata=metadata))
     assert error.reason == reason
 
 
-async def test_what_a_replica_cannot_is_said_by_it(chain: Mesh) -> None:
+async def test_a_replica_itself_rejects_unsupported_control_calls(chain: Mesh) -> None:
     controls = StageControlServiceStub(chain.admin)
     metadata = (("stagemesh-replica", "b-0"),)
     error = await error_of(controls.Wake(control_pb2.WakeRequest(), timeout=10, metadata=metadata))
     assert error.code.name == "UNIMPLEMENTED"
 
 
-async def test_a_drain_cannot_go_round_the_check_of_the_last_replica(chain: Mesh) -> None:
+async def test_a_forwarded_drain_cannot_bypass_the_check_of_the_last_replica(chain: Mesh) -> None:
     controls = StageControlServiceStub(chain.admin)
     metadata = (("stagemesh-replica", "b-0"),)
     error = await error_of(controls.Drain(control_pb2.DrainRequest(), timeout=10, metadata=metadata))
@@ -332,7 +336,7 @@ async def test_a_drain_cannot_go_round_the_check_of_the_last_replica(chain: Mesh
     assert chain.stages["b"].description.state == stage_pb2.REPLICA_STATE_READY
 
 
-async def test_snapshots_follow_what_happens(chain: Mesh) -> None:
+async def test_snapshots_show_changes(chain: Mesh) -> None:
     call = _admin(chain).WatchPipeline(admin_pb2.WatchPipelineRequest(interval_s=0.2), timeout=20)
     first = await anext(aiter(call))
     await chain.generate()
@@ -345,6 +349,6 @@ async def test_snapshots_follow_what_happens(chain: Mesh) -> None:
     assert {stage.name: stage.outputs for stage in now.stages} == {"a": 2, "b": 0, "c": 2}
 
 
-async def test_an_interval_that_is_too_short_is_refused(chain: Mesh) -> None:
+async def test_an_interval_that_is_too_short_is_rejected(chain: Mesh) -> None:
     call = _admin(chain).WatchPipeline(admin_pb2.WatchPipelineRequest(interval_s=0.01), timeout=10)
     assert (await error_of(anext(aiter(call)))).code.name == "INVALID_ARGUMENT"

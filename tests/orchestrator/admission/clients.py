@@ -1,4 +1,4 @@
-"""Clients that come to an admission by chance, in virtual time, and come back when they are told to."""
+"""Simulated clients that arrive at random times and retry as admission tells them, in virtual time."""
 
 import random
 from dataclasses import dataclass, field
@@ -11,21 +11,21 @@ from tests.orchestrator.admission.driver import AdmissionDriver, Agenda, Recorde
 
 @dataclass
 class SimulatedRequest:
-    """One client's way in; times by the clock."""
+    """One client's request. Times are on the driver's clock."""
 
     recorded: RecordedRequest
     took_s: float
     came_s: float
     delay_s: float | None = None
-    """When the first refusal told it to come back: in so many seconds."""
+    """The retry delay of the first rejection, in seconds."""
     in_s: float | None = None
-    """When it found a place, to wait or to run."""
+    """When the request was queued or admitted."""
     began_s: float | None = None
 
 
 @dataclass
 class SimulatedClients:
-    """Clients with short and long requests; of those who are refused a part `come_back`."""
+    """Clients with short and long requests. The fraction `come_back` of the rejected ones retries."""
 
     driver: AdmissionDriver
     seed: int
@@ -39,20 +39,20 @@ class SimulatedClients:
 
     @property
     def refused(self) -> list[SimulatedRequest]:
-        """Those who were refused at first and got in later."""
+        """The requests that were rejected first and accepted later."""
         return [
             simulated for simulated in self.requests if simulated.delay_s is not None and simulated.in_s is not None
         ]
 
     @property
     def queued(self) -> list[SimulatedRequest]:
-        """Those who waited in the queue, and ran."""
+        """The requests that waited in the queue and then ran."""
         return [
             simulated for simulated in self.requests if simulated.recorded.waits_s and simulated.began_s is not None
         ]
 
     def run(self, *, for_s: float) -> None:
-        """Lets them come for so long, and then waits until all are served."""
+        """Sends requests for `for_s` seconds, and then waits until all are served."""
         at_s = 0.0
         while (at_s := at_s + self._random.expovariate(self.arrivals_a_second)) < for_s:
             simulated = SimulatedRequest(

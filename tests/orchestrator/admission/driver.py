@@ -1,4 +1,4 @@
-"""An admission by itself, with a clock that stands still and requests that note what they hear."""
+"""Drives an admission with a manual clock and with requests that record their reports."""
 
 import heapq
 import itertools
@@ -12,7 +12,7 @@ from stagemesh.orchestrator.spec import Bounds, Limits
 
 
 class Clock:
-    """Time that moves when it is told to."""
+    """A clock that tests set."""
 
     now_s = 0.0
 
@@ -22,11 +22,11 @@ class Clock:
 
 @dataclass
 class RecordedRequest:
-    """A request, and what it heard."""
+    """A request and the reports about it."""
 
     request: AdmissionRequest
     reports: list[str] = field(default_factory=list[str])
-    """In order: queued, admitted, refused."""
+    """In order of arrival: queued, admitted, refused."""
     positions: list[int] = field(default_factory=list[int])
     waits_s: list[float] = field(default_factory=list[float])
     error: StagemeshError | None = None
@@ -60,7 +60,7 @@ class RecordedRequest:
 
 
 class AdmissionDriver:
-    """An admission with a clock; `order` has the names of those that were admitted."""
+    """An admission with a clock. `order` contains the names of admitted requests."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class AdmissionDriver:
         input_bytes: int = 0,
         kind: Hashable = None,
     ) -> RecordedRequest:
-        """A request comes; raises why it is refused."""
+        """Enters a request. Raises the error if it is rejected."""
         request = AdmissionRequest(
             name or f"r{next(self._numbers)}",
             caller=caller,
@@ -108,19 +108,19 @@ class AdmissionDriver:
         return recorded
 
     def end(self, recorded: RecordedRequest, *, after_s: float = 0.0, made_bytes: int | None = 0) -> None:
-        """A request that runs ends."""
+        """Ends a running request."""
         self.clock.now_s += after_s
         assert recorded.ticket is not None
         self.admission.release(recorded.ticket, made_bytes=made_bytes)
 
     def run_before(self, *, took_s: float, times: int = 60, kind: Hashable = None, made_bytes: int = 0) -> None:
-        """So many requests have run, one after the other."""
+        """Runs requests one after another."""
         for _ in range(times):
             self.end(self.ask(kind=kind), after_s=took_s, made_bytes=made_bytes)
         self.order.clear()
 
     def serve(self, waiting: list[RecordedRequest], *, first: RecordedRequest) -> list[str]:
-        """Ends one after the other, beginning with `first`, until all have run; the order in which they did."""
+        """Ends requests one after another, starting with `first`, until all have run. Returns their order."""
         by_name = {recorded.name: recorded for recorded in waiting}
         running = first
         self.order.clear()
@@ -131,7 +131,7 @@ class AdmissionDriver:
 
 
 class Agenda:
-    """What is to happen in virtual time."""
+    """The scheduled events of a simulation."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -139,11 +139,11 @@ class Agenda:
         self._numbers = itertools.count()
 
     def add(self, in_s: float, action: Callable[[], None]) -> None:
-        """Something happens later."""
+        """Schedules an event."""
         heapq.heappush(self._events, (self._clock.now_s + in_s, next(self._numbers), action))
 
     def run(self, *, until_s: float) -> None:
-        """Lets it happen."""
+        """Runs the events until a time."""
         while self._events and self._events[0][0] <= until_s:
             self._clock.now_s, _, action = heapq.heappop(self._events)
             action()

@@ -1,4 +1,4 @@
-"""What is counted, and who is sent away when it is too much."""
+"""Tests of the limits on requests and bytes, and of rejections beyond them."""
 
 import gc
 import weakref
@@ -15,7 +15,7 @@ from stagemesh.orchestrator.spec import Bounds
 from tests.orchestrator.admission.driver import AdmissionDriver, RecordedRequest
 
 
-def test_beyond_pipeline_and_queue_one_is_refused() -> None:
+def test_a_request_beyond_pipeline_and_queue_is_rejected() -> None:
     driver = AdmissionDriver(1, max_queued=1)
     driver.ask()
     driver.ask()
@@ -24,19 +24,19 @@ def test_beyond_pipeline_and_queue_one_is_refused() -> None:
     assert caught.value.reason == "ADMISSION_LIMIT"
 
 
-def test_bytes_are_limited_as_requests_are() -> None:
+def test_bytes_are_limited_like_requests() -> None:
     driver = AdmissionDriver(10, max_in_flight_bytes=100)
     first, second, third = (driver.ask(input_bytes=50) for _ in range(3))
     assert (first.runs, second.runs, third.waits) == (True, True, True)
 
 
-def test_one_that_is_larger_than_the_limit_runs_alone() -> None:
+def test_a_request_larger_than_the_limit_runs_alone() -> None:
     driver = AdmissionDriver(10, max_in_flight_bytes=100)
     large, small = driver.ask(input_bytes=500), driver.ask(input_bytes=1)
     assert (large.runs, small.waits) == (True, True)
 
 
-def test_as_much_is_reserved_as_requests_of_the_kind_made() -> None:
+def test_the_average_output_of_the_kind_is_reserved() -> None:
     driver = AdmissionDriver(10, max_in_flight_bytes=100)
     driver.run_before(took_s=1.0, kind="picture", made_bytes=60)
     driver.run_before(took_s=1.0, kind="text", made_bytes=1, times=100)
@@ -45,7 +45,7 @@ def test_as_much_is_reserved_as_requests_of_the_kind_made() -> None:
     assert driver.admission.snapshot().in_flight_bytes == 61
 
 
-def test_the_queue_holds_so_many_bytes() -> None:
+def test_the_bytes_in_the_queue_are_limited() -> None:
     driver = AdmissionDriver(1, max_queued_bytes=100)
     driver.ask()
     driver.ask(input_bytes=60)
@@ -62,7 +62,7 @@ def test_a_caller_has_limits_of_its_own() -> None:
     assert caught.value.reason == "CALLER_LIMIT"
 
 
-def test_one_caller_cannot_keep_the_queue_from_others() -> None:
+def test_one_caller_cannot_fill_the_queue() -> None:
     driver = AdmissionDriver(1, max_queued=10)
     greedy = [driver.ask(caller="greedy") for _ in range(11)]
     others = [driver.ask(caller="b") for _ in range(5)]
@@ -74,7 +74,7 @@ def test_one_caller_cannot_keep_the_queue_from_others() -> None:
         driver.ask(caller="greedy")
 
 
-def test_who_is_pushed_out_is_told_when_to_come_back() -> None:
+def test_a_displaced_request_receives_a_retry_delay() -> None:
     driver = AdmissionDriver(1, max_queued=2)
     driver.ask(caller="greedy")
     _, last = driver.ask(caller="greedy"), driver.ask(caller="greedy")
@@ -83,7 +83,7 @@ def test_who_is_pushed_out_is_told_when_to_come_back() -> None:
     assert last.error.retry_after_s is not None
 
 
-def test_nobody_is_pushed_out_for_one_who_finds_no_room_even_so() -> None:
+def test_no_request_is_displaced_by_one_that_is_rejected() -> None:
     driver = AdmissionDriver(1, max_queued_bytes=100)
     first = driver.ask(caller="greedy")
     waiting = [driver.ask(caller="greedy", input_bytes=20) for _ in range(5)]
@@ -93,7 +93,7 @@ def test_nobody_is_pushed_out_for_one_who_finds_no_room_even_so() -> None:
     assert driver.serve(waiting, first=first) == [recorded.name for recorded in waiting]
 
 
-def test_a_higher_priority_finds_a_full_queue_open() -> None:
+def test_a_higher_priority_displaces_from_a_full_queue() -> None:
     driver = AdmissionDriver(1, max_queued=2)
     driver.ask()
     first, second = driver.ask(), driver.ask()
@@ -103,7 +103,7 @@ def test_a_higher_priority_finds_a_full_queue_open() -> None:
         driver.ask(priority=-1)
 
 
-def test_the_figures_are_those_of_each_caller() -> None:
+def test_the_snapshot_lists_the_load_of_each_caller() -> None:
     driver = AdmissionDriver(1)
     driver.ask(caller="a", input_bytes=5)
     driver.ask(caller="b", input_bytes=7)
@@ -115,7 +115,7 @@ def test_the_figures_are_those_of_each_caller() -> None:
     )
 
 
-def test_nothing_is_left_of_those_who_have_gone() -> None:
+def test_callers_without_requests_are_dropped() -> None:
     driver = AdmissionDriver(1)
     running, waiting = driver.ask(caller="a"), driver.ask(caller="b")
     assert waiting.ticket is not None
@@ -125,7 +125,7 @@ def test_nothing_is_left_of_those_who_have_gone() -> None:
 
 
 @pytest.mark.parametrize("urgent_first", [True, False])
-def test_those_who_have_left_the_queue_are_let_go(urgent_first: bool) -> None:
+def test_tickets_that_left_the_queue_are_freed(urgent_first: bool) -> None:
     driver = AdmissionDriver(1, max_queued=1000)
     driver.ask(caller="first")
     here = [driver.ask(caller="b", within_s=50.0)] if urgent_first else []
@@ -145,7 +145,7 @@ def test_those_who_have_left_the_queue_are_let_go(urgent_first: bool) -> None:
     assert all(recorded.waits for recorded in here)
 
 
-def test_closing_refuses_all_who_wait_and_none_who_run() -> None:
+def test_closing_rejects_waiting_requests_only() -> None:
     driver = AdmissionDriver(1)
     running, waiting = driver.ask(), [driver.ask(caller=caller) for caller in "ab"]
     driver.admission.close(UnavailableError("it stops"))
@@ -158,7 +158,7 @@ _ASKS = st.tuples(st.sampled_from("abc"), st.integers(-1, 1), st.sampled_from([1
 
 @settings(deadline=None)
 @given(st.lists(st.one_of(_ASKS, st.sampled_from(["end", "leave", "tick"])), max_size=120))
-def test_limits_hold_whatever_comes_and_goes(steps: list[tuple[str, int, float, int] | str]) -> None:
+def test_limits_hold_for_any_sequence_of_arrivals_and_ends(steps: list[tuple[str, int, float, int] | str]) -> None:
     driver = AdmissionDriver(
         4, max_queued=6, max_in_flight_bytes=100, max_queued_bytes=90, per_caller=Bounds(max_in_flight=3)
     )

@@ -1,4 +1,4 @@
-"""Whose turn it is, and that it comes."""
+"""Tests of the order of admission, and that every request is admitted eventually."""
 
 from collections import Counter
 
@@ -11,23 +11,23 @@ from tests.orchestrator.admission.driver import AdmissionDriver, RecordedRequest
 
 
 def _fill(driver: AdmissionDriver, *asks: dict[str, object]) -> list[str]:
-    """The order in which requests that come while the pipeline is full are served."""
+    """Returns the order in which requests that arrive at a full pipeline are served."""
     first = driver.ask("first")
     return driver.serve([driver.ask(**ask) for ask in asks], first=first)  # type: ignore[arg-type]
 
 
-def test_equals_go_in_the_order_of_arrival() -> None:
+def test_equal_requests_are_admitted_in_order_of_arrival() -> None:
     assert _fill(AdmissionDriver(), {"name": "a"}, {"name": "b"}, {"name": "c"}) == ["a", "b", "c"]
 
 
-def test_higher_priority_goes_first() -> None:
+def test_higher_priorities_are_admitted_first() -> None:
     order = _fill(
         AdmissionDriver(), {"name": "low", "priority": -1}, {"name": "usual"}, {"name": "high", "priority": 3}
     )
     assert order == ["high", "usual", "low"]
 
 
-def test_the_earliest_deadline_goes_first_within_a_priority() -> None:
+def test_the_earliest_deadline_is_first_within_a_priority() -> None:
     order = _fill(
         AdmissionDriver(),
         {"name": "late", "within_s": 90.0},
@@ -43,13 +43,13 @@ def test_priorities_beyond_the_range_count_as_its_ends() -> None:
     assert order == ["ten", "million"]
 
 
-def test_a_caller_with_many_waiting_takes_turns_with_one_who_comes_later() -> None:
+def test_a_caller_with_many_waiting_alternates_with_a_later_caller() -> None:
     asks: list[dict[str, object]] = [{"name": f"a{n}", "caller": "a"} for n in range(20)]
     order = _fill(AdmissionDriver(), *asks, {"name": "b0", "caller": "b"}, {"name": "b1", "caller": "b"})
     assert {order.index("b0"), order.index("b1")} <= set(range(5))
 
 
-def test_one_who_has_nothing_running_goes_before_one_who_has_much() -> None:
+def test_a_caller_with_nothing_running_precedes_a_busy_caller() -> None:
     driver = AdmissionDriver(8)
     running = [driver.ask(caller="a") for _ in range(8)]
     waiting = [driver.ask(caller="a") for _ in range(8)] + [driver.ask(f"b{n}", caller="b") for n in range(8)]
@@ -59,7 +59,7 @@ def test_one_who_has_nothing_running_goes_before_one_who_has_much() -> None:
     assert sum(recorded.runs for recorded in waiting) == 4
 
 
-def test_a_full_pipeline_is_shared_evenly_by_those_who_want_it() -> None:
+def test_callers_share_a_full_pipeline_evenly() -> None:
     driver = AdmissionDriver(12)
     recorded = [driver.ask(caller="greedy") for _ in range(200)]
     recorded += [driver.ask(caller=caller) for caller in ("b", "c") for _ in range(40)]
@@ -69,7 +69,7 @@ def test_a_full_pipeline_is_shared_evenly_by_those_who_want_it() -> None:
     assert Counter(each.request.caller for each in recorded if each.runs) == {"greedy": 4, "b": 4, "c": 4}
 
 
-def test_one_of_many_bytes_counts_for_as_much() -> None:
+def test_a_large_request_counts_by_its_bytes() -> None:
     driver = AdmissionDriver(10, max_in_flight_bytes=100)
     first = [driver.ask(caller="large", input_bytes=60), driver.ask(caller="small", input_bytes=10)]
     first += [driver.ask(caller="small", input_bytes=10) for _ in range(3)]
@@ -78,7 +78,7 @@ def test_one_of_many_bytes_counts_for_as_much() -> None:
     assert [recorded.runs for recorded in waiting] == [False, True]
 
 
-def test_nobody_passes_one_who_waits_for_bytes() -> None:
+def test_no_request_overtakes_one_that_waits_for_bytes() -> None:
     driver = AdmissionDriver(10, max_in_flight_bytes=100)
     first = [driver.ask(input_bytes=50), driver.ask(input_bytes=50)]
     large, small = driver.ask(input_bytes=90), driver.ask(input_bytes=10)
@@ -88,14 +88,14 @@ def test_nobody_passes_one_who_waits_for_bytes() -> None:
     assert (large.runs, small.runs) == (True, True)
 
 
-def test_one_of_higher_priority_who_fits_runs_at_once() -> None:
+def test_a_request_of_higher_priority_that_fits_runs_at_once() -> None:
     driver = AdmissionDriver(10, max_in_flight_bytes=100)
     driver.ask(input_bytes=50)
     large, urgent = driver.ask(input_bytes=90), driver.ask(input_bytes=10, priority=1)
     assert (large.waits, urgent.runs) == (True, True)
 
 
-def test_who_is_at_a_limit_of_its_own_holds_up_nobody_else() -> None:
+def test_a_caller_at_its_own_limit_delays_no_other_caller() -> None:
     driver = AdmissionDriver(2, per_caller=Bounds(max_in_flight=1))
     first = driver.ask(caller="a", priority=9)
     second = driver.ask(caller="a", priority=9)
@@ -115,7 +115,7 @@ def test_who_is_at_a_limit_of_its_own_holds_up_nobody_else() -> None:
         max_size=150,
     )
 )
-def test_nobody_is_passed_by_more_than_eight_for_each_who_came_before(
+def test_at_most_eight_requests_overtake_for_each_earlier_one(
     steps: list[tuple[str, int, float] | str],
 ) -> None:
     driver = AdmissionDriver()
@@ -138,7 +138,7 @@ def test_nobody_is_passed_by_more_than_eight_for_each_who_came_before(
             assert len(driver.order) - passed < 8 * (ahead + 1)
 
 
-def test_the_lowest_priority_gets_its_turn_under_a_stream_of_the_highest() -> None:
+def test_the_lowest_priority_is_served_under_a_stream_of_the_highest() -> None:
     driver = AdmissionDriver()
     running = driver.ask()
     low = driver.ask("low", priority=-10)

@@ -1,4 +1,4 @@
-"""What is told to those who wait and to those who are refused, against what then happens, in virtual time."""
+"""Compares expected waits and retry delays with the actual times, in virtual time."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -9,12 +9,12 @@ from tests.orchestrator.admission.clients import SimulatedClients, SimulatedRequ
 from tests.orchestrator.admission.driver import AdmissionDriver
 
 MEAN_S = 2.0
-"""Of a clients's requests: half a second for four of five, else eight; spread as the exponential distribution is."""
+"""The mean duration: 0.5 s for four of five requests and 8 s for the others, exponentially distributed."""
 
 
 @cache
 def _clients(*, load: float, come_back: float) -> SimulatedClients:
-    """Five minutes of clients who ask for `load` times what the pipeline can do."""
+    """Returns five minutes of clients that request `load` times the capacity of the pipeline."""
     driver = AdmissionDriver(16, max_queued=64)
     clients = SimulatedClients(driver, seed=1, arrivals_a_second=load * 16 / MEAN_S, come_back=come_back)
     clients.run(for_s=300)
@@ -22,20 +22,20 @@ def _clients(*, load: float, come_back: float) -> SimulatedClients:
 
 
 def _came_true(requests: Sequence[SimulatedRequest]) -> float:
-    """How long those who were refused took to find a place, by how long they were told."""
+    """Returns the time until rejected requests were accepted, divided by their retry delays."""
     took_s = sum(simulated.in_s - simulated.came_s for simulated in requests if simulated.in_s is not None)
     return took_s / sum(simulated.delay_s for simulated in requests if simulated.delay_s is not None)
 
 
 @pytest.mark.parametrize(("load", "come_back"), [(0.95, 1.0), (1.2, 1.0), (1.2, 0.5)])
-def test_who_comes_back_when_told_finds_a_place_then(load: float, come_back: float) -> None:
+def test_a_request_that_retries_at_its_time_is_accepted(load: float, come_back: float) -> None:
     refused = _clients(load=load, come_back=come_back).refused
     assert len(refused) > 50
     assert 1.0 <= _came_true(refused) < 1.2
 
 
 @pytest.mark.parametrize("load", [0.95, 1.2])
-def test_those_who_wait_do_so_for_about_as_long_as_they_were_told(load: float) -> None:
+def test_expected_waits_match_actual_waits(load: float) -> None:
     queued = _clients(load=load, come_back=1.0).queued
     assert len(queued) > 1000
     delay_s = sum(simulated.recorded.waits_s[0] for simulated in queued)
@@ -43,7 +43,7 @@ def test_those_who_wait_do_so_for_about_as_long_as_they_were_told(load: float) -
     assert 0.85 < waited_s / delay_s < 1.15
 
 
-def test_everybody_who_comes_back_is_served_in_the_end() -> None:
+def test_every_request_that_retries_is_served() -> None:
     clients = _clients(load=1.2, come_back=1.0)
     assert all(simulated.began_s is not None for simulated in clients.requests)
     assert clients.driver.admission.snapshot().callers == ()

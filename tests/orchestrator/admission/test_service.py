@@ -1,4 +1,4 @@
-"""Admission through the whole orchestrator: who waits hears so, and can leave."""
+"""Tests of admission through the whole orchestrator."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ ONE_WITHOUT_QUEUE = CHAIN + "limits: {max_in_flight: 1, max_queued: 0}\n"
 
 
 def _once(gate: asyncio.Event) -> Script:
-    """Says hello once the gate is open."""
+    """Returns a script that answers when the gate is open."""
 
     async def script(stage: ScriptedStage, request: stage_pb2.ExecuteStepRequest) -> AsyncIterator[Response]:
         stage.started.set()
@@ -40,7 +40,7 @@ def _once(gate: asyncio.Event) -> Script:
 
 
 async def _queued(chain: Mesh, **fields: str) -> "Call":
-    """A call that waits, behind one that runs."""
+    """Returns a call that waits for a running one."""
     call = chain.stub.Generate(ask(**fields), timeout=20)
     async for event in call:
         assert event.HasField("queued")
@@ -66,7 +66,7 @@ async def _until_queued(chain: Mesh, count: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_request_beyond_the_limits_is_told_when_to_come_back(tmp_path: Path) -> None:
+async def test_a_request_beyond_the_limits_receives_a_retry_delay(tmp_path: Path) -> None:
     async with mesh(tmp_path, ONE_WITHOUT_QUEUE, scripts={"c": hang}) as chain:
         call = await _running(chain)
         error = await chain.failure()
@@ -78,7 +78,7 @@ async def test_a_request_beyond_the_limits_is_told_when_to_come_back(tmp_path: P
     assert error.retry_after_s >= 0.1
 
 
-async def test_a_finished_request_leaves_its_place_to_the_next(tmp_path: Path) -> None:
+async def test_a_finished_request_frees_its_slot(tmp_path: Path) -> None:
     async with mesh(tmp_path, ONE_WITHOUT_QUEUE) as chain:
         for _ in range(5):
             events = await chain.generate()
@@ -97,7 +97,7 @@ async def test_a_request_that_cannot_be_planned_holds_nothing(tmp_path: Path) ->
     assert [replica.running for stage in described.stages for replica in stage.replicas] == [0, 0, 0]
 
 
-async def test_one_that_waits_hears_so_and_runs_when_its_turn_comes(tmp_path: Path) -> None:
+async def test_a_waiting_request_receives_its_position_and_runs_in_its_turn(tmp_path: Path) -> None:
     gate = asyncio.Event()
     async with mesh(tmp_path, ONE, scripts={"c": _once(gate)}) as chain:
         first = await _running(chain)
@@ -112,7 +112,7 @@ async def test_one_that_waits_hears_so_and_runs_when_its_turn_comes(tmp_path: Pa
     assert texts(events, "last") == "c done"
 
 
-async def test_a_client_that_hangs_up_in_the_queue_leaves_at_once(tmp_path: Path) -> None:
+async def test_a_waiting_request_leaves_the_queue_when_its_client_hangs_up(tmp_path: Path) -> None:
     async with mesh(tmp_path, ONE, scripts={"c": hang}) as chain:
         running, waiting = await _running(chain), await _queued(chain)
         waiting.cancel()
@@ -122,7 +122,7 @@ async def test_a_client_that_hangs_up_in_the_queue_leaves_at_once(tmp_path: Path
         assert len(chain.stages["c"].requests) == 1
 
 
-async def test_a_request_can_be_cancelled_in_the_queue(tmp_path: Path) -> None:
+async def test_a_waiting_request_can_be_cancelled(tmp_path: Path) -> None:
     async with mesh(tmp_path, ONE, scripts={"c": hang}) as chain:
         running, waiting = await _running(chain), await _queued(chain, request_id="r1")
         await chain.cancel("r1")
@@ -131,7 +131,7 @@ async def test_a_request_can_be_cancelled_in_the_queue(tmp_path: Path) -> None:
         running.cancel()
 
 
-async def test_a_second_call_attaches_to_one_that_waits(tmp_path: Path) -> None:
+async def test_a_second_call_attaches_to_a_waiting_request(tmp_path: Path) -> None:
     gate = asyncio.Event()
     async with mesh(tmp_path, ONE, scripts={"c": _once(gate)}) as chain:
         running = await _running(chain)
@@ -145,7 +145,7 @@ async def test_a_second_call_attaches_to_one_that_waits(tmp_path: Path) -> None:
     assert texts(events, "last") == "c done"
 
 
-async def test_stopping_refuses_those_who_wait_and_lets_them_try_again(tmp_path: Path) -> None:
+async def test_stopping_rejects_waiting_requests_with_a_retryable_error(tmp_path: Path) -> None:
     async with mesh(tmp_path, ONE, scripts={"c": hang}, drain_s=20) as chain:
         running, waiting = await _running(chain), await _queued(chain)
         stopping = asyncio.ensure_future(chain.stop())
@@ -157,7 +157,7 @@ async def test_stopping_refuses_those_who_wait_and_lets_them_try_again(tmp_path:
     assert (error.reason, error.retry_after_s) == ("NOT_RUNNING", 1.0)
 
 
-async def test_who_was_refused_in_the_queue_may_come_again_under_its_id(tmp_path: Path) -> None:
+async def test_a_request_rejected_from_the_queue_may_use_its_id_again(tmp_path: Path) -> None:
     gate = asyncio.Event()
     limited = CHAIN + "limits: {max_in_flight: 1, max_queued: 1}\n"
     async with mesh(tmp_path, limited, scripts={"c": _once(gate)}) as chain:
@@ -172,7 +172,7 @@ async def test_who_was_refused_in_the_queue_may_come_again_under_its_id(tmp_path
         assert texts(await chain.generate(request_id="r1"), "last") == "c done"
 
 
-async def test_a_deadline_that_passes_in_the_queue_ends_the_request(tmp_path: Path) -> None:
+async def test_a_request_whose_deadline_passes_in_the_queue_ends(tmp_path: Path) -> None:
     async with mesh(tmp_path, ONE, scripts={"c": hang}, max_request_s=1.5) as chain, asyncio.TaskGroup() as group:
         running = group.create_task(chain.failure(request_id="running"))
         await chain.stages["c"].started.wait()
@@ -183,14 +183,14 @@ async def test_a_deadline_that_passes_in_the_queue_ends_the_request(tmp_path: Pa
 
 
 @pytest.mark.parametrize("caller", ["a b", "x" * 129, "é"])
-async def test_a_caller_that_is_no_name_is_refused(tmp_path: Path, caller: str) -> None:
+async def test_an_invalid_caller_name_is_rejected(tmp_path: Path, caller: str) -> None:
     async with mesh(tmp_path) as chain:
         error = await chain.failure(caller=caller)
     assert isinstance(error, InvalidRequestError)
     assert error.reason == "INVALID_CALLER"
 
 
-async def test_limits_of_a_caller_hold_for_it_alone(tmp_path: Path) -> None:
+async def test_limits_per_caller_apply_to_each_caller_separately(tmp_path: Path) -> None:
     limited = CHAIN + "limits: {per_caller: {max_in_flight: 1, max_queued: 0}}\n"
     async with mesh(tmp_path, limited, scripts={"c": hang}) as chain:
         calls = [chain.stub.Generate(ask(caller="a"), timeout=20)]

@@ -1,4 +1,4 @@
-"""Deadlines that cannot be kept, what those who wait are told, and when those who were refused are to come back."""
+"""Tests of deadlines, expected waits and retry delays."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from stagemesh.orchestrator.spec import Bounds
 from tests.orchestrator.admission.driver import AdmissionDriver
 
 
-def test_who_has_less_time_than_any_took_is_refused_at_the_door() -> None:
+def test_a_request_with_less_time_than_the_fastest_is_rejected_on_arrival() -> None:
     driver = AdmissionDriver()
     driver.run_before(took_s=8.0)
     with pytest.raises(DeadlineError, match=r"fastest recent request of its kind took 8\.0 s") as caught:
@@ -17,19 +17,19 @@ def test_who_has_less_time_than_any_took_is_refused_at_the_door() -> None:
     assert driver.ask(within_s=5.0).runs
 
 
-def test_another_kind_of_request_is_not_judged_by_it() -> None:
+def test_durations_of_another_kind_are_ignored() -> None:
     driver = AdmissionDriver(2)
     driver.run_before(took_s=8.0, kind="long")
     assert driver.ask(within_s=0.1, kind="short").runs
 
 
-def test_few_requests_say_nothing_of_others() -> None:
+def test_few_samples_reject_no_request() -> None:
     driver = AdmissionDriver()
     driver.run_before(took_s=8.0, times=7)
     assert driver.ask(within_s=0.1).runs
 
 
-def test_the_fastest_of_a_mixture_counts() -> None:
+def test_the_fastest_of_different_durations_counts() -> None:
     driver = AdmissionDriver()
     for _ in range(8):
         driver.run_before(took_s=60.0, times=3)
@@ -37,14 +37,14 @@ def test_the_fastest_of_a_mixture_counts() -> None:
     assert driver.ask(within_s=1.0).runs
 
 
-def test_what_was_long_ago_no_longer_refuses() -> None:
+def test_old_samples_reject_no_request() -> None:
     driver = AdmissionDriver()
     driver.run_before(took_s=8.0)
     driver.clock.now_s += 61.0
     assert driver.ask(within_s=0.1).runs
 
 
-def test_who_cannot_get_through_the_queue_in_time_is_refused_at_the_door() -> None:
+def test_a_request_with_less_time_than_its_wait_is_rejected_on_arrival() -> None:
     driver = AdmissionDriver()
     driver.run_before(took_s=1.0)
     for _ in range(50):
@@ -54,14 +54,14 @@ def test_who_cannot_get_through_the_queue_in_time_is_refused_at_the_door() -> No
     assert driver.ask(within_s=30.0, priority=-1).waits
 
 
-def test_a_guess_at_the_wait_refuses_nobody() -> None:
+def test_a_guessed_wait_rejects_no_request() -> None:
     driver = AdmissionDriver()
     for _ in range(50):
         driver.ask()
     assert driver.ask(within_s=1.0, priority=-1).waits
 
 
-def test_an_urgent_one_is_judged_by_its_place_and_not_by_the_queue() -> None:
+def test_the_expected_wait_depends_on_the_position_in_the_queue() -> None:
     driver = AdmissionDriver()
     driver.run_before(took_s=1.0)
     for _ in range(50):
@@ -70,7 +70,7 @@ def test_an_urgent_one_is_judged_by_its_place_and_not_by_the_queue() -> None:
     assert (urgent.waits, urgent.positions) == (True, [1])
 
 
-def test_who_becomes_hopeless_in_the_queue_is_refused_then() -> None:
+def test_a_waiting_request_that_becomes_late_is_rejected() -> None:
     driver = AdmissionDriver()
     driver.run_before(took_s=4.0)
     driver.ask()
@@ -84,7 +84,7 @@ def test_who_becomes_hopeless_in_the_queue_is_refused_then() -> None:
     assert (waiting.error.reason, driver.admission.queued) == ("DEADLINE_UNREACHABLE", 0)
 
 
-def test_a_hopeless_one_is_passed_by_when_its_turn_comes() -> None:
+def test_a_late_request_is_rejected_in_its_turn() -> None:
     driver = AdmissionDriver()
     driver.run_before(took_s=4.0)
     running, hopeless, other = driver.ask(), driver.ask(within_s=10.0), driver.ask()
@@ -92,7 +92,7 @@ def test_a_hopeless_one_is_passed_by_when_its_turn_comes() -> None:
     assert (isinstance(hopeless.error, DeadlineError), other.runs) == (True, True)
 
 
-def test_who_waits_hears_its_place_and_about_how_long() -> None:
+def test_a_waiting_request_receives_its_position_and_expected_wait() -> None:
     driver = AdmissionDriver(2)
     driver.run_before(took_s=4.0)
     running = [driver.ask(), driver.ask()]
@@ -105,7 +105,7 @@ def test_who_waits_hears_its_place_and_about_how_long() -> None:
     assert (first.runs, second.positions) == (True, [2, 1])
 
 
-def test_a_place_that_stays_is_told_once() -> None:
+def test_an_unchanged_position_is_reported_once() -> None:
     driver = AdmissionDriver()
     driver.ask()
     waiting = driver.ask()
@@ -115,7 +115,7 @@ def test_a_place_that_stays_is_told_once() -> None:
     assert waiting.positions == [1]
 
 
-def test_who_waits_for_its_own_callers_limit_hears_that_wait() -> None:
+def test_the_expected_wait_includes_that_for_the_limit_per_caller() -> None:
     driver = AdmissionDriver(10, per_caller=Bounds(max_in_flight=1))
     driver.run_before(took_s=3.0)
     driver.ask(caller="a")
@@ -123,20 +123,20 @@ def test_who_waits_for_its_own_callers_limit_hears_that_wait() -> None:
     assert [recorded.waits_s[0] for recorded in waiting] == pytest.approx([3.0, 6.0])
 
 
-def test_those_who_are_refused_are_told_one_time_after_the_other() -> None:
+def test_rejected_requests_receive_successive_retry_delays() -> None:
     driver = AdmissionDriver(2, max_queued=0)
     _ = [driver.ask(), driver.ask()]
     assert [_refused(driver) for _ in range(3)] == pytest.approx([0.55, 1.1, 1.65])
 
 
-def test_a_flood_of_those_who_never_come_back_does_not_push_the_times_off_for_ever() -> None:
+def test_many_requests_that_never_return_do_not_delay_retries_without_bound() -> None:
     schedule = RetrySchedule()
     delay_s = [schedule.assign(str(number), 0.0, interval_s=1.0) for number in range(12_000)]
     assert delay_s[-1] == delay_s[9_999]
     assert schedule.assign("later", delay_s[-1] + 2.0, interval_s=1.0) < 2.0
 
 
-def test_who_asks_too_early_is_told_what_is_left() -> None:
+def test_a_request_that_retries_too_early_receives_the_remaining_delay() -> None:
     driver = AdmissionDriver(1, max_queued=0)
     driver.ask()
     delay_s = _refused(driver, "early")
@@ -144,7 +144,7 @@ def test_who_asks_too_early_is_told_what_is_left() -> None:
     assert _refused(driver, "early") == pytest.approx(delay_s - 0.75)
 
 
-def test_who_comes_back_in_time_goes_before_newcomers() -> None:
+def test_a_request_that_retries_in_time_precedes_new_requests() -> None:
     driver = AdmissionDriver(1, max_queued=1)
     running, _ = driver.ask(), driver.ask()
     again_s = _refused(driver, "back")
@@ -154,7 +154,7 @@ def test_who_comes_back_in_time_goes_before_newcomers() -> None:
     assert driver.ask("back").waits
 
 
-def test_a_place_is_not_kept_for_ever() -> None:
+def test_a_retry_slot_expires() -> None:
     driver = AdmissionDriver(1, max_queued=1)
     running, _ = driver.ask(), driver.ask()
     again_s = _refused(driver, "gone")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulation import virtual_time
-from benchmarks.simulation.by_turns import ByTurns
+from benchmarks.simulation.replicas import CHUNK_S
+from benchmarks.simulation.round_robin import RoundRobin
 from benchmarks.simulation.run import LARGE_CHUNKS, SMALL_CHUNKS, Load, latencies_s, survival
-from benchmarks.simulation.stages import CHUNK_S
 from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas
 from stagemesh.orchestrator.planning.planner import Choice
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
@@ -33,25 +33,25 @@ def test_time_jumps_to_the_next_timer() -> None:
     assert time.monotonic() - began_s < 10
 
 
-def test_waiting_for_nothing_is_an_error() -> None:
+def test_waiting_without_a_timer_is_an_error() -> None:
     async def wait() -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(RuntimeError, match="nothing is to come"):
+    with pytest.raises(RuntimeError, match="no timer is set"):
         virtual_time.run(wait())
 
 
-def test_round_robin_finds_none_if_all_must_be_avoided(pipeline: Pipeline) -> None:
+def test_round_robin_returns_none_if_all_replicas_are_avoided(pipeline: Pipeline) -> None:
     ready, replicas = ReadyReplicas(), [ready_replica(f"b-{number}", pipeline) for number in range(2)]
     for replica in replicas:
         ready.add(replica)
-    choice = ByTurns()
+    choice = RoundRobin()
     assert choice.choose(ready, avoid=replicas) is None
     assert [choice.choose(ready, avoid=replicas[:1]) for _ in range(3)] == [replicas[1]] * 3
 
 
-@pytest.mark.parametrize("choice", [None, ByTurns()], ids=["planned", "by turns"])
-def test_simulated_requests_take_virtual_time(pipeline: Pipeline, choice: Choice | None) -> None:
+@pytest.mark.parametrize("choice", [None, RoundRobin()], ids=["planned", "round robin"])
+def test_requests_run_through_the_orchestrator_and_take_their_time(pipeline: Pipeline, choice: Choice | None) -> None:
     load = Load(requests=40, utilization=0.5, seed=1)
     taken_s = virtual_time.run(latencies_s(pipeline, replicas=6, load=load, choice=choice))
     assert len(taken_s) == 30

@@ -1,4 +1,4 @@
-"""Cards of engines and transforms for checking pipeline files, with nothing behind them."""
+"""Descriptors of engines and transforms for tests of pipeline files, without implementations."""
 
 from typing import TypeVar
 

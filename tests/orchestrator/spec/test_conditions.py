@@ -1,4 +1,4 @@
-"""Conditions and joins of a pipeline file: what each is refused for, and which part of it a request takes."""
+"""Tests of conditions and joins in pipeline files: their mistakes, and the routes of requests."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import pytest
 from stagemesh.common.errors import InvalidPipelineError
 from stagemesh.orchestrator.request.validation import ValidRequest
 from stagemesh.orchestrator.spec import Pipeline, load_pipeline
+from stagemesh.orchestrator.spec.checks import request_sets
 from stagemesh.orchestrator.spec.conditions import Fact
 from stagemesh.v1 import request_pb2
 from tests.orchestrator.spec.catalog import CATALOG
@@ -58,7 +59,8 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
     "option that is no truth value": ([("to: singer}", "to: singer, when: {option: loud, is: true}}")],
         "band.yaml:10: edges.1.when.0.is is True; input should be a valid number"),
     "option as a flag": ([("to: singer}", "to: singer, when: {option: loud, wanted: true}}")],
-        "band.yaml:10: option 'loud' is a number; write `is` instead of `wanted`"),
+        ("band.yaml:10: unknown key 'edges.1.when.0.wanted'; known: at_least, at_most, is, is_not, option, "
+        "over, under")),
     "option compared with nothing": ([("to: singer}", "to: singer, when: {option: loud}}")],
         ("band.yaml:10: option 'loud' is not compared with anything; add one of is, is_not, over, at_least, "
         "under, at_most")),
@@ -76,19 +78,20 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
     "unknown comparison": ([("to: singer}", "to: singer, when: {option: loud, above: 5}}")],
         "band.yaml:10: unknown key 'edges.1.when.0.above'; did you mean 'over'?"),
     "nothing named": ([("to: singer}", "to: singer, when: {is: 5}}")],
-        ("band.yaml:10: a condition names nothing; name one of option, input, output, and use a list for more")),
+        ("band.yaml:10: edges.1.when.0 is {'is': 5}; name exactly one of option, input, output, and use a list "
+        "for more")),
     "two named": ([("to: singer}", "to: singer, when: {option: loud, output: text, over: 3}}")],
-        ("band.yaml:10: a condition names option and output; name one of option, input, output, and use a list for "
-        "more")),
+        ("band.yaml:10: edges.1.when.0 is {'option': 'loud', 'output': 'text', 'over': 3}; name exactly one of "
+        "option, input, output, and use a list for more")),
     "unknown input": ([("to: singer}", "to: singer, when: {input: smell}}")],
         ("band.yaml:10: edges.1.when.0.input is 'smell'; input should be 'text', 'tokens', 'image', 'audio', 'video' "
         "or 'tensors'")),
     "input that no stage takes": ([("to: singer}", "to: singer, when: {input: image}}")],
         "band.yaml:10: no stage accepts image, and requests with it are rejected; remove the condition"),
     "input that is wanted": ([("to: singer}", "to: singer, when: {input: text, wanted: true}}")],
-        "band.yaml:10: `wanted` is for outputs; use `given` for an input"),
+        "band.yaml:10: unknown key 'edges.1.when.0.wanted'; known: given, input"),
     "output that is given": ([("to: singer}", "to: singer, when: {output: text, given: true}}")],
-        "band.yaml:10: `given` is for inputs; use `wanted` for an output"),
+        "band.yaml:10: unknown key 'edges.1.when.0.given'; known: output, wanted"),
     "unknown output": ([("to: singer}", "to: singer, when: {output: sound}}")],
         "band.yaml:10: unknown output 'sound'; known: audio, blend, text"),
     "option of several defaults": (
@@ -97,8 +100,7 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
         ("band.yaml:10: stages singer and blender have option 'speed' with different defaults; declare another one "
         "under `options`")),
     "output compared as a number": ([("to: singer}", "to: singer, when: {output: text, is: 1}}")],
-        ("band.yaml:10: only options can be compared by `is`; use `given` for an input and `wanted` for an "
-        "output")),
+        ("band.yaml:10: unknown key 'edges.1.when.0.is'; known: output, wanted")),
     "empty when": ([("to: singer}", "to: singer, when: []}")],
         "band.yaml:10: edges.1.when is empty; add at least one item"),
     "option of a stage declared again": ([("options: {loud:", "options: {speed:")],
@@ -151,7 +153,7 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_named_with_its_line_and_remedy(case: str, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_with_its_line_and_remedy(case: str, tmp_path: Path) -> None:
     edits, message = MISTAKES[case]
     assert message in _problems(tmp_path, _edited(*edits))
 
@@ -167,20 +169,20 @@ def _taken(pipeline: Pipeline, *outputs: str, **options: float) -> set[str]:
     return {edge.name for edge in route.edges}
 
 
-def test_without_conditions_a_request_takes_what_its_outputs_need(tmp_path: Path) -> None:
+def test_without_conditions_a_route_contains_what_its_outputs_need(tmp_path: Path) -> None:
     pipeline = _load(tmp_path, BAND)
     assert _taken(pipeline, "text") == set()
     assert _taken(pipeline, "audio") == {"thinker->reader", "reader->singer"}
     assert _taken(pipeline, "text", "audio", "blend") == {edge.name for edge in pipeline.edges}
 
 
-def test_an_edge_is_left_out_by_an_option_and_its_default(tmp_path: Path) -> None:
+def test_an_option_or_its_default_disables_an_edge(tmp_path: Path) -> None:
     pipeline = _load(tmp_path, _edited(("reader, to: blender}", f"reader, to: blender, {LOUD}}}")))
     assert _taken(pipeline, "blend") == _taken(pipeline, "blend", loud=5) == {"thinker->blender"}
     assert _taken(pipeline, "blend", loud=5.1) == {"thinker->blender", "thinker->reader", "reader->blender"}
 
 
-def test_a_stage_is_left_out_with_its_edges_and_its_consumer_is_told(tmp_path: Path) -> None:
+def test_a_stage_that_does_not_run_disables_its_edges(tmp_path: Path) -> None:
     pipeline = _load(tmp_path, _edited(("function: read", "function: read, when: {output: audio}")))
     route = pipeline.route(["blend"])
     assert [stage.name for stage in route.stages] == ["thinker", "blender"]
@@ -190,7 +192,7 @@ def test_a_stage_is_left_out_with_its_edges_and_its_consumer_is_told(tmp_path: P
     assert both.outputs.keys() == {"blend", "audio"}
 
 
-def test_edges_that_exclude_each_other_may_bring_the_same(tmp_path: Path) -> None:
+def test_edges_that_exclude_each_other_may_bring_the_same_tensor(tmp_path: Path) -> None:
     text = _edited(
         ("engine: plain, function: blend", "engine: lone"),
         ("thinker, to: blender}", f"thinker, to: blender, {LOUD}}}"),
@@ -201,7 +203,7 @@ def test_edges_that_exclude_each_other_may_bring_the_same(tmp_path: Path) -> Non
     assert _taken(pipeline, "blend") == {"thinker->reader", "reader->blender"}
 
 
-def test_tokens_exclude_text_because_a_prompt_is_one_of_them(tmp_path: Path) -> None:
+def test_tokens_and_text_exclude_each_other(tmp_path: Path) -> None:
     text = _edited(
         ("thinker, to: blender}", "thinker, to: blender, when: {input: text}}"),
         ("outputs:", "  - {from: thinker, to: blender, name: again, when: {input: tokens}}\noutputs:"),
@@ -220,7 +222,7 @@ def test_tokens_exclude_text_because_a_prompt_is_one_of_them(tmp_path: Path) -> 
         ("[reader->blender]", {"thinker->blender"}),
     ],
 )
-def test_join_says_which_edges_are_apart(tmp_path: Path, join: str, apart: set[str]) -> None:
+def test_join_selects_the_edges_that_are_joined(tmp_path: Path, join: str, apart: set[str]) -> None:
     pipeline = _load(tmp_path, _edited(("function: blend", f"function: blend, join: {join}")))
     assert {edge.name for edge in pipeline.edges if edge.apart} == apart
 
@@ -253,14 +255,22 @@ def test_many_joins_that_never_starve_are_accepted_quickly(tmp_path: Path) -> No
     assert _taken(pipeline, "frames") >= {f"low{n}->join{n + 1}" for n in range(16)}
 
 
-def test_conditions_are_explained_as_they_are_written(tmp_path: Path) -> None:
+def test_conditions_with_too_many_cases_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_sets, "MAX_NODES", 6)
+    text = _edited(("to: singer}", f"to: singer, {LOUD}}}"))
+    assert _problems(tmp_path, text) == [
+        "band.yaml:3: the conditions (`when`) distinguish too many cases to check them; use fewer conditions"
+    ]
+
+
+def test_conditions_are_explained_as_written(tmp_path: Path) -> None:
     pipeline = _load(tmp_path, _edited(("reader, to: blender}", f"reader, to: blender, {LOUD}}}")))
     rows = {row.key: row.value for row in pipeline.explanation}
     assert rows["edges.3.when"] == '[{"option": "loud", "over": 5.0}]'
     assert "edges.0.when" not in rows
 
 
-def test_what_a_request_holds_is_known_by_kind() -> None:
+def test_the_facts_of_a_request_include_its_kinds_of_input() -> None:
     parts = [request_pb2.Part(text="what is"), request_pb2.Part(image=request_pb2.Image(data=b"x"))]
     given = request_pb2.Input(
         conversation=request_pb2.Conversation(messages=[request_pb2.Message(role="user", parts=parts)])
@@ -274,7 +284,7 @@ def test_what_a_request_holds_is_known_by_kind() -> None:
     }
 
 
-def test_an_options_mistake_is_named_once_at_its_own_line(tmp_path: Path) -> None:
+def test_a_faulty_option_is_reported_once_at_its_own_line(tmp_path: Path) -> None:
     path = tmp_path / "fake.yaml"
     path.write_text(
         "pipeline: fake\nstages:\n  a:\n    engine: fake\n    function: source\n    options:\n"

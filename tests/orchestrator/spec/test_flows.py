@@ -1,4 +1,4 @@
-"""The checks of a pipeline's flows, against trying every request."""
+"""Compares the checks of a pipeline's flows with routes of all possible requests."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -59,7 +59,7 @@ def _edges(producer: int, consumer: int) -> st.SearchStrategy[Edge]:
 
 @st.composite
 def _pipelines(draw: st.DrawFn) -> Pipeline:
-    """Two to four stages, each but the first fed by some of those before; the last two make the outputs."""
+    """Two to four stages. Earlier stages feed each stage but the first; the last two stages make the outputs."""
     count = draw(st.integers(2, 4))
     stages: dict[str, Stage] = {}
     edges: list[Edge] = []
@@ -84,7 +84,7 @@ def _requests() -> Iterator[tuple[list[str], Facts]]:
 
 
 def _is_sound(pipeline: Pipeline) -> bool:
-    """Whether every request is served, and every stage and edge serves one."""
+    """Returns whether every request is served, and whether every stage and edge serves a request."""
     used = set[str]()
     for outputs, facts in _requests():
         route = pipeline.route(outputs, facts)
@@ -125,7 +125,7 @@ def test_a_pipeline_is_accepted_exactly_when_it_serves_every_request(pipeline: P
 
 
 @given(_CONDITIONS, st.lists(_CONDITIONS, max_size=3))
-def test_facts_are_found_exactly_where_there_are_some(given_: Condition, unless: list[Condition]) -> None:
+def test_facts_are_found_if_and_only_if_some_exist(given_: Condition, unless: list[Condition]) -> None:
     worlds = [
         {
             Fact("option", "level"): level,

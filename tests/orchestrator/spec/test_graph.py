@@ -10,7 +10,7 @@ _NAMES = [f"s{i}" for i in range(9)]
 
 @st.composite
 def _dags(draw: st.DrawFn) -> tuple[list[str], set[Arc]]:
-    """Nodes in any order, with arrows that all point one way along a hidden order."""
+    """Nodes in any order, with arcs that all follow one hidden order."""
     hidden = draw(st.permutations(_NAMES))
     pairs = [Arc(a, b) for i, a in enumerate(hidden) for b in hidden[i + 1 :]]
     return draw(st.permutations(_NAMES)), draw(st.sets(st.sampled_from(pairs)))
@@ -33,7 +33,7 @@ def test_a_dag_has_no_cycle(dag: tuple[list[str], set[Arc]]) -> None:
 
 
 @given(_ARCS)
-def test_a_cycle_is_found_exactly_where_there_is_no_order(arcs: set[Arc]) -> None:
+def test_a_cycle_is_found_if_and_only_if_there_is_no_order(arcs: set[Arc]) -> None:
     cycle = find_cycle(_NAMES, arcs)
     assert bool(cycle) == (len(topological_order(_NAMES, arcs)) < len(_NAMES))
     assert all(Arc(*pair) in arcs for pair in pairwise(cycle))
@@ -41,9 +41,7 @@ def test_a_cycle_is_found_exactly_where_there_is_no_order(arcs: set[Arc]) -> Non
 
 
 @given(_dags(), st.sets(st.sampled_from(_NAMES), min_size=1))
-def test_ancestors_are_closed_upstream_and_hold_nothing_else(
-    dag: tuple[list[str], set[Arc]], targets: set[str]
-) -> None:
+def test_ancestors_are_exactly_the_nodes_upstream(dag: tuple[list[str], set[Arc]], targets: set[str]) -> None:
     _, arcs = dag
     needed = ancestors(targets, arcs)
     assert targets <= needed

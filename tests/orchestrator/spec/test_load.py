@@ -23,7 +23,7 @@ def test_stages_come_producers_first(tmp_path: Path) -> None:
     assert list(_load(tmp_path, shuffled).stages) == ["thinker", "reader", "early", "singer"]
 
 
-def test_an_output_knows_its_tensor_and_kind(tmp_path: Path) -> None:
+def test_an_output_has_its_tensor_and_kind(tmp_path: Path) -> None:
     output = _load(tmp_path).outputs["audio"]
     assert (output.stage, output.tensor, output.kind) == ("singer", "audio", "audio")
 
@@ -65,12 +65,12 @@ def test_a_variable_cannot_change_the_files_structure(tmp_path: Path) -> None:
     assert (pipeline.stages["reader"].model_name, pipeline.stages["reader"].replicas) == (model, 1)
 
 
-def test_a_doubled_dollar_stands_for_itself(tmp_path: Path) -> None:
+def test_a_doubled_dollar_is_not_a_reference(tmp_path: Path) -> None:
     text = GOOD.replace("function: read", "function: read, options: {device: '$${X}'}")
     assert _load(tmp_path, text).stages["reader"].options == {"device": "${X}"}
 
 
-def test_overrides_reach_all_edges_and_new_options(tmp_path: Path) -> None:
+def test_overrides_apply_to_all_edges_and_to_new_options(tmp_path: Path) -> None:
     overrides = {"edges.*.connector": "grpc", "edges.*.chunk": "whole", "stages.reader.options.max_len": "7"}
     pipeline = _load(tmp_path, overrides=overrides)
     assert {(edge.connector, edge.policy) for edge in pipeline.edges} == {(GRPC, WholePolicy())}
@@ -109,7 +109,7 @@ def test_limits_have_defaults_and_may_be_set_by_caller(tmp_path: Path) -> None:
     assert "limits.per_caller.max_queued" not in rows
 
 
-def test_models_need_not_exist_where_only_the_shape_matters(tmp_path: Path) -> None:
+def test_models_need_not_exist_without_the_check_of_models(tmp_path: Path) -> None:
     path = tmp_path / "song.yaml"
     path.write_text(GOOD.replace("engine: plain, function: talk", "engine: heavy, model: smol"))
     pipeline = load_pipeline(str(path), catalog=CATALOG, check_models=False)

@@ -34,11 +34,7 @@ class Directory:
     def replicas_of(self, stage: str) -> list[Replica]:
         """Returns the replicas of a stage, "a-2" before "a-10". Raises NotFoundError (UNKNOWN_TARGET)."""
         if stage not in self.pipeline.stages:
-            raise NotFoundError(
-                f"unknown stage {stage!r}; stages: {', '.join(self.pipeline.stages)}",
-                reason="UNKNOWN_TARGET",
-                metadata={"target": stage},
-            )
+            raise _unknown_target(f"stage {stage!r}; stages: {', '.join(self.pipeline.stages)}", stage)
         return sorted(self._fleet.registry.of(stage), key=lambda replica: (len(replica.name), replica.name))
 
     def links_of(self, edge: Edge) -> Sequence[EdgeLink]:
@@ -60,22 +56,14 @@ class Directory:
             return [replica]
         if name in self.pipeline.stages:
             return self.replicas_of(name)
-        raise NotFoundError(
-            f"unknown replica or stage {name!r}; stages: {', '.join(self.pipeline.stages)}; "
-            f"replicas: {_names(self.replicas)}",
-            reason="UNKNOWN_TARGET",
-            metadata={"target": name},
-        )
+        stages, replicas = ", ".join(self.pipeline.stages), _names(self.replicas)
+        raise _unknown_target(f"replica or stage {name!r}; stages: {stages}; replicas: {replicas}", name)
 
     def replica(self, name: str) -> Replica:
         """Returns the replica of this name. Raises NotFoundError (UNKNOWN_TARGET)."""
         replica = self.find(name)
         if replica is None:
-            raise NotFoundError(
-                f"unknown replica {name!r}; replicas: {_names(self.replicas)}",
-                reason="UNKNOWN_TARGET",
-                metadata={"target": name},
-            )
+            raise _unknown_target(f"replica {name!r}; replicas: {_names(self.replicas)}", name)
         return replica
 
     def edge(self, name: str) -> Edge:
@@ -113,12 +101,12 @@ class Directory:
         replicas = self.replicas_of(stage)
         found = [replica for replica in replicas if name in ("", replica.name)]
         if name and not found:
-            raise NotFoundError(
-                f"stage {stage!r} has no replica {name!r}; replicas: {_names(replicas)}",
-                reason="UNKNOWN_TARGET",
-                metadata={"target": name, "stage": stage},
-            )
+            raise _unknown_target(f"replica {name!r} of stage {stage!r}; replicas: {_names(replicas)}", name)
         return found
+
+
+def _unknown_target(description: str, name: str) -> NotFoundError:
+    return NotFoundError(f"unknown {description}", reason="UNKNOWN_TARGET", metadata={"target": name})
 
 
 def _names(replicas: Collection[Replica]) -> str:

@@ -5,10 +5,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from stagemesh.common.errors import NotFoundError, NotReadyError, StagemeshError
+from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.admin.directory import Directory
 from stagemesh.orchestrator.orchestrator import Orchestrator
 from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Timeline
-from stagemesh.v1 import control_pb2
+from stagemesh.v1 import admin_pb2, control_pb2
 
 _REPORT_TIMEOUT_S = 2.0
 _UNDER_WAY = frozenset({RequestState.QUEUED, RequestState.RUNNING})
@@ -20,32 +21,13 @@ _ENDINGS = {
 
 
 @dataclass(frozen=True)
-class InspectedStep:
-    """An attempt at a stage's step: the orchestrator's notes, the replica's report, and the reason if it waits."""
-
-    notes: StepNotes
-    report: control_pb2.StepReport | None
-    waits_for: str
-
-
-@dataclass(frozen=True)
-class InspectedFlow:
-    """A flow of a request, as both of its ends report it."""
-
-    edge: str
-    producer: str
-    consumer: str
-    sent: control_pb2.FlowReport | None
-    received: control_pb2.FlowReport | None
-
-
-@dataclass(frozen=True)
 class InspectedRequest:
     """A request with all of its steps and flows."""
 
     timeline: Timeline
-    steps: Sequence[InspectedStep]
-    flows: Sequence[InspectedFlow]
+    steps: Sequence[admin_pb2.StepStatus]
+    flows: Sequence[admin_pb2.FlowStatus]
+    """Each flow as both of its ends report it."""
 
 
 class Inspector:
@@ -87,11 +69,12 @@ class Inspector:
         # Further steps may start while replicas are asked.
         noted = tuple(timeline.steps)
         reports = await asyncio.gather(*(self._report(request_id, notes) for notes in noted))
+        pairs = list(zip(noted, reports, strict=True))
         steps = [
-            InspectedStep(notes, report, describe_wait(notes, report, unready=self._unready(timeline, notes)))
-            for notes, report in zip(noted, reports, strict=True)
+            _step_status(notes, report, describe_wait(notes, report, unready=self._unready(timeline, notes)))
+            for notes, report in pairs
         ]
-        return InspectedRequest(timeline, steps, _flows(steps))
+        return InspectedRequest(timeline, steps, _flow_statuses(pairs))
 
     async def cancel(self, request_id: str) -> None:
         """Stops a request. Raises NotFoundError (UNKNOWN_REQUEST) and NotReadyError (REQUEST_ENDED)."""
@@ -144,11 +127,43 @@ def _has_step_on(timeline: Timeline, names: Collection[str]) -> bool:
     return any(step.replica in names and (over or step.ended_s is None) for step in timeline.steps)
 
 
-def _flows(steps: Sequence[InspectedStep]) -> list[InspectedFlow]:
-    reported = [(step.notes.replica, step.report) for step in steps if step.report is not None]
+def _step_status(notes: StepNotes, report: control_pb2.StepReport | None, waits_for: str) -> admin_pb2.StepStatus:
+    return admin_pb2.StepStatus(
+        stage=notes.stage,
+        replica=notes.replica,
+        attempt=notes.attempt,
+        planned_s=notes.planned_s,
+        sent_s=notes.sent_s,
+        accepted_s=notes.accepted_s,
+        queue_position=notes.queue_position,
+        first_output_s=notes.first_output_s,
+        heard_s=notes.heard_s,
+        ended_s=notes.ended_s,
+        outputs=notes.outputs,
+        steps=notes.steps,
+        total_steps=notes.total_steps,
+        waits_for=waits_for,
+        report=report,
+        finished=notes.finished,
+        error=error_to_wire(notes.error) if notes.error is not None else None,
+        resumed_steps=notes.resumed_steps,
+        rebindings=[admin_pb2.StepRebinding(at_s=each.at_s, edges=each.edges) for each in notes.rebindings],
+    )
+
+
+def _flow_statuses(
+    steps: Sequence[tuple[StepNotes, control_pb2.StepReport | None]],
+) -> list[admin_pb2.FlowStatus]:
+    reported = [(notes.replica, report) for notes, report in steps if report is not None]
     sent = {(flow.edge, name, flow.peer): flow for name, report in reported for flow in report.outlets}
     received = {(flow.edge, flow.peer, name): flow for name, report in reported for flow in report.inlets}
-    return [InspectedFlow(*key, sent.get(key), received.get(key)) for key in dict.fromkeys((*sent, *received))]
+    keys = dict.fromkeys((*sent, *received))
+    return [
+        admin_pb2.FlowStatus(
+            edge=key[0], producer=key[1], consumer=key[2], sent=sent.get(key), received=received.get(key)
+        )
+        for key in keys
+    ]
 
 
 def describe_wait(notes: StepNotes, report: control_pb2.StepReport | None, *, unready: Sequence[str]) -> str:

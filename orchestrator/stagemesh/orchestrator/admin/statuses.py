@@ -6,7 +6,7 @@ from heapq import nlargest
 
 from stagemesh.connectors.stream.wire import error_to_wire
 from stagemesh.orchestrator.admin.directory import Directory
-from stagemesh.orchestrator.admin.inspection import InspectedFlow, InspectedRequest, InspectedStep, Inspector
+from stagemesh.orchestrator.admin.inspection import InspectedRequest, Inspector
 from stagemesh.orchestrator.admission.snapshot import CallerLoad
 from stagemesh.orchestrator.describe import describe_edge
 from stagemesh.orchestrator.fleet.replica import Replica, ReplicaState
@@ -107,8 +107,8 @@ class Statuses:
         return admin_pb2.GetRequestResponse(
             request=self.request(request.timeline),
             planned_s=request.timeline.planned_s,
-            steps=map(_step, request.steps),
-            flows=map(_flow, request.flows),
+            steps=request.steps,
+            flows=request.flows,
         )
 
     def _stage(self, stage: Stage, totals: Totals) -> admin_pb2.StageStatus:
@@ -169,35 +169,4 @@ def _caller(caller: CallerLoad) -> admin_pb2.CallerStatus:
         in_flight_bytes=caller.in_flight_bytes,
         queued=caller.queued,
         queued_bytes=caller.queued_bytes,
-    )
-
-
-def _step(step: InspectedStep) -> admin_pb2.StepStatus:
-    notes = step.notes
-    return admin_pb2.StepStatus(
-        stage=notes.stage,
-        replica=notes.replica,
-        attempt=notes.attempt,
-        planned_s=notes.planned_s,
-        sent_s=notes.sent_s,
-        accepted_s=notes.accepted_s,
-        queue_position=notes.queue_position,
-        first_output_s=notes.first_output_s,
-        heard_s=notes.heard_s,
-        ended_s=notes.ended_s,
-        outputs=notes.outputs,
-        steps=notes.steps,
-        total_steps=notes.total_steps,
-        waits_for=step.waits_for,
-        report=step.report,
-        finished=notes.finished,
-        error=error_to_wire(notes.error) if notes.error is not None else None,
-        resumed_steps=notes.resumed_steps,
-        rebindings=[admin_pb2.StepRebinding(at_s=each.at_s, edges=each.edges) for each in notes.rebindings],
-    )
-
-
-def _flow(flow: InspectedFlow) -> admin_pb2.FlowStatus:
-    return admin_pb2.FlowStatus(
-        edge=flow.edge, producer=flow.producer, consumer=flow.consumer, sent=flow.sent, received=flow.received
     )

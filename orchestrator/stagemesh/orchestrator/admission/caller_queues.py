@@ -44,7 +44,7 @@ class Caller:
     running: Load = field(default_factory=Load)
     waiting: Load = field(default_factory=Load)
     queues: dict[int, "CallerQueue"] = field(default_factory=dict[int, "CallerQueue"])
-    """By priority."""
+    """The queues of the caller by priority."""
 
     def may_run(self, ticket: Ticket, bounds: Bounds) -> bool:
         """Returns whether the limits per caller allow the request to run."""

@@ -1,7 +1,7 @@
 """Runs a whole pipeline on this machine: the orchestrator and every stage replica as child processes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import cast
 
@@ -130,13 +130,7 @@ async def _supervised(
 
 def _root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Returns the first StagemeshError of a group, or its first error if there is none."""
-    errors = list(_leaves(group))
-    return next((error for error in errors if isinstance(error, StagemeshError)), errors[0])
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(cast("BaseExceptionGroup[BaseException]", error))
-        else:
-            yield error
+    cause: BaseException = group.subgroup(StagemeshError) or group
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cast("BaseExceptionGroup[BaseException]", cause).exceptions[0]
+    return cause

@@ -72,33 +72,61 @@ class OptionEntry(OptionSpec):
             raise ValueError("minimum must be less than maximum, and default must lie between them")
 
 
-class TermEntry(Entry, frozen=True):
-    """An item of a `when`: names an option, an input or an output, and compares it."""
+class OptionTerm(Entry, frozen=True):
+    """An item of a `when` that compares an option with numbers."""
 
-    option: str | None = None
-    input: InputKind | None = None
-    output: str | None = None
+    option: str
     equal: Annotated[Number | None, Field(validation_alias="is", serialization_alias="is")] = None
     is_not: Number | None = None
     over: Number | None = None
     at_least: Number | None = None
     under: Number | None = None
     at_most: Number | None = None
-    given: Annotated[bool, Field(strict=True)] | None = None
-    wanted: Annotated[bool, Field(strict=True)] | None = None
 
     @property
     def comparisons(self) -> Mapping[Comparison, float]:
-        """The numbers that an option is compared with."""
+        """The numbers that the option is compared with."""
         values = {how: getattr(self, how.value, self.equal) for how in Comparison}
         return {how: value for how, value in values.items() if value is not None}
+
+
+class InputTerm(Entry, frozen=True):
+    """An item of a `when` that holds if the request has a kind of input, or lacks it."""
+
+    input: InputKind
+    given: Annotated[bool, Field(strict=True)] = True
+
+
+class OutputTerm(Entry, frozen=True):
+    """An item of a `when` that holds if the request wants an output, or does not want it."""
+
+    output: str
+    wanted: Annotated[bool, Field(strict=True)] = True
+
+
+def _term_form(value: object) -> str | None:
+    names = [name for name in ("option", "input", "output") if isinstance(value, dict) and name in value]
+    return f"({names[0]})" if len(names) == 1 else None
+
+
+Term: TypeAlias = Annotated[
+    Annotated[OptionTerm, Tag("(option)")]
+    | Annotated[InputTerm, Tag("(input)")]
+    | Annotated[OutputTerm, Tag("(output)")],
+    Discriminator(
+        _term_form,
+        custom_error_type="condition",
+        custom_error_message="name exactly one of option, input, output, and use a list for more",
+    ),
+    _WRITTEN,
+]
 
 
 def _as_list(value: object) -> object:
     return [cast("object", value)] if isinstance(value, dict) else value
 
 
-When: TypeAlias = Annotated[list[Annotated[TermEntry, _WRITTEN]], Field(min_length=1), BeforeValidator(_as_list)]
+When: TypeAlias = Annotated[list[Term], Field(min_length=1), BeforeValidator(_as_list)]
 """Terms that must all hold. A file may give a single term without a list."""
 
 

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stagemesh.common.descriptors import OptionSpec
+from stagemesh.orchestrator.spec import schema
 from stagemesh.orchestrator.spec.checks.problems import Problems, suggest
 from stagemesh.orchestrator.spec.checks.request_sets import find_facts
 from stagemesh.orchestrator.spec.conditions import (
@@ -15,7 +16,7 @@ from stagemesh.orchestrator.spec.conditions import (
     describe_condition,
 )
 from stagemesh.orchestrator.spec.model import Stage
-from stagemesh.orchestrator.spec.schema import TermEntry
+from stagemesh.orchestrator.spec.schema import InputTerm, OptionTerm, OutputTerm
 from stagemesh.orchestrator.spec.source.origins import KeyPath
 
 _MEDIA: Collection[InputKind] = ("image", "audio", "video")
@@ -34,7 +35,7 @@ class ConditionResolver:
     media: bool
     """Whether a stage accepts images, audio and video."""
 
-    def resolve(self, path: KeyPath, entries: Sequence[TermEntry]) -> Condition:
+    def resolve(self, path: KeyPath, entries: Sequence[schema.Term]) -> Condition:
         """Returns the condition at `path`, without its faulty terms."""
         condition: Condition = ()
         for number, entry in enumerate(entries):
@@ -43,64 +44,37 @@ class ConditionResolver:
             self.problems.add(path, f"{describe_condition(condition)}: no request can fulfil this; remove a term")
         return condition
 
-    def _terms(self, path: KeyPath, entry: TermEntry) -> Condition:
-        subjects = [name for name in ("option", "input", "output") if getattr(entry, name) is not None]
-        if len(subjects) != 1:
-            named = " and ".join(subjects) or "nothing"
-            self.problems.add(
-                path, f"a condition names {named}; name one of option, input, output, and use a list for more"
-            )
-        elif entry.option is not None:
-            return self._option_terms(path, entry.option, entry)
-        elif entry.comparisons:
-            keys = ", ".join(comparison.value for comparison in entry.comparisons)
-            self.problems.add(
-                path, f"only options can be compared by `{keys}`; use `given` for an input and `wanted` for an output"
-            )
-        elif entry.input is not None and self._check_input(path, entry.input, entry):
-            return (Term(Fact("input", entry.input), Comparison.IS, float(entry.given is not False)),)
-        elif entry.output is not None and self._check_output(path, entry.output, entry):
-            return (Term(Fact("output", entry.output), Comparison.IS, float(entry.wanted is not False)),)
-        return ()
+    def _terms(self, path: KeyPath, entry: schema.Term) -> Condition:
+        match entry:
+            case OptionTerm():
+                return self._option_terms(path, entry.option, entry.comparisons)
+            case InputTerm() if entry.input in _MEDIA and not self.media:
+                text = f"no stage accepts {entry.input}, and requests with it are rejected; remove the condition"
+                self.problems.add(path, text)
+                return ()
+            case InputTerm():
+                return (Term(Fact("input", entry.input), Comparison.IS, float(entry.given)),)
+            case OutputTerm() if entry.output not in self.outputs:
+                self.problems.add(path, f"unknown output {entry.output!r}; {suggest(entry.output, self.outputs)}")
+                return ()
+            case OutputTerm():
+                return (Term(Fact("output", entry.output), Comparison.IS, float(entry.wanted)),)
 
-    def _option_terms(self, path: KeyPath, name: str, entry: TermEntry) -> Condition:
-        flag = "given" if entry.given is not None else "wanted" if entry.wanted is not None else None
+    def _option_terms(self, path: KeyPath, name: str, comparisons: Mapping[Comparison, float]) -> Condition:
         if name not in self.options:
             remedy = suggest(name, self.options)
-            self.problems.add(path, f"no stage has an option {name!r}, and `options` does not declare it; {remedy}")
+            text = f"no stage has an option {name!r}, and `options` does not declare it; {remedy}"
         elif name in self.ambiguous:
             stages = " and ".join(self.ambiguous[name])
-            self.problems.add(
-                path,
-                f"stages {stages} have option {name!r} with different defaults; declare another one under `options`",
-            )
-        elif flag is not None:
-            self.problems.add(path, f"option {name!r} is a number; write `is` instead of `{flag}`")
-        elif not entry.comparisons:
+            text = f"stages {stages} have option {name!r} with different defaults; declare another one under `options`"
+        elif not comparisons:
             keys = ", ".join(comparison.value for comparison in Comparison)
-            self.problems.add(path, f"option {name!r} is not compared with anything; add one of {keys}")
+            text = f"option {name!r} is not compared with anything; add one of {keys}"
         else:
             bounds = self.options[name]
-            return tuple(Term(Fact("option", name), how, value, bounds) for how, value in entry.comparisons.items())
+            return tuple(Term(Fact("option", name), how, value, bounds) for how, value in comparisons.items())
+        self.problems.add(path, text)
         return ()
-
-    def _check_input(self, path: KeyPath, name: InputKind, entry: TermEntry) -> bool:
-        if entry.wanted is not None:
-            self.problems.add(path, "`wanted` is for outputs; use `given` for an input")
-        elif name in _MEDIA and not self.media:
-            self.problems.add(path, f"no stage accepts {name}, and requests with it are rejected; remove the condition")
-        else:
-            return True
-        return False
-
-    def _check_output(self, path: KeyPath, name: str, entry: TermEntry) -> bool:
-        if entry.given is not None:
-            self.problems.add(path, "`given` is for inputs; use `wanted` for an output")
-        elif name not in self.outputs:
-            self.problems.add(path, f"unknown output {name!r}; {suggest(name, self.outputs)}")
-        else:
-            return True
-        return False
 
     def _makes_a_difference(self, path: KeyPath, term: Term) -> bool:
         bounds = f"the option lies between {term.bounds.minimum:g} and {term.bounds.maximum:g}"

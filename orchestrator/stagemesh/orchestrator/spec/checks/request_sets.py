@@ -17,7 +17,7 @@ _IMPOSSIBLE: Sequence[Condition] = tuple(
     tuple(Term(Fact("input", kind), Comparison.IS, 1.0) for kind in ("tokens", other)) for other in _EXCLUDED_BY_TOKENS
 )
 """Conditions that no request fulfils: a prompt consists either of tokens or of other inputs."""
-_MAX_NODES = 200_000
+MAX_NODES = 50_000
 
 RequestSet: TypeAlias = int
 """The number of a diagram's root node."""
@@ -40,7 +40,7 @@ class RequestSets:
     """The sets of requests that can be described by comparisons of the facts in `terms`.
 
     Every set has exactly one number, so that sets can be compared by it. Operations raise TooManyCasesError if all sets
-    together have more than 200,000 nodes.
+    together have more than 50,000 nodes.
     """
 
     def __init__(self, terms: Iterable[Term]) -> None:
@@ -89,15 +89,25 @@ class RequestSets:
             index = next(i for i, child in enumerate(children) if child != NONE)
             found[self._facts[level]] = self._values[self._facts[level]][index]
             node = children[index]
+        others = self.difference(self._possible, requests)
         for fact in tuple(found):
             fewer = {other: value for other, value in found.items() if other != fact}
-            if self._narrowed(self.difference(self._possible, requests), fewer) == NONE:
+            if not self._contains(others, fewer):
                 found = fewer
         return found
 
-    def _narrowed(self, requests: RequestSet, facts: Facts) -> RequestSet:
-        terms = (Term(fact, Comparison.IS, value) for fact, value in facts.items())
-        return reduce(self.both, map(self._where_term, terms), requests)
+    def _contains(self, requests: RequestSet, facts: Facts) -> bool:
+        """Returns whether a set contains a request with these facts."""
+        pending, seen = [requests], {NONE}
+        while pending:
+            if (node := pending.pop()) == ALL:
+                return True
+            if node not in seen:
+                seen.add(node)
+                level, children = self._nodes[node]
+                fact = self._facts[level]
+                pending += [children[self._values[fact].index(facts[fact])]] if fact in facts else children
+        return False
 
     def _where_term(self, term: Term) -> RequestSet:
         values = self._values[term.fact]
@@ -112,7 +122,7 @@ class RequestSets:
             return children[0]
         node = _Node(level, tuple(children))
         if node not in self._sets:
-            if len(self._nodes) >= _MAX_NODES:
+            if len(self._nodes) >= MAX_NODES:
                 raise TooManyCasesError
             self._sets[node] = len(self._nodes)
             self._nodes.append(node)

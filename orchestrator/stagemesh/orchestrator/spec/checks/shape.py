@@ -10,11 +10,13 @@ from stagemesh.orchestrator.spec.schema import (
     DataPlaneEntry,
     EdgeEntry,
     FramesEntry,
+    InputTerm,
     Limits,
     OptionEntry,
+    OptionTerm,
+    OutputTerm,
     PipelineFile,
     StageEntry,
-    TermEntry,
 )
 from stagemesh.orchestrator.spec.source.document import Document
 from stagemesh.orchestrator.spec.source.origins import KeyPath, dotted
@@ -22,6 +24,8 @@ from stagemesh.orchestrator.spec.source.origins import KeyPath, dotted
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+_TERMS = {"(option)": OptionTerm, "(input)": InputTerm, "(output)": OutputTerm}
+_TAGS = frozenset({*_TERMS, "(frames)", "(names)", "(word)"})
 _NAME_REMEDY = "use lower-case letters, digits and '-', a letter first"
 
 
@@ -32,7 +36,7 @@ def check_shape(document: Document) -> PipelineFile:
         file = PipelineFile.model_validate(document.values, by_alias=True, by_name=False)
     except ValidationError as exc:
         for error in exc.errors(include_url=False):
-            path = tuple(part for part in error["loc"] if part not in ("(frames)", "(names)", "(word)"))
+            path = tuple(part for part in error["loc"] if part not in _TAGS)
             if not document.problems.has(path):
                 document.problems.add(path, _describe(error, path))
     document.problems.raise_any()
@@ -44,7 +48,7 @@ def _describe(error: "ErrorDetails", path: KeyPath) -> str:
     parent = path[:-1]
     match error["type"]:
         case "extra_forbidden" | "unexpected_keyword_argument":
-            return f"unknown key {dotted(path)!r}; {suggest(str(path[-1]), _known_keys(parent))}"
+            return f"unknown key {dotted(path)!r}; {suggest(str(path[-1]), _known_keys(error['loc'][:-1]))}"
         case "missing":
             return f"{dotted(parent) or 'the file'} has no {str(path[-1])!r}; add it"
         case "string_pattern_mismatch" if path[-1] == "[key]":
@@ -67,10 +71,10 @@ def _known_keys(path: KeyPath) -> set[str]:
             entry = DataPlaneEntry
         case ("edges", _):
             entry = EdgeEntry
-        case ("edges", _, "chunk"):
+        case ("edges", _, "chunk", "(frames)"):
             entry = FramesEntry
-        case ("stages" | "edges", _, "when", _):
-            entry = TermEntry
+        case ("stages" | "edges", _, "when", _, str() as tag):
+            entry = _TERMS[tag]
         case ("options", _):
             entry = OptionEntry
         case ("limits",):

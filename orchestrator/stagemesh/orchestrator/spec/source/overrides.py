@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
 import yaml
 
@@ -27,7 +27,7 @@ def apply_overrides(document: Document, overrides: Mapping[str, str]) -> None:
         places = list(_places(document.values, key.split("."), ()))
         for container, path in places:
             _remove_origins_below(document, path)
-            _put(container, path[-1], value)
+            container[path[-1]] = value
             document.origin_by_path[path] = origin
         if not places:
             _reject(document, origin, "the pipeline has no such key; see `stagemesh pipeline explain` for the keys")
@@ -39,49 +39,32 @@ def _reject(document: Document, origin: Origin, text: str) -> None:
     document.problems.add(path, text)
 
 
-def _places(container: object, names: list[str], path: KeyPath) -> Iterator[tuple[object, KeyPath]]:
+def _places(container: Any, names: list[str], path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:
     """Yields the containers of the values that `names` match, each with the value's path."""
     name, *rest = names
-    mapping = _as_mapping(container)
-    if mapping is not None and not rest and name != "*":
+    if isinstance(container, dict) and not rest and name != "*":
         yield container, (*path, name)
         return
-    if mapping is not None and rest and name in _OPTIONAL_MAPPINGS:
-        mapping.setdefault(name, {})
+    if isinstance(container, dict) and rest and name in _OPTIONAL_MAPPINGS:
+        container.setdefault(name, {})
     for key in _matching(container, name):
         if rest:
-            yield from _places(_get(container, key), rest, (*path, key))
+            yield from _places(container[key], rest, (*path, key))
         else:
             yield container, (*path, key)
 
 
-def _as_mapping(container: object) -> dict[str, object] | None:
-    return cast("dict[str, object]", container) if isinstance(container, dict) else None
-
-
-def _matching(container: object, name: str) -> list[str | int]:
+def _matching(container: Any, name: str) -> list[str | int]:
     if isinstance(container, dict):
-        keys = cast("dict[str, object]", container)
-        return list(keys) if name == "*" else [name] if name in keys else []
-    if isinstance(container, list):
-        items = cast("list[object]", container)
-        return [i for i, item in enumerate(items) if name in ("*", str(i), _edge_name(item))]
-    return []
+        mapping = cast("dict[str, Any]", container)
+        return list(mapping) if name == "*" else [name] if name in mapping else []
+    items = cast("list[object]", container) if isinstance(container, list) else []
+    return [i for i, item in enumerate(items) if name in ("*", str(i), _edge_name(item))]
 
 
 def _edge_name(item: object) -> object:
-    if not isinstance(item, dict):
-        return None
-    edge = cast("dict[str, object]", item)
+    edge = cast("dict[str, object]", item) if isinstance(item, dict) else {}
     return edge.get("name") or f"{edge.get('from')}->{edge.get('to')}"
-
-
-def _get(container: object, key: str | int) -> object:
-    return cast("dict[str | int, object]", container)[key]
-
-
-def _put(container: object, key: str | int, value: object) -> None:
-    cast("dict[str | int, object]", container)[key] = value
 
 
 def _remove_origins_below(document: Document, path: KeyPath) -> None:

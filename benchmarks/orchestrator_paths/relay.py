@@ -1,8 +1,8 @@
-"""The least that a grpc.aio service between a client and a stage can be: messages pass as the bytes that they are.
+"""A minimal grpc.aio relay between a client and a stage: forwards messages without deserializing them.
 
-    python -m benchmarks.orchestrator_ways.relay --listen HOST:PORT
+    python -m benchmarks.orchestrator_paths.relay --listen HOST:PORT
 
-A caller of ExecuteStep names the stage's address in the metadata. Runs until SIGTERM.
+Callers of ExecuteStep give the stage's address in the metadata. Runs until SIGTERM.
 """
 
 import argparse
@@ -45,9 +45,9 @@ class _Relay:
 
 
 def main() -> int:
-    """Relays."""
+    """Serves the relay until SIGTERM."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--listen", required=True)
+    parser.add_argument("--listen", required=True, help="Listen at this address, host:port.")
     arguments = parser.parse_args()
 
     async def serve(stopping: asyncio.Event) -> None:

@@ -1,4 +1,4 @@
-"""The baseline: replicas take requests by turns, whatever they have to do."""
+"""The baseline: assigns requests to replicas round robin, regardless of their load."""
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import cycle, islice
@@ -7,8 +7,8 @@ from stagemesh.orchestrator.fleet.replica import Replica
 from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas
 
 
-class ByTurns:
-    """Round robin over the replicas that are ready when a stage is first asked for; see Choice."""
+class RoundRobin:
+    """A `Choice` that cycles through the replicas that are ready when a stage is first planned."""
 
     def __init__(self) -> None:
         self._turns: dict[ReadyReplicas, Iterator[Replica]] = {}
@@ -20,6 +20,6 @@ class ByTurns:
         near: Sequence[Replica] = (),  # noqa: ARG002
         avoid: Collection[Replica] = (),
     ) -> Replica | None:
-        """The next one."""
-        turns = self._turns.setdefault(ready, cycle(list(ready.all)))
-        return next((replica for replica in islice(turns, len(ready.all)) if replica not in avoid), None)
+        """Returns the next replica that is not in `avoid`, or None."""
+        measurements = self._turns.setdefault(ready, cycle(list(ready.all)))
+        return next((replica for replica in islice(measurements, len(ready.all)) if replica not in avoid), None)

@@ -1,4 +1,4 @@
-"""The processes of a deployment that is measured: one orchestrator, replicas in farms, and whatever else."""
+"""The processes of a measured deployment: one orchestrator, and farms of replicas."""
 
 import asyncio
 import sys
@@ -22,7 +22,7 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Deployment:
-    """What runs, and where."""
+    """The addresses and the process of a running orchestrator."""
 
     endpoint: str
     admin_endpoint: str
@@ -31,7 +31,7 @@ class Deployment:
 
 @asynccontextmanager
 async def started(*command: str) -> AsyncGenerator[psutil.Process]:
-    """A Python module and its arguments, as a process that is ended with the block."""
+    """Runs a Python module with arguments as a process, and ends it with the block."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stderr=asyncio.subprocess.DEVNULL)
     try:
         yield psutil.Process(process.pid)
@@ -42,17 +42,20 @@ async def started(*command: str) -> AsyncGenerator[psutil.Process]:
 
 
 @asynccontextmanager
-async def said_by(*command: str) -> AsyncGenerator[Callable[[], Awaitable[bytes]]]:
-    """A Python module that says something once it is told to stop; the block is given what stops it and hears it."""
+async def reporting_process(*command: str) -> AsyncGenerator[Callable[[], Awaitable[bytes]]]:
+    """Runs a Python module that prints a report when it is stopped.
+
+    Yields a function that stops it and returns the report.
+    """
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdout=asyncio.subprocess.PIPE)
 
-    async def hear() -> bytes:
+    async def stop() -> bytes:
         process.terminate()
-        said, _ = await process.communicate()
-        return said
+        report, _ = await process.communicate()
+        return report
 
     try:
-        yield hear
+        yield stop
     finally:
         if process.returncode is None:
             process.kill()
@@ -63,7 +66,7 @@ async def said_by(*command: str) -> AsyncGenerator[Callable[[], Awaitable[bytes]
 async def deployed(
     folder: Path, pipeline: str, *, replicas: int, farms: int, stamped: bool = False, beat_s: float | None = None
 ) -> AsyncGenerator[Deployment]:
-    """The real orchestrator, and real stage services with fake engines in so many processes; all are ready."""
+    """Runs an orchestrator, and stage services with fake engines in `farms` processes. Yields when all are ready."""
     ports = PortPicker()
     endpoint, admin_endpoint = f"127.0.0.1:{ports.pick()}", f"127.0.0.1:{ports.pick()}"
     file, config = folder / "pipeline.yaml", folder / "orchestrator.json"
@@ -75,9 +78,9 @@ async def deployed(
     async with AsyncExitStack() as stack:
         orchestrator = await stack.enter_async_context(started("stagemesh.orchestrator", "--config", str(config)))
         for farm in range(farms):
-            # As whole numbers: every replica is in just one of them.
+            # Integer division puts every replica into exactly one farm.
             first, behind = replicas * farm // farms, replicas * (farm + 1) // farms
-            command = ("benchmarks.orchestrator_ways.stage_farm", "--orchestrator", endpoint, "--pipeline", str(file))
+            command = ("benchmarks.orchestrator_paths.stage_farm", "--orchestrator", endpoint, "--pipeline", str(file))
             options = ["--first", str(first), "--count", str(behind - first)]
             options += ["--stamped"] if stamped else []
             options += ["--beat-s", str(beat_s)] if beat_s is not None else []
@@ -87,7 +90,7 @@ async def deployed(
 
 
 async def until_listening(endpoint: str) -> None:
-    """Returns once something serves there."""
+    """Returns when a service listens at the address."""
     async with open_channel(endpoint) as channel, asyncio.timeout(_READY_S):
         await channel.channel_ready()
 
@@ -106,7 +109,7 @@ async def _until_ready(endpoint: str, replicas: int) -> None:
 
 
 async def replicas_of(deployment: Deployment) -> list[admin_pb2.ReplicaStatus]:
-    """Where the replicas serve."""
+    """Returns the replicas of a deployment."""
     async with open_channel(deployment.admin_endpoint) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         answer = await stub.ListReplicas(admin_pb2.ListReplicasRequest(page_size=1000))
@@ -114,6 +117,6 @@ async def replicas_of(deployment: Deployment) -> list[admin_pb2.ReplicaStatus]:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """The processor time that a process has taken."""
+    """Returns the processor time of a process so far."""
     times = process.cpu_times()
     return times.user + times.system

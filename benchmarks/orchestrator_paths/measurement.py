@@ -1,4 +1,4 @@
-"""Many requests at once for a while: how late their outputs come, and what a process takes for them meanwhile."""
+"""Measures the delays of outputs of many concurrent requests, and the resources that a process uses for them."""
 
 import asyncio
 import random
@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from benchmarks.orchestrator_ways.processes import cpu_s
-from benchmarks.orchestrator_ways.ways import Way
+from benchmarks.orchestrator_paths.paths import RequestPath
+from benchmarks.orchestrator_paths.processes import cpu_s
 
 _SETTLE_S = 1.5
-# Requests come at any time. Those that began together would have their outputs together, again and again, and the delay
+# Requests start at random times. Requests that start together would emit all outputs together, and the measured delay
 # would be the length of that queue.
 _SPREAD_S = 1.5
 _ENOUGH = 1_000_000
@@ -21,36 +21,35 @@ _READY_S = 60.0
 
 
 @dataclass
-class Turn:
-    """What was seen in a window of time, once all requests brought outputs."""
+class Measurement:
+    """The figures of a window of time in which all requests emit outputs."""
 
     requests: int
     delays_us: list[float] = field(default_factory=list[float], repr=False)
-    """From when an output was made until the client has it, sorted."""
+    """The times from the creation of outputs to their arrival at the client, sorted."""
     outputs_each: float = 0.0
-    """Of a request, those before the window counted too."""
+    """The number of outputs per request, including those before the window."""
     seconds: float = 0.0
     watched_cpu_s: float = 0.0
-    """Of the process that stands between client and stages."""
+    """The processor time of the process between client and stages."""
     grown_bytes: float = 0.0
-    """By how much that has grown from before the requests to the window's end."""
+    """The growth of that process's memory from before the requests to the end of the window."""
 
     def quantile_ms(self, share: float) -> float:
-        """The delay that this share of the outputs stays under."""
+        """Returns the delay that this fraction of the outputs does not exceed."""
         return self.delays_us[int(share * len(self.delays_us))] / 1e3
 
     @property
     def outputs_per_s(self) -> float:
-        """All requests together."""
+        """The outputs of all requests per second."""
         return len(self.delays_us) / self.seconds
 
     @property
     def cpu_per_output_us(self) -> float:
-        """Of the watched process."""
+        """The watched process's processor time per output."""
         return 1e6 * self.watched_cpu_s / len(self.delays_us)
 
     def __str__(self) -> str:
-        """For who waits."""
         delays = f"p50 {self.quantile_ms(0.5):.2f} ms, p99 {self.quantile_ms(0.99):.2f} ms"
         return f"{self.outputs_per_s:.0f} outputs/s, {self.cpu_per_output_us:.0f} us each, {delays}"
 
@@ -61,16 +60,16 @@ class _Window:
     end_ns: int = 1 << 62
 
 
-async def take_turn(
-    way: Way, name: str, *, requests: int, window_s: float, watched: psutil.Process | None = None
-) -> Turn:
-    """Runs so many requests, and looks at them for `window_s` once all of them bring outputs."""
-    turn, window = Turn(requests), _Window()
+async def measure_path(
+    path: RequestPath, name: str, *, requests: int, window_s: float, watched: psutil.Process | None = None
+) -> Measurement:
+    """Runs concurrent requests, and measures them for `window_s` when all of them emit outputs."""
+    measurement, window = Measurement(requests), _Window()
     running = [asyncio.Event() for _ in range(requests)]
     before_bytes = watched.memory_info().rss if watched is not None else 0
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(_follow(way, f"{name}-{number}", running[number], window, turn))
+            group.create_task(_follow(path, f"{name}-{number}", running[number], window, measurement))
             for number in range(requests)
         ]
         await _all_run(running, tasks)
@@ -80,31 +79,33 @@ async def take_turn(
         await asyncio.sleep(window_s)
         window.end_ns = time.monotonic_ns()
         if watched is not None:
-            turn.watched_cpu_s = cpu_s(watched) - before_s
-            turn.grown_bytes = watched.memory_info().rss - before_bytes
+            measurement.watched_cpu_s = cpu_s(watched) - before_s
+            measurement.grown_bytes = watched.memory_info().rss - before_bytes
         for task in tasks:
             task.cancel()
-    turn.seconds = (window.end_ns - window.begin_ns) / 1e9
-    turn.outputs_each /= requests
-    turn.delays_us.sort()
-    return turn
+    measurement.seconds = (window.end_ns - window.begin_ns) / 1e9
+    measurement.outputs_each /= requests
+    measurement.delays_us.sort()
+    return measurement
 
 
-async def _follow(way: Way, request_id: str, running: asyncio.Event, window: _Window, turn: Turn) -> None:
+async def _follow(
+    path: RequestPath, request_id: str, running: asyncio.Event, window: _Window, measurement: Measurement
+) -> None:
     await asyncio.sleep(random.Random(request_id).uniform(0, _SPREAD_S))
-    async with aclosing(way.pieces(request_id, outputs=_ENOUGH)) as pieces:
-        async for piece in pieces:
-            if not piece:
+    async with aclosing(path.texts(request_id, outputs=_ENOUGH)) as texts:
+        async for text in texts:
+            if not text:
                 continue
             running.set()
-            turn.outputs_each += 1
-            made_ns = int(piece)
+            measurement.outputs_each += 1
+            made_ns = int(text)
             if window.begin_ns <= made_ns < window.end_ns:
-                turn.delays_us.append((time.monotonic_ns() - made_ns) / 1e3)
+                measurement.delays_us.append((time.monotonic_ns() - made_ns) / 1e3)
 
 
 async def _all_run(running: Sequence[asyncio.Event], tasks: Sequence["asyncio.Task[None]"]) -> None:
-    """Returns once all bring outputs, or one has ended, which is to be heard of."""
+    """Returns when all requests emit outputs or have ended early. The tasks raise the errors."""
     async with asyncio.timeout(_READY_S):
         for event, task in zip(running, tasks, strict=True):
             waiting = asyncio.create_task(event.wait())

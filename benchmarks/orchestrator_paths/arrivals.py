@@ -1,4 +1,4 @@
-"""Short requests that arrive at random, however those before them fare: whether they are kept up with."""
+"""Measures whether an orchestrator keeps up with short requests that arrive at random times."""
 
 import asyncio
 import random
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import grpc
 import psutil
 
-from benchmarks.orchestrator_ways.processes import cpu_s
-from benchmarks.orchestrator_ways.ways import Orchestrated
+from benchmarks.orchestrator_paths.paths import Orchestrated
+from benchmarks.orchestrator_paths.processes import cpu_s
 
 _LATE_S = 60.0
 _SETTLE_S = 2.0
@@ -19,47 +19,50 @@ _SETTLE_S = 2.0
 
 @dataclass
 class Arrivals:
-    """What became of them."""
+    """The outcomes of the requests."""
 
     in_flight: list[int] = field(default_factory=list[int], repr=False)
-    """At each arrival."""
+    """The number of unfinished requests at each arrival."""
     admitted_ms: list[float] = field(default_factory=list[float], repr=False)
     queued: int = 0
-    """Those that were told to wait."""
-    refused: int = 0
-    """Those that found too many waiting."""
+    """The number of requests that waited for admission."""
+    rejected: int = 0
+    """The number of requests that were rejected because the queue was full."""
     finished: int = 0
     seconds: float = 0.0
-    """Until the last one finished."""
+    """The time until the last request finished."""
     watched_cpu_s: float = 0.0
 
     @property
     def finished_per_minute(self) -> float:
-        """Over the time in which they arrived."""
+        """Finished requests per minute."""
         return 60 * self.finished / self.seconds
 
     @property
     def growth(self) -> float:
-        """How many more were in flight on average in the second half of the time than in the first."""
+        """The mean number in flight in the second half of the time, divided by that of the first half."""
         middle = len(self.in_flight) // 2
         return statistics.mean(self.in_flight[middle:]) / max(1.0, statistics.mean(self.in_flight[:middle]))
 
     @property
     def admitted_p99_ms(self) -> float:
-        """From the call until the request is admitted."""
+        """The 99th percentile of the time from the call to the admission."""
         return sorted(self.admitted_ms)[int(0.99 * len(self.admitted_ms))]
 
     @property
     def cpu_per_request_ms(self) -> float:
-        """Of the orchestrator."""
+        """The orchestrator's processor time per finished request."""
         return 1e3 * self.watched_cpu_s / max(1, self.finished)
 
 
-async def arrive(way: Orchestrated, watched: psutil.Process, *, per_s: float, for_s: float, outputs: int) -> Arrivals:
-    """Has requests of so many outputs arrive, `per_s` a second on average, the same ones every time."""
+async def arrive(path: Orchestrated, watched: psutil.Process, *, per_s: float, for_s: float, outputs: int) -> Arrivals:
+    """Sends requests with `outputs` outputs each, `per_s` per second on average for `for_s` seconds.
+
+    The arrival times are reproducible.
+    """
     found, rng, in_flight = Arrivals(), random.Random(1), set[asyncio.Task[None]]()
     loop = asyncio.get_running_loop()
-    # What ran before has let go of its places then.
+    # Earlier requests have released their slots after this time.
     await asyncio.sleep(_SETTLE_S)
     before_s, began_s = cpu_s(watched), loop.time()
     due_s = began_s
@@ -68,17 +71,17 @@ async def arrive(way: Orchestrated, watched: psutil.Process, *, per_s: float, fo
             due_s += rng.expovariate(per_s)
             await asyncio.sleep(max(0.0, due_s - loop.time()))
             found.in_flight.append(len(in_flight))
-            task = group.create_task(_ask(way, f"arrival-{number}", outputs, found))
+            task = group.create_task(_ask(path, f"arrival-{number}", outputs, found))
             in_flight.add(task)
             task.add_done_callback(in_flight.discard)
     found.seconds, found.watched_cpu_s = loop.time() - began_s, cpu_s(watched) - before_s
     return found
 
 
-async def _ask(way: Orchestrated, request_id: str, outputs: int, found: Arrivals) -> None:
+async def _ask(path: Orchestrated, request_id: str, outputs: int, found: Arrivals) -> None:
     began_s, waited = time.monotonic(), False
     try:
-        async with aclosing(way.events(request_id, outputs=outputs)) as events:
+        async with aclosing(path.events(request_id, outputs=outputs)) as events:
             async for event in events:
                 match event.WhichOneof("event"):
                     case "queued":
@@ -92,5 +95,5 @@ async def _ask(way: Orchestrated, request_id: str, outputs: int, found: Arrivals
     except grpc.aio.AioRpcError as exc:
         if exc.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
             raise
-        found.refused += 1
+        found.rejected += 1
     found.queued += waited

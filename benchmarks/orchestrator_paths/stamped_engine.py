@@ -1,4 +1,4 @@
-"""A fake engine whose every output says when it was made."""
+"""A fake engine whose outputs contain the times at which they were made."""
 
 import asyncio
 import random
@@ -15,16 +15,15 @@ from stagemesh.services.engines.fake.engine import FakeEngine
 
 
 class StampedEngine(FakeEngine):
-    """Emits, in place of its text, nanoseconds of CLOCK_MONOTONIC, which all processes of a host share."""
+    """Emits the nanoseconds of CLOCK_MONOTONIC, which all processes of a host share, instead of text."""
 
     def __init__(self, config: StageConfig, *, beat_s: float | None = None) -> None:
-        """With a beat all tasks' outputs come together, at each of them: engines advance their requests so."""
+        # With a beat, the outputs of all tasks are emitted together, as by an engine that advances all its requests.
         super().__init__(config)
         self._beat_s = beat_s
         self._phase_s = random.Random(config.replica).uniform(0, beat_s or 0.0)
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        """See Engine."""
         async with aclosing(super().submit(task)) as events:
             async for event in events:
                 if not isinstance(event, Emission):

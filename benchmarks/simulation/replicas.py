@@ -1,10 +1,10 @@
-"""Replicas that only pretend to compute, by the event loop's clock.
+"""Simulated replicas, which only wait on the event loop's clock.
 
-A request is so many chunks at every stage. A replica makes one chunk after the other, of the requests that it holds by
-turns, as an engine that batches continuously does; a chunk's turn comes once the stages before have made theirs.
+A request is a number of chunks at every stage. A replica makes one chunk after another, and alternates between its
+requests, as an engine with continuous batching does. It makes a chunk when the upstream stages have made theirs.
 
-One that dies takes along its steps and what they have made, and is there again a while later. It keeps the contract of
-recovery as far as chunks are counted: a consumer keeps what it has, a producer sends another one all that it made.
+A replica that dies loses its steps and their chunks, and restarts after a while. Recovery is simulated by counting
+chunks: a consumer retains its chunks, and a producer sends all of its chunks again to a new consumer.
 """
 
 import asyncio
@@ -26,48 +26,48 @@ _FINISHED = stage_pb2.ExecuteStepResponse(finished=stage_pb2.StepFinished())
 _REPORT_S, _IDLE_REPORT_S = 0.5, 30.0
 CHUNK_S = 0.2
 RESTART_S = 5.0
-"""How long a process is away once it died."""
+"""The time from the death of a process to its restart."""
 _HOST_REPLICAS, _ZONE_HOSTS = 8, 16
 
 
 class World:
-    """What the simulated processes share: how much work each request is, and the flows between them."""
+    """The state that simulated replicas share: the sizes of requests, and the flows between replicas."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.chunks: dict[str, int] = {}
-        """By request, how many it is at each stage."""
+        """The number of chunks at each stage, by request id."""
         self.replicas: list[SimulatedReplica] = []
         self.resume_s: list[float] = []
-        """Of each step that died with its process, how long until it was begun anew."""
+        """The time from the loss of each lost step to its restart."""
         self.deaths = self.lost_steps = 0
         self._lost_at_s: dict[tuple[str, str], float] = {}
         self._flows: dict[str, dict[str, Flow]] = defaultdict(lambda: defaultdict(Flow))
         self._holders: dict[str, set[SimulatedReplica]] = defaultdict(set)
 
     def flow(self, request_id: str, edge: str) -> "Flow":
-        """What the edge has carried of the request."""
+        """Returns the flow of a request over an edge."""
         return self._flows[request_id][edge]
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Removes all state of a request."""
         self.chunks.pop(request_id, None)
         self._flows.pop(request_id, None)
         for replica in self._holders.pop(request_id, ()):
             replica.forget(request_id)
 
     def connect(self, member: Member) -> "SimulatedReplica":
-        """A process serves there."""
+        """Adds a replica for a member."""
         self.replicas.append(SimulatedReplica(member, self))
         return self.replicas[-1]
 
     def note_lost(self, request_id: str, stage: str) -> None:
-        """The stage's step died."""
+        """Records that the stage's step was lost."""
         self.lost_steps += 1
         self._lost_at_s[request_id, stage] = asyncio.get_running_loop().time()
 
     def note_begun(self, request_id: str, stage: str, replica: "SimulatedReplica") -> None:
-        """The stage's step begins, for the first time or anew."""
+        """Records that the stage's step starts or restarts."""
         self._holders[request_id].add(replica)
         lost_at_s = self._lost_at_s.pop((request_id, stage), None)
         if lost_at_s is not None:
@@ -75,7 +75,7 @@ class World:
 
 
 class Flow:
-    """Chunks of one request over one edge."""
+    """The chunks of one request over one edge."""
 
     def __init__(self) -> None:
         self._made = self._arrived = 0
@@ -83,41 +83,41 @@ class Flow:
         self._changed = Notifier()
 
     def produce(self, producer: "Step") -> None:
-        """The producer begins, for the first time or anew."""
+        """Records that the producer starts or restarts."""
         self._made, self._producer = 0, producer
 
     def consume(self) -> None:
-        """The consumer begins, for the first time or anew: it has nothing."""
+        """Records that the consumer starts or restarts, without chunks."""
         self._arrived = 0
 
     def put(self, producer: "Step") -> None:
-        """One more; what a former producer makes is of no interest."""
+        """Adds a chunk, unless it is from a superseded producer."""
         if producer is self._producer:
             self._made += 1
             self.send_again()
 
     def send_again(self) -> None:
-        """The consumer gets what it lacks of all that was made."""
+        """Sends the consumer all chunks that it lacks."""
         self._arrived = max(self._arrived, self._made)
         self._changed.fire()
 
     async def wait(self, chunk: int) -> None:
-        """Returns once this chunk, from 0, has arrived."""
+        """Returns when the chunk of this number, from 0, has arrived."""
         while self._arrived <= chunk:
             await self._changed.wait()
 
 
 @dataclass(eq=False)
 class Step:
-    """One attempt at a stage's share of a request."""
+    """One attempt at a stage's step of a request."""
 
     request: stage_pb2.ExecuteStepRequest
     chunks_left: int
-    feeds: list[Flow]
+    outgoing: list[Flow]
     events: "asyncio.Queue[stage_pb2.ExecuteStepResponse | None]" = field(
         default_factory=asyncio.Queue["stage_pb2.ExecuteStepResponse | None"]
     )
-    """None once its process is gone."""
+    """None stands for the end of the process."""
 
 
 class SimulatedReplica:
@@ -135,11 +135,11 @@ class SimulatedReplica:
 
     @property
     def alive(self) -> bool:
-        """Whether a process serves there."""
+        """Whether the process runs."""
         return asyncio.get_running_loop().time() >= self._restarted_at_s
 
     def die(self) -> None:
-        """The process is gone, and with it all that it has; another one is there in `RESTART_S`."""
+        """Ends the process and its steps. Another process runs after `RESTART_S`."""
         self._deaths += 1
         self._world.deaths += 1
         self._restarted_at_s = asyncio.get_running_loop().time() + RESTART_S
@@ -152,11 +152,10 @@ class SimulatedReplica:
         self._died.fire()
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Removes all state of a request."""
         self._steps.pop(request_id, None)
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:  # noqa: ARG002
-        """See Connection."""
         self._check_alive()
         number = int(self._member.name.rpartition("-")[2])
         host = number // _HOST_REPLICAS
@@ -173,17 +172,15 @@ class SimulatedReplica:
         )
 
     async def wait_while_serving(self) -> None:
-        """See Connection."""
         await self._died.wait()
         self._check_alive()
 
     async def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
-        """See Connection."""
         while True:
             self._check_alive()
             yield self._load()
             if not self._working:
-                # As a real one: it reports again soon after it got work, and now and then in between.
+                # A real replica also reports soon after it receives work, and occasionally while idle.
                 self._touched.clear()
                 try:
                     async with asyncio.timeout(_IDLE_REPORT_S):
@@ -193,11 +190,10 @@ class SimulatedReplica:
             await asyncio.sleep(_REPORT_S)
 
     async def is_port_closed(self) -> bool:
-        """See Connection."""
         return not self.alive
 
     async def close(self) -> None:
-        """See Connection."""
+        """Does nothing."""
 
     async def execute(
         self,
@@ -206,11 +202,10 @@ class SimulatedReplica:
         timeout_s: float,  # noqa: ARG002
         take: Callable[[stage_pb2.ExecuteStepResponse], None],
     ) -> None:
-        """See ReplicaClient."""
         self._check_alive()
         request_id = request.request_id
-        feeds = [self._world.flow(request_id, binding.edge) for binding in request.outputs]
-        step = self._steps[request_id] = Step(request, self._world.chunks[request_id], feeds)
+        outgoing = [self._world.flow(request_id, binding.edge) for binding in request.outputs]
+        step = self._steps[request_id] = Step(request, self._world.chunks[request_id], outgoing)
         self._world.note_begun(request_id, self._member.stage, self)
         working = self._working[step] = asyncio.create_task(self._work(step))
         self._touched.set()
@@ -228,23 +223,22 @@ class SimulatedReplica:
         flows = [self._world.flow(request_id, binding.edge) for binding in step.request.inputs]
         for flow in flows:
             flow.consume()
-        for feed in step.feeds:
-            feed.produce(step)
+        for flow in step.outgoing:
+            flow.produce(step)
         for chunk in range(step.chunks_left):
             for flow in flows:
                 await flow.wait(chunk)
             async with self._turn:
                 await asyncio.sleep(CHUNK_S)
             step.chunks_left -= 1
-            for feed in step.feeds:
-                feed.put(step)
+            for flow in step.outgoing:
+                flow.put(step)
         step.events.put_nowait(_FINISHED)
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
-        """See ReplicaClient."""
+        """Does nothing."""
 
     async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:  # noqa: ARG002
-        """See ReplicaClient."""
         self._check_alive()
         step = self._steps.get(request.request_id)
         if step is None or step.request.step_id != request.step_id:
@@ -261,17 +255,14 @@ class SimulatedReplica:
         connector: ConnectorName,  # noqa: ARG002
         timeout_s: float,  # noqa: ARG002
     ) -> EdgeProbe:
-        """See ReplicaClient."""
         self._check_alive()
         return EdgeProbe("shm", {})
 
     async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:  # noqa: ARG002
-        """See ReplicaClient."""
         return self._load()
 
     async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:  # noqa: ARG002
-        """See ReplicaClient."""
-        raise UnsupportedError(f"a simulated replica knows no {method}")
+        raise UnsupportedError(f"a simulated replica does not support {method}")
 
     def _load(self) -> stage_pb2.WatchLoadResponse:
         chunks_left = sum(step.chunks_left for step in self._working)
@@ -282,11 +273,11 @@ class SimulatedReplica:
             raise self._lost()
 
     def _lost(self) -> UnavailableError:
-        return UnavailableError(f"replica {self._member.name} is gone", reason=REPLICA_LOST)
+        return UnavailableError(f"replica {self._member.name} is unreachable", reason=REPLICA_LOST)
 
 
 class Members:
-    """So many replicas, spread over the stages."""
+    """A source of `count` members, distributed over the stages."""
 
     def __init__(self, pipeline: Pipeline, count: int) -> None:
         stages = list(pipeline.stages)
@@ -296,6 +287,5 @@ class Members:
         ]
 
     async def follow(self, listener: MembershipListener) -> None:
-        """See MemberSource."""
         for member in self.members:
             listener.join(member)

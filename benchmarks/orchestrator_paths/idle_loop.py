@@ -1,8 +1,8 @@
-"""An event loop with nothing to do but to wait: how late it is, is what the machine adds to any delay.
+"""Measures how late the timers of an idle event loop are. The machine adds this lateness to every delay.
 
-    python -m benchmarks.orchestrator_ways.bare_loop
+    python -m benchmarks.orchestrator_paths.idle_loop
 
-Looks until SIGTERM, then says it as JSON.
+Measures until SIGTERM, then prints the result as JSON.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _STEP_S = 0.005
 
 @dataclass(frozen=True)
 class Lateness:
-    """Of the loop's timers."""
+    """The lateness of the loop's timers."""
 
     p50_ms: float
     p99_ms: float
@@ -29,7 +29,7 @@ class Lateness:
 LATENESS = TypeAdapter(Lateness)
 
 
-async def _look(stopping: asyncio.Event) -> None:
+async def _measure(stopping: asyncio.Event) -> None:
     late_s: list[float] = []
     while not stopping.is_set():
         due_s = time.monotonic() + _STEP_S
@@ -41,4 +41,4 @@ async def _look(stopping: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_service(_look, parent_pid=os.getppid()))
+    raise SystemExit(run_service(_measure, parent_pid=os.getppid()))

@@ -1,8 +1,8 @@
-"""Many stage replicas in one process: real services with fake engines, each on a port of its own.
+"""Many stage replicas in one process: real services with fake engines, each on its own port.
 
-    python -m benchmarks.orchestrator_ways.stage_farm --orchestrator HOST:PORT --pipeline FILE --first 0 --count 25
+    python -m benchmarks.orchestrator_paths.stage_farm --orchestrator HOST:PORT --pipeline FILE --first 0 --count 25
 
-Each registers with the orchestrator, as replicas of a cluster do. Runs until SIGTERM.
+Each replica registers with the orchestrator, as in a cluster. Runs until SIGTERM.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import asyncio
 import os
 from contextlib import AsyncExitStack
 
-from benchmarks.orchestrator_ways.stamped_engine import StampedEngine
+from benchmarks.orchestrator_paths.stamped_engine import StampedEngine
 from stagemesh.common.descriptors import import_factory, load_engine_descriptor
 from stagemesh.common.process_lifecycle import run_service
 from stagemesh.common.stage_config import StageConfig
@@ -29,8 +29,10 @@ _ARENA_BYTES = 1 << 20
 async def serve_replica(
     stack: AsyncExitStack, config: StageConfig, *, stamped: bool = False, beat_s: float | None = None
 ) -> None:
-    """Serves one replica until the stack is closed; a `stamped` one says of each output when it was made, which is at a
-    beat where it has one.
+    """Serves one replica until the stack is closed.
+
+    - `stamped` replaces each output by the time at which it was made.
+    - `beat_s` is the interval at which a stamped engine emits the outputs of all requests together.
     """
     data_plane = DataPlane(
         replica=config.replica,
@@ -39,9 +41,9 @@ async def serve_replica(
         arena_bytes=_ARENA_BYTES,
         window_bytes=_ARENA_BYTES,
     )
-    card = load_engine_descriptor(config.engine)
-    engine: Engine = StampedEngine(config, beat_s=beat_s) if stamped else import_factory(card.factory)(config)
-    runtime = StageRuntime(engine, data_plane, config, card.signature(config.function, config.options))
+    descriptor = load_engine_descriptor(config.engine)
+    engine: Engine = StampedEngine(config, beat_s=beat_s) if stamped else import_factory(descriptor.factory)(config)
+    runtime = StageRuntime(engine, data_plane, config, descriptor.signature(config.function, config.options))
     server = Server(config.listen)
     add_stage_service(StageServicer(runtime), server.grpc)
     port = await server.start()
@@ -67,14 +69,14 @@ def _config(pipeline: Pipeline, stage: Stage, *, number: int, orchestrator: str)
 
 
 def main() -> int:
-    """Serves replicas `first` to `first + count`, dealt out to the pipeline's stages by turns."""
+    """Serves replicas `first` to `first + count`, assigned to the pipeline's stages in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--orchestrator", required=True)
-    parser.add_argument("--pipeline", required=True)
-    parser.add_argument("--first", type=int, required=True)
-    parser.add_argument("--count", type=int, required=True)
-    parser.add_argument("--stamped", action="store_true")
-    parser.add_argument("--beat-s", type=float)
+    parser.add_argument("--orchestrator", required=True, help="Register at this address, host:port.")
+    parser.add_argument("--pipeline", required=True, help="Read this pipeline file.")
+    parser.add_argument("--first", type=int, required=True, help="Start with the replica of this number.")
+    parser.add_argument("--count", type=int, required=True, help="Serve this number of replicas.")
+    parser.add_argument("--stamped", action="store_true", help="Output the time at which each output was made.")
+    parser.add_argument("--beat-s", type=float, help="Emit outputs together every this many seconds.")
     arguments = parser.parse_args()
     pipeline = load_pipeline(arguments.pipeline)
     stages = list(pipeline.stages.values())

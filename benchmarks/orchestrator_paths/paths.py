@@ -1,11 +1,11 @@
-"""How a client gets a request's outputs: from the orchestrator, or from the stage, with or without a relay."""
+"""The paths of outputs to a client: through the orchestrator, or directly from the stage, with or without a relay."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Protocol, Self
 
-from benchmarks.orchestrator_ways.relay import UPSTREAM
+from benchmarks.orchestrator_paths.relay import UPSTREAM
 from stagemesh.common.connector_descriptors import number_of
 from stagemesh.orchestrator.planning.planner import policy_to_wire
 from stagemesh.orchestrator.spec import Pipeline
@@ -21,16 +21,16 @@ from stagemesh.v1 import (
 _CANCEL_S = 10.0
 
 
-class Way(Protocol):
-    """A way to run a request; iterate within `aclosing`, which ends the request."""
+class RequestPath(Protocol):
+    """Runs requests. Iterate within `aclosing`, which ends the request."""
 
-    def pieces(self, request_id: str, *, outputs: int) -> AsyncGenerator[str]:
-        """The texts of its outputs; an empty one first, once every stage has taken the request."""
+    def texts(self, request_id: str, *, outputs: int) -> AsyncGenerator[str]:
+        """Yields an empty text when every stage has accepted the request, then the texts of its outputs."""
         ...
 
 
 class Orchestrated:
-    """By the orchestrator."""
+    """Runs requests through the orchestrator."""
 
     def __init__(self, endpoint: str) -> None:
         self._channel = open_channel(endpoint)
@@ -42,8 +42,7 @@ class Orchestrated:
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
-    async def pieces(self, request_id: str, *, outputs: int) -> AsyncGenerator[str]:
-        """See Way."""
+    async def texts(self, request_id: str, *, outputs: int) -> AsyncGenerator[str]:
         async with aclosing(self.events(request_id, outputs=outputs)) as events:
             async for event in events:
                 match event.WhichOneof("event"):
@@ -55,7 +54,7 @@ class Orchestrated:
                         pass
 
     async def events(self, request_id: str, *, outputs: int) -> AsyncGenerator[orchestrator_pb2.GenerateResponse]:
-        """All that is said of a request; iterate within `aclosing`, which ends it."""
+        """Yields all events of a request. Iterate within `aclosing`, which ends the request."""
         request = orchestrator_pb2.GenerateRequest(request_id=request_id)
         request.input.text = "count"
         request.parameters.sampling.max_tokens = outputs
@@ -68,19 +67,21 @@ class Orchestrated:
 
 
 class Direct:
-    """By the stages themselves: the client plans, replicas by turns, and takes the first stage's outputs."""
+    """Runs requests at the stages themselves: plans replicas round robin, and receives the first stage's outputs.
+
+    If `relay` is given, the outputs pass through a relay at this address.
+    """
 
     def __init__(
         self, pipeline: Pipeline, replicas: Sequence[admin_pb2.ReplicaStatus], *, relay: str | None = None
     ) -> None:
-        """With a relay's address the outputs come over that."""
         self._pipeline = pipeline
         self._replicas = {name: [each for each in replicas if each.stage == name] for name in pipeline.stages}
         self._channels = {each.name: open_channel(each.endpoint) for each in replicas}
         self._stubs = {name: stage_pb2_grpc.StageServiceStub(channel) for name, channel in self._channels.items()}
         self._relay = open_channel(relay) if relay is not None else None
-        self._speaker = next(iter(pipeline.stages))
-        """Where the outputs come from that are measured: the first stage, whose call is made last."""
+        self._measured_stage = next(iter(pipeline.stages))
+        """The stage whose outputs are measured. It is called last."""
         self._turn = 0
 
     async def __aenter__(self) -> Self:
@@ -90,20 +91,19 @@ class Direct:
         for channel in (*self._channels.values(), *([self._relay] if self._relay is not None else [])):
             await channel.close()
 
-    async def pieces(self, request_id: str, *, outputs: int) -> AsyncGenerator[str]:
-        """See Way."""
+    async def texts(self, request_id: str, *, outputs: int) -> AsyncGenerator[str]:
         self._turn += 1
         chosen = {name: each[self._turn % len(each)] for name, each in self._replicas.items()}
         async with AsyncExitStack() as stack:
             for replica in chosen.values():
                 stack.push_async_callback(self._cancel, replica, request_id)
-            # Consumers first, so that what a producer sends is expected.
-            for name in reversed([name for name in self._replicas if name != self._speaker]):
+            # Consumers are called first, so that they expect the producer's chunks.
+            for name in reversed([name for name in self._replicas if name != self._measured_stage]):
                 others = self._execute(name, chosen, request_id=request_id, outputs=outputs)
                 await anext(others)
                 draining = asyncio.create_task(_drain(others))
                 stack.callback(draining.cancel)
-            events = self._execute(self._speaker, chosen, request_id=request_id, outputs=outputs)
+            events = self._execute(self._measured_stage, chosen, request_id=request_id, outputs=outputs)
             await anext(events)
             yield ""
             async for event in events:
@@ -115,7 +115,7 @@ class Direct:
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
         request = self._request(stage, chosen, request_id=request_id, outputs=outputs)
         replica = chosen[stage]
-        if stage == self._speaker and self._relay is not None:
+        if stage == self._measured_stage and self._relay is not None:
             stub = stage_pb2_grpc.StageServiceStub(self._relay)
             call = stub.ExecuteStep(request, metadata=((UPSTREAM, replica.endpoint),))
         else:
@@ -159,7 +159,7 @@ class Direct:
         return request
 
     async def _cancel(self, replica: admin_pb2.ReplicaStatus, request_id: str) -> None:
-        request = stage_pb2.CancelStepRequest(request_id=request_id, attempt=1, reason="it has been measured")
+        request = stage_pb2.CancelStepRequest(request_id=request_id, attempt=1, reason="the measurement has ended")
         await self._stubs[replica.name].CancelStep(request, timeout=_CANCEL_S)
 
 

@@ -1,0 +1,1 @@
+"""The processes and request paths that benchmarks of the orchestrator measure."""

@@ -1,1 +1,0 @@
-"""Processes that benchmarks of the orchestrator are made of."""
