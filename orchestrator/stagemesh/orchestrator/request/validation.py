@@ -49,8 +49,8 @@ class ValidRequest:
 
     @property
     def facts(self) -> Facts:
-        """What the pipeline's conditions can test: the options that the request sets, the kinds of its input, and the
-        outputs that it asks for.
+        """The facts that the pipeline's conditions test: the options that the request sets, the kinds of its input,
+        and the outputs that it asks for.
         """
         return {
             **{Fact("option", name): value for name, value in self.parameters.options.items()},
@@ -64,18 +64,15 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
     InvalidChunkError with the remedy if the pipeline cannot run it.
     """
     check_pipeline(request.pipeline, pipeline)
-    _check_request_id(request.request_id)
-    _check_caller(request.caller)
+    _check_name(request.request_id, field="request_id", pattern=_REQUEST_ID, special="._:-")
+    _check_name(request.caller, field="caller", pattern=_CALLER, special="._:@/-")
     outputs = _check_outputs(request.outputs, pipeline)
     _check_outputs(request.next_seqs, pipeline)
     _check_outputs(request.next_positions, pipeline)
     _check_earlier_calls(request.earlier_calls)
     _check_input(request.input)
-    _check_media(request.input, pipeline)
-    _check_negative_prompt(request.input, pipeline)
+    _check_support(request, pipeline)
     _check_options(request.parameters.options, pipeline)
-    if request.parameters.HasField("adapter"):
-        _check_adapters(pipeline)
     parameters = request_pb2.Parameters()
     parameters.CopyFrom(request.parameters)
     if not parameters.HasField("seed"):
@@ -101,19 +98,11 @@ def check_pipeline(name: str, pipeline: Pipeline) -> None:
         )
 
 
-def _check_request_id(request_id: str) -> None:
-    if request_id and _REQUEST_ID.fullmatch(request_id) is None:
+def _check_name(name: str, *, field: str, pattern: re.Pattern[str], special: str) -> None:
+    if name and pattern.fullmatch(name) is None:
         raise InvalidRequestError(
-            f"request_id is {request_id[:140]!r}; use at most 128 letters, digits, '.', '_', ':', '-', or omit it",
-            reason="INVALID_REQUEST_ID",
-        )
-
-
-def _check_caller(caller: str) -> None:
-    if _CALLER.fullmatch(caller) is None:
-        raise InvalidRequestError(
-            f'caller is {caller[:140]!r}; use at most 128 letters, digits and "._:@/-", or omit it',
-            reason="INVALID_CALLER",
+            f"{field} is {name[:140]!r}; use at most 128 letters, digits and any of {special!r}, or omit it",
+            reason=f"INVALID_{field.upper()}",
         )
 
 
@@ -169,20 +158,25 @@ def _check_part(part: request_pb2.Part) -> None:
             pass
 
 
-def _check_media(given: request_pb2.Input, pipeline: Pipeline) -> None:
-    """Checks that a stage accepts media. Their content is checked by the stage, which decodes them."""
-    if not any(_is_medium(part) for message in given.conversation.messages for part in message.parts):
-        return
-    if not any(stage.signature.media for stage in pipeline.stages.values()):
+def _check_support(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> None:
+    """Checks that a stage accepts the media, the negative prompt and the adapter of a request, if it has them. The
+    stage itself checks the content of media, because it decodes them.
+    """
+    given = request.input
+    signatures = [stage.signature for stage in pipeline.stages.values()]
+    no_stage = f"no stage of pipeline {pipeline.name!r} accepts"
+    has_media = any(_is_medium(part) for message in given.conversation.messages for part in message.parts)
+    if has_media and not any(signature.media for signature in signatures):
         raise UnsupportedError(
-            f"no stage of pipeline {pipeline.name!r} accepts images, audio or video; leave them out, or choose a "
-            "pipeline whose model does"
+            f"{no_stage} images, audio or video; leave them out, or choose a pipeline whose model does"
         )
-
-
-def _check_negative_prompt(given: request_pb2.Input, pipeline: Pipeline) -> None:
-    if given.negative_prompt and not any(stage.signature.negative_prompt for stage in pipeline.stages.values()):
-        raise UnsupportedError(f"no stage of pipeline {pipeline.name!r} accepts a negative prompt; leave it out")
+    if given.negative_prompt and not any(signature.negative_prompt for signature in signatures):
+        raise UnsupportedError(f"{no_stage} a negative prompt; leave it out")
+    if request.parameters.HasField("adapter") and not any(signature.adapters for signature in signatures):
+        raise UnsupportedError(
+            f"{no_stage} adapters; leave adapter unset, or start a stage with the option enable_lora if its engine "
+            "has it"
+        )
 
 
 def _is_medium(part: request_pb2.Part) -> bool:
@@ -211,14 +205,6 @@ def _check_options(options: Mapping[str, float], pipeline: Pipeline) -> None:
                 reason="INVALID_OPTION",
                 metadata={"option": name},
             )
-
-
-def _check_adapters(pipeline: Pipeline) -> None:
-    if not any(stage.signature.adapters for stage in pipeline.stages.values()):
-        raise UnsupportedError(
-            f"no stage of pipeline {pipeline.name!r} accepts adapters; leave adapter unset, or start a stage with the "
-            "option enable_lora if its engine has it"
-        )
 
 
 def _input_kinds(given: request_pb2.Input) -> Iterator[InputKind]:
