@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import aclosing, suppress
-from typing import Protocol
 
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.orchestrator.config import ReplicaAddress
@@ -21,25 +20,24 @@ GIVE_UP_S = 15.0
 """A replica that is unreachable for this time counts as ended."""
 
 
-class WatcherOwner(Protocol):
-    """The owner of the replicas: the fleet."""
-
-    def admit(self, replica: Replica, description: stage_pb2.DescribeResponse) -> None:
-        """Called with each description of a replica. Calls `Replica.observe`."""
-
-    def replace(self, replica: Replica, successor: Replica | None) -> None:
-        """Called when a replica is no longer at its address: its process restarted, or the replica has left."""
-
-
 class ReplicaWatcher:
     """Watches one address, until the replica has left and none of this orchestrator's requests runs there."""
 
     def __init__(
-        self, address: ReplicaAddress, client: ReplicaClient, make: Callable[[], Replica], owner: WatcherOwner
+        self,
+        address: ReplicaAddress,
+        client: ReplicaClient,
+        *,
+        make: Callable[[], Replica],
+        admit: Callable[[Replica, stage_pb2.DescribeResponse], None],
+        replace: Callable[[Replica, Replica | None], None],
     ) -> None:
-        """`make` makes the Replica for a new process at the address."""
+        """`make` makes the Replica for a new process at the address. `admit` is called with each description of a
+        replica and sets its state. `replace` is called with a replica that is no longer at the address, and its
+        successor if the process restarted.
+        """
         self.address = address
-        self._client, self._make, self._owner = client, make, owner
+        self._client, self._make, self._admit, self._replaced = client, make, admit, replace
         self._left = asyncio.Event()
         self._lost_at_s: float | None = None
         self._pause_s = _FIRST_PAUSE_S
@@ -59,7 +57,7 @@ class ReplicaWatcher:
                 await self.replica.wait_until_idle()
                 watching.cancel()
         finally:
-            self._owner.replace(self.replica, None)
+            self._replaced(self.replica, None)
             await self._client.close()
 
     async def _watch(self) -> None:
@@ -84,7 +82,7 @@ class ReplicaWatcher:
             self._replace()
         elif self.replica.end_cause is not None and not failed:
             self._replace()
-        self._owner.admit(self.replica, description)
+        self._admit(self.replica, description)
         if failed:
             self.replica.end(_ended(self.replica, f"failed ({description.detail})"))
 
@@ -92,7 +90,7 @@ class ReplicaWatcher:
         predecessor, self.replica = self.replica, self._make()
         if self._left.is_set():
             self.replica.leave(predecessor.detail)
-        self._owner.replace(predecessor, self.replica)
+        self._replaced(predecessor, self.replica)
 
     async def _watch_ready(self) -> None:
         """Takes in load reports until the replica accepts no more steps. Raises if it is unreachable."""
