@@ -36,18 +36,19 @@ class Position:
         """Returns an independent copy."""
         return Position(self._counts)
 
-    def units(self, name: str) -> int:
-        """Returns the units of one output."""
-        return self._counts.get(name, 0)
-
     def is_behind(self, other: "Position") -> bool:
         """Returns whether `other` is further in at least one output."""
-        return any(self.units(name) < count for name, count in other.counts.items())
+        return any(self._counts.get(name, 0) < count for name, count in other.counts.items())
 
     def advance(self, piece: Piece) -> None:
         """Adds the length of a piece."""
-        name, length = _measure(piece)
-        self._counts[name] = self._counts.get(name, 0) + length
+        self.advance_by(*_measure(piece))
+
+    def advance_by(self, name: str, count: int) -> int:
+        """Adds `count` units to an output. Returns the units before."""
+        begin = self._counts.get(name, 0)
+        self._counts[name] = begin + count
+        return begin
 
     @overload
     def remainder(self, piece: request_pb2.Output, *, replayed: "Position") -> request_pb2.Output | None: ...
@@ -64,9 +65,9 @@ class Position:
         for a tensor whose size and shape do not match.
         """
         name, length = _measure(piece)
-        begin, received = replayed.units(name), self.units(name)
-        replayed.advance(piece)
-        self._counts[name] = max(received, begin + length)
+        begin, received = replayed.advance_by(name, length), self._counts.get(name, 0)
+        if begin + length > received:
+            self._counts[name] = begin + length
         if begin >= received:
             return piece
         return after(piece, received - begin) if isinstance(piece, request_pb2.Output) else None
