@@ -8,10 +8,10 @@ import pytest
 _MODULE = """\
 from stagemesh.connectors.edge import Packet
 from stagemesh.common.tensors import TensorSpec
-from stagemesh.common.descriptors import TransformCard
+from stagemesh.common.descriptors import TransformDescriptor
 
 _ROWS = TensorSpec("float32", ("tokens", "hidden"))
-DESCRIPTOR = TransformCard({"hidden_states": _ROWS}, {"inputs_embeds": _ROWS}, "renamed_states:Renamed")
+DESCRIPTOR = TransformDescriptor({"hidden_states": _ROWS}, {"inputs_embeds": _ROWS}, "renamed_states:Renamed")
 
 
 class Renamed:
