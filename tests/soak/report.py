@@ -83,4 +83,4 @@ class Report:
         killed, usual = median(killed_s), median(usual_s)
         if killed - usual < MEDIAN_RESUME_S:
             return []
-        return [f"from a kill it takes {killed:.2f} s to go on in the median, where {usual:.2f} s pass without any"]
+        return [f"the median pause after a kill is {killed:.2f} s, and {usual:.2f} s without a fault"]

@@ -32,7 +32,7 @@ def test_each_kind_of_problem_fails_a_soak() -> None:
 
 def test_long_pauses_after_kills_fail_a_soak() -> None:
     late = replace(CLEAN, pause_s={"kill": [1.5, 1.3, 1.4], "nothing": [0.2]})
-    assert late.problems() == ["from a kill it takes 1.40 s to go on in the median, where 0.20 s pass without any"]
+    assert late.problems() == ["the median pause after a kill is 1.40 s, and 0.20 s without a fault"]
 
 
 def test_pauses_of_a_busy_machine_are_allowed() -> None:

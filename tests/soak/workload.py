@@ -21,7 +21,7 @@ OUTPUT_OF = {"source": "text", "frames": "frames", "sound": "audio"}
 CHECKPOINT_STEPS = 8
 _SIZES: JsonValue = {"one_of": [24, 100, 1000]}
 _PIPELINE = """\
-pipeline: soak_deployment
+pipeline: soaked
 stages:
   source:
     engine: fake
@@ -39,7 +39,7 @@ outputs: {{text: source, frames: frames, audio: sound}}
 
 def write_pipeline(folder: Path, *, replicas: int, step_s: float) -> Path:
     """Returns the pipeline file: three stages with fake engines."""
-    path = folder / "soak_deployment.yaml"
+    path = folder / "soaked.yaml"
     path.write_text(_PIPELINE.format(replicas=replicas, step_s=step_s, checkpoint_steps=CHECKPOINT_STEPS))
     return path
 
