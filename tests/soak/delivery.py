@@ -12,7 +12,7 @@ from stagemesh.client.events import Admitted, AudioChunk, Finished, TensorOutput
 from tests.soak.workload import Request
 
 _BEGINNING_BYTES = 16
-_ON_ITS_WAY_S = 1.0
+_IN_FLIGHT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class Arrivals:
         self.pieces.append(piece)
         self.times_s.append(time.monotonic())
 
-    def resumed_s(self, struck_s: float) -> float | None:
+    def pause_s(self, fault_s: float) -> float | None:
         """Returns the seconds from a fault to the end of the pause that it caused, or None if no piece arrived
         afterwards. The pause is the longest one that began before the fault or soon after, because some pieces may have
         been in flight.
         """
-        pauses = [each for each in pairwise(self.times_s) if each[1] > struck_s and each[0] < struck_s + _ON_ITS_WAY_S]
-        return max(pauses, key=lambda pause: pause[1] - pause[0])[1] - struck_s if pauses else None
+        pauses = [each for each in pairwise(self.times_s) if each[1] > fault_s and each[0] < fault_s + _IN_FLIGHT_S]
+        return max(pauses, key=lambda pause: pause[1] - pause[0])[1] - fault_s if pauses else None
 
 
 class Delivery:
@@ -129,7 +129,7 @@ class Delivery:
         found = Flaws(altered=self._disorder)
         for output in self.outputs:
             received = self.received(output)
-            expected = self._units[output] if not self.error else self._begun(output, len(received))
+            expected = self._units[output] if not self.error else self._first_units(output, len(received))
             found += flaws(received, expected)
         return found
 
@@ -137,7 +137,7 @@ class Delivery:
         """Whether the client received the end of the request."""
         return not self.error and self._finished == 1 and self._admitted >= 1
 
-    def _begun(self, output: str, size_bytes: int) -> list[bytes]:
+    def _first_units(self, output: str, size_bytes: int) -> list[bytes]:
         """Returns the units in the first `size` bytes; the last one may be cut."""
         ends = list(accumulate(len(unit) for unit in self._units[output]))
         whole = bisect_right(ends, size_bytes)

@@ -17,7 +17,7 @@ from tests.soak.operators import Operator
 T = TypeVar("T")
 
 STOP_S = 10.0
-_STRUCK_S = 5.0
+_EFFECT_TIMEOUT_S = 5.0
 
 
 class FaultKind(Enum):
@@ -53,11 +53,11 @@ class Faults:
         """`load_s` is the maximum time for a process to become ready."""
         self._deployment, self._operator, self._random, self._load_s = deployment, operator, random, load_s
 
-    async def befall(self, kind: FaultKind, victim: str) -> None:
+    async def perform(self, kind: FaultKind, victim: str) -> None:
         """Performs a fault. Raises MissedError if it had no effect."""
-        await self._ways()[kind](victim)
+        await self._methods()[kind](victim)
 
-    def _ways(self) -> Mapping[FaultKind, Callable[[str], Awaitable[None]]]:
+    def _methods(self) -> Mapping[FaultKind, Callable[[str], Awaitable[None]]]:
         return {
             FaultKind.KILL: self._kill,
             FaultKind.STOP: self._stop,
@@ -87,15 +87,15 @@ class Faults:
             raise MissedError(f"{victim} had no connection to sever")
 
     async def _drain(self, victim: str) -> None:
-        await self._patiently(lambda: self._operator.drain(victim))
-        if victim in await self._patiently(self._operator.ready):
+        await self._retry(lambda: self._operator.drain(victim))
+        if victim in await self._retry(self._operator.ready):
             raise MissedError(f"{victim} takes requests though it was drained")
         await asyncio.sleep(self._random.uniform(1.0, 4.0))
-        await self._patiently(lambda: self._operator.resume(victim))
+        await self._retry(lambda: self._operator.resume(victim))
 
     async def _restart(self, victim: str) -> None:
         before = self._deployment.process_id(victim)
-        await self._patiently(lambda: self._restart_once(victim, before))
+        await self._retry(lambda: self._restart_once(victim, before))
         await self._until_another_process(victim, before)
 
     async def _restart_once(self, victim: str, before: int) -> None:
@@ -113,7 +113,7 @@ class Faults:
             timeout_s=self._load_s,
         )
 
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _retry(self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeats an operator's call if another fault aborts it. A drained replica stays drained."""
         async with asyncio.timeout(self._load_s * 2):
             while True:
@@ -125,7 +125,7 @@ class Faults:
                 await asyncio.sleep(0.2)
 
 
-async def _until(condition: Callable[[], bool], *, what: str, timeout_s: float = _STRUCK_S) -> None:
+async def _until(condition: Callable[[], bool], *, what: str, timeout_s: float = _EFFECT_TIMEOUT_S) -> None:
     try:
         async with asyncio.timeout(timeout_s):
             while not condition():

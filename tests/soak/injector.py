@@ -24,16 +24,16 @@ _AT_WORK_S = 0.3
 
 
 @dataclass(frozen=True)
-class Struck:
+class HitRequest:
     """A request that a fault hit, and the output of the stage that it hit."""
 
     delivery: Delivery
     output: str
     at_s: float
 
-    def resumed_s(self) -> float | None:
+    def pause_s(self) -> float | None:
         """Seconds until its client received more, or None if the output was complete."""
-        return self.delivery.outputs[self.output].resumed_s(self.at_s) if self.delivery.whole() else None
+        return self.delivery.outputs[self.output].pause_s(self.at_s) if self.delivery.whole() else None
 
 
 class Injector:
@@ -55,7 +55,7 @@ class Injector:
         """
         self.counts = Counter[FaultKind]()
         self.missed = list[str]()
-        self.struck = dict[str, list[Struck]]()
+        self.struck = dict[str, list[HitRequest]]()
         """The pauses in seconds by kind of fault. UNTOUCHED has those of requests that ran elsewhere at the time of a
         fault.
         """
@@ -69,7 +69,7 @@ class Injector:
 
     async def run(self, *, count: int, stop_s: float) -> None:
         """Injects a number of faults, or as many as there is time for. Returns when the last fault is over."""
-        end_s, kinds = time.monotonic() + stop_s, self._deal()
+        end_s, kinds = time.monotonic() + stop_s, self._random_kinds()
         kind = next(kinds)
         async with asyncio.TaskGroup() as group:
             while sum(self.counts.values()) < count and time.monotonic() < end_s:
@@ -77,20 +77,20 @@ class Injector:
                 victim = await self._victim(kind)
                 if victim is not None:
                     self._ill.add(victim)
-                    group.create_task(self._strike(kind, victim))
+                    group.create_task(self._inject(kind, victim))
                     kind = next(kinds)
 
-    def _deal(self) -> Iterator[FaultKind]:
+    def _random_kinds(self) -> Iterator[FaultKind]:
         """Yields kinds in random order, each as often as the others."""
         while True:
             yield from self._random.sample(self._kinds, len(self._kinds))
 
-    async def _strike(self, kind: FaultKind, victim: str) -> None:
-        await self._note_struck(kind, victim)
+    async def _inject(self, kind: FaultKind, victim: str) -> None:
+        await self._note_hits(kind, victim)
         try:
-            await self._faults.befall(kind, victim)
+            await self._faults.perform(kind, victim)
             self.counts[kind] += 1
-            await self._came_back(victim)
+            await self._wait_until_ready(victim)
         except (MissedError, TimeoutError, AssertionError) as exc:
             self.missed.append(f"{kind.value} of {victim}: {exc!r}")
         except grpc.aio.AioRpcError as exc:
@@ -120,7 +120,7 @@ class Injector:
     async def _may_die(self, replica: str) -> bool:
         return all(self._deaths[request] < MAX_DEATHS for request in await self._operator.requests_on(replica))
 
-    async def _note_struck(self, kind: FaultKind, victim: str) -> None:
+    async def _note_hits(self, kind: FaultKind, victim: str) -> None:
         if kind.is_of_orchestrator:
             for delivery in self._load.running.values():
                 self._note(kind.value, delivery, "text")
@@ -138,9 +138,9 @@ class Injector:
         # For a request that has not started yet, or waits for another reason, the pause cannot be measured.
         times_s, now_s = delivery.outputs[output].times_s, time.monotonic()
         if times_s and now_s - times_s[-1] < _AT_WORK_S:
-            self.struck.setdefault(kind, []).append(Struck(delivery, output, now_s))
+            self.struck.setdefault(kind, []).append(HitRequest(delivery, output, now_s))
 
-    async def _came_back(self, victim: str) -> None:
+    async def _wait_until_ready(self, victim: str) -> None:
         """Waits until the victim accepts requests again."""
         if victim == "orchestrator":
             # The replicas may be in any state: some have faults of their own.

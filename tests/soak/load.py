@@ -36,14 +36,14 @@ class Load:
         """Runs requests until `stop` is set, and waits for the last ones."""
         await self._all(clients, lambda: not stop.is_set())
 
-    async def _all(self, clients: int, goes_on: Condition) -> None:
+    async def _all(self, clients: int, continues: Condition) -> None:
         async with asyncio.TaskGroup() as group:
             for _ in range(clients):
-                group.create_task(self._client(goes_on))
+                group.create_task(self._client(continues))
 
-    async def _client(self, goes_on: Condition) -> None:
+    async def _client(self, continues: Condition) -> None:
         async with AsyncClient(self._endpoint, retry_policy=RetryPolicy(attempts=20, max_pause_s=2.0)) as client:
-            while goes_on():
+            while continues():
                 await self._one(client)
 
     async def _one(self, client: AsyncClient) -> None:

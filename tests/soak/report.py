@@ -27,7 +27,7 @@ class Report:
     faults: Mapping[str, int]
     """The numbers of faults by kind."""
     missed_faults: Sequence[str]
-    resumed_s: Mapping[str, Sequence[float]]
+    pause_s: Mapping[str, Sequence[float]]
     """By kind of fault, the seconds until the client of each hit request received more."""
     growth: Sequence[str]
     orchestrator_mb: Sequence[int]
@@ -61,7 +61,7 @@ class Report:
             f"{self.requests} requests: {len(self.failed)} failed; slowest {self.slowest_s:.1f} s",
             "units: " + ", ".join(f"{count} {flaw}" for flaw, count in asdict(flaws).items()),
         ]
-        for kind, times_s in sorted(self.resumed_s.items()):
+        for kind, times_s in sorted(self.pause_s.items()):
             ninth = quantiles(times_s, n=10)[-1] if len(times_s) > 1 else times_s[0]
             lines.append(
                 f"to resume after {kind}: median {median(times_s):.2f} s, p90 {ninth:.2f} s, "
@@ -77,10 +77,10 @@ class Report:
         return json.dumps({**asdict(self), "problems": self.problems()}, indent=2)
 
     def _slow(self) -> list[str]:
-        killed_s, usual_s = self.resumed_s.get("kill", ()), self.resumed_s.get(UNTOUCHED, ())
+        killed_s, usual_s = self.pause_s.get("kill", ()), self.pause_s.get(UNTOUCHED, ())
         if not killed_s or not usual_s:
             return []
         killed, usual = median(killed_s), median(usual_s)
         if killed - usual < MEDIAN_RESUME_S:
             return []
-        return [f"from a kill it takes {killed:.2f} s to go on in the median, where {usual:.2f} s pass without any"]
+        return [f"the median pause after a kill is {killed:.2f} s, and {usual:.2f} s without a fault"]

@@ -46,7 +46,7 @@ class Plan:
 
 
 @dataclass
-class _Found:
+class _Results:
     load: Load
     injector: Injector
     samples: list[Sample] = field(default_factory=list[Sample])
@@ -59,7 +59,7 @@ async def soak(folder: Path, plan: Plan) -> Report:
     """Starts a deployment, runs the plan on it and stops it."""
     before = shared_memory()
     with deployed(write_pipeline(folder, replicas=plan.replicas, step_s=plan.step_s)) as up:
-        report = await soaked(up, plan)
+        report = await soak_deployment(up, plan)
     left = [f"/dev/shm/{name}" for name in sorted(shared_memory() - before)]
     return replace(report, left=[*report.left, *left])
 
@@ -69,17 +69,19 @@ def fake_work(plan: Plan) -> Work:
     return Work(requests(plan.seed, count=plan.different, steps=plan.steps), OUTPUT_OF, units)
 
 
-async def soaked(up: Deployment, plan: Plan, *, work: Work | None = None, through: Through | None = None) -> Report:
+async def soak_deployment(
+    up: Deployment, plan: Plan, *, work: Work | None = None, through: Through | None = None
+) -> Report:
     """Runs the plan on a running deployment, first each different request once without a fault. `work` is the requests
     for fake engines by default. `through` puts a relay between the clients and the orchestrator.
     """
     work = work or fake_work(plan)
-    async with operating(up.admin_endpoint) as operator, (through or _directly)(up.endpoint) as endpoint:
+    async with operating(up.admin_endpoint) as operator, (through or _without_relay)(up.endpoint) as endpoint:
         return await _run(up, operator, endpoint, plan, work)
 
 
 @asynccontextmanager
-async def _directly(endpoint: str) -> AsyncIterator[str]:
+async def _without_relay(endpoint: str) -> AsyncIterator[str]:
     yield endpoint
 
 
@@ -88,7 +90,7 @@ async def _run(up: Deployment, operator: Operator, endpoint: str, plan: Plan, wo
     injector = Injector(
         up, operator, load, kinds=plan.kinds, seed=plan.seed, output_of=work.output_of, load_s=plan.load_s
     )
-    found = _Found(load, injector)
+    found = _Results(load, injector)
     sampling = asyncio.create_task(_sample(up, found))
     try:
         await load.each_once(len(work.requests), clients=plan.clients)
@@ -97,7 +99,7 @@ async def _run(up: Deployment, operator: Operator, endpoint: str, plan: Plan, wo
     finally:
         sampling.cancel()
         await asyncio.gather(sampling, return_exceptions=True)
-    found.left += await _not_let_go(up, operator)
+    found.left += await _unreleased(up, operator)
     for name, delivery in load.ended.items():
         flaws = await asyncio.to_thread(work.judge, delivery)
         if flaws:
@@ -107,7 +109,7 @@ async def _run(up: Deployment, operator: Operator, endpoint: str, plan: Plan, wo
     return _report(found)
 
 
-async def _under_faults(found: _Found, plan: Plan) -> None:
+async def _under_faults(found: _Results, plan: Plan) -> None:
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         group.create_task(found.load.until(stop, clients=plan.clients))
@@ -115,13 +117,13 @@ async def _under_faults(found: _Found, plan: Plan) -> None:
         stop.set()
 
 
-async def _sample(up: Deployment, found: _Found) -> None:
+async def _sample(up: Deployment, found: _Results) -> None:
     while True:
         found.samples += sample(up.statuses)
         await asyncio.sleep(_SAMPLE_S)
 
 
-async def _not_let_go(up: Deployment, operator: Operator) -> list[str]:
+async def _unreleased(up: Deployment, operator: Operator) -> list[str]:
     """Returns the resources that are still held some time after the last request has ended."""
     for _ in range(int(_QUIET_S / 0.5)):
         held = await _held(up, operator)
@@ -140,11 +142,11 @@ async def _held(up: Deployment, operator: Operator) -> list[str]:
     return held
 
 
-def _report(found: _Found) -> Report:
+def _report(found: _Results) -> Report:
     ended, injector = found.load.ended, found.injector
     failed = {name: each.error or "it ended without being finished" for name, each in ended.items() if not each.whole()}
     times_s = {
-        kind: sorted(time_s for each in struck if (time_s := each.resumed_s()) is not None)
+        kind: sorted(time_s for each in struck if (time_s := each.pause_s()) is not None)
         for kind, struck in injector.struck.items()
     }
     return Report(
@@ -154,7 +156,7 @@ def _report(found: _Found) -> Report:
         timelines=found.timelines,
         faults={kind.value: count for kind, count in injector.counts.items()},
         missed_faults=injector.missed,
-        resumed_s={kind: each for kind, each in times_s.items() if each},
+        pause_s={kind: each for kind, each in times_s.items() if each},
         growth=growth(found.samples),
         orchestrator_mb=[each.heap_bytes >> 20 for each in found.samples if each.process == "orchestrator"],
         left=found.left,

@@ -14,29 +14,29 @@ from tests.soak.work import Work
 from tests.soak.workload import Request
 from tests.speech.whisper import transcribe, word_error_rate
 
-Hearing: TypeAlias = Callable[[npt.NDArray[np.float32], int], str]
+Recognizer: TypeAlias = Callable[[npt.NDArray[np.float32], int], str]
 """Returns the words in audio samples of a sample rate."""
 
 TOPICS = ("river", "castle", "garden", "mountain", "kitchen", "library")
 _SEED, _MAX_TOKENS = 7, 40
 _TIMEOUT_S = 240.0
-_HEARING = 0.15
+_EXTRA_WORD_ERRORS = 0.15
 """The word error rate that is allowed to Whisper in excess of its rate for the same request without a fault."""
-_NEXT_TO_NOTHING = 1e-3
+_SAMPLE_TOLERANCE = 1e-3
 """The allowed difference of samples as a fraction of full scale: rounding depends on the batch."""
 
 
-class Ears:
+class SpeechJudge:
     """Judges deliveries. The first delivery of each request is without a fault, and later ones must equal it. If the
     language model wrote another text because of another batch, the audio must say exactly that text, without
     repetitions or omissions.
     """
 
-    def __init__(self, hear: Hearing = transcribe) -> None:
-        self._hear = hear
+    def __init__(self, recognize: Recognizer = transcribe) -> None:
+        self._recognize = recognize
         self._first: dict[Request, Delivery] = {}
         self._usual: dict[Request, float] = {}
-        self.same = self.by_ear = 0
+        self.same = self.recognized = 0
         """The number of deliveries by the way in which they were judged."""
 
     def judge(self, delivery: Delivery) -> Flaws:
@@ -47,23 +47,23 @@ class Ears:
         if first is not delivery and _is_same(first, delivery):
             self.same += 1
             return Flaws()
-        self.by_ear += 1
-        rate = self._misheard(delivery)
+        self.recognized += 1
+        rate = self._word_error_rate(delivery)
         usual = self._usual.setdefault(delivery.request, rate)
-        return Flaws(altered=1) if rate > usual + _HEARING else Flaws()
+        return Flaws(altered=1) if rate > usual + _EXTRA_WORD_ERRORS else Flaws()
 
-    def _misheard(self, delivery: Delivery) -> float:
-        said = delivery.received("text").decode()
-        return word_error_rate(said, self._hear(_samples(delivery), SAMPLE_RATE_HZ))
+    def _word_error_rate(self, delivery: Delivery) -> float:
+        text = delivery.received("text").decode()
+        return word_error_rate(text, self._recognize(_samples(delivery), SAMPLE_RATE_HZ))
 
 
-def speech_work(ears: Ears) -> Work:
+def speech_work(judge: SpeechJudge) -> Work:
     """Requests for short answers, which are spoken."""
     return Work(
         [Request(f"Describe a {topic} in one sentence.", _SEED, _MAX_TOKENS) for topic in TOPICS],
         {"thinker": "text", "acoustic": "audio", "vocoder": "audio"},
         lambda _: {"text": (), "audio": ()},
-        judge=ears.judge,
+        judge=judge.judge,
         timeout_s=_TIMEOUT_S,
     )
 
@@ -76,4 +76,4 @@ def _is_same(one: Delivery, other: Delivery) -> bool:
     if one.received("text") != other.received("text"):
         return False
     ours, theirs = _samples(one), _samples(other)
-    return ours.shape == theirs.shape and bool(np.allclose(ours, theirs, atol=_NEXT_TO_NOTHING))
+    return ours.shape == theirs.shape and bool(np.allclose(ours, theirs, atol=_SAMPLE_TOLERANCE))

@@ -33,7 +33,7 @@ def tampered(tampering: Tampering, *, output: str, piece: int = 3) -> Through:
     async def through(endpoint: str) -> AsyncIterator[str]:
         async with open_channel(endpoint) as channel:
             server = grpc.aio.server(options=SERVER_OPTIONS)
-            server.add_generic_rpc_handlers((_Relay(channel, lambda: _Hand(tampering, output, piece)),))
+            server.add_generic_rpc_handlers((_Relay(channel, lambda: _Tamperer(tampering, output, piece)),))
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
             try:
@@ -44,7 +44,7 @@ def tampered(tampering: Tampering, *, output: str, piece: int = 3) -> Through:
     return through
 
 
-class _Hand:
+class _Tamperer:
     """Tampers with the messages of one call."""
 
     def __init__(self, tampering: Tampering, output: str, piece: int) -> None:
@@ -52,7 +52,7 @@ class _Hand:
         self._seen = 0
         self._held: list[bytes] = []
 
-    def pass_on(self, message: bytes) -> list[bytes]:
+    def relay(self, message: bytes) -> list[bytes]:
         """Returns the messages to send instead. Raises EOFError if the stream must end, and ConnectionError if it must
         fail.
         """
@@ -87,7 +87,7 @@ class _Hand:
 
 
 class _Relay(grpc.GenericRpcHandler):
-    def __init__(self, channel: grpc.aio.Channel, hand: Callable[[], _Hand]) -> None:
+    def __init__(self, channel: grpc.aio.Channel, hand: Callable[[], _Tamperer]) -> None:
         self._channel, self._hand = channel, hand
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes] | None":
@@ -101,7 +101,7 @@ class _Relay(grpc.GenericRpcHandler):
         call = method(request)
         try:
             async for message in call:
-                for each in hand.pass_on(message):
+                for each in hand.relay(message):
                     yield each
         except EOFError:
             return

@@ -105,6 +105,6 @@ def test_a_failed_request_is_compared_as_far_as_it_got() -> None:
 
 def test_a_pause_ends_with_the_longest_gap() -> None:
     arrivals = Arrivals(times_s=[1.0, 1.1, 1.2, 1.25, 2.0, 2.3, 9.0])
-    assert arrivals.resumed_s(1.15) == pytest.approx(0.85)
-    assert arrivals.resumed_s(8.0) == pytest.approx(1.0)
-    assert arrivals.resumed_s(9.5) is None
+    assert arrivals.pause_s(1.15) == pytest.approx(0.85)
+    assert arrivals.pause_s(8.0) == pytest.approx(1.0)
+    assert arrivals.pause_s(9.5) is None

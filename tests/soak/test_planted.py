@@ -10,7 +10,7 @@ from tests.deployment import Deployment, deployed
 from tests.soak import soak as soaking
 from tests.soak.delivery import Flaws
 from tests.soak.report import Report
-from tests.soak.soak import Plan, soak, soaked
+from tests.soak.soak import Plan, soak, soak_deployment
 from tests.soak.tampering import Tampering, tampered
 from tests.soak.workload import write_pipeline
 
@@ -24,7 +24,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 
 async def _tampered(up: Deployment, tampering: Tampering, *, output: str = "text") -> Report:
-    return await soaked(up, PLAN, through=tampered(tampering, output=output))
+    return await soak_deployment(up, PLAN, through=tampered(tampering, output=output))
 
 
 async def test_no_problem_is_found_if_none_is_planted(up: Deployment) -> None:
@@ -76,7 +76,7 @@ async def test_a_replica_that_releases_nothing_is_found(up: Deployment, monkeypa
     with up.client() as client:
         events = iter(client.generate("hello", seed=1, max_tokens=2000))
         next(events)
-        report = await soaked(up, PLAN)
+        report = await soak_deployment(up, PLAN)
         assert len([left for left in report.left if "1 running" in left]) == 3
         assert any("of the orchestrator" in left for left in report.left)
         events.close()

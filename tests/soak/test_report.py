@@ -10,7 +10,7 @@ CLEAN = Report(
     timelines={},
     faults={"kill": 3},
     missed_faults=[],
-    resumed_s={"kill": [0.3, 0.9, 4.0], "nothing": [0.1, 0.2, 0.3]},
+    pause_s={"kill": [0.3, 0.9, 4.0], "nothing": [0.1, 0.2, 0.3]},
     growth=[],
     orchestrator_mb=[40, 41],
     left=[],
@@ -31,12 +31,12 @@ def test_each_kind_of_problem_fails_a_soak() -> None:
 
 
 def test_long_pauses_after_kills_fail_a_soak() -> None:
-    late = replace(CLEAN, resumed_s={"kill": [1.5, 1.3, 1.4], "nothing": [0.2]})
-    assert late.problems() == ["from a kill it takes 1.40 s to go on in the median, where 0.20 s pass without any"]
+    late = replace(CLEAN, pause_s={"kill": [1.5, 1.3, 1.4], "nothing": [0.2]})
+    assert late.problems() == ["the median pause after a kill is 1.40 s, and 0.20 s without a fault"]
 
 
 def test_pauses_of_a_busy_machine_are_allowed() -> None:
-    assert replace(CLEAN, resumed_s={"kill": [1.4], "nothing": [0.8]}).problems() == []
+    assert replace(CLEAN, pause_s={"kill": [1.4], "nothing": [0.8]}).problems() == []
 
 
 def test_the_summary_has_the_figures_and_the_problems() -> None:

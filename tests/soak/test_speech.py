@@ -9,8 +9,8 @@ from tests.deployment import deployed
 from tests.soak.delivery import Delivery, Flaws
 from tests.soak.faults import FaultKind
 from tests.soak.footprint import shared_memory
-from tests.soak.soak import Plan, soaked
-from tests.soak.speech import Ears, speech_work
+from tests.soak.soak import Plan, soak_deployment
+from tests.soak.speech import SpeechJudge, speech_work
 from tests.soak.workload import Request
 
 KINDS = tuple(kind for kind in FaultKind if not kind.is_of_orchestrator)
@@ -31,44 +31,44 @@ def _delivery(text: str, *, sound: float = 0.5) -> Delivery:
     return delivery
 
 
-def _heard(words: dict[float, str]) -> Ears:
+def _judge(words: dict[float, str]) -> SpeechJudge:
     """A fake speech recognizer that returns given words."""
 
-    def hear(samples: npt.NDArray[np.float32], sample_rate_hz: int) -> str:
+    def recognize(samples: npt.NDArray[np.float32], sample_rate_hz: int) -> str:
         return words[round(float(samples[0]), 3)]
 
-    return Ears(hear)
+    return SpeechJudge(recognize)
 
 
 def test_unchanged_audio_needs_no_speech_recognition() -> None:
-    ears = _heard({0.5: SAID})
-    assert [ears.judge(_delivery(SAID)) for _ in range(3)] == [Flaws()] * 3
-    assert (ears.same, ears.by_ear) == (2, 1)
+    judge = _judge({0.5: SAID})
+    assert [judge.judge(_delivery(SAID)) for _ in range(3)] == [Flaws()] * 3
+    assert (judge.same, judge.recognized) == (2, 1)
 
 
 def test_changed_audio_is_right_if_it_says_the_changed_text() -> None:
-    ears = _heard({0.5: SAID, 0.25: "a river is water"})
-    ears.judge(_delivery(SAID))
-    assert ears.judge(_delivery("A river is water.", sound=0.25)) == Flaws()
+    judge = _judge({0.5: SAID, 0.25: "a river is water"})
+    judge.judge(_delivery(SAID))
+    assert judge.judge(_delivery("A river is water.", sound=0.25)) == Flaws()
 
 
-@pytest.mark.parametrize("heard", [f"{SAID} to the sea", "the river runs from", "a river is water that runs"])
-def test_repeated_missing_or_wrong_words_are_found(heard: str) -> None:
-    ears = _heard({0.5: SAID, 0.25: heard})
-    ears.judge(_delivery(SAID))
-    assert ears.judge(_delivery(SAID, sound=0.25)) == Flaws(altered=1)
+@pytest.mark.parametrize("recognized", [f"{SAID} to the sea", "the river runs from", "a river is water that runs"])
+def test_repeated_missing_or_wrong_words_are_found(recognized: str) -> None:
+    judge = _judge({0.5: SAID, 0.25: recognized})
+    judge.judge(_delivery(SAID))
+    assert judge.judge(_delivery(SAID, sound=0.25)) == Flaws(altered=1)
 
 
 @pytest.mark.soak
 @pytest.mark.speech
 @pytest.mark.timeout(3000)
 async def test_nothing_is_spoken_twice_or_left_out() -> None:
-    before, ears = shared_memory(), Ears()
+    before, judge = shared_memory(), SpeechJudge()
     with deployed("speech", "--set", "stages.*.replicas=2", ready_s=LOAD_S) as up:
         plan = Plan(kinds=KINDS, seed=3, faults=FAULTS, faults_s=2000, clients=2, load_s=LOAD_S)
-        report = await soaked(up, plan, work=speech_work(ears))
+        report = await soak_deployment(up, plan, work=speech_work(judge))
     print(report.summary())
-    print(f"{ears.same} as without a fault, {ears.by_ear} by ear")
+    print(f"{judge.same} as without a fault, {judge.recognized} by speech recognition")
     print(*report.timelines.values(), sep="\n")
     assert report.problems() == []
     assert sum(report.faults.values()) >= FAULTS

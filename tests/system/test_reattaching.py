@@ -20,8 +20,8 @@ from stagemesh.orchestrator.launcher.ports import PortPicker
 from stagemesh.rpc.channels import CHANNEL_OPTIONS
 from stagemesh.v1 import admin_pb2, admin_pb2_grpc, stage_pb2
 from tests.deployment import Deployment, deployed, eventually
+from tests.system.breakable_relay import breakable_relay
 from tests.system.pipelines import relays
-from tests.system.wires import wire
 
 STEPS = 40
 
@@ -39,7 +39,7 @@ def undisturbed(up: Deployment) -> Result:
 
 
 def test_a_broken_connection_changes_nothing(up: Deployment, undisturbed: Result) -> None:
-    with wire(up.endpoint) as way, Client(way.endpoint) as client:
+    with breakable_relay(up.endpoint) as way, Client(way.endpoint) as client:
         call = client.generate("hello", seed=7)
         result = _run(call, {5: way.cut, 12: way.cut, 13: way.cut, 30: way.cut})
     assert _contents(result) == _contents(undisturbed)
@@ -48,7 +48,7 @@ def test_a_broken_connection_changes_nothing(up: Deployment, undisturbed: Result
 
 
 def test_a_request_with_a_random_seed_resumes_too(up: Deployment) -> None:
-    with wire(up.endpoint) as way, Client(way.endpoint) as client:
+    with breakable_relay(up.endpoint) as way, Client(way.endpoint) as client:
         result = _run(client.generate("hello"), {10: lambda: up.kill("orchestrator")})
     with up.client() as client:
         assert _contents(client.generate("hello", seed=result.seed).result()) == _contents(result)

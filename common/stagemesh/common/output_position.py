@@ -8,13 +8,13 @@ one row). Events of a step are never cut: each counts as one unit.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TypeAlias, overload
 
 from stagemesh.common.errors import InvalidChunkError
 from stagemesh.common.tensors import checked_layout
 from stagemesh.v1 import request_pb2, stage_pb2, tensor_pb2
 
-Piece = TypeVar("Piece", request_pb2.Output, stage_pb2.ExecuteStepResponse)
+Piece: TypeAlias = request_pb2.Output | stage_pb2.ExecuteStepResponse
 
 _START: Mapping[str, int] = MappingProxyType({})
 
@@ -36,18 +36,27 @@ class Position:
         """Returns an independent copy."""
         return Position(self._counts)
 
-    def units(self, name: str) -> int:
-        """Returns the units of one output."""
-        return self._counts.get(name, 0)
-
     def is_behind(self, other: "Position") -> bool:
         """Returns whether `other` is further in at least one output."""
-        return any(self.units(name) < count for name, count in other.counts.items())
+        return any(self._counts.get(name, 0) < count for name, count in other.counts.items())
 
-    def advance(self, piece: request_pb2.Output | stage_pb2.ExecuteStepResponse) -> None:
+    def advance(self, piece: Piece) -> None:
         """Adds the length of a piece."""
-        name, length = _measure(piece)
-        self._counts[name] = self._counts.get(name, 0) + length
+        self.advance_by(*_measure(piece))
+
+    def advance_by(self, name: str, count: int) -> int:
+        """Adds `count` units to an output. Returns the units before."""
+        begin = self._counts.get(name, 0)
+        self._counts[name] = begin + count
+        return begin
+
+    @overload
+    def remainder(self, piece: request_pb2.Output, *, replayed: "Position") -> request_pb2.Output | None: ...
+
+    @overload
+    def remainder(
+        self, piece: stage_pb2.ExecuteStepResponse, *, replayed: "Position"
+    ) -> stage_pb2.ExecuteStepResponse | None: ...
 
     def remainder(self, piece: Piece, *, replayed: "Position") -> Piece | None:
         """Returns the part of `piece` that lies after this position, or None if the receiver has all of it.
@@ -56,15 +65,15 @@ class Position:
         for a tensor whose size and shape do not match.
         """
         name, length = _measure(piece)
-        begin, received = replayed.units(name), self.units(name)
-        replayed.advance(piece)
-        self._counts[name] = max(received, begin + length)
+        begin, received = replayed.advance_by(name, length), self._counts.get(name, 0)
+        if begin + length > received:
+            self._counts[name] = begin + length
         if begin >= received:
             return piece
         return after(piece, received - begin) if isinstance(piece, request_pb2.Output) else None
 
 
-def _measure(piece: request_pb2.Output | stage_pb2.ExecuteStepResponse) -> tuple[str, int]:
+def _measure(piece: Piece) -> tuple[str, int]:
     """Returns the output's name and the number of units. Events count under an empty name."""
     return (piece.name, length_of(piece)) if isinstance(piece, request_pb2.Output) else ("", 1)
 

@@ -118,7 +118,7 @@ class Orchestrator:
         if self._group is None:
             raise _not_running()
         timeout_s = min(self._max_request_s, time_left_s if time_left_s is not None else self._max_request_s)
-        claim = to_admission_request(request, deadline_s=self._clock() + timeout_s)
+        admission_request = to_admission_request(request, deadline_s=self._clock() + timeout_s)
         timeline = Timeline(
             request.request_id,
             number=next(self._numbers),
@@ -128,7 +128,11 @@ class Orchestrator:
         )
         record = RequestRecord(timeline)
         lifecycle = RequestLifecycle(
-            record, admission=self.admission, claim=claim, failover=self._failover, clock=self._clock
+            record,
+            admission=self.admission,
+            admission_request=admission_request,
+            failover=self._failover,
+            clock=self._clock,
         )
         record.callers.stop_by(lifecycle.stop, max_unread_bytes=self.pipeline.limits.max_unread_bytes)
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

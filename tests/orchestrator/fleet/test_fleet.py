@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from benchmarks.simulation import virtual_time
-from stagemesh.common.errors import StagemeshError, UnavailableError
+from stagemesh.common.errors import NotReadyError, StagemeshError, UnavailableError
 from stagemesh.common.notifier import Notifier
 from stagemesh.connectors.stream.negotiation import EdgeProbe
 from stagemesh.orchestrator.fleet.fleet import Fleet
@@ -37,9 +37,12 @@ class _Stage:
         self.description.replica = member.name
         self.reachable, self.listening, self.closed = True, True, False
         self.work_s = 0.0
+        self.refused_consumers: set[str] = set()
         self.changed = Notifier()
 
-    async def probe_edge(self, edge: str, **_: object) -> EdgeProbe:
+    async def probe_edge(self, edge: str, *, consumer: str, **_: object) -> EdgeProbe:
+        if consumer in self.refused_consumers:
+            raise NotReadyError(f"connector nixl cannot be used with replica {consumer}")
         return EdgeProbe("shm", {})
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
@@ -259,3 +262,28 @@ def test_a_second_replica_of_a_name_is_refused(pipeline: Pipeline, caplog: pytes
 
     _play(pipeline, scene)
     assert [record.levelname for record in caplog.records if "is also named" in record.getMessage()] == ["WARNING"]
+
+
+def test_a_joining_replica_whose_fixed_connector_cannot_work_is_never_planned(tmp_path: Path) -> None:
+    (tmp_path / "fixed.yaml").write_text(CHAIN.replace("{from: a, to: b}", "{from: a, to: b, connector: nixl}"))
+    pipeline = load_pipeline(str(tmp_path / "fixed.yaml"))
+
+    async def scene(world: _World) -> None:
+        world.stages["h:a"].refused_consumers.add("b-1")
+        world.fleet.join(Member("b", "h:late", "b-1"))
+        await asyncio.sleep(0.1)
+        good, broken = world.fleet.replicas["b"]
+        assert world.fleet.ready
+        assert (broken.name, broken.state) == ("b-1", ReplicaState.FAILED)
+        assert broken.detail.endswith("from a-0 to b-1: connector nixl cannot be used with replica b-1")
+        route = pipeline.route(["last"])
+        world.fleet.edge_connectors.check(route.edges)
+        plans = [Planner(pipeline, world.fleet.registry).plan(route) for _ in range(20)]
+        assert {plan.replicas["b"] for plan in plans} == {good.name}
+        for plan in plans:
+            plan.release()
+        world.stages["h:a"].refused_consumers.clear()
+        await asyncio.sleep(30)
+        assert broken.state is ReplicaState.READY
+
+    _play(pipeline, scene)

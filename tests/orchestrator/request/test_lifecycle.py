@@ -38,7 +38,9 @@ def _life() -> RequestLifecycle:
 
 
 def _life_of(admission: Admission, request_id: str) -> RequestLifecycle:
-    return RequestLifecycle(RequestRecord(), admission=admission, claim=AdmissionRequest(request_id), failover=FAILOVER)
+    return RequestLifecycle(
+        RequestRecord(), admission=admission, admission_request=AdmissionRequest(request_id), failover=FAILOVER
+    )
 
 
 def _nothing_to_do() -> Plan:

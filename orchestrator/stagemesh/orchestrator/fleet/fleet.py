@@ -93,7 +93,13 @@ class Fleet:
         _log.info("replica %s of stage %s joins", member.name or member.endpoint, member.stage)
         address = ReplicaAddress(member.name or member.endpoint, member.endpoint)
         client = self._connect(member)
-        watcher = ReplicaWatcher(address, client, lambda: self._make(member.stage, address, client), self)
+        watcher = ReplicaWatcher(
+            address,
+            client,
+            make=lambda: self._make(member.stage, address, client),
+            admit=self._admit,
+            replace=self._replace,
+        )
         self._watchers[key] = watcher
         self.registry.add(watcher.replica)
         self._start(watcher.watch(), name=f"watcher of {address.name}")
@@ -109,9 +115,9 @@ class Fleet:
             _log.info("replica %s of stage %s leaves: %s", watcher.replica.name, member.stage, why)
             watcher.leave(why)
 
-    # -- WatcherOwner
+    # -- called by the watchers
 
-    def admit(self, replica: Replica, description: stage_pb2.DescribeResponse) -> None:
+    def _admit(self, replica: Replica, description: stage_pb2.DescribeResponse) -> None:
         # Its peers use the name in its own config, whatever process had the address before.
         replica.name = description.replica or replica.name
         former_detail = replica.detail
@@ -125,7 +131,7 @@ class Fleet:
         if replica.state is ReplicaState.FAILED and replica.detail != former_detail:
             _log.warning("replica %s of stage %s: %s", replica.name, replica.stage, replica.detail)
 
-    def replace(self, replica: Replica, successor: Replica | None) -> None:
+    def _replace(self, replica: Replica, successor: Replica | None) -> None:
         self.registry.remove(replica)
         self.edge_connectors.leave(replica)
         if self._by_name.get(replica.name) is replica:

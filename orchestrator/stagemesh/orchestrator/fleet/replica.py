@@ -1,4 +1,4 @@
-"""What the orchestrator knows about a replica: its state and an estimate of its load."""
+"""A replica as the orchestrator sees it: its state and an estimate of its load."""
 
 import math
 import time
@@ -47,13 +47,13 @@ class Hold(Enum):
     """
 
     LEAVING = (1, ReplicaState.DRAINING)
-    """It is no longer a member."""
+    """The replica is no longer a member."""
     RESERVED = (2, ReplicaState.DRAINING)
-    """It is reserved for one request."""
+    """The replica is reserved for one request."""
     NO_CONNECTOR = (3, ReplicaState.FAILED)
     """The fixed connector of an edge cannot work there."""
     CONNECTOR_UNKNOWN = (4, ReplicaState.LOADING)
-    """It is not known yet whether the fixed connector of an edge works there."""
+    """The fixed connector of an edge was not probed there yet."""
 
     @property
     def shown_state(self) -> ReplicaState:

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import aclosing, suppress
-from typing import Protocol
 
 from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import StagemeshError, UnavailableError
@@ -22,25 +21,24 @@ GIVE_UP_S = 15.0
 """A replica that is unreachable for this time counts as ended."""
 
 
-class WatcherOwner(Protocol):
-    """The owner of the replicas: the fleet."""
-
-    def admit(self, replica: Replica, description: stage_pb2.DescribeResponse) -> None:
-        """Called with each description of a replica. Calls `Replica.observe`."""
-
-    def replace(self, replica: Replica, successor: Replica | None) -> None:
-        """Called when a replica is no longer at its address: its process restarted, or the replica has left."""
-
-
 class ReplicaWatcher:
     """Watches one address, until the replica has left and none of this orchestrator's requests runs there."""
 
     def __init__(
-        self, address: ReplicaAddress, client: ReplicaClient, make: Callable[[], Replica], owner: WatcherOwner
+        self,
+        address: ReplicaAddress,
+        client: ReplicaClient,
+        *,
+        make: Callable[[], Replica],
+        admit: Callable[[Replica, stage_pb2.DescribeResponse], None],
+        replace: Callable[[Replica, Replica | None], None],
     ) -> None:
-        """`make` makes the Replica for a new process at the address."""
+        """`make` makes the Replica for a new process at the address. `admit` is called with each description of a
+        replica and sets its state. `replace` is called with a replica that is no longer at the address, and its
+        successor if the process restarted.
+        """
         self.address = address
-        self._client, self._make, self._owner = client, make, owner
+        self._client, self._make, self._admit, self._replaced = client, make, admit, replace
         self._left = asyncio.Event()
         self._lost_at_s: float | None = None
         self._backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
@@ -64,7 +62,7 @@ class ReplicaWatcher:
                 watching.cancel()
                 self._stop_load_reports()
         finally:
-            self._owner.replace(self.replica, None)
+            self._replaced(self.replica, None)
             await self._client.close()
 
     async def _watch(self) -> None:
@@ -92,7 +90,7 @@ class ReplicaWatcher:
             self._replace()
         elif self.replica.end_cause is not None and not failed:
             self._replace()
-        self._owner.admit(self.replica, description)
+        self._admit(self.replica, description)
         if failed:
             self.replica.end(_ended(self.replica, f"failed ({description.detail})"))
         elif self._load_reports is None and self.replica.state is not ReplicaState.FAILED:
@@ -103,7 +101,7 @@ class ReplicaWatcher:
         predecessor, self.replica = self.replica, self._make()
         if self._left.is_set():
             self.replica.leave(predecessor.detail)
-        self._owner.replace(predecessor, self.replica)
+        self._replaced(predecessor, self.replica)
 
     async def _record_loads(self, replica: Replica) -> None:
         """Records load reports. A replica without reports still serves: its health decides that."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from stagemesh.common.backoff import Backoff
@@ -43,30 +44,14 @@ class Failover:
 
     async def find_alone(self, stage: str, plan: Callable[[], Plan], *, avoid: Collection[Replica]) -> Placement:
         """Returns a replica that runs no other request of this orchestrator until the placement is released."""
-        reserving = self._reserving[stage]
-        await reserving.acquire()
-        try:
+        with ExitStack() as reservation:
+            await self._reserving[stage].acquire()
+            reservation.callback(self._reserving[stage].release)
             while True:
                 replica = (await self.find(stage, plan, avoid=avoid)).replica
-                unreserve = replica.reserve("it runs one request alone, which may have terminated other processes")
-                try:
+                with ExitStack() as hold:
+                    hold.callback(replica.reserve("it runs one request alone, which may have terminated processes"))
                     await replica.wait_until_idle()
-                except BaseException:
-                    unreserve()
-                    raise
-                if replica.end_cause is None:
-                    return Placement(replica, _once(unreserve, reserving.release))
-                unreserve()
-        except BaseException:
-            reserving.release()
-            raise
-
-
-def _once(*calls: Callable[[], None]) -> Callable[[], None]:
-    remaining = list(calls)
-
-    def release() -> None:
-        while remaining:
-            remaining.pop()()
-
-    return release
+                    if replica.end_cause is None:
+                        reservation.push(hold.pop_all())
+                        return Placement(replica, reservation.pop_all().close)

@@ -69,7 +69,7 @@ class LeastWork:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What one stage must do for a request."""
+    """The work of one stage for a request: its replica and the bindings of its edges."""
 
     stage: Stage
     replica: Replica
@@ -103,7 +103,7 @@ class Plan:
         return {step.stage.name: step.replica.name for step in self.steps}
 
     def moved(self, stage: str, replica: Replica) -> "Plan":
-        """Returns the plan with one stage on another replica, where it counts as load. The bindings of the stages
+        """Returns the plan with one stage on another replica, whose load now includes it. The bindings of the stages
         before and after it name that replica.
         """
         chosen = {step.stage.name: step.replica for step in self.steps} | {stage: replica}

@@ -46,7 +46,7 @@ class CauseRank(IntEnum):
     PEER_LOST = 3
     """The stage lost its upstream or downstream replica, or that one no longer expects it."""
     CANCELLED = 4
-    """The stage was told to stop."""
+    """The stage was stopped."""
 
 
 @dataclass(frozen=True)

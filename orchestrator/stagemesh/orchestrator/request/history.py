@@ -1,4 +1,4 @@
-"""What the orchestrator keeps of requests that have ended: sums over all of them and the last timelines.
+"""Requests that have ended: sums over all of them, and the timelines of the last ones.
 
 The notes of a request are added to the sums once, at its end. Nothing is counted for each output.
 """

@@ -34,17 +34,18 @@ class RequestLifecycle:
         record: RequestRecord,
         *,
         admission: Admission,
-        claim: AdmissionRequest,
+        admission_request: AdmissionRequest,
         failover: Failover,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._record = record
-        self._admission, self._claim, self._failover, self._clock = admission, claim, failover, clock
+        self._admission, self._admission_request = admission, admission_request
+        self._failover, self._clock = failover, clock
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stopped: StagemeshError | None = None
         self._run: RequestRun | None = None
         self._has_run = False
-        self._ticket = admission.enter(claim, self)
+        self._ticket = admission.enter(admission_request, self)
 
     @property
     def has_run(self) -> bool:
@@ -102,7 +103,7 @@ class RequestLifecycle:
 
     async def _run_when_ready(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
         """Waits at most STAGE_WAIT_S for a stage that expects a ready replica. Then raises what `plan` raises."""
-        ends_s = min(self._claim.deadline_s, self._clock() + STAGE_WAIT_S)
+        ends_s = min(self._admission_request.deadline_s, self._clock() + STAGE_WAIT_S)
         backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         while self._stopped is None:
             try:
@@ -121,7 +122,7 @@ class RequestLifecycle:
             if not self._has_run:
                 self._record.add_admitted(request_id=request.request_id, seed=request.seed, replicas=plan.replicas)
             self._has_run = True
-            timeout_s = self._claim.deadline_s - self._clock()
+            timeout_s = self._admission_request.deadline_s - self._clock()
             self._run = RequestRun(request, plan, self._record, failover=self._failover, timeout_s=timeout_s)
             return await self._run.run()
         finally:
@@ -130,7 +131,9 @@ class RequestLifecycle:
     # -- called by the admission
 
     def queued(self, *, position: int, expected_wait_s: float) -> None:
-        self._record.add_queued(request_id=self._claim.request_id, position=position, expected_wait_s=expected_wait_s)
+        self._record.add_queued(
+            request_id=self._admission_request.request_id, position=position, expected_wait_s=expected_wait_s
+        )
 
     def admitted(self) -> None:
         self._admitted.set_result(None)

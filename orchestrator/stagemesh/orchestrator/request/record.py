@@ -113,7 +113,7 @@ class RequestRecord:
                     yield rest
 
     def _append(self, event: orchestrator_pb2.GenerateResponse) -> None:
-        # A stage that was told to stop may still send events.
+        # A stopped stage may still send events.
         if not self.journal.closed:
             item = event.SerializeToString()
             self.size_bytes += len(item)

@@ -3,7 +3,7 @@ others are rebound.
 
 The functions are pure: they depend only on the request's graph and on the state of its stages. `run` carries out the
 actions. Each stage counts its own attempts, and only lost stages restart. The attempt of a flow is the higher one of
-the attempts at its two ends, and both ends must have been told it. Producers send a restarted stage again what they
+the attempts at its two ends, and both ends must be notified of it. Producers send a restarted stage again what they
 have retained. A producer that no longer retains everything restarts from its own start too (`fresh`), and so on up the
 graph. A stage resumes from its checkpoint if its consumers keep running, because they have received the rows before
 it.
@@ -71,7 +71,7 @@ class AttemptState:
     attempt: int = 1
     phase: Phase = Phase.PLACED
     bound: Mapping[str, int] = field(default_factory=dict[str, int])
-    """By edge, the attempt of its flow that the step was told."""
+    """By edge, the attempt of its flow of which the step was last notified."""
     first_rows: Mapping[str, int] = field(default_factory=dict[str, int])
     """By tensor, the number of rows before the first row that this attempt emits."""
     checkpoint_rows: Mapping[str, int] | None = None
@@ -137,7 +137,7 @@ Action: TypeAlias = Place | Start | RebindInputs | RebindOutputs
 
 
 def attempt_of(flow: Flow, states: States) -> int:
-    """Returns the attempt that both ends of a flow must have been told."""
+    """Returns the attempt of which both ends of a flow must be notified."""
     return max(states[flow.producer].attempt, states[flow.consumer].attempt)
 
 

@@ -1,4 +1,4 @@
-"""The requests that run, and those that ended recently, to which a caller can still attach."""
+"""Running requests, and recently ended ones, to which a caller can still attach."""
 
 import asyncio
 import hashlib
@@ -19,7 +19,7 @@ class KnownRequest:
     """A request that a caller can find by its id."""
 
     fingerprint: bytes
-    """See the function `fingerprint`."""
+    """The digest of its content, made by the function `fingerprint`."""
     seed: int
     stop: Callable[[StagemeshError], None]
     """Ends the request with an error. Harmless if it has ended."""

@@ -1,4 +1,4 @@
-"""Runs one planned request: starts its steps, restarts lost ones, and ends all of them if the request fails."""
+"""Runs one planned request: starts its steps, restarts lost ones, and stops all of them if the request fails."""
 
 import asyncio
 import logging
@@ -205,23 +205,17 @@ class RequestRun:
         self._plan = self._plan.moved(state.name, placement.replica)
         for step in self._plan.steps:
             self._states[step.stage.name].step = step
-        state.release = placement.release
+        state.arrangements.callback(placement.release)
         state.phase = Phase.PLACED
         self._note_placed(state)
 
     def _note_placed(self, state: StepState) -> None:
         """Opens the notes of an attempt whose replica is chosen, and waits for the end of that replica."""
-        replica, attempt, release = state.replica, state.attempt, state.release
+        replica, attempt = state.replica, state.attempt
         state.notes = self._record.timeline.begin(state.name, replica=replica.name, attempt=attempt)
         if state.resumed is not None:
             state.notes.resumed_steps = state.resumed.message.steps
-        remove_callback = replica.on_end(lambda cause: self._failures.add(state, attempt, cause))
-
-        def release_all() -> None:
-            remove_callback()
-            release()
-
-        state.release = release_all
+        state.arrangements.callback(replica.on_end(lambda cause: self._failures.add(state, attempt, cause)))
 
     def _start(self, state: StepState) -> None:
         state.bound = self._requests.flow_attempts(state)

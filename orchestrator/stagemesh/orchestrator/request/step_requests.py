@@ -30,7 +30,7 @@ class StepRequests:
         self._input_bytes = request.input.ByteSize() + request.parameters.ByteSize()
 
     def flow_attempts(self, state: StepState) -> Mapping[str, int]:
-        """Returns, by edge, the attempts of the flows that a step which starts now is told."""
+        """Returns, by edge, the attempts of the flows of a step that starts now."""
         flows = (*self._graph.incoming[state.name], *self._open_flows(state))
         return {flow.edge: attempt_of(flow, self._states) for flow in flows}
 
@@ -52,8 +52,8 @@ class StepRequests:
         )
 
     def can_resume_from(self, checkpoint: stage_pb2.Checkpoint) -> bool:
-        """Returns whether a step can be told to resume from a checkpoint: the checkpoint contains a state, which fits
-        into a message together with the input.
+        """Returns whether a step can resume from a checkpoint: the checkpoint must contain a state, and must fit into
+        a message together with the input.
         """
         has_state = bool(checkpoint.token_ids or checkpoint.tensors)
         return has_state and self._input_bytes + checkpoint.ByteSize() + _BINDINGS_BYTES <= MAX_MESSAGE_BYTES

@@ -1,6 +1,6 @@
-"""The state of one stage of a running request: its replica, what it has reported, and what recovery needs."""
+"""The state of one stage of a running request: its replica, its reports, and the facts that recovery needs."""
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from stagemesh.common.output_position import Position
@@ -30,10 +30,6 @@ class SupersededAttempt:
     attempt: int
 
 
-def _do_nothing() -> None:
-    """Stands for no arrangement with a replica."""
-
-
 @dataclass(eq=False, kw_only=True)
 class StepState(AttemptState):
     """Adds the replica and the outputs of the newest attempt, and what outlives an attempt."""
@@ -51,7 +47,7 @@ class StepState(AttemptState):
     next_seqs: dict[str, int] = field(default_factory=dict[str, int])
     """By tensor, the number that the attempt's next piece must have."""
     shown_steps: int = 0
-    """The highest number of engine steps that the client was told."""
+    """The highest number of engine steps that was reported to the client."""
     restarts: int = 0
     dead_replicas: frozenset[Replica] = frozenset()
     """Processes that died while they ran the stage. A restarted process is another Replica."""
@@ -60,8 +56,8 @@ class StepState(AttemptState):
     avoid: frozenset[Replica] = frozenset()
     """Replicas on which the stage was lost."""
     superseded: list[SupersededAttempt] = field(default_factory=list[SupersededAttempt])
-    release: Callable[[], None] = _do_nothing
-    """Ends what was arranged with the replica."""
+    arrangements: ExitStack = field(default_factory=ExitStack)
+    """Ends the reservation of the replica, and the wait for its end."""
 
     @property
     def name(self) -> str:
@@ -107,10 +103,9 @@ class StepState(AttemptState):
         self.restarts += 1
 
     def release_replica(self) -> None:
-        """Takes the step off its replica's load and stops waiting for the replica's end."""
+        """Takes the step off its replica's load, ends its reservation, and stops waiting for its end."""
         self.step.release()
-        release, self.release = self.release, _do_nothing
-        release()
+        self.arrangements.close()
 
 
 def graph_of(plan: Plan) -> Graph:

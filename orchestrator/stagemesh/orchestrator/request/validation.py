@@ -54,8 +54,8 @@ class ValidRequest:
 
     @property
     def facts(self) -> Facts:
-        """What the pipeline's conditions can test: the options that the request sets, the kinds of its input, and the
-        outputs that it asks for.
+        """The facts that the pipeline's conditions test: the options that the request sets, the kinds of its input,
+        and the outputs that it asks for.
         """
         return {
             **{Fact("option", name): value for name, value in self.parameters.options.items()},
@@ -79,12 +79,9 @@ def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> V
     check_input(request.input)
     if not has_prompt(request.input) and (request.input.WhichOneof("prompt") or not request.input.tensors):
         raise empty_prompt_error()
-    _check_media(request.input, pipeline)
-    _check_negative_prompt(request.input, pipeline)
+    _check_support(request, pipeline)
     check_options(request.parameters.options, pipeline.options, owner=f"pipeline {pipeline.name!r}")
     check_sampling(request.parameters.sampling)
-    if request.parameters.HasField("adapter"):
-        _check_adapters(pipeline)
     parameters = request_pb2.Parameters()
     parameters.CopyFrom(request.parameters)
     if not parameters.HasField("seed"):
@@ -136,27 +133,24 @@ def _check_outputs(names: Iterable[str], pipeline: Pipeline) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names)) or tuple(pipeline.outputs)
 
 
-def _check_media(given: request_pb2.Input, pipeline: Pipeline) -> None:
-    """Checks that a stage accepts media. Their content is checked by the stage, which decodes them."""
-    if not any(is_medium(part) for message in given.conversation.messages for part in message.parts):
-        return
-    if not any(stage.signature.media for stage in pipeline.stages.values()):
+def _check_support(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> None:
+    """Checks that a stage accepts the media, the negative prompt and the adapter of a request, if it has them. The
+    stage itself checks the content of media, because it decodes them.
+    """
+    given = request.input
+    signatures = [stage.signature for stage in pipeline.stages.values()]
+    no_stage = f"no stage of pipeline {pipeline.name!r} accepts"
+    has_media = any(is_medium(part) for message in given.conversation.messages for part in message.parts)
+    if has_media and not any(signature.media for signature in signatures):
         raise UnsupportedError(
-            f"no stage of pipeline {pipeline.name!r} accepts images, audio or video; leave them out, or choose a "
-            "pipeline whose model does"
+            f"{no_stage} images, audio or video; leave them out, or choose a pipeline whose model does"
         )
-
-
-def _check_negative_prompt(given: request_pb2.Input, pipeline: Pipeline) -> None:
-    if given.negative_prompt and not any(stage.signature.negative_prompt for stage in pipeline.stages.values()):
-        raise UnsupportedError(f"no stage of pipeline {pipeline.name!r} accepts a negative prompt; leave it out")
-
-
-def _check_adapters(pipeline: Pipeline) -> None:
-    if not any(stage.signature.adapters for stage in pipeline.stages.values()):
+    if given.negative_prompt and not any(signature.negative_prompt for signature in signatures):
+        raise UnsupportedError(f"{no_stage} a negative prompt; leave it out")
+    if request.parameters.HasField("adapter") and not any(signature.adapters for signature in signatures):
         raise UnsupportedError(
-            f"no stage of pipeline {pipeline.name!r} accepts adapters; leave adapter unset, or start a stage with the "
-            "option enable_lora if its engine has it"
+            f"{no_stage} adapters; leave adapter unset, or start a stage with the option enable_lora if its engine "
+            "has it"
         )
 
 

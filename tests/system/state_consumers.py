@@ -17,8 +17,8 @@ _NUMBERS = TensorSpec("int64", ("numbers",))
 _EMITS = {"rows": Emitted(_ROWS), "place": Emitted(_NUMBERS)}
 _ENTRY_POINTS = """\
 [stagemesh.functions]
-taken = tests.system.state_takers:TAKEN
-held = tests.system.state_takers:HELD
+taken = tests.system.state_consumers:TAKEN
+held = tests.system.state_consumers:HELD
 """
 
 
@@ -56,9 +56,9 @@ HELD = FunctionDescriptor(
 
 def add_functions(folder: Path) -> pytest.MonkeyPatch:
     """Registers the functions "taken" and "held" for all processes that are started within the block."""
-    package = folder / "state_takers-1.0.dist-info"
+    package = folder / "state_consumers-1.0.dist-info"
     package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: state_takers\nVersion: 1.0\n")
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: state_consumers\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text(_ENTRY_POINTS)
     root = Path(__file__).parents[2]
     patch = pytest.MonkeyPatch()

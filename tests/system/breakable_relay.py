@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
 
-class Wire:
+class BreakableRelay:
     """Relays data between clients and a service in both directions, in its own thread. Clients can connect again after
     a cut.
     """
@@ -65,9 +65,9 @@ class Wire:
 
 
 @contextmanager
-def wire(target: str) -> Generator[Wire]:
+def breakable_relay(target: str) -> Generator[BreakableRelay]:
     """Runs a relay to `target` within the block."""
-    made = Wire(target)
+    made = BreakableRelay(target)
     made.open()
     try:
         yield made
