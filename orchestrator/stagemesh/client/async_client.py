@@ -96,7 +96,7 @@ class AsyncClient(BaseClient):
         await self._call(lambda stub: stub.CancelRequest(request, timeout=CONTROL_TIMEOUT_S), anywhere=True)
 
     async def describe(self, pipeline: str = "") -> orchestrator_pb2.DescribePipelineResponse:
-        """Returns the pipeline's current stages, replicas, edges and outputs. An empty name is the only one."""
+        """Returns the pipeline's current stages, replicas, edges and outputs. An empty name selects the only one."""
         request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline)
         return await self._call(lambda stub: stub.DescribePipeline(request, timeout=CONTROL_TIMEOUT_S))
 
