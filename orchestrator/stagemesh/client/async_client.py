@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 
-class AsyncGeneration(BaseGeneration["OrchestratorServiceAsyncStub"]):
+class AsyncGeneration(BaseGeneration["AsyncClient"]):
     """One request, sent when its iteration starts.
 
     It can be iterated once; a second iteration raises RuntimeError. Leaving the loop early cancels the request on every
@@ -42,8 +42,8 @@ class AsyncGeneration(BaseGeneration["OrchestratorServiceAsyncStub"]):
     async def __aiter__(self) -> AsyncGenerator[Event]:
         with self._open_session() as session:
             while True:
-                stub, request, timeout_s = session.next_call()
-                call = stub.Generate(request, timeout=timeout_s)
+                endpoint, request, timeout_s = session.next_call()
+                call = self._client.stubs[endpoint].Generate(request, timeout=timeout_s)
                 try:
                     async for response in call:
                         event = session.take(response)
@@ -65,7 +65,7 @@ class AsyncGeneration(BaseGeneration["OrchestratorServiceAsyncStub"]):
         return builder.build()
 
 
-class AsyncClient(BaseClient["OrchestratorServiceAsyncStub"]):
+class AsyncClient(BaseClient):
     """Connects to the orchestrators of one pipeline, each at "host:port". Runs any number of requests concurrently.
 
     Every method raises a StagemeshError whose message says what happened and what to do.
@@ -74,7 +74,7 @@ class AsyncClient(BaseClient["OrchestratorServiceAsyncStub"]):
     def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
         super().__init__(*endpoints, retry_policy=retry_policy)
         self._channels = [grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS) for endpoint in endpoints]
-        self._stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
+        self.stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
         self._leaving: set[asyncio.Task[None]] = set()
 
     def generate(
@@ -96,7 +96,7 @@ class AsyncClient(BaseClient["OrchestratorServiceAsyncStub"]):
         await self._call(lambda stub: stub.CancelRequest(request, timeout=CONTROL_TIMEOUT_S), anywhere=True)
 
     async def describe(self, pipeline: str = "") -> orchestrator_pb2.DescribePipelineResponse:
-        """Returns the pipeline's current stages, replicas, edges and outputs. An empty name is the only one."""
+        """Returns the pipeline's current stages, replicas, edges and outputs. An empty name selects the only one."""
         request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline)
         return await self._call(lambda stub: stub.DescribePipeline(request, timeout=CONTROL_TIMEOUT_S))
 
@@ -110,7 +110,7 @@ class AsyncClient(BaseClient["OrchestratorServiceAsyncStub"]):
         search = EndpointSearch(self.endpoints, self.latest, anywhere=anywhere)
         for endpoint in search:
             try:
-                return await method(self._stubs[endpoint])
+                return await method(self.stubs[endpoint])
             except grpc.aio.AioRpcError as exc:
                 search.record(endpoint, exc)
         raise search.error
@@ -123,10 +123,10 @@ class AsyncClient(BaseClient["OrchestratorServiceAsyncStub"]):
         for channel in self._channels:
             await channel.close()
 
-    def _send_leave(self, stub: "OrchestratorServiceAsyncStub", request: orchestrator_pb2.CancelRequestRequest) -> None:
+    def _send_leave(self, endpoint: int, request: orchestrator_pb2.CancelRequestRequest) -> None:
         async def send() -> None:
             with suppress(grpc.aio.AioRpcError):
-                await stub.CancelRequest(request, timeout=LEAVE_TIMEOUT_S)
+                await self.stubs[endpoint].CancelRequest(request, timeout=LEAVE_TIMEOUT_S)
 
         task = asyncio.create_task(send())
         self._leaving.add(task)

@@ -32,16 +32,9 @@ _BROKEN = frozenset(
 )
 _LEFT_EARLY = (GeneratorExit, KeyboardInterrupt, asyncio.CancelledError)
 
-Stub = TypeVar("Stub")
 
-
-class BaseClient(Generic[Stub]):
-    """The endpoints of one pipeline, and the requests that run there.
-
-    A subclass sets `_stubs`, one for each endpoint, and implements `_send_leave`.
-    """
-
-    _stubs: Sequence[Stub]
+class BaseClient:
+    """The endpoints of one pipeline, and the requests that run there. A subclass implements `_send_leave`."""
 
     def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
         if not endpoints:
@@ -58,15 +51,11 @@ class BaseClient(Generic[Stub]):
         """The endpoint in use, as "host:port"."""
         return self.endpoints[self.latest]
 
-    def stub_for(self, request_id: str, endpoint: int) -> Stub:
-        """Returns the stub of an endpoint that a request is about to call, and records that it runs there.
-
-        Raises CancelledRequestError if the client is closed.
-        """
+    def record_call(self, request_id: str, endpoint: int) -> None:
+        """Records that a request is about to call an endpoint. Raises CancelledRequestError if the client is closed."""
         if self.closed:
             raise CancelledRequestError("the client was closed")
         self.latest = self._running[request_id] = endpoint
-        return self._stubs[endpoint]
 
     def release(self, request_id: str, *, left: bool) -> None:
         """Removes a request that ended, or that its caller `left`. The server stops a request that was left."""
@@ -83,9 +72,9 @@ class BaseClient(Generic[Stub]):
         # Without reattaching, the server stops a request as soon as its call ends.
         if not self.closed and self.retry_policy.reattach_s:
             request = orchestrator_pb2.CancelRequestRequest(request_id=request_id, when_left=True)
-            self._send_leave(self._stubs[endpoint], request)
+            self._send_leave(endpoint, request)
 
-    def _send_leave(self, stub: Stub, request: orchestrator_pb2.CancelRequestRequest) -> None:
+    def _send_leave(self, endpoint: int, request: orchestrator_pb2.CancelRequestRequest) -> None:
         """Starts a CancelRequest call in the background. The server stops the request a little later if it is lost."""
         raise NotImplementedError
 
@@ -117,22 +106,22 @@ class EndpointSearch:
         return next((error for error in self._errors if isinstance(error, NotFoundError)), self._errors[0])
 
 
-class Call(NamedTuple, Generic[Stub]):
-    """A Generate call to make."""
+class Call(NamedTuple):
+    """A Generate call to make. `endpoint` is an index of the client's endpoints."""
 
-    stub: Stub
+    endpoint: int
     request: orchestrator_pb2.GenerateRequest
     timeout_s: float | None
 
 
-class RequestSession(Generic[Stub]):
+class RequestSession:
     """The calls of one request: decides which endpoint to call next, and which received events are new.
 
     Used as a context manager. Leaving it by GeneratorExit, KeyboardInterrupt or cancellation stops the request.
     """
 
     def __init__(
-        self, client: BaseClient[Stub], request: orchestrator_pb2.GenerateRequest, *, timeout_s: float | None
+        self, client: BaseClient, request: orchestrator_pb2.GenerateRequest, *, timeout_s: float | None
     ) -> None:
         self._client = client
         self._request_id = request.request_id
@@ -141,11 +130,12 @@ class RequestSession(Generic[Stub]):
         self._endpoint = client.latest
         self._runs = False
 
-    def next_call(self) -> Call[Stub]:
+    def next_call(self) -> Call:
         """Returns the next call. Raises DeadlineError if no time is left for it."""
         self._runs = False
         timeout_s = self._attempts.begin()
-        return Call(self._client.stub_for(self._request_id, self._endpoint), self._position.request(), timeout_s)
+        self._client.record_call(self._request_id, self._endpoint)
+        return Call(self._endpoint, self._position.request(), timeout_s)
 
     def take(self, response: orchestrator_pb2.GenerateResponse) -> Event | None:
         """Returns the event in `response`, or None if the caller already has it or its kind is unknown."""
@@ -178,12 +168,13 @@ class RequestSession(Generic[Stub]):
         self._client.release(self._request_id, left=isinstance(error, _LEFT_EARLY))
 
 
-class BaseGeneration(Generic[Stub]):
+ClientT = TypeVar("ClientT", bound=BaseClient)
+
+
+class BaseGeneration(Generic[ClientT]):
     """One request, sent when its iteration starts."""
 
-    def __init__(
-        self, client: BaseClient[Stub], *, request: orchestrator_pb2.GenerateRequest, timeout_s: float | None
-    ) -> None:
+    def __init__(self, client: ClientT, *, request: orchestrator_pb2.GenerateRequest, timeout_s: float | None) -> None:
         self._client = client
         self._request = request
         self._timeout_s = timeout_s
@@ -194,7 +185,7 @@ class BaseGeneration(Generic[Stub]):
         """The id that identifies the request in every service and log."""
         return self._request.request_id
 
-    def _open_session(self) -> RequestSession[Stub]:
+    def _open_session(self) -> RequestSession:
         if self._is_begun:
             raise RuntimeError(
                 "a generation can be iterated only once, and `result()` counts; call `generate` again for another"

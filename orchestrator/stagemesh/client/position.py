@@ -1,4 +1,4 @@
-"""What the caller of one request has of it, whatever calls and orchestrators it came by. Knows no clock and no gRPC."""
+"""The outputs of a request that its caller has received, over all calls and orchestrators. Independent of gRPC."""
 
 from collections import Counter
 from math import ceil
@@ -12,7 +12,7 @@ _MAX_LINGER_S = 10
 
 
 class ClientPosition:
-    """Lets every event by once, and says what to send to hear the rest."""
+    """Passes each event once, and builds the request that asks for the remaining events."""
 
     def __init__(self, request: orchestrator_pb2.GenerateRequest, policy: RetryPolicy) -> None:
         self._request = orchestrator_pb2.GenerateRequest()
@@ -23,20 +23,20 @@ class ClientPosition:
         self._admitted = False
 
     def request(self) -> orchestrator_pb2.GenerateRequest:
-        """What the next call is to send."""
+        """Returns the request that the next call sends."""
         self._request.next_positions.update(self._received.counts)
         return self._request
 
     def note_lost(self) -> None:
-        """The call that was made may have had the request run, and brings nothing more."""
+        """Records that a call ended early, and that it may have started the request."""
         self._request.earlier_calls += 1
 
     def take(self, response: orchestrator_pb2.GenerateResponse) -> Event | None:
-        """The event in `response`; None for one that the caller had, or of a kind that a newer server added."""
+        """Returns the event in `response`, or None if the caller already has it or its kind is unknown."""
         event = decode_event(response)
         match event:
             case Queued() | Admitted() if self._admitted:
-                # It waits or is placed again; for the caller it has begun.
+                # The request is queued or placed again. The caller has already received its start.
                 return None
             case Admitted():
                 self._admitted = True

@@ -27,7 +27,7 @@ from stagemesh.v1.orchestrator_pb2_grpc import OrchestratorServiceStub
 Answer = TypeVar("Answer")
 
 
-class Generation(BaseGeneration[OrchestratorServiceStub]):
+class Generation(BaseGeneration["Client"]):
     """One request, sent when its iteration starts.
 
     It can be iterated once; a second iteration raises RuntimeError. Leaving the loop early cancels the request on every
@@ -38,8 +38,8 @@ class Generation(BaseGeneration[OrchestratorServiceStub]):
     def __iter__(self) -> Generator[Event]:
         with self._open_session() as session:
             while True:
-                stub, request, timeout_s = session.next_call()
-                call = stub.Generate(request, timeout=timeout_s)
+                endpoint, request, timeout_s = session.next_call()
+                call = self._client.stubs[endpoint].Generate(request, timeout=timeout_s)
                 try:
                     for response in call:
                         event = session.take(response)
@@ -61,7 +61,7 @@ class Generation(BaseGeneration[OrchestratorServiceStub]):
         return builder.build()
 
 
-class Client(BaseClient[OrchestratorServiceStub]):
+class Client(BaseClient):
     """Connects to the orchestrators of one pipeline, each at "host:port". Runs any number of requests concurrently.
 
     Every method raises a StagemeshError whose message says what happened and what to do.
@@ -70,7 +70,7 @@ class Client(BaseClient[OrchestratorServiceStub]):
     def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
         super().__init__(*endpoints, retry_policy=retry_policy)
         self._channels = [grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS) for endpoint in endpoints]
-        self._stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
+        self.stubs = [OrchestratorServiceStub(channel) for channel in self._channels]
         self._leaving: set[grpc.Future[orchestrator_pb2.CancelRequestResponse]] = set()
 
     def generate(
@@ -89,7 +89,7 @@ class Client(BaseClient[OrchestratorServiceStub]):
         self._call(lambda stub: stub.CancelRequest(request, timeout=CONTROL_TIMEOUT_S), anywhere=True)
 
     def describe(self, pipeline: str = "") -> orchestrator_pb2.DescribePipelineResponse:
-        """Returns the pipeline's current stages, replicas, edges and outputs. An empty name is the only one."""
+        """Returns the pipeline's current stages, replicas, edges and outputs. An empty name selects the only one."""
         request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline)
         return self._call(lambda stub: stub.DescribePipeline(request, timeout=CONTROL_TIMEOUT_S))
 
@@ -101,7 +101,7 @@ class Client(BaseClient[OrchestratorServiceStub]):
         search = EndpointSearch(self.endpoints, self.latest, anywhere=anywhere)
         for endpoint in search:
             try:
-                return method(self._stubs[endpoint])
+                return method(self.stubs[endpoint])
             except grpc.RpcError as exc:
                 search.record(endpoint, exc)
         raise search.error
@@ -115,8 +115,8 @@ class Client(BaseClient[OrchestratorServiceStub]):
         for channel in self._channels:
             channel.close()
 
-    def _send_leave(self, stub: OrchestratorServiceStub, request: orchestrator_pb2.CancelRequestRequest) -> None:
-        future = stub.CancelRequest.future(request, timeout=LEAVE_TIMEOUT_S)
+    def _send_leave(self, endpoint: int, request: orchestrator_pb2.CancelRequestRequest) -> None:
+        future = self.stubs[endpoint].CancelRequest.future(request, timeout=LEAVE_TIMEOUT_S)
         self._leaving.add(future)
         future.add_done_callback(self._leaving.discard)
 

@@ -3,8 +3,9 @@
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import typer
 
@@ -39,7 +40,8 @@ Cell: TypeAlias = "str | int | list[tuple[str, str]]"
 """The content of a table cell: plain text, a count, or segments of (text, style)."""
 
 
-class Column(NamedTuple):
+@dataclass(frozen=True)
+class Column:
     """A column of a table: its title, the cell of a row, and whether cells are aligned to the right."""
 
     title: str

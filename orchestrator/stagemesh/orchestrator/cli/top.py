@@ -124,7 +124,7 @@ def _rate_column(title: str, field: str, seconds: float, show: Callable[[float],
 
 
 def _current(column: Column) -> Column:
-    return column._replace(cell=lambda pair: column.cell(pair[0]))
+    return number(column.title, lambda pair: column.cell(pair[0]))
 
 
 def _stage_columns(seconds: float) -> Sequence[Column]:
