@@ -22,7 +22,7 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
     """Serves the controls of one replica."""
 
     def __init__(self, runtime: StageRuntime) -> None:
-        self._controls = StageControls(runtime)
+        self._runtime, self._controls = runtime, StageControls(runtime)
         self._where = {"stage": runtime.config.stage, "replica": runtime.config.replica}
 
     async def LoadAdapter(  # noqa: N802
@@ -44,7 +44,7 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
     ) -> control_pb2.ListAdaptersResponse:
         async with answering(context, **self._where):
             page = self._controls.list_adapters(page_size=request.page_size, page_token=request.page_token)
-            adapters = [control_pb2.Adapter(**asdict(each)) for each in page.adapters]
+            adapters = [control_pb2.Adapter(**asdict(each)) for each in page.items]
             return control_pb2.ListAdaptersResponse(adapters=adapters, next_page_token=page.next_token)
 
     async def PinAdapter(  # noqa: N802
@@ -105,7 +105,7 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
     ) -> control_pb2.DrainResponse:
         async with answering(context, **self._where):
             move_after_s = request.move_after_s if request.HasField("move_after_s") else None
-            return control_pb2.DrainResponse(running=self._controls.drain(move_after_s=move_after_s))
+            return control_pb2.DrainResponse(running=self._runtime.start_drain(move_after_s=move_after_s))
 
     async def Resume(  # noqa: N802
         self,
@@ -113,7 +113,7 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
         context: _Context,
     ) -> control_pb2.ResumeResponse:
         async with answering(context, **self._where):
-            self._controls.resume()
+            self._runtime.end_drain()
             return control_pb2.ResumeResponse()
 
     async def Shutdown(  # noqa: N802
@@ -122,7 +122,7 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
         context: _Context,
     ) -> control_pb2.ShutdownResponse:
         async with answering(context, **self._where):
-            self._controls.shut_down()
+            self._runtime.on_shutdown()
             return control_pb2.ShutdownResponse()
 
     async def ListSteps(  # noqa: N802
@@ -132,7 +132,7 @@ class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
             page = self._controls.list_steps(
                 request.request_id, page_size=request.page_size, page_token=request.page_token
             )
-            steps = map(_step_report, page.steps)
+            steps = map(_step_report, page.items)
             return control_pb2.ListStepsResponse(steps=steps, next_page_token=page.next_token)
 
 

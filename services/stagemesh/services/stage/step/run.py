@@ -100,7 +100,7 @@ class StepRun:
         self._pause_requested = asyncio.Event()
         self._inputs: list[EdgeInput] = []
         self._with_engine = False
-        self.heard = 0
+        self.event_count = 0
         """The number of events received from the engine."""
         self.number = next(_numbers)
         """Increases from run to run of this process."""
@@ -273,7 +273,7 @@ class StepRun:
             async for event in events:
                 # An engine that swallows the cancellation must not emit anything more.
                 self._raise_cause()
-                self.heard += 1
+                self.event_count += 1
                 if isinstance(event, Emission):
                     self._append_outputs(event)
                     add_rows(self._rows, event.packet)
