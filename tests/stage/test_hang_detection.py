@@ -130,24 +130,24 @@ def _hung(runs: list[_Run], *, ends: bool = True, per_s: int = 10) -> tuple[list
             await asyncio.wait([watching], timeout=1.0)
             runs[-1].event_count += per_s
         await asyncio.wait([watching], timeout=60.0)
-        said = watching.result() if watching.done() else ""
+        cause = watching.result() if watching.done() else ""
         watching.cancel()
-        return said
+        return cause
 
     return hung, virtual_time.run(main())
 
 
 @pytest.mark.parametrize("event_count", [0, 3])
 def test_a_run_that_later_ones_overtake_is_reported_once(event_count: int) -> None:
-    hung, said = _hung([stuck := _Run(event_count=event_count), _Run(computes=False, event_count=1), _Run()])
+    hung, cause = _hung([stuck := _Run(event_count=event_count), _Run(computes=False, event_count=1), _Run()])
     assert hung == [stuck]
-    assert "1 steps have their input, and none has made progress" in said
+    assert "1 steps have their input, and none has made progress" in cause
 
 
 def test_an_engine_that_keeps_a_stopped_run_hangs() -> None:
-    hung, said = _hung([_Run(), _Run()], ends=False)
+    hung, cause = _hung([_Run(), _Run()], ends=False)
     assert len(hung) == 1
-    assert "a stopped step has not ended" in said
+    assert "a stopped step has not ended" in cause
 
 
 def test_a_queued_run_does_not_hang() -> None:
