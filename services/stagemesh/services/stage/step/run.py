@@ -371,7 +371,7 @@ class StepRun:
 
     def _close_early(self) -> None:
         """Closes the run although the engine has not released the task. `ended` still waits for the engine."""
-        _log.warning("the engine has not released step %s %g s after its stop", self.spec.step_id, ABORT_S)
+        _log.info("the engine has not released step %s %g s after its stop", self.spec.step_id, ABORT_S)
         self._early_close = asyncio.create_task(self._close(self._cause), name=f"close step {self.spec.step_id}")
 
     async def _close(self, error: StagemeshError | None) -> None:
