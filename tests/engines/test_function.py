@@ -33,8 +33,8 @@ async def engine() -> AsyncIterator[FunctionEngine]:
     await engine.close()
 
 
-def make(card: FunctionDescriptor, **options: int) -> FunctionEngine:
-    return FunctionEngine(stage_config("function", function="tested", options=options), descriptor=card)
+def make(descriptor: FunctionDescriptor, **options: int) -> FunctionEngine:
+    return FunctionEngine(stage_config("function", function="tested", options=options), descriptor=descriptor)
 
 
 def values(packet: Packet) -> list[float]:

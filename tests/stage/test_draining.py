@@ -8,7 +8,7 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
 from stagemesh.services.engines.base import Paused
-from stagemesh.services.stage.replica.controls import step_page
+from stagemesh.services.stage.replica.controls import page_of
 from stagemesh.services.stage.replica.load import ReplicaState
 from stagemesh.services.stage.step.events import Finished, StepReport
 from tests.stage.gated_engine import GatedEngine
@@ -128,7 +128,7 @@ async def test_running_steps_are_reported_by_request() -> None:
 
 def test_pages_of_steps_join_without_gaps() -> None:
     reports = [StepReport("r", name, 1, 0.0, started=True, inlets=(), outlets=()) for name in "cab"]
-    first = step_page(reports, page_size=2, page_token="")
-    second = step_page(reports, page_size=2, page_token=first.next_token)
-    assert [report.step_id for report in (*first.steps, *second.steps)] == ["a", "b", "c"]
+    first = page_of(reports, lambda report: report.step_id, page_size=2, page_token="")
+    second = page_of(reports, lambda report: report.step_id, page_size=2, page_token=first.next_token)
+    assert [report.step_id for report in (*first.items, *second.items)] == ["a", "b", "c"]
     assert second.next_token == ""

@@ -95,8 +95,8 @@ async def _mixed(request: str, thinker: Replica, framer: Replica, mixer: Replica
     framing.inputs.add(edge="raw", producer="thinker-0")
     mixing.inputs.add(edge="text", producer="thinker-0", apart=apart)
     mixing.inputs.add(edge="frames", producer="framer-0", apart=apart)
-    heard = await asyncio.gather(_hear(mixer, mixing), _hear(framer, framing), _hear(thinker, thinking))
-    return int(heard[0][1].usage.steps)
+    events = await asyncio.gather(_hear(mixer, mixing), _hear(framer, framing), _hear(thinker, thinking))
+    return int(events[0][1].usage.steps)
 
 
 async def test_an_unknown_transform_is_named() -> None:

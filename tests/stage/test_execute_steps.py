@@ -198,14 +198,14 @@ class Talker:
 
     events: int
     size_bytes: int = 1
-    said: int = 0
+    yielded: int = 0
 
     async def execute(
         self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
     ) -> AsyncGenerator[Event]:
         del request, time_left_s
         for _ in range(self.events):
-            self.said += 1
+            self.yielded += 1
             yield Event(output=request_pb2.Output(text="x" * self.size_bytes))
 
 
@@ -246,35 +246,35 @@ async def _next(messages: AsyncGenerator[bytes]) -> list[stage_pb2.StepMessage]:
 
 async def test_simultaneous_responses_share_one_message() -> None:
     async with _session(Talker(events=1), calls=8) as messages:
-        said = await _next(messages)
-    assert [each.call for each in said if each.HasField("event")] == list(range(1, 9))
+        responses = await _next(messages)
+    assert [each.call for each in responses if each.HasField("event")] == list(range(1, 9))
 
 
 async def test_a_caller_that_does_not_read_blocks_its_calls() -> None:
     talker = Talker(events=1_000, size_bytes=64 << 10)
     async with _session(talker, calls=2) as messages:
-        heard = len(await _next(messages))
+        received = len(await _next(messages))
         for _ in range(100):
             await asyncio.sleep(0)
         # Some responses wait in the session, some in gRPC; the others have not been made.
-        assert talker.said < 40
-        while heard < 2 * (1_000 + 1):
-            heard += len(await _next(messages))
-    assert talker.said == 2_000
+        assert talker.yielded < 40
+        while received < 2 * (1_000 + 1):
+            received += len(await _next(messages))
+    assert talker.yielded == 2_000
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (InternalError("no file \udce4"), "no file ?"),
         (InternalError("no file", metadata={"file": "\udce4"}), "cannot be sent"),
         (ValueError("nobody foresaw it"), "an unexpected ValueError"),
     ],
 )
-async def test_every_kind_of_error_reaches_the_caller(error: Exception, said: str) -> None:
+async def test_every_kind_of_error_reaches_the_caller(error: Exception, message: str) -> None:
     async with _session(Failing(error), calls=1) as messages:
-        heard = await _next(messages)
-    assert said in heard[-1].ended.error.message
+        received = await _next(messages)
+    assert message in received[-1].ended.error.message
 
 
 async def test_an_event_too_large_for_a_message_ends_its_call() -> None:

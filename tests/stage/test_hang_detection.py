@@ -26,7 +26,7 @@ _numbers = itertools.count()
 @dataclass(eq=False)
 class _Run:
     computes: bool = True
-    heard: int = 0
+    event_count: int = 0
     priority: int = 0
     number: int = field(default_factory=lambda: next(_numbers))
 
@@ -70,7 +70,7 @@ def test_one_progressing_run_shows_that_the_engine_works() -> None:
     async def life() -> None:
         for _ in range(100):
             await asyncio.sleep(9.0)
-            runs[0].heard += 1
+            runs[0].event_count += 1
 
     assert _stalled(runs, life) is None
 
@@ -81,7 +81,7 @@ def test_progress_between_two_waits_for_input_counts() -> None:
     async def life() -> None:
         for _ in range(100):
             await asyncio.sleep(9.0)
-            runs[0].heard += 1
+            runs[0].event_count += 1
 
     assert _stalled(runs, life) is None
 
@@ -128,26 +128,26 @@ def _hung(runs: list[_Run], *, ends: bool = True, per_s: int = 10) -> tuple[list
         watching = asyncio.create_task(_watch(runs, on_hung=on_hung).wait_stalled())
         for _ in range(60):
             await asyncio.wait([watching], timeout=1.0)
-            runs[-1].heard += per_s
+            runs[-1].event_count += per_s
         await asyncio.wait([watching], timeout=60.0)
-        said = watching.result() if watching.done() else ""
+        cause = watching.result() if watching.done() else ""
         watching.cancel()
-        return said
+        return cause
 
     return hung, virtual_time.run(main())
 
 
-@pytest.mark.parametrize("heard", [0, 3])
-def test_a_run_that_later_ones_overtake_is_reported_once(heard: int) -> None:
-    hung, said = _hung([stuck := _Run(heard=heard), _Run(computes=False, heard=1), _Run()])
+@pytest.mark.parametrize("event_count", [0, 3])
+def test_a_run_that_later_ones_overtake_is_reported_once(event_count: int) -> None:
+    hung, cause = _hung([stuck := _Run(event_count=event_count), _Run(computes=False, event_count=1), _Run()])
     assert hung == [stuck]
-    assert "1 steps have their input, and none has made progress" in said
+    assert "1 steps have their input, and none has made progress" in cause
 
 
 def test_an_engine_that_keeps_a_stopped_run_hangs() -> None:
-    hung, said = _hung([_Run(), _Run()], ends=False)
+    hung, cause = _hung([_Run(), _Run()], ends=False)
     assert len(hung) == 1
-    assert "a stopped step has not ended" in said
+    assert "a stopped step has not ended" in cause
 
 
 def test_a_queued_run_does_not_hang() -> None:
@@ -168,11 +168,11 @@ def test_a_stopped_run_does_not_count_as_progress() -> None:
         watching = asyncio.create_task(_watch(runs, on_hung=runs.remove).wait_stalled())
         for _ in range(8):
             await asyncio.sleep(1.0)
-            runs[-1].heard += 100
+            runs[-1].event_count += 100
             for run in runs[:-1]:
-                run.heard += 1
+                run.event_count += 1
         for run in runs[1:-1]:
-            run.heard += 100
+            run.event_count += 100
         assert "hangs" in await watching
         return asyncio.get_running_loop().time()
 

@@ -48,8 +48,8 @@ def test_a_loading_process_is_live_but_not_ready(tmp_path: Path) -> None:
         assert _health(channel, "liveness") == health_pb2.HealthCheckResponse.SERVING
         for facet in ("", "stagemesh.v1.StageService"):
             assert _health(channel, facet) == health_pb2.HealthCheckResponse.NOT_SERVING
-        said = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest())
-        assert (said.state, said.detail) == (stage_pb2.REPLICA_STATE_LOADING, "loading the fake engine")
+        description = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest())
+        assert (description.state, description.detail) == (stage_pb2.REPLICA_STATE_LOADING, "loading the fake engine")
         process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT_S) == 0
 
@@ -125,7 +125,7 @@ def _endpoint(process: "subprocess.Popen[str]") -> str:
         found = re.search(r"listening on (\S+)", line)
         if found:
             return found[1]
-    raise AssertionError("the process never said where it listens")
+    raise AssertionError("the process never logged where it listens")
 
 
 def _health(channel: grpc.Channel, facet: str) -> int:

@@ -52,8 +52,8 @@ async def test_a_step_resumes_from_a_checkpoint_sent_over_the_wire() -> None:
         request = step_request(attempt=2)
         request.resume_from.CopyFrom(checkpoint)
         rest = [event async for event in replica.stub.ExecuteStep(request)]
-    heard = [[event.output for event in events if event.HasField("output")] for events in (whole, rest)]
-    assert heard[1] == heard[0][2:]
+    received = [[event.output for event in events if event.HasField("output")] for events in (whole, rest)]
+    assert received[1] == received[0][2:]
 
 
 def test_a_checkpoint_survives_conversion() -> None:
@@ -104,12 +104,12 @@ async def test_a_later_caller_receives_the_newest_state_and_none_after_the_end()
 
 
 async def test_a_large_state_is_left_out_of_its_event() -> None:
-    for size_bytes, told in ((MAX_EVENT_BYTES - 8, (1, MAX_EVENT_BYTES - 8)), (MAX_EVENT_BYTES, (0, 0))):
+    for size_bytes, expected in ((MAX_EVENT_BYTES - 8, (1, MAX_EVENT_BYTES - 8)), (MAX_EVENT_BYTES, (0, 0))):
         async with (
             ready_runtime(engine=SavingEngine(size_bytes)) as runtime,
             aclosing(runtime.execute(step_spec(), time_left_s=None)) as events,
         ):
-            assert [_state_sizes(await anext(events)) for _ in range(2)] == [None, told]
+            assert [_state_sizes(await anext(events)) for _ in range(2)] == [None, expected]
 
 
 def _state_sizes(event: StepEvent) -> tuple[int, int] | None:

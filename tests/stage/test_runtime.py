@@ -54,11 +54,11 @@ async def test_a_second_call_attaches_and_receives_all_events() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
         async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as first:
-            heard = [await anext(first), await anext(first)]
+            received = [await anext(first), await anext(first)]
             second = group.create_task(events_of(runtime, step_spec()))
             engine.gate.set()
-            heard += [event async for event in first]
-        assert await second == heard
+            received += [event async for event in first]
+        assert await second == received
     assert engine.released == ["r"]
 
 

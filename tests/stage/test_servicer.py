@@ -114,16 +114,21 @@ async def test_cancel_returns_once_the_engine_has_released_the_step() -> None:
 async def test_describe_returns_the_description_of_the_replica() -> None:
     runtime = make_runtime()
     async with served(runtime) as replica:
-        said = await replica.stub.Describe(stage_pb2.DescribeRequest())
-        assert (said.state, said.detail) == (stage_pb2.REPLICA_STATE_LOADING, "starting")
+        description = await replica.stub.Describe(stage_pb2.DescribeRequest())
+        assert (description.state, description.detail) == (stage_pb2.REPLICA_STATE_LOADING, "starting")
         await runtime.start()
-        said = await replica.stub.Describe(stage_pb2.DescribeRequest())
+        description = await replica.stub.Describe(stage_pb2.DescribeRequest())
         await runtime.close()
-    assert (said.pipeline, said.stage, said.replica, said.engine) == ("test", "thinker", "thinker-0", "fake")
-    assert said.state == stage_pb2.REPLICA_STATE_READY
-    assert [(spec.name, list(spec.shape)) for spec in said.emits] == [("text", ["bytes"])]
-    assert {chunk_pb2.CONNECTOR_SHM, chunk_pb2.CONNECTOR_GRPC} <= set(said.connectors)
-    assert said.wire_version == 1
+    assert (description.pipeline, description.stage, description.replica, description.engine) == (
+        "test",
+        "thinker",
+        "thinker-0",
+        "fake",
+    )
+    assert description.state == stage_pb2.REPLICA_STATE_READY
+    assert [(spec.name, list(spec.shape)) for spec in description.emits] == [("text", ["bytes"])]
+    assert {chunk_pb2.CONNECTOR_SHM, chunk_pb2.CONNECTOR_GRPC} <= set(description.connectors)
+    assert description.wire_version == 1
 
 
 @pytest.mark.parametrize(("configured", "expected"), [(None, "by environment"), ("rack-4", "rack-4"), ("", "")])
@@ -132,9 +137,9 @@ async def test_a_replica_reports_host_and_zone(
 ) -> None:
     monkeypatch.setenv("STAGEMESH_ZONE", "by environment")
     async with served_stage(replace(stage_config(), zone=configured)) as replica:
-        said = await replica.stub.Describe(stage_pb2.DescribeRequest())
-    assert (said.host, said.zone) == (host_token(), expected)
-    assert len(said.host) == 16
+        description = await replica.stub.Describe(stage_pb2.DescribeRequest())
+    assert (description.host, description.zone) == (host_token(), expected)
+    assert len(description.host) == 16
 
 
 async def test_a_loading_replica_rejects_steps_with_the_cause() -> None:

@@ -31,7 +31,7 @@ class Working(Protocol):
         ...
 
     @property
-    def heard(self) -> int:
+    def event_count(self) -> int:
         """The number of events received from the engine."""
         ...
 
@@ -43,7 +43,7 @@ class _Silence(NamedTuple):
     """The silence of a run since its last event."""
 
     lasts_s: float
-    heard_then: Mapping[int, int]
+    counts_then: Mapping[int, int]
     """The number of events of each run when the silence started, by run number."""
 
 
@@ -56,7 +56,7 @@ class StallWatch(Generic[RunT]):
     def __init__(self, runs: Callable[[], Sequence[RunT]], *, stall_s: float, on_hung: Callable[[RunT], None]) -> None:
         """`on_hung` is called once for each run that hangs alone and must stop it."""
         self._runs, self._stall_s, self._on_hung = runs, stall_s, on_hung
-        self._heard: Mapping[int, int] = {}
+        self._event_counts: Mapping[int, int] = {}
         self._working = set[int]()
         self._silent: dict[int, _Silence] = {}
         self._hung = set[int]()
@@ -83,18 +83,18 @@ class StallWatch(Generic[RunT]):
         """Updates the silence of each run and reports those that hang; returns whether all are silent."""
         runs = self._runs()
         working = {run.number: run for run in runs if run.computes}
-        before, self._heard = self._heard, {run.number: run.heard for run in runs}
+        before, self._event_counts = self._event_counts, {run.number: run.event_count for run in runs}
         worked, self._working = self._working, set(working)
-        silent = {number for number in worked & self._working if before[number] == self._heard[number]}
+        silent = {number for number in worked & self._working if before[number] == self._event_counts[number]}
         started = _Silence(0.0, before)
         self._silent = {
-            number: _Silence(since.lasts_s + tick_s, since.heard_then)
+            number: _Silence(since.lasts_s + tick_s, since.counts_then)
             for number in silent
             for since in [self._silent.get(number, started)]
         }
         # A run that is new or was stopped for a hang is not a sign of progress. A run that had an event, has ended or
         # waits for input is.
-        progressed = any(before.get(number, heard) != heard for number, heard in self._heard.items())
+        progressed = any(before.get(number, count) != count for number, count in self._event_counts.items())
         is_stuck = bool(worked) and worked <= (silent | self._hung) and not progressed
         self._hung &= self._working
         if not is_stuck:
@@ -107,7 +107,7 @@ class StallWatch(Generic[RunT]):
     def _hangs(self, run: RunT, others: Iterable[RunT]) -> bool:
         since = self._silent[run.number]
         return since.lasts_s >= self._stall_s and any(
-            other.heard - since.heard_then.get(other.number, 0) >= _OVERTAKEN
+            other.event_count - since.counts_then.get(other.number, 0) >= _OVERTAKEN
             for other in others
             if other.number > run.number and other.priority <= run.priority
         )

@@ -284,7 +284,7 @@ def description_to_wire(
         detail=detail,
         accepts=[spec_to_wire(name, spec) for name, spec in signature.accepts.items()],
         emits=[spec_to_wire(name, emitted.spec) for name, emitted in signature.emits.items()],
-        connectors=[number_of(card.name) for card in descriptors().values() if not card.missing()],
+        connectors=[number_of(each.name) for each in descriptors().values() if not each.missing()],
         wire_version=WIRE_VERSION,
         host=host_token(),
         zone=settings.zone() if config.zone is None else config.zone,

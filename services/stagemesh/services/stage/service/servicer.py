@@ -40,7 +40,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         self._where = {"stage": runtime.config.stage, "replica": runtime.config.replica}
 
     @streaming
-    async def ExecuteStep(  # noqa: N802
+    async def ExecuteStep(
         self, request: stage_pb2.ExecuteStepRequest, context: _Context
     ) -> AsyncIterator[stage_pb2.ExecuteStepResponse]:
         async with (
@@ -51,7 +51,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
                 yield event
 
     @streaming
-    async def ExecuteSteps(  # type: ignore[override]  # noqa: N802
+    async def ExecuteSteps(  # type: ignore[override]
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> AsyncIterator[bytes]:
         """Receives and yields serialized messages; see `add_stage_service`."""
@@ -62,15 +62,13 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
                     yield message
                     del message
 
-    async def RebindStep(  # noqa: N802
-        self, request: stage_pb2.RebindStepRequest, context: _Context
-    ) -> stage_pb2.RebindStepResponse:
+    async def RebindStep(self, request: stage_pb2.RebindStepRequest, context: _Context) -> stage_pb2.RebindStepResponse:
         async with answering(context, **self._where, request_id=request.request_id):
             self._runtime.rebind(rebinding_from_wire(request))
             return stage_pb2.RebindStepResponse()
 
     @streaming
-    async def PutChunk(  # type: ignore[override]  # noqa: N802
+    async def PutChunk(  # type: ignore[override]
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> AsyncIterator[bytes]:
         """Receives and yields serialized messages; see `add_stage_service`."""
@@ -81,7 +79,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
                     yield reply
 
     @streaming
-    async def GetChunk(  # noqa: N802
+    async def GetChunk(
         self, request: stage_pb2.GetChunkRequest, context: _Context
     ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
         async with answering(context, **self._where, request_id=request.key.request_id):
@@ -94,11 +92,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
                 async for part in parts:
                     yield part
 
-    async def Describe(  # noqa: N802
-        self,
-        request: stage_pb2.DescribeRequest,  # noqa: ARG002
-        context: _Context,
-    ) -> stage_pb2.DescribeResponse:
+    async def Describe(self, request: stage_pb2.DescribeRequest, context: _Context) -> stage_pb2.DescribeResponse:
         runtime = self._runtime
         async with answering(context, **self._where):
             return description_to_wire(
@@ -110,7 +104,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
             )
 
     @streaming
-    async def WatchLoad(  # noqa: N802
+    async def WatchLoad(
         self, request: stage_pb2.WatchLoadRequest, context: _Context
     ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
         async with answering(context, **self._where):
@@ -122,16 +116,12 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._runtime.closed.wait(), timer.interval_s)
 
-    async def CancelStep(  # noqa: N802
-        self, request: stage_pb2.CancelStepRequest, context: _Context
-    ) -> stage_pb2.CancelStepResponse:
+    async def CancelStep(self, request: stage_pb2.CancelStepRequest, context: _Context) -> stage_pb2.CancelStepResponse:
         async with answering(context, **self._where, request_id=request.request_id):
             stopped = await self._runtime.cancel(request.request_id, attempt=request.attempt, reason=request.reason)
             return stage_pb2.CancelStepResponse(stopped=stopped)
 
-    async def ProbeEdge(  # noqa: N802
-        self, request: stage_pb2.ProbeEdgeRequest, context: _Context
-    ) -> stage_pb2.ProbeEdgeResponse:
+    async def ProbeEdge(self, request: stage_pb2.ProbeEdgeRequest, context: _Context) -> stage_pb2.ProbeEdgeResponse:
         async with answering(context, **self._where, edge=request.edge):
             found = await self._runtime.data_plane.probe(
                 consumer=request.consumer, endpoint=request.endpoint, connector=name_of(request.connector)

@@ -116,7 +116,7 @@ class FlowReport:
     """The status of one end of a flow, and the replica at the other end."""
 
     peer: str
-    standing: FlowStatus
+    status: FlowStatus
 
 
 @dataclass(frozen=True)

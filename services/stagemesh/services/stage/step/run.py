@@ -101,7 +101,7 @@ class StepRun:
         self._pause_requested = asyncio.Event()
         self._inputs: list[EdgeInput] = []
         self._with_engine = False
-        self.heard = 0
+        self.event_count = 0
         """The number of events received from the engine."""
         self.number = next(_numbers)
         """Increases from run to run of this process."""
@@ -274,7 +274,7 @@ class StepRun:
             async for event in events:
                 # An engine that swallows the cancellation must not emit anything more.
                 self._raise_cause()
-                self.heard += 1
+                self.event_count += 1
                 if isinstance(event, Emission):
                     self._append_outputs(event)
                     add_rows(self._rows, event.packet)
@@ -372,7 +372,7 @@ class StepRun:
 
     def _close_early(self) -> None:
         """Closes the run although the engine has not released the task. `ended` still waits for the engine."""
-        _log.warning("the engine has not released step %s %g s after its stop", self.spec.step_id, ABORT_S)
+        _log.info("the engine has not released step %s %g s after its stop", self.spec.step_id, ABORT_S)
         self._early_close = asyncio.create_task(self._close(self._cause), name=f"close step {self.spec.step_id}")
 
     async def _close(self, error: StagemeshError | None) -> None:
