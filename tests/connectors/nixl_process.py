@@ -62,8 +62,8 @@ class Replica:
         self._written.pop(generation).region.release()
         return {}
 
-    async def meet(self, offer: str, replica: str) -> dict[str, Any]:
-        reader = await self._connector.meet(bytes.fromhex(offer), Producer(replica, INCARNATION, None))
+    async def connect(self, offer: str, replica: str) -> dict[str, Any]:
+        reader = await self._connector.connect(bytes.fromhex(offer), Producer(replica, INCARNATION, None))
         assert isinstance(reader, FetchingReader)
         self._readers[replica] = reader
         return {}
@@ -108,9 +108,9 @@ class Driven:
         self.process.stdin.write(json.dumps([number, command, arguments]).encode() + b"\n")
         return await asyncio.wait_for(self._answers[number], _COMMAND_TIMEOUT_S)
 
-    async def meet(self, producer: "Driven") -> dict[str, Any]:
+    async def connect(self, producer: "Driven") -> dict[str, Any]:
         """Meets another one by its offer."""
-        return await self.do("meet", offer=(await producer.do("offer"))["offer"], replica=producer.name)
+        return await self.do("connect", offer=(await producer.do("offer"))["offer"], replica=producer.name)
 
     async def read(self, producer: "Driven", sizes: Sequence[int], *, seed: int = 1) -> dict[str, Any]:
         """Has the producer write, and fetches it."""

@@ -75,7 +75,7 @@ class ProcConnector(Connector):
     async def offer(self) -> bytes:
         return _OFFER.pack(os.getpid(), self._arena.fd, self._arena.token)
 
-    async def meet(self, offer: bytes, producer: Producer) -> ProcReader:
+    async def connect(self, offer: bytes, producer: Producer) -> ProcReader:
         try:
             file = _opened(offer)
         except (struct.error, OSError, ValueError) as exc:
@@ -101,4 +101,4 @@ DESCRIPTOR = ConnectorDescriptor("proc", number=1000, rank=50, factory=f"{__name
 
 class TestProc(ConnectorSuite):
     connector = "proc"
-    card = DESCRIPTOR
+    descriptor = DESCRIPTOR

@@ -127,7 +127,7 @@ class DataPlane:
 
     def open_share(self, size_bytes: int) -> PartitionTicket:
         """Sets a part of the arena aside for a worker process that writes by itself (`ArenaWriter`); see `Arena`."""
-        return self._arena.open_share(size_bytes)
+        return self._arena.open_partition(size_bytes)
 
     def adopt(self, handle: Handle) -> Tensors:
         """The tensors that a worker wrote, to be sent without a copy; its memory is free when they are gone."""
@@ -135,7 +135,7 @@ class DataPlane:
 
     def close_share(self, ticket: PartitionTicket) -> None:
         """Takes a share back, for when its worker has ended."""
-        self._arena.close_share(ticket)
+        self._arena.close_partition(ticket)
 
     async def probe(self, *, consumer: str, endpoint: str, connector: ConnectorName) -> EdgeProbe:
         """What a flow to `consumer` would use, settled as for one; nothing is sent.
@@ -318,7 +318,7 @@ class DataPlane:
     async def _landing_arena(self) -> Arena:
         """The memory that chunks are fetched into; made when it is first needed, for it takes a moment and room."""
         if self._landing_task is None:
-            self._landing_task = asyncio.create_task(asyncio.to_thread(Arena, self._arena.size_bytes))
+            self._landing_task = asyncio.create_task(asyncio.to_thread(Arena, self._arena.size_bytes, shared=False))
         return await asyncio.shield(self._landing_task)
 
     async def _accept_local(self, connection: socket.socket, arena_fd: int) -> None:

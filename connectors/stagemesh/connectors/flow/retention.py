@@ -25,7 +25,9 @@ class Retention:
 
     def keep(self, flow: OutletAttempt, sent: SentChunk) -> None:
         """Keeps a chunk that has arrived, and no more of them than the budget."""
-        share, room_bytes = self._arena.share_of(sent.regions[0]) if sent.regions else (_ARENA, self._arena.size_bytes)
+        share, room_bytes = (
+            self._arena.partition_of(sent.regions[0]) if sent.regions else (_ARENA, self._arena.size_bytes)
+        )
         self._kept[share].append((flow, sent, sent.size_bytes))
         self._kept_bytes[share] += sent.size_bytes
         while self._kept_bytes[share] > room_bytes // RETAINED_SHARE:

@@ -1,4 +1,4 @@
-"""What a producer tells a consumer so that it can read the arena: plain numbers and names, checked when parsed."""
+"""The message by which a producer lets a consumer read its arena: plain numbers and names, checked when parsed."""
 
 import hashlib
 import struct
@@ -14,27 +14,27 @@ _ADDRESS_SPACE_BYTES = 1 << 64
 
 @dataclass(frozen=True)
 class NixlOffer:
-    """Whose memory it is, and where. ValueError for numbers that do not describe an arena."""
+    """Names an arena's agent and address. Raises ValueError for numbers that do not describe an arena."""
 
     agent: str
     """The serving agent's name: replica, incarnation and a random part."""
     metadata: bytes
-    """The agent's own, opaque here."""
+    """The agent's metadata, which only the library interprets."""
     address: int
-    """Of the arena file's first byte in its process."""
+    """The address of the arena file's first byte in the producer's process."""
     file_bytes: int
     token: bytes
-    """What stands at that address."""
+    """The bytes at that address."""
     settings: str
-    """Of the library; the reader needs the same."""
+    """The producer's library settings. The reader needs the same ones."""
 
     def __post_init__(self) -> None:
         data_offset_in(self.file_bytes)
         if self.address + self.file_bytes >= _ADDRESS_SPACE_BYTES:
-            raise ValueError(f"an arena of {self.file_bytes} bytes at {self.address:#x} leaves the address space")
+            raise ValueError(f"an arena of {self.file_bytes} bytes at {self.address:#x} exceeds the address space")
 
     def pack(self) -> bytes:
-        """The message."""
+        """Returns the offer as bytes."""
         texts = (self.agent.encode(), self.settings.encode(), self.metadata)
         head = _HEAD.pack(_MAGIC, self.token, self.address, self.file_bytes, *map(len, texts))
         message = head + b"".join(texts)
@@ -42,18 +42,18 @@ class NixlOffer:
 
     @classmethod
     def parse(cls, data: bytes) -> "NixlOffer":
-        """The offer in a message; raises ValueError for anything else."""
+        """Returns the offer that `data` contains. Raises ValueError for anything else."""
         if len(data) < _HEAD.size + _DIGEST_BYTES:
             raise ValueError(f"an offer of {len(data)} bytes is too short")
         data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
         if _digest(data) != digest:
-            # The library takes its metadata as it comes, and does not survive it when it is damaged.
-            raise ValueError("the offer was damaged on its way")
+            # The library does not check its metadata, and crashes if it is damaged.
+            raise ValueError("the offer was damaged in transit")
         magic, token, address, file_bytes, name_bytes, settings_bytes, metadata_bytes = _HEAD.unpack_from(data)
         settings_at = _HEAD.size + name_bytes
         metadata_at = settings_at + settings_bytes
         if magic != _MAGIC or len(data) != metadata_at + metadata_bytes:
-            raise ValueError("the offer is of another kind or version")
+            raise ValueError("the offer has another format or version")
         return cls(
             agent=data[_HEAD.size : settings_at].decode(),
             metadata=data[metadata_at:],

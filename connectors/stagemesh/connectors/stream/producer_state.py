@@ -41,7 +41,7 @@ class ProducerState:
         """Gets ready to read by a connector; raises NotReadyError where that cannot be done."""
         if name not in self._readers:
             producer = Producer(self.replica, self.incarnation, arena_fd)
-            self._readers[name] = await self._connectors.get(name).meet(offer, producer)
+            self._readers[name] = await self._connectors.get(name).connect(offer, producer)
 
     async def drop_reader(self, name: ConnectorName, reader: Reader) -> None:
         """A reader has failed: its connector must be agreed on anew."""
