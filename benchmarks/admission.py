@@ -1,4 +1,4 @@
-"""What admission costs: the time of all decisions about one request, beside queues of growing length.
+"""Measures admission: the time of all decisions about one request, with queues of growing length.
 
 python -m benchmarks.admission [--json FILE]
 """
@@ -21,7 +21,7 @@ _REQUESTS = 5_000
 
 @dataclass
 class _Crowd:
-    """An admission with so many who wait, of many callers, three priorities and all sorts of deadlines."""
+    """An admission queue of a given length, with many callers, three priorities and different deadlines."""
 
     waiting: int
     running: deque["_Waiter"] = field(default_factory=deque["_Waiter"])
@@ -36,7 +36,7 @@ class _Crowd:
             self.ask()
 
     def ask(self) -> None:
-        """One more comes."""
+        """Adds a request."""
         draw = self._random
         claim = AdmissionRequest(
             str(draw.random()),
@@ -48,7 +48,7 @@ class _Crowd:
         waiter.ticket = self._admission.enter(claim, waiter)
 
     def end(self) -> None:
-        """One ends, and the next is admitted."""
+        """Ends a running request, so that the next one is admitted."""
         ticket = self.running.popleft().ticket
         assert ticket is not None
         self._admission.release(ticket, made_bytes=1_000)
@@ -60,14 +60,14 @@ class _Waiter:
     ticket: Ticket | None = None
 
     def queued(self, *, position: int, expected_wait_s: float) -> None:
-        """Waits."""
+        """Called when the request waits."""
 
     def admitted(self) -> None:
-        """Runs."""
+        """Called when the request is admitted."""
         self.running.append(self)
 
     def refused(self, error: StagemeshError) -> None:
-        """Cannot be: the queue has room."""
+        """Never called: the queue has space."""
         raise error
 
 
@@ -82,7 +82,7 @@ def _measure(waiting: int) -> Figure:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Reads the command line, measures and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures here too")
     arguments = parser.parse_args()

@@ -1,10 +1,12 @@
-"""The autoregressive stage: tokens through its gRPC service against AsyncLLM called directly, with the same arguments.
+"""Measures the autoregressive stage: tokens through its gRPC service against AsyncLLM called directly.
 
-All ways are up at once and take turns; a ratio is the median over the repeats of the ratio within a repeat. The tokens
-of each engine step are messages of their own; with hidden states, the rows of every token go to another process too.
-The stage, the engine called directly, the client and the taker are processes of their own, as are the engines' cores.
-A stall of the stage's event loop is how late it comes to a timer, without the time for which other processes had the
-processors, and without that in which loops that do nothing, one on each processor, were late at the same time.
+Both have the same arguments, run at the same time and take turns. A ratio is the median over the repeats of the ratio
+within a repeat. Each engine step's tokens are one message. With hidden states, the rows of every token also go to
+another process. The stage, the directly called engine, the client, the consumer and the engines' cores are separate
+processes.
+
+A stall is the delay of a timer of the stage's event loop. It excludes the time in which other processes had the
+processors, and the time in which idle loops, one on each processor, were late as well.
 """
 
 import argparse
@@ -41,7 +43,7 @@ GOALS: Mapping[str, Mapping[str, str]] = {
     LARGER.name: {STAGE: ">=0.95", STATES: ">=0.90"},
     SMALLER.name: {STAGE: ">=0.75"},
 }
-"""Of a model's ways, in terms of the direct one."""
+"""The speed of each way relative to the direct one."""
 START = "start"
 STARTS = 3
 PROBED_S = 8.0
@@ -49,23 +51,23 @@ PROBED_S = 8.0
 
 @dataclass
 class Findings:
-    """What was seen of one model."""
+    """The measurements of one model."""
 
     shape: Shape
     times: dict[int, Times] = field(default_factory=dict[int, Times])
-    """By the number of streams."""
+    """The results by number of streams."""
     memory_mb: dict[str, float] = field(default_factory=dict[str, float])
-    """The front end's after all turns, and what the engine's processes have after those with one stream.
+    """The memory of the front end after all turns, and of the engine's processes after the turns with one stream.
 
-    An engine keeps a megabyte or so for each size of a batch that it has met, and which those are is chance with more
-    streams than one.
+    An engine keeps about a megabyte for each batch size that occurred. With more than one stream these sizes are
+    random.
     """
     all_memory_mb: dict[str, float] = field(default_factory=dict[str, float])
-    """After all turns."""
+    """The memory after all turns."""
     stalls: dict[str, Stalls] = field(default_factory=dict[str, Stalls])
 
     def figures(self) -> list[Figure]:
-        """What is held against a goal."""
+        """Returns the figures that have goals."""
         subject = f"{self.shape.name} parameters"
         found = [
             Figure(f"tokens, {way} / direct, {_text(streams)}", times.ratio(way, DIRECT), "ratio", goal, subject)
@@ -85,7 +87,7 @@ class Findings:
         return found
 
     def details(self) -> list[Figure]:
-        """What the figures are made of."""
+        """Returns the measurements behind the figures."""
         subject = f"{self.shape.name} parameters"
         found = [
             Figure(f"memory after batches of all sizes, {way}", memory_mb, "MB", "", subject)
@@ -105,7 +107,7 @@ class Findings:
 
 
 def measure_model(shape: Shape, folder: Path) -> Findings:
-    """All ways of one model."""
+    """Measures all ways of one model."""
     findings = Findings(shape)
     model = write_model(folder / shape.name, shape)
     with ExitStack() as stack:
@@ -129,7 +131,7 @@ def measure_model(shape: Shape, folder: Path) -> Findings:
 
 
 def measure_starts(folder: Path) -> Figure:
-    """From a process's start until its engine answers, and until its stage is READY."""
+    """Measures the time from a process's start until its engine answers, and until its stage is READY."""
     model = write_model(folder / "starts", SMALLER)
     ratios: list[float] = []
     for number in range(STARTS):
@@ -169,7 +171,7 @@ def _with_states(client: Worker[StageClient], taker: Worker[StatesTaker], turn: 
 
 
 def _probed(staged: StagedEngine, way: Way) -> Stalls:
-    """Looks at the stage's loop, and at loops that have nothing to do, one on each processor."""
+    """Probes the stage's loop, and idle loops, one on each processor."""
     with ExitStack() as stack:
         processors = sorted(os.sched_getaffinity(0))
         bare = {processor: _entered(stack, Worker(BareLoop, (), Place())) for processor in processors}
@@ -201,12 +203,14 @@ def _text(streams: int) -> str:
 
 
 def main() -> None:
-    """Reads the command line, measures, reports."""
-    # For the processes that this one starts.
+    """Reads the command line, measures and reports."""
+    # Applies to the processes that this one starts.
     os.environ |= {"GRPC_VERBOSITY": "ERROR", "PYTHONWARNINGS": "ignore"}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--only", choices=[SMALLER.name, LARGER.name, START], help="measure a part")
+    parser.add_argument(
+        "--only", choices=[SMALLER.name, LARGER.name, START], help="measure this part only (default: all)"
+    )
     arguments = parser.parse_args()
     parts = [arguments.only] if arguments.only else [LARGER.name, SMALLER.name, START]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
-"""The diffusion stage: a picture step by step, and through the gRPC service, against the pipeline's own `__call__`.
+"""Measures the diffusion stage: an image step by step and through the gRPC service, against the pipeline's `__call__`.
 
-The model is Qwen-Image's real classes with two layers. What is compared takes turns, and a ratio is the median over
-pairs. Steps and `__call__` run in this process, and are compared by the processor time of its one thread too; the stage
-is a process of its own.
+The model uses Qwen-Image's real classes with two layers. Compared ways take turns, and a ratio is the median over
+pairs. Steps and `__call__` run in this process and are also compared by the processor time of its only thread. The
+stage is a separate process.
 """
 
 import argparse
@@ -30,16 +30,16 @@ MODEL = "qwen-image"
 SIDE = 256
 STEPS = 20
 TOKENS = {64: 128, 256: 256}
-"""Latent tokens of a picture, and its side in pixels."""
+"""The latent tokens of an image, and its side in pixels."""
 TOGETHER = 4
 SLOW_STEPS, SHORT_STEPS = 50, 4
 
 
 def main() -> None:
-    """Measures, prints, and writes JSON where asked."""
+    """Reads the command line, measures and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--pairs", type=int, default=24, help="how often what is compared takes turns")
+    parser.add_argument("--pairs", type=int, default=24, help="number of pairs of compared runs (default: %(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with ExitStack() as stack:
@@ -63,7 +63,7 @@ def _config(model: Path) -> StageConfig:
         engine="diffusion",
         listen="",
         model=str(model),
-        # Prompts come again here, and are to cost what they cost `__call__`.
+        # Prompts repeat here, and must cost as much as in `__call__`.
         options={"dtype": "float32", "max_running": 2 * TOGETHER, "prompt_cache_bytes": 0},
     )
 
@@ -111,7 +111,7 @@ def _through_the_stage(classic: Any, client: StageClient, *, pairs: int) -> list
 def _ratio(
     ours: Callable[[], object], theirs: Callable[[], object], *, clock: Callable[[], float], pairs: int
 ) -> float:
-    """The median over pairs, in which now the one and now the other goes first."""
+    """Returns the median over pairs. The two ways take turns in going first."""
 
     def taken(work: Callable[[], object]) -> float:
         began = clock()
@@ -130,9 +130,9 @@ def _ratio(
 
 
 def _gain(client: StageClient, *, side: int, pairs: int) -> float:
-    """How many more pictures come out where several are asked for at once."""
+    """Returns the gain in images per second if several are requested at once."""
     wishes = [_square(side, STEPS, seed=seed, prompt="a red cube " * (1 + seed)) for seed in range(TOGETHER)]
-    # Until the stage has found out how many pay.
+    # Warms the stage up until it has measured which batch size is fastest.
     for _ in range(4):
         client.draw_all(wishes)
     return statistics.median(_alone(client, wishes) / client.draw_all(wishes) for _ in range(max(3, pairs)))
@@ -143,7 +143,7 @@ def _alone(client: StageClient, wishes: Sequence[Wish]) -> float:
 
 
 def _lateness(client: StageClient, *, shorts: int) -> list[float]:
-    """How much later each short request is done than alone, in steps of its own."""
+    """Returns the delay of each short request compared with a run alone, in steps of the request."""
     short, slow = _square(SIDE, SHORT_STEPS), _square(SIDE, SLOW_STEPS, seed=1)
     longer = replace(short, steps=2 * SHORT_STEPS)
     alone_s = statistics.median(client.draw(short) for _ in range(5))

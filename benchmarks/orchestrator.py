@@ -1,16 +1,16 @@
-"""What an orchestrator carries: processor time and delay for each output, requests a minute, memory for each request.
+"""Measures an orchestrator: processor time and delay of each output, requests per minute, memory of each request.
 
     python -m benchmarks.orchestrator --json out/orchestrator.json
 
-The orchestrator is the real service in a process of its own, over 12 real stage services with fake engines (4 + 4 + 4),
-by default all in one process: in twelve they take more than a machine of two cores has. 64 requests at once have 50
-outputs a second each, every one of which says when it was made. For the same reason the stages behind the first one
-get theirs at a request's end. The outputs come each in its own time, which is the worst there is for whoever passes
-them on, and then all of a replica's together, as engines make them.
+The orchestrator is the real service in a separate process. It has 12 real stage services with fake engines (4 + 4 + 4),
+by default all in one process, because twelve processes need more than two cores. 64 concurrent requests have 50 outputs
+a second each, and every output contains its time of emission. To save processor time, the later stages get their input
+at the end of a request. Outputs are emitted first at random times, which is the worst case for a relay, and then
+together for each replica, as engines emit them.
 
-Three ways of the same requests take turns: by the orchestrator; directly from the stage, which says what is added; and
-from the stage by a bare grpc.aio relay in a process of its own, which says what gRPC alone costs in Python. What the
-machine itself adds is how late an idle event loop is meanwhile.
+The same requests take turns over three ways: through the orchestrator; directly from the stage, which is the baseline;
+and through a bare grpc.aio relay in a separate process, which shows the cost of gRPC in Python. The lateness of an idle
+event loop shows the delay that the machine itself adds.
 """
 
 import argparse
@@ -55,10 +55,10 @@ outputs: {{text: thinker, echo: vocoder}}
 limits: {{max_in_flight: {in_flight}}}
 """
 _IN_FLIGHT = 64
-"""As many as a pipeline allows by itself."""
+"""A pipeline's default limit of concurrent requests."""
 _SHORT_OUTPUTS = 16
 _WARM = 16
-# As many as tell in a process' memory, at a rate that keeps the stages from being what is measured.
+# Enough requests to be visible in a process's memory, at a rate at which the stages are not the bottleneck.
 _HELD, _HELD_STEP_S = 256, 0.25
 _KIB = 1024
 ORCHESTRATED, RELAYED, DIRECT = "orchestrator", "relay", "direct"
@@ -66,7 +66,7 @@ ORCHESTRATED, RELAYED, DIRECT = "orchestrator", "relay", "direct"
 
 @dataclass(frozen=True)
 class Options:
-    """How much is measured."""
+    """The extent of the measurement."""
 
     requests: int
     farms: int
@@ -77,27 +77,27 @@ class Options:
 
 @dataclass(frozen=True)
 class Streams:
-    """The ways' turns, those of one round at the same place."""
+    """The turns of each way. Turns of one round have the same index."""
 
     turns: dict[str, list[Turn]]
     lateness: Lateness
 
     def median(self, way: str, value: Callable[[Turn], float]) -> float:
-        """Of all rounds."""
+        """Returns the median over all rounds."""
         return statistics.median(value(turn) for turn in self.turns[way])
 
     def added_ms(self, way: str, share: float) -> float:
-        """How much later outputs come by this way than directly: the difference of medians."""
+        """Returns the delay that a way adds to the direct way: the difference of medians."""
         return self.delay_ms(way, share) - self.delay_ms(DIRECT, share)
 
     def delay_ms(self, way: str, share: float) -> float:
-        """What this share of the outputs stays under."""
+        """Returns the delay that this fraction of the outputs does not exceed."""
         return self.median(way, lambda turn: turn.quantile_ms(share))
 
 
 @dataclass(frozen=True)
 class _Ways:
-    """By name, and the process that stands between client and stage."""
+    """The ways by name, each with the process between client and stage."""
 
     orchestrated: Orchestrated
     watched: dict[str, tuple[Way, psutil.Process | None]]
@@ -131,7 +131,7 @@ async def _deployed_ways(options: Options, *, together: bool) -> AsyncGenerator[
 
 
 async def _stream(options: Options, ways: _Ways) -> Streams:
-    """Each way in turn, so many times."""
+    """Runs `rounds` turns of each way, in alternation."""
     async with said_by("benchmarks.orchestrator_ways.bare_loop") as lateness:
         turns: dict[str, list[Turn]] = {name: [] for name in ways.watched}
         for number in range(options.rounds):
@@ -157,7 +157,7 @@ async def _arrive(options: Options, deployment: Deployment, ways: _Ways) -> Arri
 
 
 async def _hold(options: Options) -> dict[str, Turn]:
-    """Turns with many slow requests at once, in processes that have nothing behind them."""
+    """Runs turns with many slow concurrent requests, in fresh processes."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         pipeline = _PIPELINE.format(step_s=_HELD_STEP_S, in_flight=_HELD)
@@ -180,7 +180,7 @@ def _of_streams(streams: Streams, subject: str) -> Iterator[Figure]:
     cpu_us = {way: streams.median(way, lambda turn: turn.cpu_per_output_us) for way in (RELAYED, ORCHESTRATED)}
     yield Figure("CPU an output, orchestrator", cpu_us[ORCHESTRATED], "us", "<=100", subject)
     yield Figure("CPU an output, bare relay", cpu_us[RELAYED], "us", "", subject)
-    # 100 us where a bare relay takes 36: the machine's speed is in both.
+    # 100 us on a machine on which a bare relay takes 36: the ratio does not depend on the machine's speed.
     yield Figure("CPU, orchestrator / relay", cpu_us[ORCHESTRATED] / cpu_us[RELAYED], "ratio", "<=2.8", subject)
     for name, share, goal in (("p50", 0.5, "<=1"), ("p99", 0.99, "<=10")):
         yield Figure(f"delay, {name}, direct", streams.delay_ms(DIRECT, share), "ms", "", subject)
@@ -223,14 +223,20 @@ async def _measure(options: Options) -> list[Figure]:
 
 
 def main() -> None:
-    """Reads the command line, measures, reports."""
+    """Reads the command line, measures and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--requests", type=int, default=64, help="at once")
-    parser.add_argument("--farms", type=int, default=1, help="processes that the replicas are spread over")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
-    parser.add_argument("--window-s", type=float, default=5.0, help="of each turn")
-    parser.add_argument("--arrivals-s", type=float, default=20.0, help="how long requests arrive")
+    parser.add_argument("--requests", type=int, default=64, help="number of concurrent requests (default: %(default)s)")
+    parser.add_argument(
+        "--farms", type=int, default=1, help="number of processes for the replicas (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="number of turns of each way (default: %(default)s)")
+    parser.add_argument(
+        "--window-s", type=float, default=5.0, help="length of each turn in seconds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--arrivals-s", type=float, default=20.0, help="seconds in which requests arrive (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     options = Options(
         requests=arguments.requests,

@@ -1,9 +1,9 @@
-"""What an idle orchestrator costs: its CPU time with many replicas that are ready and have nothing to do.
+"""Measures an idle orchestrator: its processor time with many replicas that are ready and idle.
 
     python -m benchmarks.orchestrator_idle --json out/orchestrator-idle.json
 
-The orchestrator is the real service in a process of its own; replicas are real stage services with fake engines, a few
-dozen to a process, that register with it.
+The orchestrator is the real service in a separate process. The replicas are real stage services with fake engines, a
+few dozen in each process, and register with it.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _MIB = 1 << 20
 
 
 async def measure(*, replicas: int, window_s: float, windows: int) -> tuple[list[float], float]:
-    """Per cent of a core in each window, and the orchestrator's memory in bytes."""
+    """Measures per cent of a core in each window, and the orchestrator's memory in bytes."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         farms = math.ceil(replicas / _IN_A_PROCESS)
@@ -53,7 +53,7 @@ async def _cpu_percent(process: psutil.Process, window_s: float) -> float:
 
 
 def main() -> None:
-    """Reads the command line, measures, reports."""
+    """Reads the command line, measures and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--replicas", type=int, default=100)

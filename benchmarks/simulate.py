@@ -1,10 +1,10 @@
-"""Placement in virtual time: the orchestrator's own code over 10 to 10,000 replicas that only pretend to compute.
+"""Simulates placement in virtual time: the orchestrator's own code over 10 to 10,000 simulated replicas.
 
     python -m benchmarks.simulate --json out/simulate.json
 
-How long a decision takes, what a replica takes of memory, and how long the slowest requests take at 90 % load beside
-round robin, which is measured in the same run on the same arrivals. Nine of ten requests are small, the tenth is twenty
-times as large. And what becomes of requests whose replicas die at random: recovery is the orchestrator's own as well.
+Measures the time of a decision, the memory of a replica, and the time of the slowest requests at 90 % load compared
+with round robin in the same run on the same arrivals. Nine of ten requests are small, the tenth is twenty times as
+large. Also measures the recovery of requests whose replicas die at random, by the orchestrator's own code.
 """
 
 import argparse
@@ -30,16 +30,16 @@ from stagemesh.orchestrator.spec import Pipeline, Route, load_pipeline
 
 SIZES = (10, 100, 1_000, 10_000)
 REQUESTS = {10: 2_000, 100: 4_000, 1_000: 10_000, 10_000: 20_000}
-"""By the number of replicas. Ten thousand have so few that they do not get as busy as they would: see --steady."""
+"""Requests by number of replicas. For 10,000 they are too few to reach steady load, which --steady does."""
 _STEADY_EACH = 30
-"""Requests for each replica of a stage after which queues grow no more."""
+"""The number of requests for each replica of a stage after which queues no longer grow."""
 UTILIZATION = 0.9
 LIFETIME_S = 600.0
-"""How long a replica lives on average, where they die."""
+"""The average lifetime of a replica in runs in which replicas die."""
 UTILIZATION_WITH_DEATHS = 0.7
 _DECISIONS = 2_000
 _REPEATED_UP_TO = 100
-"""Replicas: larger runs have requests enough in one."""
+"""The largest number of replicas for which runs are repeated. Larger runs have enough requests in one."""
 _KIB = 1024
 _PIPELINE = """
 pipeline: simulated
@@ -57,25 +57,25 @@ _console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Decisions:
-    """What plans of one number of replicas take."""
+    """The cost of plans for one number of replicas."""
 
     median_us: float
     p99_us: float
     again_us: float
-    """Median of choosing another replica for a stage of a request that runs."""
+    """The median time to choose another replica for a stage of a running request."""
     replica_bytes: float
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The 99th percentile of requests' seconds, placed by the planner and by turns."""
+    """The 99th percentile of the requests' seconds, with the planner and with round robin."""
 
     planned_s: float
     by_turns_s: float
 
     @property
     def gain(self) -> float:
-        """How many times shorter."""
+        """Returns the ratio of round robin to the planner."""
         return self.by_turns_s / self.planned_s
 
 
@@ -98,18 +98,18 @@ async def _decide(pipeline: Pipeline, replicas: int) -> Decisions:
 
 
 def _timed(planner: Planner, route: Route) -> float:
-    """Seconds of processor time: a decision waits for nothing, and other programs' turns are not its own."""
+    """Returns seconds of processor time: a decision never waits, and other programs' time must not count."""
     began_s = time.thread_time()
     plan = planner.plan(route)
     taken_s = time.thread_time() - began_s
-    # Half of the requests stay, so that replicas differ in what they have to do.
+    # Half of the requests continue to run, so that the replicas' loads differ.
     if len(plan.steps) and plan.steps[0].replica.running % 2:
         plan.release()
     return taken_s
 
 
 def _timed_again(planner: Planner, plan: Plan) -> float:
-    """As after the death of where the first stage runs."""
+    """Chooses another replica, as after the death of the first stage's replica."""
     lost = plan.steps[0]
     began_s = time.thread_time()
     planner.choose_again(lost.stage.name, plan, avoid=[lost.replica])
@@ -172,16 +172,20 @@ def _of_survival(found: Survival, subject: str) -> Iterator[Figure]:
 
 
 def main() -> None:
-    """Reads the command line, measures, reports."""
+    """Reads the command line, measures and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--repeats", type=int, default=3, help=f"of runs up to {_REPEATED_UP_TO} replicas")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, choices=SIZES, help="numbers of replicas")
     parser.add_argument(
-        "--steady", action="store_true", help="run long enough for 10,000 replicas: a quarter of an hour"
+        "--repeats", type=int, default=3, help=f"repeats of runs with at most {_REPEATED_UP_TO} replicas (default: 3)"
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=SIZES, choices=SIZES, help="numbers of replicas (default: all)"
+    )
+    parser.add_argument(
+        "--steady", action="store_true", help="run 10,000 replicas until their load is steady, about 15 minutes"
     )
     arguments = parser.parse_args()
-    # Ten thousand replicas have much to say.
+    # Ten thousand replicas would log too much.
     logging.disable(logging.WARNING)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(_PIPELINE)

@@ -1,4 +1,4 @@
-"""Who calls the stage: a process that reads every message and unpacks the last one alone."""
+"""The client of the stage: a process that reads every message and parses only the last one."""
 
 from dataclasses import dataclass
 
@@ -15,31 +15,31 @@ STATES = "hidden_states"
 
 @dataclass(frozen=True)
 class Taker:
-    """A replica that takes the hidden states of every token."""
+    """The replica that receives the hidden states of every token."""
 
     replica: str
     endpoint: str
 
 
 class StageClient(End):
-    """Calls one stage."""
+    """Calls a stage."""
 
     _channel: grpc.aio.Channel | None = None
 
     async def open(self) -> None:
-        """Nothing yet; see `connect`."""
+        """Does nothing: `connect` names the stage."""
 
     async def connect(self, endpoint: str) -> None:
-        """Which stage."""
+        """Connects to a stage."""
         self._channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
 
     async def close(self) -> None:
-        """Hangs up."""
+        """Closes the channel."""
         if self._channel is not None:
             await self._channel.close()
 
     async def run(self, turn: Turn, taker: Taker | None) -> Outcome:
-        """One turn; hidden states go to the taker, where there is one."""
+        """Runs one turn. Hidden states go to the consumer, if there is one."""
         assert self._channel is not None, "connect comes first"
         execute: grpc.aio.UnaryStreamMultiCallable[stage_pb2.ExecuteStepRequest, bytes] = self._channel.unary_stream(
             "/stagemesh.v1.StageService/ExecuteStep", request_serializer=stage_pb2.ExecuteStepRequest.SerializeToString

@@ -1,4 +1,4 @@
-"""The baseline: AsyncLLM in a process of its own, called without anything between."""
+"""The baseline: AsyncLLM in a separate process, called directly."""
 
 import os
 from pathlib import Path
@@ -16,12 +16,12 @@ MODEL = "STAGEMESH_BENCHMARK_MODEL"
 
 
 class DirectEngine(End):
-    """Loads the model that the environment names."""
+    """Runs an engine on the model that an environment variable names."""
 
     _llm: "AsyncLLM"
 
     async def open(self) -> None:
-        """Returns when the engine answers."""
+        """Loads the model and returns when the engine answers."""
         environment.prepare()
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -37,11 +37,11 @@ class DirectEngine(End):
         self._llm.shutdown()
 
     async def process_id(self) -> int:
-        """This process; the engine's are its children."""
+        """Returns the id of this process. The engine's processes are its children."""
         return os.getpid()
 
     async def run(self, turn: Turn) -> Outcome:
-        """One turn."""
+        """Runs one turn."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

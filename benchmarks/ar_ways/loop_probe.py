@@ -1,4 +1,4 @@
-"""How late an event loop comes to its timers, and for how much of that the machine is the cause."""
+"""Measures the lateness of an event loop's timers, and the part of it that the machine causes."""
 
 import asyncio
 import os
@@ -12,36 +12,36 @@ from benchmarks.edge_ways.worker import End
 
 _TICK_S = 0.002
 _NOTED_S = 0.003
-"""What is less late than this is not told."""
+"""Timers that are less late are not reported."""
 _SCHEDULING = Path("/proc/thread-self/schedstat")
 
 
 class Tick(NamedTuple):
-    """One timer, in seconds of the machine's monotonic clock."""
+    """A timer that was late, in seconds of the machine's monotonic clock."""
 
     due_s: float
     late_s: float
     queued_s: float
-    """For how long others had the processors meanwhile."""
+    """The time for which other processes had the processors meanwhile."""
     worked_s: float
-    """What the loop's thread computed meanwhile."""
+    """The processor time of the loop's thread meanwhile."""
 
 
 @dataclass(frozen=True)
 class Stalls:
-    """How late the loop came to its timers at most, in milliseconds."""
+    """The largest lateness of the loop's timers, in milliseconds."""
 
     late_ms: float
     bare_ms: float
-    """The bare loops."""
+    """The largest lateness of the idle loops."""
     stalled_ms: float
-    """Without the time for which others had the processors, and that in which a bare loop was stopped too."""
+    """The largest lateness without the time in which other processes had the processors or an idle loop was late."""
     worked_ms: float
-    """What the loop's thread computed between two timers."""
+    """The most processor time of the loop's thread between two timers."""
 
 
 class LoopProbe:
-    """Lives on the running loop."""
+    """Probes the running loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -74,17 +74,17 @@ class LoopProbe:
 
 
 class BareLoop(End):
-    """A loop that has nothing to do, on one processor: what keeps it from its timers is the machine."""
+    """An idle loop on one processor: only the machine delays its timers."""
 
     async def open(self) -> None:
-        """Nothing yet; see `begin`."""
+        """Does nothing: `begin` starts the probe."""
         self._probe = LoopProbe()
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is nothing to release."""
 
     async def begin(self, processor: int) -> None:
-        """Looks from now on."""
+        """Starts the probe."""
         os.sched_setaffinity(0, {processor})
         self._probe.begin()
 
@@ -94,7 +94,7 @@ class BareLoop(End):
 
 
 def stalls(ticks: Sequence[Tick], bare: Sequence[Tick]) -> Stalls:
-    """Of a loop, with what the bare loops beside it saw at the same time."""
+    """Returns the stalls of a loop, given the ticks of idle loops at the same time."""
     stopped = [(tick.due_s, tick.due_s + tick.late_s - tick.queued_s) for tick in sorted(bare)]
     return Stalls(
         late_ms=1e3 * max((tick.late_s for tick in ticks), default=0),
@@ -105,7 +105,7 @@ def stalls(ticks: Sequence[Tick], bare: Sequence[Tick]) -> Stalls:
 
 
 def _overlap_s(tick: Tick, stopped: Sequence[tuple[float, float]]) -> float:
-    """For how long of a tick's lateness some bare loop was stopped; `stopped` is in order."""
+    """Returns for how much of a tick's lateness an idle loop was late too. `stopped` is in order of time."""
     overlap_s, reached_s = 0.0, tick.due_s
     for stop_s, go_on_s in stopped:
         begin_s, end_s = max(stop_s, reached_s), min(go_on_s, tick.due_s + tick.late_s)
@@ -115,5 +115,5 @@ def _overlap_s(tick: Tick, stopped: Sequence[tuple[float, float]]) -> float:
 
 
 def _queued_s() -> float:
-    """For how long this thread has waited for a processor."""
+    """Returns the time for which this thread has waited for a processor."""
     return int(_SCHEDULING.read_bytes().split()[1]) / 1e9

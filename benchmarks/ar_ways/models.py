@@ -1,4 +1,4 @@
-"""Random models that are only a configuration and a tokenizer: vLLM makes up the weights."""
+"""Random models: only a configuration and a tokenizer, for which vLLM generates random weights."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ MAX_MODEL_LEN = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen3's measures."""
+    """The dimensions of a Qwen3 model."""
 
     name: str
     layers: int
@@ -25,11 +25,11 @@ class Shape:
 
 LARGER = Shape("24 M", layers=8, width=256, inner_width=1024, vocabulary=32_000, tied=False, dtype="bfloat16")
 SMALLER = Shape("1.3 M", layers=3, width=128, inner_width=512, vocabulary=4_096, tied=True, dtype="float32")
-"""Where the host is all there is: in bfloat16 a processor that does not know it would be busy with numbers."""
+"""The dtype on a host without a GPU: a processor without bfloat16 would spend its time on conversions."""
 
 
 def write_model(folder: Path, shape: Shape) -> Path:
-    """A folder for load_format="dummy". No token ends a text, so that a request makes all that it may."""
+    """Writes a model for load_format="dummy". No token ends a text, so that a request generates its maximum."""
     folder.mkdir(parents=True)
     tokenizer = _tokenizer(shape.vocabulary)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -53,10 +53,10 @@ def write_model(folder: Path, shape: Shape) -> Path:
 
 
 def options_of(model: Path) -> dict[str, JsonValue]:
-    """What a stage on the model is told of its engine, and the engine called directly too."""
+    """Returns the engine options of the stage, which the directly called engine has too."""
     return {
         "load_format": "dummy",
-        # vLLM takes float32 for bfloat16 unless it is told.
+        # vLLM would load float32 as bfloat16 by default.
         "dtype": json.loads((model / "config.json").read_text())["dtype"],
         "kv_cache_memory_bytes": 64 << 20,
         "max_num_seqs": 64,
@@ -64,7 +64,7 @@ def options_of(model: Path) -> dict[str, JsonValue]:
 
 
 def _tokenizer(vocabulary: int) -> Tokenizer:
-    """Every token is a word of four letters or so, but for those that stand for single bytes."""
+    """Writes a tokenizer whose tokens are words of about four letters, in addition to one token for each byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [f"Ġw{number}" for number in range(vocabulary - len(letters))]
     tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(letters + words)}, merges=[]))

@@ -1,7 +1,7 @@
-"""A stage process as it is, beside which a probe looks how late the event loop comes to its timers.
+"""Runs an ordinary stage process with a probe of its event loop's lateness.
 
-`python -m benchmarks.ar_ways.probed_stage --config FILE --probe FD`: FD is a socket on which "begin" starts the probe
-and "end" is answered with what it saw.
+`python -m benchmarks.ar_ways.probed_stage --config FILE --probe FD`: FD is a socket. "begin" on it starts the probe,
+and "end" is answered with the late ticks.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from stagemesh.services.stage.process import serve
 
 
 class ProbeControl:
-    """Begins and ends a probe of the running loop as it is told by a socket."""
+    """Starts and stops a probe of the running loop on commands from a socket."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control, self._probe = control, LoopProbe()

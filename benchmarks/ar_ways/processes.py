@@ -1,4 +1,4 @@
-"""What the kernel knows of processes."""
+"""Reads the memory and processor time of processes from the kernel."""
 
 import os
 from collections.abc import Iterator
@@ -7,25 +7,25 @@ from pathlib import Path
 _KIB, _MB = 1 << 10, 1e6
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _USER_TIME = 11
-"""Among the fields of /proc/PID/stat after the name; the system's time follows."""
+"""The index of the user time in the fields of /proc/PID/stat after the name. The system time follows it."""
 
 
 def own_mb(process_id: int) -> float:
-    """The memory of a process; what several share is split among them."""
+    """Returns the memory of a process in bytes. Shared memory is divided among the processes that share it."""
     return _share_bytes(process_id) / _MB
 
 
 def started_mb(process_id: int) -> float:
-    """The same of all that a process started.
+    """Returns the memory in bytes of all processes that a process started.
 
-    Without multiprocessing's resource tracker (6 MB): a process that multiprocessing itself has started uses that of
-    its parent.
+    It excludes multiprocessing's resource tracker (6 MB), because a process that multiprocessing itself has started
+    uses its parent's tracker.
     """
     return sum(own_mb(each) for each in _started(process_id) if not _is_tracker(each))
 
 
 def cpu_s(process_id: int) -> float:
-    """Processor time that a process has used, its children's not counted."""
+    """Returns the processor time that a process has used, without its children's."""
     fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[_USER_TIME]) + int(fields[_USER_TIME + 1])) * _TICK_S
 

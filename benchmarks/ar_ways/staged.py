@@ -1,4 +1,4 @@
-"""A stage on the vllm engine, in a process of its own, with a probe beside it."""
+"""Runs a stage on the vllm engine in a separate process, with a probe of its event loop."""
 
 import json
 import socket
@@ -14,13 +14,13 @@ from benchmarks.stage_process import StageProcess
 from stagemesh.common.stage_config import DataPlaneConfig, StageConfig
 
 ARENA_BYTES = 32 << 20
-"""All of an arena is in memory from the start; the default has twice as much."""
+"""The size of the arena, which is fully allocated at the start. The default is twice as large."""
 _MAX_TOLD_BYTES = 1 << 20
 EMITS_STATES: Mapping[str, JsonValue] = {"hidden_states": {"layers": ["last"], "dtype": "bfloat16"}}
 
 
 class StagedEngine(StageProcess):
-    """See `StageProcess`."""
+    """A stage process with a probe."""
 
     def __init__(self, folder: Path, *, model: Path, name: str, options: Mapping[str, JsonValue] | None = None) -> None:
         config = StageConfig(
@@ -45,10 +45,10 @@ class StagedEngine(StageProcess):
         super().__exit__()
 
     def begin_probe(self) -> None:
-        """From now on."""
+        """Starts the probe."""
         self._probe.send(b"begin")
 
     def end_probe(self) -> list[Tick]:
-        """The late ticks since."""
+        """Stops the probe and returns the late ticks."""
         self._probe.send(b"end")
         return [Tick(*tick) for tick in json.loads(self._probe.recv(_MAX_TOLD_BYTES))]

@@ -1,4 +1,4 @@
-"""The replica that hidden states go to: a process that takes every chunk and counts the rows."""
+"""The replica that consumes hidden states: a process that receives every chunk and counts the rows."""
 
 import asyncio
 
@@ -14,15 +14,15 @@ from stagemesh.rpc.channels import SERVER_OPTIONS
 
 PIPELINE, GENERATION, PRODUCER = "benchmark", "1", "ar-0"
 _REPLICA = "taker-0"
-# The last token that is sampled goes through the model no more.
+# The last sampled token is not an input of the model any more, so it has no hidden state.
 _ROWS = PROMPT_TOKENS + OUTPUT_TOKENS - 1
 
 
 class StatesTaker(End):
-    """Takes the hidden states of a turn at a time."""
+    """Receives the hidden states of one turn at a time."""
 
     async def open(self) -> None:
-        """Listens."""
+        """Starts listening."""
         self._plane = DataPlane(replica=_REPLICA, pipeline=PIPELINE, generation=GENERATION)
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((stage_service(self._plane),))
@@ -32,23 +32,23 @@ class StatesTaker(End):
         self._taking: list[asyncio.Task[None]] = []
 
     async def close(self) -> None:
-        """Ends what is left."""
+        """Closes the flows that are left, and the server."""
         await self._plane.close()
         await self._server.stop(None)
 
     async def where(self) -> Taker:
-        """How it is reached."""
+        """Returns the address of this replica."""
         return self._taker
 
     async def begin(self, turn: Turn) -> None:
-        """Expects the chunks of all requests, and takes them as they come."""
+        """Opens the flows of all requests and receives their chunks as they arrive."""
         for stream in range(turn.streams):
             for request_id in turn.request_ids(stream):
                 inlet = self._plane.open_inlet(EdgeKey(request_id, EDGE, 1), producer=PRODUCER)
                 self._taking.append(asyncio.create_task(_take(inlet)))
 
     async def end(self) -> None:
-        """Returns when all have come."""
+        """Returns when all chunks have arrived."""
         await asyncio.gather(*self._taking)
         self._taking.clear()
 

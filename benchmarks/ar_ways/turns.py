@@ -1,4 +1,4 @@
-"""Ways to have tokens made, taking turns."""
+"""Measures ways to generate tokens, in turn."""
 
 import statistics
 import time
@@ -9,14 +9,14 @@ from benchmarks.ar_ways.processes import cpu_s
 from benchmarks.ar_ways.workload import Outcome, Turn
 
 TURN_S, MAX_REQUESTS = 0.8, 12
-"""How long a turn lasts at least, unless its streams would make more requests than that."""
+"""The least length of a turn, unless it would need more requests than the limit."""
 ALL_S, MIN_REPEATS, MAX_REPEATS = 20.0, 3, 11
-"""How long all repeats with so many streams may last, within these numbers of them."""
+"""The time limit of all repeats for one number of streams, and the least and largest number of repeats."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """Runs turns; `front_end` is the process between the engine's core and whoever takes the tokens."""
+    """A way to generate tokens. `front_end` is the process between the engine's core and the client."""
 
     name: str
     front_end: int
@@ -25,16 +25,16 @@ class Way:
 
 @dataclass
 class Times:
-    """What was seen of the ways with so many streams, repeat by repeat."""
+    """The results of all ways for one number of streams, by repeat."""
 
     tokens_per_s: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     front_end_us: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """Processor time of the front end, a token."""
+    """The processor time of the front end for a token."""
     messages: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    """A token."""
+    """The time of a token."""
 
     def time(self, way: Way, turn: Turn) -> float:
-        """Runs a turn, and returns the seconds that it took."""
+        """Runs a turn and returns the seconds that it took."""
         used_s = -cpu_s(way.front_end)
         outcome = way.run(turn)
         used_s += cpu_s(way.front_end)
@@ -44,13 +44,13 @@ class Times:
         return outcome.seconds
 
     def ratio(self, way: str, other: str) -> float:
-        """How fast a way is in terms of another: the median of the repeats' ratios."""
+        """Returns the speed of a way relative to another: the median of the repeats' ratios."""
         pairs = zip(self.tokens_per_s[way], self.tokens_per_s[other], strict=True)
         return statistics.median(one / another for one, another in pairs)
 
 
 def take_turns(ways: Sequence[Way], *, streams: int, name: str) -> Times:
-    """Lets the ways take turns, each time another first. They are warmed up before; `name` is for no other call."""
+    """Runs the ways in turn after a warm-up. Each repeat starts with another way. `name` is unique to this call."""
     slowest_s = max(Times().time(way, Turn(f"{name}-warm", streams)) for way in ways)
     requests = min(MAX_REQUESTS, max(1, round(TURN_S / slowest_s)))
     times, repeat, end_s = Times(), 0, time.monotonic() + ALL_S

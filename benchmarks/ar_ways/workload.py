@@ -1,4 +1,4 @@
-"""What every way is given to do."""
+"""The requests that every way runs."""
 
 import asyncio
 import time
@@ -11,26 +11,26 @@ SEED = 3
 
 @dataclass(frozen=True)
 class Turn:
-    """So many streams at once, each with so many requests one after the other."""
+    """Concurrent streams, each with several requests one after the other."""
 
     name: str
-    """Another for each turn of a way."""
+    """The name of the turn, which is different for each."""
     streams: int
     requests: int = 1
 
     @property
     def tokens(self) -> int:
-        """That come of it."""
+        """The number of tokens that all requests generate."""
         return self.requests * self.streams * OUTPUT_TOKENS
 
     def request_ids(self, stream: int) -> Iterator[str]:
-        """A stream's requests."""
+        """Returns the requests of a stream."""
         return (f"{self.name}-s{stream}-r{request}" for request in range(self.requests))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a turn went."""
+    """The result of a turn."""
 
     tokens: int
     messages: int
@@ -38,15 +38,15 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all streams together."""
+        """The tokens per second of all streams together."""
         return self.tokens / self.seconds
 
 
 async def run_streams(ask: Callable[[str, list[int], int], Awaitable[int]], turn: Turn) -> Outcome:
     """Runs a turn.
 
-    `ask` takes a request's id, its prompt and how many tokens it asks for, which must have come when it returns how
-    many messages it heard.
+    `ask` is called with a request's id, its prompt and its number of tokens. It returns the number of messages when all
+    tokens have arrived.
     """
 
     async def run(stream: int) -> int:

@@ -1,4 +1,4 @@
-"""One wish, put to a pipeline's steps and to a stage that serves it."""
+"""Runs one request by a pipeline's steps and by a stage that serves the pipeline."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from tests.diffusion.turns import inputs_of
 
 
 def begun(pipeline: ModularStepPipeline, wish: Wish) -> DiffusionRequestState:
-    """A request before its first step."""
+    """Returns the state of a request before its first step."""
     state = DiffusionRequestState(f"r{wish.seed}", inputs_of("qwen-image", wish))
     pipeline.prepare_encode(state)
     return state
 
 
 def step(pipeline: ModularStepPipeline, wish: Wish) -> torch.Tensor:
-    """Step by step."""
+    """Runs a request step by step."""
     state = begun(pipeline, wish)
     while not state.denoised:
         (noise,) = pipeline.denoise_step([state])
@@ -32,7 +32,7 @@ def step(pipeline: ModularStepPipeline, wish: Wish) -> torch.Tensor:
 
 
 class StageClient:
-    """Calls a stage, several requests at once where that is asked."""
+    """Calls a stage with one request or several concurrent ones."""
 
     def __init__(self, endpoint: str) -> None:
         self._channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
@@ -41,22 +41,22 @@ class StageClient:
         self._number = 0
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the channel."""
         self._pool.shutdown()
         self._channel.close()
 
     def draw(self, wish: Wish) -> float:
-        """Returns the seconds until the picture was there."""
+        """Runs a request and returns the seconds until its image arrived."""
         return self.start(wish)()
 
     def start(self, wish: Wish) -> Callable[[], float]:
-        """Asks, and returns what waits for the picture and gives the seconds since."""
+        """Starts a request and returns a function that waits for the image and returns the seconds since the start."""
         began_s = time.perf_counter()
         future = self._pool.submit(self._run, self._request(wish))
         return lambda: future.result() - began_s
 
     def draw_all(self, wishes: Sequence[Wish]) -> float:
-        """All at once; the seconds until the last picture was there."""
+        """Runs all requests at once and returns the seconds until the last image arrived."""
         return max([finish() for finish in [self.start(wish) for wish in wishes]])
 
     def _run(self, request: stage_pb2.ExecuteStepRequest) -> float:

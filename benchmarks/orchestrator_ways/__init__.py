@@ -1,1 +1,1 @@
-"""Processes that benchmarks of the orchestrator are made of."""
+"""The processes of the orchestrator's benchmarks."""

@@ -1,4 +1,4 @@
-"""Short requests that arrive at random, however those before them fare: whether they are kept up with."""
+"""Measures whether an orchestrator keeps up with short requests that arrive at random times."""
 
 import asyncio
 import random
@@ -19,47 +19,47 @@ _SETTLE_S = 2.0
 
 @dataclass
 class Arrivals:
-    """What became of them."""
+    """The results of all arrivals."""
 
     in_flight: list[int] = field(default_factory=list[int], repr=False)
-    """At each arrival."""
+    """The number of requests in flight at each arrival."""
     admitted_ms: list[float] = field(default_factory=list[float], repr=False)
     queued: int = 0
-    """Those that were told to wait."""
+    """The number of requests that were queued."""
     refused: int = 0
-    """Those that found too many waiting."""
+    """The number of requests that were rejected because the queue was full."""
     finished: int = 0
     seconds: float = 0.0
-    """Until the last one finished."""
+    """The seconds until the last request finished."""
     watched_cpu_s: float = 0.0
 
     @property
     def finished_per_minute(self) -> float:
-        """Over the time in which they arrived."""
+        """The requests per second over the time in which they arrived."""
         return 60 * self.finished / self.seconds
 
     @property
     def growth(self) -> float:
-        """How many more were in flight on average in the second half of the time than in the first."""
+        """The average number of requests in flight in the second half of the time, minus that in the first half."""
         middle = len(self.in_flight) // 2
         return statistics.mean(self.in_flight[middle:]) / max(1.0, statistics.mean(self.in_flight[:middle]))
 
     @property
     def admitted_p99_ms(self) -> float:
-        """From the call until the request is admitted."""
+        """The seconds from the call until the request is admitted."""
         return sorted(self.admitted_ms)[int(0.99 * len(self.admitted_ms))]
 
     @property
     def cpu_per_request_ms(self) -> float:
-        """Of the orchestrator."""
+        """The processor time of the orchestrator."""
         return 1e3 * self.watched_cpu_s / max(1, self.finished)
 
 
 async def arrive(way: Orchestrated, watched: psutil.Process, *, per_s: float, for_s: float, outputs: int) -> Arrivals:
-    """Has requests of so many outputs arrive, `per_s` a second on average, the same ones every time."""
+    """Runs requests that arrive `per_s` times a second on average. The arrivals are the same in every run."""
     found, rng, in_flight = Arrivals(), random.Random(1), set[asyncio.Task[None]]()
     loop = asyncio.get_running_loop()
-    # What ran before has let go of its places then.
+    # By then, earlier requests have released their slots.
     await asyncio.sleep(_SETTLE_S)
     before_s, began_s = cpu_s(watched), loop.time()
     due_s = began_s

@@ -1,8 +1,8 @@
-"""An event loop with nothing to do but to wait: how late it is, is what the machine adds to any delay.
+"""Measures the lateness of an idle event loop, which is the delay that the machine adds to any other.
 
     python -m benchmarks.orchestrator_ways.bare_loop
 
-Looks until SIGTERM, then says it as JSON.
+Runs until SIGTERM, then prints the result as JSON.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _STEP_S = 0.005
 
 @dataclass(frozen=True)
 class Lateness:
-    """Of the loop's timers."""
+    """The lateness of the loop's timers."""
 
     p50_ms: float
     p99_ms: float

@@ -1,4 +1,4 @@
-"""The processes of a deployment that is measured: one orchestrator, replicas in farms, and whatever else."""
+"""The processes of a measured deployment: one orchestrator, farms of replicas, and others."""
 
 import asyncio
 import sys
@@ -22,7 +22,7 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Deployment:
-    """What runs, and where."""
+    """The processes and addresses of a deployment."""
 
     endpoint: str
     admin_endpoint: str
@@ -31,7 +31,7 @@ class Deployment:
 
 @asynccontextmanager
 async def started(*command: str) -> AsyncGenerator[psutil.Process]:
-    """A Python module and its arguments, as a process that is ended with the block."""
+    """Runs a Python module as a process, which is ended with the block."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stderr=asyncio.subprocess.DEVNULL)
     try:
         yield psutil.Process(process.pid)
@@ -43,7 +43,7 @@ async def started(*command: str) -> AsyncGenerator[psutil.Process]:
 
 @asynccontextmanager
 async def said_by(*command: str) -> AsyncGenerator[Callable[[], Awaitable[bytes]]]:
-    """A Python module that says something once it is told to stop; the block is given what stops it and hears it."""
+    """Runs a Python module that prints a result when it is stopped. Yields a function that stops it and returns that."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdout=asyncio.subprocess.PIPE)
 
     async def hear() -> bytes:
@@ -63,7 +63,7 @@ async def said_by(*command: str) -> AsyncGenerator[Callable[[], Awaitable[bytes]
 async def deployed(
     folder: Path, pipeline: str, *, replicas: int, farms: int, stamped: bool = False, beat_s: float | None = None
 ) -> AsyncGenerator[Deployment]:
-    """The real orchestrator, and real stage services with fake engines in so many processes; all are ready."""
+    """Runs the real orchestrator, and real stage services with fake engines in `farms` processes. All are ready."""
     ports = PortPicker()
     endpoint, admin_endpoint = f"127.0.0.1:{ports.pick()}", f"127.0.0.1:{ports.pick()}"
     file, config = folder / "pipeline.yaml", folder / "orchestrator.json"
@@ -75,7 +75,7 @@ async def deployed(
     async with AsyncExitStack() as stack:
         orchestrator = await stack.enter_async_context(started("stagemesh.orchestrator", "--config", str(config)))
         for farm in range(farms):
-            # As whole numbers: every replica is in just one of them.
+            # Whole numbers, so that every replica is in exactly one process.
             first, behind = replicas * farm // farms, replicas * (farm + 1) // farms
             command = ("benchmarks.orchestrator_ways.stage_farm", "--orchestrator", endpoint, "--pipeline", str(file))
             options = ["--first", str(first), "--count", str(behind - first)]
@@ -87,7 +87,7 @@ async def deployed(
 
 
 async def until_listening(endpoint: str) -> None:
-    """Returns once something serves there."""
+    """Returns when a service serves at an endpoint."""
     async with open_channel(endpoint) as channel, asyncio.timeout(_READY_S):
         await channel.channel_ready()
 
@@ -106,7 +106,7 @@ async def _until_ready(endpoint: str, replicas: int) -> None:
 
 
 async def replicas_of(deployment: Deployment) -> list[admin_pb2.ReplicaStatus]:
-    """Where the replicas serve."""
+    """Returns the endpoints of the replicas."""
     async with open_channel(deployment.admin_endpoint) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         answer = await stub.ListReplicas(admin_pb2.ListReplicasRequest(page_size=1000))
@@ -114,6 +114,6 @@ async def replicas_of(deployment: Deployment) -> list[admin_pb2.ReplicaStatus]:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """The processor time that a process has taken."""
+    """Returns the processor time that a process has used."""
     times = process.cpu_times()
     return times.user + times.system

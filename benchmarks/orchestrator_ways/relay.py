@@ -1,8 +1,8 @@
-"""The least that a grpc.aio service between a client and a stage can be: messages pass as the bytes that they are.
+"""The smallest possible grpc.aio service between a client and a stage: it passes messages as bytes.
 
     python -m benchmarks.orchestrator_ways.relay --listen HOST:PORT
 
-A caller of ExecuteStep names the stage's address in the metadata. Runs until SIGTERM.
+A caller of ExecuteStep passes the stage's address in the metadata. Runs until SIGTERM.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class _Relay:
 
 
 def main() -> int:
-    """Relays."""
+    """Relays calls."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--listen", required=True)
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Many stage replicas in one process: real services with fake engines, each on a port of its own.
+"""Runs many stage replicas in one process: real services with fake engines, each on its own port.
 
     python -m benchmarks.orchestrator_ways.stage_farm --orchestrator HOST:PORT --pipeline FILE --first 0 --count 25
 
-Each registers with the orchestrator, as replicas of a cluster do. Runs until SIGTERM.
+Each registers with the orchestrator, like the replicas of a cluster. Runs until SIGTERM.
 """
 
 import argparse
@@ -29,8 +29,10 @@ _ARENA_BYTES = 1 << 20
 async def serve_replica(
     stack: AsyncExitStack, config: StageConfig, *, stamped: bool = False, beat_s: float | None = None
 ) -> None:
-    """Serves one replica until the stack is closed; a `stamped` one says of each output when it was made, which is at a
-    beat where it has one.
+    """Serves one replica until the stack is closed.
+
+    The outputs of a `stamped` replica contain their times of emission. With `beat_s`, it emits outputs only at
+    multiples of that time.
     """
     data_plane = DataPlane(
         replica=config.replica,
@@ -67,7 +69,7 @@ def _config(pipeline: Pipeline, stage: Stage, *, number: int, orchestrator: str)
 
 
 def main() -> int:
-    """Serves replicas `first` to `first + count`, dealt out to the pipeline's stages by turns."""
+    """Serves replicas `first` to `first + count`, assigned to the pipeline's stages in turn."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--orchestrator", required=True)
     parser.add_argument("--pipeline", required=True)

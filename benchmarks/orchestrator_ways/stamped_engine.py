@@ -1,4 +1,4 @@
-"""A fake engine whose every output says when it was made."""
+"""A fake engine whose outputs contain their times of emission."""
 
 import asyncio
 import random
@@ -15,16 +15,15 @@ from stagemesh.services.engines.fake.engine import FakeEngine
 
 
 class StampedEngine(FakeEngine):
-    """Emits, in place of its text, nanoseconds of CLOCK_MONOTONIC, which all processes of a host share."""
+    """Emits nanoseconds of CLOCK_MONOTONIC instead of text. All processes of a host share this clock."""
 
     def __init__(self, config: StageConfig, *, beat_s: float | None = None) -> None:
-        """With a beat all tasks' outputs come together, at each of them: engines advance their requests so."""
+        """With `beat_s`, it emits the outputs of all tasks together once in that time, like an engine that batches."""
         super().__init__(config)
         self._beat_s = beat_s
         self._phase_s = random.Random(config.replica).uniform(0, beat_s or 0.0)
 
     async def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        """See Engine."""
         async with aclosing(super().submit(task)) as events:
             async for event in events:
                 if not isinstance(event, Emission):

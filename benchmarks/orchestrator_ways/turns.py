@@ -1,4 +1,4 @@
-"""Many requests at once for a while: how late their outputs come, and what a process takes for them meanwhile."""
+"""Runs many concurrent requests and measures the delay of their outputs and the cost of a process for them."""
 
 import asyncio
 import random
@@ -13,8 +13,8 @@ from benchmarks.orchestrator_ways.processes import cpu_s
 from benchmarks.orchestrator_ways.ways import Way
 
 _SETTLE_S = 1.5
-# Requests come at any time. Those that began together would have their outputs together, again and again, and the delay
-# would be the length of that queue.
+# Requests start at different times. If they started together, their outputs would be emitted together each time, and
+# the delay would be the length of that queue.
 _SPREAD_S = 1.5
 _ENOUGH = 1_000_000
 _READY_S = 60.0
@@ -22,35 +22,35 @@ _READY_S = 60.0
 
 @dataclass
 class Turn:
-    """What was seen in a window of time, once all requests brought outputs."""
+    """The measurements in a window of time, which begins when all requests have outputs."""
 
     requests: int
     delays_us: list[float] = field(default_factory=list[float], repr=False)
-    """From when an output was made until the client has it, sorted."""
+    """The seconds from an output's emission until the client has it, sorted."""
     outputs_each: float = 0.0
-    """Of a request, those before the window counted too."""
+    """The outputs of each request, including those before the window."""
     seconds: float = 0.0
     watched_cpu_s: float = 0.0
-    """Of the process that stands between client and stages."""
+    """The processor time of the process between client and stages."""
     grown_bytes: float = 0.0
-    """By how much that has grown from before the requests to the window's end."""
+    """The growth of that process's memory from before the requests to the end of the window."""
 
     def quantile_ms(self, share: float) -> float:
-        """The delay that this share of the outputs stays under."""
+        """Returns the delay that this fraction of the outputs does not exceed."""
         return self.delays_us[int(share * len(self.delays_us))] / 1e3
 
     @property
     def outputs_per_s(self) -> float:
-        """All requests together."""
+        """The outputs of all requests together."""
         return len(self.delays_us) / self.seconds
 
     @property
     def cpu_per_output_us(self) -> float:
-        """Of the watched process."""
+        """The processor time of the observed process."""
         return 1e6 * self.watched_cpu_s / len(self.delays_us)
 
     def __str__(self) -> str:
-        """For who waits."""
+        """Wakes the tasks that wait for outputs."""
         delays = f"p50 {self.quantile_ms(0.5):.2f} ms, p99 {self.quantile_ms(0.99):.2f} ms"
         return f"{self.outputs_per_s:.0f} outputs/s, {self.cpu_per_output_us:.0f} us each, {delays}"
 
@@ -64,7 +64,7 @@ class _Window:
 async def take_turn(
     way: Way, name: str, *, requests: int, window_s: float, watched: psutil.Process | None = None
 ) -> Turn:
-    """Runs so many requests, and looks at them for `window_s` once all of them bring outputs."""
+    """Runs concurrent requests and measures them for `window_s` after all of them have outputs."""
     turn, window = Turn(requests), _Window()
     running = [asyncio.Event() for _ in range(requests)]
     before_bytes = watched.memory_info().rss if watched is not None else 0
@@ -104,7 +104,7 @@ async def _follow(way: Way, request_id: str, running: asyncio.Event, window: _Wi
 
 
 async def _all_run(running: Sequence[asyncio.Event], tasks: Sequence["asyncio.Task[None]"]) -> None:
-    """Returns once all bring outputs, or one has ended, which is to be heard of."""
+    """Returns when all requests have outputs, or one has ended. Raises that request's error."""
     async with asyncio.timeout(_READY_S):
         for event, task in zip(running, tasks, strict=True):
             waiting = asyncio.create_task(event.wait())

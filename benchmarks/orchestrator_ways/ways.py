@@ -1,4 +1,4 @@
-"""How a client gets a request's outputs: from the orchestrator, or from the stage, with or without a relay."""
+"""Ways to get a request's outputs: from the orchestrator, or from the stage, with or without a relay."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -22,15 +22,15 @@ _CANCEL_S = 10.0
 
 
 class Way(Protocol):
-    """A way to run a request; iterate within `aclosing`, which ends the request."""
+    """A way to run a request."""
 
     def pieces(self, request_id: str, *, outputs: int) -> AsyncGenerator[str]:
-        """The texts of its outputs; an empty one first, once every stage has taken the request."""
+        """Yields the outputs' texts, first an empty one when every stage has accepted. Iterate within `aclosing`."""
         ...
 
 
 class Orchestrated:
-    """By the orchestrator."""
+    """Runs requests through the orchestrator."""
 
     def __init__(self, endpoint: str) -> None:
         self._channel = open_channel(endpoint)
@@ -43,7 +43,6 @@ class Orchestrated:
         await self._channel.close()
 
     async def pieces(self, request_id: str, *, outputs: int) -> AsyncGenerator[str]:
-        """See Way."""
         async with aclosing(self.events(request_id, outputs=outputs)) as events:
             async for event in events:
                 match event.WhichOneof("event"):
@@ -55,7 +54,7 @@ class Orchestrated:
                         pass
 
     async def events(self, request_id: str, *, outputs: int) -> AsyncGenerator[orchestrator_pb2.GenerateResponse]:
-        """All that is said of a request; iterate within `aclosing`, which ends it."""
+        """Yields all events of a request. Iterate within `aclosing`, which ends the request."""
         request = orchestrator_pb2.GenerateRequest(request_id=request_id)
         request.input.text = "count"
         request.parameters.sampling.max_tokens = outputs
@@ -68,19 +67,19 @@ class Orchestrated:
 
 
 class Direct:
-    """By the stages themselves: the client plans, replicas by turns, and takes the first stage's outputs."""
+    """Calls the stages directly: the client chooses replicas in turn and receives the first stage's outputs."""
 
     def __init__(
         self, pipeline: Pipeline, replicas: Sequence[admin_pb2.ReplicaStatus], *, relay: str | None = None
     ) -> None:
-        """With a relay's address the outputs come over that."""
+        """With the address of a relay, the outputs pass through the relay."""
         self._pipeline = pipeline
         self._replicas = {name: [each for each in replicas if each.stage == name] for name in pipeline.stages}
         self._channels = {each.name: open_channel(each.endpoint) for each in replicas}
         self._stubs = {name: stage_pb2_grpc.StageServiceStub(channel) for name, channel in self._channels.items()}
         self._relay = open_channel(relay) if relay is not None else None
         self._speaker = next(iter(pipeline.stages))
-        """Where the outputs come from that are measured: the first stage, whose call is made last."""
+        """Calls the first stage, whose outputs are measured, after all other stages."""
         self._turn = 0
 
     async def __aenter__(self) -> Self:
@@ -91,13 +90,12 @@ class Direct:
             await channel.close()
 
     async def pieces(self, request_id: str, *, outputs: int) -> AsyncGenerator[str]:
-        """See Way."""
         self._turn += 1
         chosen = {name: each[self._turn % len(each)] for name, each in self._replicas.items()}
         async with AsyncExitStack() as stack:
             for replica in chosen.values():
                 stack.push_async_callback(self._cancel, replica, request_id)
-            # Consumers first, so that what a producer sends is expected.
+            # Consumers are called first, so that they expect their producers' chunks.
             for name in reversed([name for name in self._replicas if name != self._speaker]):
                 others = self._execute(name, chosen, request_id=request_id, outputs=outputs)
                 await anext(others)

@@ -1,1 +1,1 @@
-"""What `benchmarks.simulate` runs the orchestrator in: virtual time, and stages that only pretend to compute."""
+"""The environment of `benchmarks.simulate`: virtual time and simulated stages."""

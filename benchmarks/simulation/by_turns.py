@@ -1,4 +1,4 @@
-"""The baseline: replicas take requests by turns, whatever they have to do."""
+"""The baseline: round robin, which ignores the replicas' loads."""
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import cycle, islice
@@ -8,7 +8,7 @@ from stagemesh.orchestrator.fleet.replica_registry import ReadyReplicas
 
 
 class ByTurns:
-    """Round robin over the replicas that are ready when a stage is first asked for; see Choice."""
+    """Chooses in turn among the replicas that are ready at a stage's first request."""
 
     def __init__(self) -> None:
         self._turns: dict[ReadyReplicas, Iterator[Replica]] = {}
@@ -20,6 +20,6 @@ class ByTurns:
         near: Sequence[Replica] = (),  # noqa: ARG002
         avoid: Collection[Replica] = (),
     ) -> Replica | None:
-        """The next one."""
+        """Returns the next replica."""
         turns = self._turns.setdefault(ready, cycle(list(ready.all)))
         return next((replica for replica in islice(turns, len(ready.all)) if replica not in avoid), None)

@@ -1,4 +1,4 @@
-"""An orchestrator over simulated replicas, and requests that arrive as they do: at random, and of very uneven sizes."""
+"""Runs an orchestrator over simulated replicas, with requests of very different sizes that arrive at random."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ _FOREVER_S = 1e6
 
 @dataclass(frozen=True)
 class Load:
-    """So many requests, at a share of what the replicas can do."""
+    """The number of requests, and their load as a fraction of the replicas' capacity."""
 
     requests: int
     utilization: float
@@ -32,20 +32,20 @@ class Load:
 async def orchestrated(
     pipeline: Pipeline, *, replicas: int, choice: Choice | None = None
 ) -> AsyncGenerator[tuple[Orchestrator, World]]:
-    """An orchestrator whose replicas are all ready."""
+    """Yields an orchestrator whose replicas are all ready."""
     world = World(pipeline)
     members = Members(pipeline, replicas)
     fleet = Fleet(pipeline, [members], connect=world.connect, clock=asyncio.get_running_loop().time)
     orchestrator = Orchestrator(pipeline, fleet, max_request_s=_FOREVER_S, drain_s=_FOREVER_S, choice=choice)
     async with fleet.watched(), orchestrator.running():
-        # Replicas say that they are ready at once; some report their load within that time, some later.
+        # Replicas are ready at once. Some report their load within this time, others later.
         await asyncio.sleep(1.0)
         assert fleet.ready, "nothing keeps a simulated replica from being ready"
         yield orchestrator, world
 
 
 async def latencies_s(pipeline: Pipeline, *, replicas: int, load: Load, choice: Choice | None = None) -> list[float]:
-    """How long each request takes, those left out that came before the replicas were as busy as they get."""
+    """Returns the seconds of each request that arrived after the replicas reached their steady load."""
     choice = choice or _choice(load)
     async with orchestrated(pipeline, replicas=replicas, choice=choice) as (orchestrator, world):
         answers = await _arrivals(orchestrator, world, load)
@@ -54,20 +54,20 @@ async def latencies_s(pipeline: Pipeline, *, replicas: int, load: Load, choice: 
 
 @dataclass(frozen=True)
 class Survival:
-    """What became of requests whose replicas died."""
+    """The results of requests whose replicas died."""
 
     deaths: int
     lost_steps: int
-    """That ran where a replica died; begun anew elsewhere, each one that its request needed still."""
+    """The steps that ran on a replica when it died. Those that their requests still needed restarted elsewhere."""
     resume_s: Sequence[float]
-    """Until those were."""
+    """The seconds until they restarted."""
     failures: Sequence[StagemeshError]
     taken_s: Sequence[float]
-    """By each request."""
+    """The seconds of each request."""
 
 
 async def survival(pipeline: Pipeline, *, replicas: int, load: Load, lifetime_s: float) -> Survival:
-    """Requests over replicas of which each dies now and then, after `lifetime_s` on average."""
+    """Runs requests over replicas that die at random, each after `lifetime_s` on average."""
     async with orchestrated(pipeline, replicas=replicas, choice=_choice(load)) as (orchestrator, world):
         killing = asyncio.create_task(_kill(world, replicas / lifetime_s, random.Random(f"deaths {load.seed}")))
         answers = await _arrivals(orchestrator, world, load)
@@ -88,7 +88,7 @@ class _Answer:
 
 
 def _choice(load: Load) -> Choice:
-    """As an orchestrator chooses, the same each time; its draws have nothing to do with those of the requests."""
+    """Returns the orchestrator's random generator, seeded, and independent of the generator of the requests."""
     return LeastWork(random.Random(f"choice {load.seed}"))
 
 

@@ -1,10 +1,11 @@
-"""Replicas that only pretend to compute, by the event loop's clock.
+"""Simulated replicas, whose work only takes time of the event loop's clock.
 
-A request is so many chunks at every stage. A replica makes one chunk after the other, of the requests that it holds by
-turns, as an engine that batches continuously does; a chunk's turn comes once the stages before have made theirs.
+A request consists of a number of chunks at every stage. A replica produces one chunk after the other, in turn for its
+requests, like an engine that batches continuously. A chunk can be produced when the upstream stages have produced
+theirs.
 
-One that dies takes along its steps and what they have made, and is there again a while later. It keeps the contract of
-recovery as far as chunks are counted: a consumer keeps what it has, a producer sends another one all that it made.
+A replica that dies loses its steps and their chunks, and restarts after a while. It follows the protocol of recovery as
+far as chunks are counted: a consumer keeps its chunks, and a producer sends all its chunks to a new consumer.
 """
 
 import asyncio
@@ -26,48 +27,48 @@ _FINISHED = stage_pb2.ExecuteStepResponse(finished=stage_pb2.StepFinished())
 _REPORT_S, _IDLE_REPORT_S = 0.5, 30.0
 CHUNK_S = 0.2
 RESTART_S = 5.0
-"""How long a process is away once it died."""
+"""The time from a process's death until its restart."""
 _HOST_REPLICAS, _ZONE_HOSTS = 8, 16
 
 
 class World:
-    """What the simulated processes share: how much work each request is, and the flows between them."""
+    """The state that the simulated processes share: the work of each request, and the flows between them."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.chunks: dict[str, int] = {}
-        """By request, how many it is at each stage."""
+        """The number of chunks at each stage, by request."""
         self.replicas: list[SimulatedReplica] = []
         self.resume_s: list[float] = []
-        """Of each step that died with its process, how long until it was begun anew."""
+        """The seconds until each step that died with its process was restarted."""
         self.deaths = self.lost_steps = 0
         self._lost_at_s: dict[tuple[str, str], float] = {}
         self._flows: dict[str, dict[str, Flow]] = defaultdict(lambda: defaultdict(Flow))
         self._holders: dict[str, set[SimulatedReplica]] = defaultdict(set)
 
     def flow(self, request_id: str, edge: str) -> "Flow":
-        """What the edge has carried of the request."""
+        """Returns the flow of a request over an edge."""
         return self._flows[request_id][edge]
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Removes a request that has ended."""
         self.chunks.pop(request_id, None)
         self._flows.pop(request_id, None)
         for replica in self._holders.pop(request_id, ()):
             replica.forget(request_id)
 
     def connect(self, member: Member) -> "SimulatedReplica":
-        """A process serves there."""
+        """Whether a process serves at the address."""
         self.replicas.append(SimulatedReplica(member, self))
         return self.replicas[-1]
 
     def note_lost(self, request_id: str, stage: str) -> None:
-        """The stage's step died."""
+        """Records the death of a stage's step."""
         self.lost_steps += 1
         self._lost_at_s[request_id, stage] = asyncio.get_running_loop().time()
 
     def note_begun(self, request_id: str, stage: str, replica: "SimulatedReplica") -> None:
-        """The stage's step begins, for the first time or anew."""
+        """Records the first start or the restart of a stage's step."""
         self._holders[request_id].add(replica)
         lost_at_s = self._lost_at_s.pop((request_id, stage), None)
         if lost_at_s is not None:
@@ -75,7 +76,7 @@ class World:
 
 
 class Flow:
-    """Chunks of one request over one edge."""
+    """The chunks of one request over one edge."""
 
     def __init__(self) -> None:
         self._made = self._arrived = 0
@@ -83,33 +84,33 @@ class Flow:
         self._changed = Notifier()
 
     def produce(self, producer: "Step") -> None:
-        """The producer begins, for the first time or anew."""
+        """Starts or restarts the producer."""
         self._made, self._producer = 0, producer
 
     def consume(self) -> None:
-        """The consumer begins, for the first time or anew: it has nothing."""
+        """Starts or restarts the consumer, which has no chunks then."""
         self._arrived = 0
 
     def put(self, producer: "Step") -> None:
-        """One more; what a former producer makes is of no interest."""
+        """Adds a chunk. Chunks of a superseded producer are ignored."""
         if producer is self._producer:
             self._made += 1
             self.send_again()
 
     def send_again(self) -> None:
-        """The consumer gets what it lacks of all that was made."""
+        """Delivers all chunks that the consumer does not have yet."""
         self._arrived = max(self._arrived, self._made)
         self._changed.fire()
 
     async def wait(self, chunk: int) -> None:
-        """Returns once this chunk, from 0, has arrived."""
+        """Returns when the chunk of this number, counted from 0, has arrived."""
         while self._arrived <= chunk:
             await self._changed.wait()
 
 
 @dataclass(eq=False)
 class Step:
-    """One attempt at a stage's share of a request."""
+    """One attempt of a stage at a request."""
 
     request: stage_pb2.ExecuteStepRequest
     chunks_left: int
@@ -117,11 +118,11 @@ class Step:
     events: "asyncio.Queue[stage_pb2.ExecuteStepResponse | None]" = field(
         default_factory=asyncio.Queue["stage_pb2.ExecuteStepResponse | None"]
     )
-    """None once its process is gone."""
+    """None after the death of its process."""
 
 
 class SimulatedReplica:
-    """One address, as connection and as client; see `stagemesh.orchestrator.fleet.replica_connection.Connection`."""
+    """One address, with the interfaces of a replica's connection and of its client."""
 
     def __init__(self, member: Member, world: World) -> None:
         self._world = world
@@ -135,11 +136,11 @@ class SimulatedReplica:
 
     @property
     def alive(self) -> bool:
-        """Whether a process serves there."""
+        """Whether a process serves at the address."""
         return asyncio.get_running_loop().time() >= self._restarted_at_s
 
     def die(self) -> None:
-        """The process is gone, and with it all that it has; another one is there in `RESTART_S`."""
+        """Kills the process with all its state. Another one starts after `RESTART_S`."""
         self._deaths += 1
         self._world.deaths += 1
         self._restarted_at_s = asyncio.get_running_loop().time() + RESTART_S
@@ -152,16 +153,14 @@ class SimulatedReplica:
         self._died.fire()
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Removes a request that has ended."""
         self._steps.pop(request_id, None)
 
     @property
     def client(self) -> StageClient:
-        """See Connection."""
         return self
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:  # noqa: ARG002
-        """See Connection."""
         self._check_alive()
         number = int(self._member.name.rpartition("-")[2])
         host = number // _HOST_REPLICAS
@@ -178,17 +177,15 @@ class SimulatedReplica:
         )
 
     async def wait_while_serving(self) -> None:
-        """See Connection."""
         await self._died.wait()
         self._check_alive()
 
     async def loads(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
-        """See Connection."""
         while True:
             self._check_alive()
             yield self._load()
             if not self._working:
-                # As a real one: it reports again soon after it got work, and now and then in between.
+                # Like a real replica, it reports soon after it received work, and periodically otherwise.
                 self._touched.clear()
                 try:
                     async with asyncio.timeout(_IDLE_REPORT_S):
@@ -198,11 +195,10 @@ class SimulatedReplica:
             await asyncio.sleep(_REPORT_S)
 
     async def nobody_listens(self) -> bool:
-        """See Connection."""
         return not self.alive
 
     async def close(self) -> None:
-        """See Connection."""
+        """Does nothing: there is no connection to close."""
 
     async def execute(
         self,
@@ -211,7 +207,6 @@ class SimulatedReplica:
         timeout_s: float,  # noqa: ARG002
         take: Callable[[stage_pb2.ExecuteStepResponse], None],
     ) -> None:
-        """See StageClient."""
         self._check_alive()
         request_id = request.request_id
         feeds = [self._world.flow(request_id, binding.edge) for binding in request.outputs]
@@ -246,10 +241,9 @@ class SimulatedReplica:
         step.events.put_nowait(_FINISHED)
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
-        """See StageClient."""
+        """Does nothing: the simulation cancels no steps."""
 
     async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:  # noqa: ARG002
-        """See StageClient."""
         self._check_alive()
         step = self._steps.get(request.request_id)
         if step is None or step.request.step_id != request.step_id:
@@ -266,16 +260,13 @@ class SimulatedReplica:
         connector: ConnectorName,  # noqa: ARG002
         timeout_s: float,  # noqa: ARG002
     ) -> EdgeProbe:
-        """See StageClient."""
         self._check_alive()
         return EdgeProbe("shm", {})
 
     async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:  # noqa: ARG002
-        """See StageClient."""
         return self._load()
 
     async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:  # noqa: ARG002
-        """See StageClient."""
         raise UnsupportedError(f"a simulated replica knows no {method}")
 
     def _load(self) -> stage_pb2.WatchLoadResponse:
@@ -291,7 +282,7 @@ class SimulatedReplica:
 
 
 class Members:
-    """So many replicas, spread over the stages."""
+    """A number of replicas, distributed over the stages."""
 
     def __init__(self, pipeline: Pipeline, count: int) -> None:
         stages = list(pipeline.stages)
@@ -301,6 +292,5 @@ class Members:
         ]
 
     async def follow(self, roster: MembershipListener) -> None:
-        """See MemberSource."""
         for member in self.members:
             roster.join(member)

@@ -1,4 +1,4 @@
-"""An event loop whose time passes at once: it jumps to the next timer instead of waiting for it."""
+"""An event loop with virtual time: it jumps to the next timer instead of waiting for it."""
 
 import asyncio
 import selectors
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class _Jumping(selectors.BaseSelector):
-    """Looks at what is ready, and lets time pass in place of waiting for more."""
+    """Polls for events, and advances the virtual time instead of waiting for them."""
 
     def __init__(self, loop: "VirtualTimeLoop") -> None:
         self._loop = loop
@@ -37,18 +37,18 @@ class _Jumping(selectors.BaseSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """For programs that wait by timers alone: nothing from outside the process comes in time."""
+    """Runs programs that wait only for timers: events from outside the process would arrive too late."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         super().__init__(selector=_Jumping(self))
 
     def time(self) -> float:
-        """Seconds of virtual time since the loop was made."""
+        """Returns the seconds of virtual time since the loop was created."""
         return self.now_s
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` in virtual time."""
+    """Runs a coroutine like `asyncio.run`, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
