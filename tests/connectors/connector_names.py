@@ -1,4 +1,4 @@
-"""The connectors that every fault is tried on."""
+"""The connectors that every fault test runs with."""
 
 from stagemesh.common.connector_descriptors import ConnectorName
 
@@ -6,5 +6,5 @@ CONNECTORS = ("shm", "nixl", "grpc")
 
 
 def named(name: str) -> ConnectorName:
-    """The connector of that name."""
+    """Returns the connector of a test parameter."""
     return ConnectorName(name)

@@ -1,4 +1,4 @@
-"""Packets whose every byte follows from request and number, so that whoever receives one can tell what it should be."""
+"""Packets whose every byte follows from request and number, so that a receiver can check them."""
 
 import zlib
 from functools import cache
@@ -13,14 +13,14 @@ _SHIFTS = 1 << 16
 
 
 def packet_of(request: str, seq: int, size_bytes: int) -> Packet:
-    """The packet of that number; cheap enough to be made at the speed of an edge."""
+    """Returns the packet of a number. It is cheap enough to create at the speed of an edge."""
     start = zlib.crc32(f"{request}/{seq}".encode()) % _SHIFTS
     tensors: Tensors = {"x": _pool(size_bytes)[start : start + size_bytes], "n": np.array([seq], np.int64)}
     return Packet(tensors, {"seq": seq})
 
 
 def is_packet_of(packet: Packet, *, request: str, seq: int, size_bytes: int) -> bool:
-    """Whether a packet is, byte for byte, the one of that number."""
+    """Returns whether a packet equals the packet of a number, byte for byte."""
     expected = packet_of(request, seq, size_bytes)
     return (
         packet.metadata == expected.metadata

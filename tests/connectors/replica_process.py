@@ -1,7 +1,7 @@
-"""A replica's data plane in a process of its own, driven by JSON lines over a socket that it inherits.
+"""A replica's data plane in a separate process, controlled by JSON lines over a socket that it inherits.
 
-A command is {"id", "op", ...arguments}, answered by {"id", "result"} or {"id", "error": {kind, reason, message}};
-commands run side by side. The process ends when the socket does, so that none outlives its test.
+A command is {"id", "op", ...arguments}. The answer is {"id", "result"} or {"id", "error": {kind, reason, message}}.
+Commands run concurrently. The process ends when the socket is closed, so that none outlives its test.
 """
 
 import argparse
@@ -32,7 +32,7 @@ EDGE = "a->b"
 class _AddressedHost(Host):
     @classmethod
     async def started_at(cls, address: str, replica: str, limits: dict[str, int]) -> Self:
-        """A host that serves at an address of this network namespace, at any port where it names none."""
+        """Starts a host that serves at an address of this network namespace, at any port if none is given."""
         host = cls(replica, **limits)
         host_name, _, port = address.partition(":")
         host.endpoint = f"{host_name}:{host.server.add_insecure_port(f'{host_name}:{port or 0}')}"
@@ -42,7 +42,7 @@ class _AddressedHost(Host):
 
 @dataclass
 class _Reading:
-    """A flow that is read packet by packet, as far as its gate lets it."""
+    """A flow whose reader is limited by a gate."""
 
     inlet: Inlet
     permits: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
@@ -51,7 +51,7 @@ class _Reading:
 
 
 class Program:
-    """The operations; each returns what goes into the answer."""
+    """The operations. Each returns the result of its answer."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -59,19 +59,19 @@ class Program:
         self._outlets: dict[str, Outlet] = {}
 
     async def expect(self, *, request: str, producer: str, gated: bool = False, attempt: int = 1) -> None:
-        """Opens an inlet; `gated` means that each packet needs `allow`."""
+        """Opens an inlet. If `gated`, each packet needs an `allow`."""
         inlet = self._host.plane.open_inlet(EdgeKey(request, EDGE, attempt), producer=producer)
         self._readings[request] = _Reading(inlet, gated=gated)
 
     async def allow(self, *, request: str, packets: int | None = None) -> None:
-        """Lets a gated reader take so many packets more, or all of them."""
+        """Allows a gated reader to read more packets, or all of them."""
         reading = self._readings[request]
         reading.gated = reading.gated and packets is not None
         for _ in range(packets or 1):
             reading.permits.release()
 
     async def receive(self, *, request: str, size_bytes: int) -> dict[str, float]:
-        """Reads a flow to its end, checks every byte, and says how many packets came and how long it took."""
+        """Reads a flow to its end, checks every byte, and returns the number of packets and the time."""
         reading = self._readings[request]
         started = time.monotonic()
         while await self._take(reading, request=request, size_bytes=size_bytes):
@@ -82,7 +82,7 @@ class Program:
     async def send(
         self, *, request: str, endpoint: str, consumer: str, connector: str, count: int, size_bytes: int
     ) -> dict[str, Any]:
-        """Sends a flow to its end and says by what, how much and how long."""
+        """Sends a flow to its end and returns its connector, its bytes and the time."""
         outlet = self._host.plane.open_outlet(
             EdgeKey(request, EDGE, 1),
             endpoint=endpoint,
@@ -98,23 +98,23 @@ class Program:
         return {**self._usage(outlet), "seconds": time.monotonic() - started}
 
     async def progress(self, *, request: str) -> int:
-        """Packets sent or received so far."""
+        """Returns the number of packets sent or received so far."""
         if request in self._readings:
             return self._readings[request].count
         return self._outlets[request].usage.chunks if request in self._outlets else 0
 
     async def connector(self, *, request: str) -> str:
-        """What carries a flow now."""
+        """Returns the connector of a flow."""
         return str(self._usage(self._outlets[request])["connector"])
 
     async def probe(self, *, consumer: str, endpoint: str, connector: str) -> dict[str, Any]:
-        """What a flow would use, and why nothing better."""
+        """Returns the connector that a flow would use, and why better ones cannot be used."""
         found = await self._host.plane.probe(consumer=consumer, endpoint=endpoint, connector=named(connector))
         refusals = {name: error.message for name, error in found.refusals.items()}
         return {"connector": found.connector, "refusals": refusals}
 
     async def break_reads(self, *, after: int) -> None:
-        """Has nixl fail all reads but the first ones, as when its network goes away."""
+        """Makes nixl fail all reads except the first ones, as after the loss of its network."""
         from stagemesh.connectors.nixl.connector import NixlReader
 
         fetch, reads = NixlReader.fetch, itertools.count()
@@ -130,13 +130,13 @@ class Program:
         NixlReader.fetch_at_once = FetchingReader.fetch_at_once  # type: ignore[method-assign]
 
     async def forget(self, *, request: str) -> None:
-        """Lets go of a flow, whatever became of it."""
+        """Closes a flow in any state."""
         self._outlets.pop(request, None)
         if reading := self._readings.pop(request, None):
             await reading.inlet.aclose()
 
     async def stats(self) -> dict[str, int]:
-        """Memory in bytes, of which what lies beyond the arenas apart; descriptors; the arena's use."""
+        """Returns memory in bytes, in all and outside the arenas, descriptors, and the use of the arena."""
         gc.collect()
         memory = _memory_bytes()
         return {
@@ -178,7 +178,7 @@ async def answer(program: Program, command: dict[str, Any]) -> dict[str, Any]:
 
 
 async def serve(control: socket.socket, *, replica: str, address: str, limits: dict[str, int]) -> None:
-    """Answers commands until the socket ends."""
+    """Answers commands until the socket is closed."""
     host = await _AddressedHost.started_at(address, replica, limits)
     reader, writer = await asyncio.open_connection(sock=control)
     _write(writer, {"id": 0, "result": {"endpoint": host.endpoint}})
@@ -211,7 +211,7 @@ def _open_descriptors() -> int:
 
 
 def main() -> None:
-    """Runs until the driver hangs up."""
+    """Runs until the controlling test closes the socket."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--replica", required=True)

@@ -1,4 +1,4 @@
-"""Replica processes as a test drives them: started, told what to do, and killed."""
+"""Replica processes that a test starts, controls and kills."""
 
 import asyncio
 import itertools
@@ -23,7 +23,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class ReplicaError(Exception):
-    """What a command of a replica process failed with."""
+    """The error of a command of a replica process."""
 
     def __init__(self, *, kind: str, reason: str, message: str) -> None:
         super().__init__(f"{kind} {reason}: {message}")
@@ -48,7 +48,7 @@ class Replica:
             self.endpoint = (await self._answers[0])["endpoint"]
 
     async def call(self, op: str, **arguments: Any) -> Any:
-        """Runs a command; raises ReplicaError with what it failed with, ConnectionError where the process is gone."""
+        """Runs a command. Raises ReplicaError if it failed, and ConnectionError if the process has terminated."""
         number = next(self._ids)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         if self._task.done():
@@ -57,11 +57,11 @@ class Replica:
         return await answer
 
     def start(self, op: str, **arguments: Any) -> "asyncio.Task[Any]":
-        """Runs a command beside the test."""
+        """Starts a command in the background."""
         return asyncio.create_task(self.call(op, **arguments), name=f"{op} of {self.name}")
 
     async def wait(self, op: str, condition: Callable[[Any], bool], *, timeout_s: float = 5.0, **arguments: Any) -> Any:
-        """Repeats a command until its result fulfils a condition."""
+        """Repeats a command until its result meets a condition."""
         deadline = time.monotonic() + timeout_s
         while not condition(result := await self.call(op, **arguments)):
             assert time.monotonic() < deadline, f"{self.name}: not so after {timeout_s} s: {result}"
@@ -70,12 +70,12 @@ class Replica:
 
     @property
     def process_id(self) -> int:
-        """The replica itself, not what may have started it."""
+        """The id of the replica itself, not of a command that started it."""
         children = psutil.Process(self._process.pid).children(recursive=True)
         return children[-1].pid if children else self._process.pid
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kills the process (SIGKILL)."""
         psutil.Process(self.process_id).kill()
 
     async def close(self) -> None:
@@ -130,7 +130,7 @@ async def replica(
     environment: Mapping[str, str] | None = None,
     limits: Mapping[str, int] | None = None,
 ) -> AsyncIterator[Replica]:
-    """A replica process; `within` is a command that runs another one somewhere else."""
+    """Runs a replica process, through the command `within` if it is given."""
     ours, theirs = socket.socketpair()
     command = [
         sys.executable,
@@ -163,7 +163,7 @@ async def flow(
     size_bytes: int,
     gated: bool = False,
 ) -> "tuple[asyncio.Task[Any], asyncio.Task[Any]]":
-    """Starts a flow; the tasks are its sender and its receiver."""
+    """Starts a flow and returns the tasks of its sender and its receiver."""
     await consumer.call("expect", request=request, producer=producer.name, gated=gated)
     receiver = consumer.start("receive", request=request, size_bytes=size_bytes)
     sender = producer.start(

@@ -1,4 +1,4 @@
-"""Worker processes that write into their replica's arena by themselves."""
+"""Worker processes that write into their replica's arena."""
 
 import multiprocessing
 import os
@@ -40,7 +40,7 @@ def _writer(ticket: PartitionTicket) -> Iterator[ArenaWriter]:
 
 @contextmanager
 def _worker(run: Callable[..., None], ticket: PartitionTicket) -> Iterator[tuple[Connection, int]]:
-    """A real process, and what it sends."""
+    """Runs a real worker process and yields the connection to it."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=run, args=(ticket, theirs), daemon=True)
     process.start()
@@ -261,7 +261,7 @@ def test_ticket_of_a_closed_or_other_arena_is_refused(arena: Arena) -> None:
 
 
 def test_release_in_the_midst_of_writing_is_safe(arena: Arena) -> None:
-    """The replica clears pages while the worker looks for free ones: neither sees half a change."""
+    """The replica clears pages while the worker searches for free ones: neither sees a partial change."""
     with _writer(arena.open_partition(64 * PAGE_BYTES)) as writer:
         written: deque[Handle] = deque()
 

@@ -1,4 +1,4 @@
-"""The conformance kit, for each connector that comes with Stagemesh."""
+"""Runs the conformance kit for each built-in connector."""
 
 from stagemesh.common.connector_descriptors import GRPC, NIXL, SHM
 from stagemesh.connectors.conformance import ConnectorSuite, FlowSuite

@@ -28,7 +28,7 @@ SIZES = [1, 4 * KIB, 64 * KIB - 1, MIB, 16 * MIB]
 async def processes(
     *names: str, tcp: bool = False, arena_bytes: int = 64 * MIB, landing_bytes: int = 64 * MIB
 ) -> AsyncIterator[list[Driven]]:
-    """Processes on this host, which share memory unless they are to use `tcp`."""
+    """Runs processes on this host, which share memory unless `tcp` is set."""
     environment = ENVIRONMENT if tcp else {}
     async with AsyncExitStack() as stack:
         started = [
@@ -40,7 +40,7 @@ async def processes(
 
 @asynccontextmanager
 async def hosts() -> AsyncIterator[list[Driven]]:
-    """A producer and a consumer on two hosts."""
+    """Runs a producer and a consumer on two hosts."""
     with namespaces() as network:
         async with AsyncExitStack() as stack:
             started = [
@@ -95,12 +95,12 @@ async def test_fetches_wait_for_room_to_land() -> None:
         assert (await third)["intact"]
 
 
-# -- what is refused, within one process
+# -- rejected offers and ranges, within one process
 
 
 @asynccontextmanager
 async def connector(name: str) -> AsyncIterator[tuple[NixlConnector, Arena]]:
-    """A connector in this process, with an arena that is both its own and its landing."""
+    """Yields a connector in this process and its arena, which is also its landing memory."""
     arena = Arena(8 * MIB)
 
     async def landing() -> Arena:
@@ -116,7 +116,7 @@ async def connector(name: str) -> AsyncIterator[tuple[NixlConnector, Arena]]:
 
 @asynccontextmanager
 async def met() -> AsyncIterator[tuple[NixlReader, Arena, Written]]:
-    """A reader of an arena, and what was written there."""
+    """Yields a reader of an arena, the arena, and the tensors that were written there."""
     async with connector("a-0") as (producer, arena), connector("b-0") as (consumer, _):
         written = await arena.write({"x": content(20_000, 1)}, MemoryAccount())
         yield await consumer.connect(await producer.offer(), Producer("a-0", "1", None)), arena, written
@@ -269,7 +269,7 @@ async def test_silent_producer_is_given_up_and_its_landing_kept() -> None:
         assert answer["error"] == "UnavailableError"
         assert READ_TIMEOUT_S <= answer["took_s"] < READ_TIMEOUT_S + 5
         assert (await consumer.do("usage"))["landing_bytes"] >= 8 * MIB
-        # Not to be met again while what it may still write to is kept.
+        # The peer cannot be connected again while a transfer may still write.
         await consumer.do("leave", replica="a-0")
         assert (await consumer.do("connect", offer=offer, replica="a-0"))["reason"] == "CONNECTOR_UNAVAILABLE"
         producer.signal(signal.SIGCONT)
@@ -323,7 +323,7 @@ async def test_idle_connection_costs_no_processor(*, tcp: bool) -> None:
         producer, consumer = pair
         await consumer.connect(producer)
         assert (await consumer.read(producer, [MIB]))["intact"]
-        # What the read left behind is done by then.
+        # The read's transfers have ended by then.
         await asyncio.sleep(0.5)
         spent = [psutil.Process(each.process.pid).cpu_times() for each in pair]
         await asyncio.sleep(2)

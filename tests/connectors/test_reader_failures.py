@@ -1,4 +1,4 @@
-"""A reader that fails while several flows use it: each is opened again by another connector, none is refused."""
+"""A reader that fails while several flows use it: each is reopened by another connector, and none is rejected."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -60,7 +60,7 @@ def _chunk(key: EdgeKey, lease_id: int) -> stage_pb2.PutItem:
 
 @asynccontextmanager
 async def _agreed() -> AsyncIterator[tuple[Peer, _FailingReader]]:
-    """Two flows by a connector that both sides agreed on."""
+    """Opens two flows by a connector that both sides agreed on."""
     async with peer() as one:
         connector = _Failing()
         one.host.plane._connectors._connectors[NIXL] = connector
@@ -79,7 +79,7 @@ async def _agreed() -> AsyncIterator[tuple[Peer, _FailingReader]]:
 
 
 async def _verdict(one: Peer, key: EdgeKey) -> stage_pb2.PutReply:
-    """What a flow is told next: to be opened again, or that it is over."""
+    """Returns the next reply for a flow: it must be reopened, or has ended."""
     while True:
         response = await one.call.read()
         assert isinstance(response, stage_pb2.PutChunkResponse), await one.call.details()

@@ -1,4 +1,4 @@
-"""The shm connector: who may read what, and that a lease lives as long as its views."""
+"""The shm connector: which reads it allows, and the lifetime of leases."""
 
 import asyncio
 import fcntl
@@ -141,7 +141,7 @@ async def test_offer_that_cannot_be_read_is_refused(arena: Arena) -> None:
 
 @contextmanager
 def _handed_over(kind: str, size_bytes: int) -> Iterator[int]:
-    """A descriptor that is no sealed memory file of the arena's layout."""
+    """Returns a descriptor of a file that is not a sealed arena."""
     if kind == "socket":
         end, other = socket.socketpair()
         with end, other:

@@ -19,7 +19,7 @@ from tests.connectors.hosts import open_flow, packet, two_hosts
 MIB = 1 << 20
 COUNT = 80
 SLAB_BYTES = 6 * MIB
-"""More than the data plane keeps of what has arrived, which is a quarter of the arena."""
+"""More than the data plane retains of arrived chunks, which is a quarter of the arena."""
 SPAWN = multiprocessing.get_context("spawn")
 ALL = pytest.mark.parametrize("connector", [SHM, NIXL, GRPC])
 
@@ -32,7 +32,7 @@ def _write_packets(ticket: PartitionTicket, connection: Connection) -> None:
 
 @contextmanager
 def _worker(ticket: PartitionTicket) -> Iterator[Connection]:
-    """A process that writes packets, and the handles that it sends."""
+    """Runs a process that writes packets and yields the connection over which it sends handles."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=_write_packets, args=(ticket, theirs), daemon=True)
     process.start()
@@ -47,7 +47,7 @@ def _worker(ticket: PartitionTicket) -> Iterator[Connection]:
 
 
 async def _forward(plane: DataPlane, outlet: Outlet | FanOut) -> None:
-    """Sends what a worker writes into a slab that is used over and over."""
+    """Sends the tensors that a worker writes into a slab that is reused many times."""
     ticket = plane.open_share(SLAB_BYTES)
     with _worker(ticket) as connection:
         for seq in range(COUNT):

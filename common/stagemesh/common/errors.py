@@ -161,23 +161,9 @@ class InternalError(StagemeshError):
     default_reason = "INTERNAL"
 
 
-_BY_CODE: dict[int, type[StagemeshError]] = {
-    kind.code: kind
-    for kind in (
-        InvalidRequestError,
-        NotFoundError,
-        ExistsError,
-        NotReadyError,
-        UnsupportedError,
-        OverloadedError,
-        DeadlineError,
-        CancelledRequestError,
-        UnavailableError,
-        InternalError,
-    )
-}
-_BY_REASON: dict[str, type[StagemeshError]] = {
-    kind.default_reason: kind for kind in (InvalidChunkError, InvalidPipelineError, StaleAttemptError)
+_BY_CODE: Mapping[int, type[StagemeshError]] = {kind.code: kind for kind in StagemeshError.__subclasses__()}
+_BY_REASON: Mapping[str, type[StagemeshError]] = {
+    kind.default_reason: kind for parent in _BY_CODE.values() for kind in parent.__subclasses__()
 }
 
 

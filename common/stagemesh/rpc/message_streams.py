@@ -54,8 +54,8 @@ class MessageStream(Protocol):
 class LocalStream(asyncio.Protocol):
     """Either end of a local stream: the protocol of a connected unix socket."""
 
-    def __init__(self, user: StreamHandler, *, peer: str) -> None:
-        self._user, self._peer = user, peer
+    def __init__(self, handler: StreamHandler, *, peer: str) -> None:
+        self._handler, self._peer = handler, peer
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._error: StagemeshError | None = None
@@ -81,13 +81,13 @@ class LocalStream(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.is_writable = True
-        self._user.writable()
+        self._handler.writable()
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
         try:
             while (message := self._next_message()) is not None:
-                self._user.received(message)
+                self._handler.received(message)
         except StagemeshError as exc:
             self.close(exc)
 
@@ -95,7 +95,7 @@ class LocalStream(asyncio.Protocol):
         self.is_writable = False
         if exc is not None:
             self._error = self._error or UnavailableError(f"the local stream with {self._peer} broke: {exc}")
-        self._user.closed(self._error)
+        self._handler.closed(self._error)
 
     def _next_message(self) -> bytes | None:
         if len(self._buffer) < _LENGTH_BYTES:
@@ -111,12 +111,11 @@ class LocalStream(asyncio.Protocol):
         return message
 
 
-class ClientStream:
-    """The calling end of a gRPC stream, which for PutChunk is the producer's. `run` transfers its messages."""
+class _GrpcStream:
+    """The outgoing messages of either end of a gRPC stream."""
 
-    def __init__(self, channel: grpc.aio.Channel, user: StreamHandler, *, peer: str, method: str = PUT_CHUNK) -> None:
-        self._user, self._peer = user, peer
-        self._call: _Call = channel.stream_stream(method, None, None)()
+    def __init__(self, handler: StreamHandler) -> None:
+        self._handler = handler
         self._outgoing: deque[bytes] = deque()
         self._wake = asyncio.Event()
         self._finished = False
@@ -130,9 +129,29 @@ class ClientStream:
         self._wake.set()
 
     def finish(self) -> None:
-        """Ends the outgoing messages. Incoming messages are received until the other end closes the stream."""
+        """Ends the outgoing messages. Messages that were written before are still sent."""
         self._finished = True
         self._wake.set()
+
+    async def _next(self) -> bytes | None:
+        """Returns the next outgoing message, or None after the last one."""
+        while not self._outgoing:
+            if self._finished:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        return self._outgoing.popleft()
+
+
+class ClientStream(_GrpcStream):
+    """The calling end of a gRPC stream, which for PutChunk is the producer's. `run` transfers its messages."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, handler: StreamHandler, *, peer: str, method: str = PUT_CHUNK
+    ) -> None:
+        super().__init__(handler)
+        self._peer = peer
+        self._call: _Call = channel.stream_stream(method, None, None)()
 
     def close(self, error: StagemeshError | None = None) -> None:  # noqa: ARG002 - a client has no status to give
         self._call.cancel()
@@ -154,11 +173,11 @@ class ClientStream:
                 task.cancel()
             self._call.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._user.closed(error)
+            self._handler.closed(error)
 
     async def _read(self) -> None:
         while isinstance(data := await self._call.read(), bytes):
-            self._user.received(data)
+            self._handler.received(data)
             # The message may be large, and the next one may take long.
             del data
         await self._call.code()
@@ -166,14 +185,9 @@ class ClientStream:
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while self._outgoing or not self._finished:
-                if not self._outgoing:
-                    self._wake.clear()
-                    await self._wake.wait()
-                    continue
-                data = self._outgoing.popleft()
+            while (data := await self._next()) is not None:
                 # The handler prepares the next message while gRPC sends this one.
-                loop.call_soon(self._user.writable)
+                loop.call_soon(self._handler.writable)
                 await self._call.write(data)
                 del data
             await self._call.done_writing()
@@ -183,45 +197,31 @@ class ClientStream:
         await asyncio.Event().wait()
 
 
-class ServerStream:
+class ServerStream(_GrpcStream):
     """The serving end of a gRPC stream, which for PutChunk is the consumer's. `serve` transfers its messages."""
 
-    def __init__(self, user: StreamHandler) -> None:
-        self._user = user
-        self._outgoing: deque[bytes] = deque()
-        self._wake = asyncio.Event()
+    def __init__(self, handler: StreamHandler) -> None:
+        super().__init__(handler)
         self._error: StagemeshError | None = None
-        self._over = False
-
-    @property
-    def is_writable(self) -> bool:
-        return len(self._outgoing) < _AHEAD
-
-    def write(self, data: bytes) -> None:
-        self._outgoing.append(data)
-        self._wake.set()
 
     def close(self, error: StagemeshError | None = None) -> None:
-        self._error, self._over = self._error or error, True
-        self._wake.set()
+        self._error = self._error or error
+        self.finish()
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         """Yields the messages for the caller until the stream ends. Raises the error that was passed to `close`."""
         reader = asyncio.create_task(self._read(requests))
         try:
-            while not self._over or self._outgoing:
-                if not self._outgoing:
-                    self._wake.clear()
-                    await self._wake.wait()
-                    continue
-                yield self._outgoing.popleft()
-                self._user.writable()
+            while (data := await self._next()) is not None:
+                yield data
+                del data
+                self._handler.writable()
             if self._error is not None:
                 raise self._error
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
-            self._user.closed(self._error)
+            self._handler.closed(self._error)
 
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
         loop = asyncio.get_running_loop()
@@ -235,7 +235,7 @@ class ServerStream:
 
     def _take(self, data: bytes) -> None:
         try:
-            if not self._over:
-                self._user.received(data)
+            if not self._finished:
+                self._handler.received(data)
         except StagemeshError as exc:
             self.close(exc)

@@ -1,14 +1,15 @@
 """The message by which a producer lets a consumer read its arena: plain numbers and names, checked when parsed."""
 
 import hashlib
-import struct
 from dataclasses import dataclass
+
+import msgspec
 
 from stagemesh.connectors.arena.memory_file import TOKEN_BYTES, data_offset_in
 
-_MAGIC = b"nixl1\0"
+_FORMAT = b"nixl2\0"
 _DIGEST_BYTES = 16
-_HEAD = struct.Struct(f"<{len(_MAGIC)}s{TOKEN_BYTES}sQQHHI")
+_BODY_AT = len(_FORMAT) + _DIGEST_BYTES
 _ADDRESS_SPACE_BYTES = 1 << 64
 
 
@@ -30,39 +31,30 @@ class NixlOffer:
 
     def __post_init__(self) -> None:
         data_offset_in(self.file_bytes)
-        if self.address + self.file_bytes >= _ADDRESS_SPACE_BYTES:
+        if not 0 <= self.address < _ADDRESS_SPACE_BYTES - self.file_bytes:
             raise ValueError(f"an arena of {self.file_bytes} bytes at {self.address:#x} exceeds the address space")
+        if len(self.token) != TOKEN_BYTES:
+            raise ValueError(f"its token has {len(self.token)} bytes, not {TOKEN_BYTES}")
 
     def pack(self) -> bytes:
         """Returns the offer as bytes."""
-        texts = (self.agent.encode(), self.settings.encode(), self.metadata)
-        head = _HEAD.pack(_MAGIC, self.token, self.address, self.file_bytes, *map(len, texts))
-        message = head + b"".join(texts)
-        return message + _digest(message)
+        body = msgspec.msgpack.encode(self)
+        return _FORMAT + _digest(body) + body
 
     @classmethod
     def parse(cls, data: bytes) -> "NixlOffer":
         """Returns the offer that `data` contains. Raises ValueError for anything else."""
-        if len(data) < _HEAD.size + _DIGEST_BYTES:
-            raise ValueError(f"an offer of {len(data)} bytes is too short")
-        data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-        if _digest(data) != digest:
+        body = data[_BODY_AT:]
+        if not data.startswith(_FORMAT):
+            raise ValueError("the offer has another format or version")
+        if data[len(_FORMAT) : _BODY_AT] != _digest(body):
             # The library does not check its metadata, and crashes if it is damaged.
             raise ValueError("the offer was damaged in transit")
-        magic, token, address, file_bytes, name_bytes, settings_bytes, metadata_bytes = _HEAD.unpack_from(data)
-        settings_at = _HEAD.size + name_bytes
-        metadata_at = settings_at + settings_bytes
-        if magic != _MAGIC or len(data) != metadata_at + metadata_bytes:
-            raise ValueError("the offer has another format or version")
-        return cls(
-            agent=data[_HEAD.size : settings_at].decode(),
-            metadata=data[metadata_at:],
-            address=address,
-            file_bytes=file_bytes,
-            token=token,
-            settings=data[settings_at:metadata_at].decode(),
-        )
+        try:
+            return msgspec.msgpack.decode(body, type=cls)
+        except msgspec.MsgspecError as exc:
+            raise ValueError(str(exc)) from exc
 
 
-def _digest(message: bytes) -> bytes:
-    return hashlib.blake2b(message, digest_size=_DIGEST_BYTES).digest()
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
