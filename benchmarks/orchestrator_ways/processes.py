@@ -43,7 +43,7 @@ async def started(*command: str) -> AsyncGenerator[psutil.Process]:
 
 @asynccontextmanager
 async def said_by(*command: str) -> AsyncGenerator[Callable[[], Awaitable[bytes]]]:
-    """Runs a Python module that prints a result when it is stopped. Yields a function that stops it and returns that."""
+    """Runs a Python module that prints a result when it is stopped. Yields a function that stops it and reads that."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", *command, stdout=asyncio.subprocess.PIPE)
 
     async def hear() -> bytes:

@@ -84,7 +84,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
             incarnation=self._plane.incarnation,
             engine=ENGINE,
             state=stage_pb2.REPLICA_STATE_READY,
-            connectors=[number_of(card.name) for card in descriptors().values() if not card.missing()],
+            connectors=[number_of(each.name) for each in descriptors().values() if not each.missing()],
             wire_version=WIRE_VERSION,
         )
 
