@@ -85,7 +85,7 @@ def _measure(waiting: int) -> Figure:
 
 
 def main() -> None:
-    """Measures and reports."""
+    """Reads the command line, measures and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="Write the figures to this file in addition to the report.")
     arguments = parser.parse_args()

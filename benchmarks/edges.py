@@ -1,9 +1,9 @@
-"""Edges: each connector against what it stands on, and against the peer's way, from tensor to tensor.
+"""Measures edges: each connector against its underlying transport and against vLLM-Omni's shared-memory connector.
 
-Two processes, both on uvloop; a message's time is from `send` of a tensor in the producer's ordinary memory until the
-consumer has a tensor in hand (see `edge_ways.base`). All ways take turns in each round; a ratio is the median over the
-rounds of the ratio of the medians within a round. Consumers look at a tensor's ends and drop it: with a producer and
-two of them on two cores, reading it all would measure the shortage of cores.
+Two processes exchange tensors. A message's time starts with `send` of a tensor in the producer's ordinary memory and
+ends when the consumer has the tensor (see `edge_ways.base`). All ways take turns in each round. A ratio is the median
+over the rounds of the ratio of the medians within a round. Consumers read only both ends of a tensor: with a producer
+and two consumers on two cores, reading all of it would measure the shortage of cores.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,29 +29,34 @@ from benchmarks.edge_ways.raw_grpc import RawGrpcReceiver, RawGrpcSender
 from benchmarks.edge_ways.raw_nixl import RawNixlFileReceiver, RawNixlFileSender, RawNixlReceiver, RawNixlSender
 from benchmarks.edge_ways.raw_tcp import RawTcpReceiver, RawTcpSender
 from benchmarks.edge_ways.segment import SegmentReceiver, SegmentSender
-from benchmarks.edge_ways.worker import WorkerError
+from benchmarks.edge_ways.stages import STREAMS as STAGE_STREAMS
+from benchmarks.edge_ways.stages import TENSOR_BYTES, TENSORS_PER_S, FirstStage, SecondStage
+from benchmarks.edge_ways.worker import Place, Worker, WorkerError
 from benchmarks.report import report
 
 KIB, MIB, GB = 1 << 10, 1 << 20, 1e9
 COUNTS = {4 * KIB: 20, 64 * KIB: 20, MIB: 12, 16 * MIB: 5, 64 * MIB: 3}
-"""Messages a turn, by size."""
+"""The number of messages in a turn, by size."""
 NAMESPACE_COUNTS = {MIB: 12, 16 * MIB: 5, 64 * MIB: 3}
 FANOUT_COUNTS = {16 * MIB: 5, 64 * MIB: 3}
 TURNS = 3
 STREAMS_S = 1.5
-"""About how long all streams send in a turn."""
+"""The approximate time for which all streams send in a turn."""
 BESIDE_COUNT = 150
 BULK_BYTES, BULK_COUNT = MIB, 512
 IDLE_S = 3.0
+STAGE_TENSORS = 250
+"""Tensors of each stream from stage to stage."""
 
 MEMCPY, PEER = "memcpy", "segment + msgpack"
 RAW_NIXL, RAW_NIXL_FILE, RAW_READ = "raw NIXL", "raw NIXL on a memory file", "raw NIXL READ alone"
 RAW_GRPC, RAW_TCP = "raw gRPC stream", "raw TCP socket"
 TWO_CONSUMERS = "shm, two consumers"
+FROM_STAGE_TO_STAGE = "from engine to engine"
 NIXL_BETWEEN, GRPC_BETWEEN, TCP_BETWEEN = (f"{way}, two namespaces" for way in ("nixl", "grpc", RAW_TCP))
 
 Speeds: TypeAlias = tuple[tuple[str, str, Mapping[int, str]], ...]
-"""A way, another that it is held against, and the goal at each size."""
+"""A way, the baseline, and the goal at each size."""
 ON_ONE_HOST: Speeds = (
     ("shm", MEMCPY, {MIB: "", 16 * MIB: ">=0.60", 64 * MIB: ">=0.80"}),
     ("shm", PEER, {MIB: ">=6", 16 * MIB: ">=12", 64 * MIB: ""}),
@@ -73,7 +79,7 @@ CONNECTORS: Mapping[str, type[PlaneSender]] = {"shm": ShmSender, "nixl": NixlSen
 def working(
     pairs: Mapping[str, Pair[SenderT, ReceiverT]], findings: Findings
 ) -> Generator[dict[str, Pair[SenderT, ReceiverT]]]:
-    """The pairs, connected, that work here; the others are noted."""
+    """Connects the pairs and yields those that work here. The failures of the others are recorded."""
     with ExitStack() as stack:
         connected: dict[str, Pair[SenderT, ReceiverT]] = {}
         for way, pair in pairs.items():
@@ -83,7 +89,7 @@ def working(
 
 
 def time_on_one_host(edges: Edges, findings: Findings) -> Times:
-    """Every way at every size."""
+    """Measures every way at every size."""
     raw_nixl = {RAW_NIXL: Pair(RawNixlSender, RawNixlReceiver)}
     baselines: dict[str, Pair[Sender, Receiver]] = {
         RAW_NIXL_FILE: Pair(RawNixlFileSender, RawNixlFileReceiver),
@@ -110,7 +116,7 @@ def time_on_one_host(edges: Edges, findings: Findings) -> Times:
 
 
 def add_speeds(speeds: Speeds, times: Times, findings: Findings) -> None:
-    """How fast a way is in terms of another."""
+    """Adds the speed of ways relative to their baselines."""
     for way, other, goals in speeds:
         for size, goal in goals.items():
             findings.add(
@@ -124,7 +130,7 @@ def add_speeds(speeds: Speeds, times: Times, findings: Findings) -> None:
 
 
 def chunks_per_s(edge: Edge) -> float:
-    """The rate at which the chunks of all streams arrive, after turns that open the flows and tell how many to send."""
+    """Returns the chunks per second of all streams. Earlier turns open the flows and find the number to send."""
 
     def rate(steps: int) -> float:
         arrived_s = edge.receivers[0].begin(PlaneReceiver.receive_steps, steps=steps)
@@ -137,7 +143,7 @@ def chunks_per_s(edge: Edge) -> float:
 
 
 def delay_beside_large_ms(edge: Edge) -> float:
-    """By how much the 99th percentile of a small chunk's time grows while large tensors cross, in turns with none."""
+    """Returns the growth of the 99th percentile of a small chunk's time while large tensors are sent."""
     times_ms: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(TURNS):
         for large, found in times_ms.items():
@@ -149,7 +155,7 @@ def delay_beside_large_ms(edge: Edge) -> float:
 
 
 def cpu_s_per_gb(edge: Edge) -> float:
-    """Processor time of both replicas for a gigabyte."""
+    """Returns the processor time of both replicas for a gigabyte."""
     used_s = -edge.cpu_s()
     arrived = edge.receivers[0].begin(PlaneReceiver.receive_many, count=BULK_COUNT)
     edge.sender.call(PlaneSender.send_many, size_bytes=BULK_BYTES, count=BULK_COUNT)
@@ -158,7 +164,7 @@ def cpu_s_per_gb(edge: Edge) -> float:
 
 
 def copies(edge: Edge) -> float:
-    """How often each byte is copied by a processor on its way, what the wire does not counted."""
+    """Returns how often a processor copies each byte, not counting the transport itself."""
     copied_bytes = -edge.sender.call(PlaneSender.copied_bytes) - edge.receivers[0].call(PlaneReceiver.copied_bytes)
     arrived = edge.receivers[0].begin(PlaneReceiver.receive_many, count=BULK_COUNT)
     edge.sender.call(PlaneSender.send_many, size_bytes=BULK_BYTES, count=BULK_COUNT)
@@ -168,7 +174,7 @@ def copies(edge: Edge) -> float:
 
 
 def idle_cores(edge: Edge) -> float:
-    """The share of a core that both replicas use while nothing is sent."""
+    """Returns the fraction of a core that both replicas use while nothing is sent."""
     used_s = -edge.cpu_s()
     time.sleep(IDLE_S)
     return (used_s + edge.cpu_s()) / IDLE_S
@@ -181,11 +187,11 @@ BEHAVIOUR: tuple[tuple[str, Callable[[Edge], float], str, Mapping[str, str]], ..
     ("copies into an arena, each byte", copies, "", {"shm": "<=1", "nixl": "<=1"}),
     ("processor while idle, both ends", idle_cores, "cores", {"shm": "", "nixl": "<=0.01", "grpc": ""}),
 )
-"""What is measured of an edge, and the goal by connector."""
+"""Further measurements of an edge, each with its goal by connector."""
 
 
 def add_behaviour(edges: Edges, findings: Findings) -> None:
-    """What single messages do not show."""
+    """Adds the figures that single messages do not show."""
     for what, measure_edge, unit, goals in BEHAVIOUR:
         say(what)
         for way, goal in goals.items():
@@ -198,7 +204,7 @@ def _of_edge(measure_edge: Callable[[Edge], float], edges: Edges, way: str) -> f
 
 
 def add_fanout(edges: Edges, findings: Findings) -> None:
-    """Two consumers of a tensor against one."""
+    """Adds the time of a tensor for two consumers relative to one."""
     two = {TWO_CONSUMERS: Pair(ShmSender, PlaneReceiver, receivers=2)}
     times = Times()
     with working(two, findings) as connected:
@@ -217,8 +223,44 @@ def add_fanout(edges: Edges, findings: Findings) -> None:
         )
 
 
+def add_small_tensors(findings: Findings) -> None:
+    """Measures small tensors from one stage's engine to the next stage's engine."""
+    say(f"{STAGE_STREAMS} streams from stage to stage")
+    times_s: list[float] = []
+    with findings.noting(FROM_STAGE_TO_STAGE):
+        times_s = _stage_times_s()
+    for percent, goal in ((50, "<=1"), (99, "<=5")):
+        findings.add(
+            f"p{percent} of {size_text(TENSOR_BYTES)}, {STAGE_STREAMS} streams of {TENSORS_PER_S} a second",
+            partial(_percentile_ms, times_s, percent),
+            "ms",
+            goal=goal,
+            subject=FROM_STAGE_TO_STAGE,
+        )
+
+
+def _percentile_ms(times_s: list[float], percent: int) -> float:
+    return statistics.quantiles(times_s, n=100)[percent - 1] * 1e3
+
+
+def _stage_times_s() -> list[float]:
+    near, far = Pipe()
+    with ExitStack() as stack:
+        first = Worker(FirstStage, [near], Place())
+        stack.callback(first.close)
+        second = Worker(SecondStage, [far], Place())
+        stack.callback(second.close)
+        near.close()
+        far.close()
+        first.ready()
+        second.ready()
+        received = second.begin(SecondStage.receive, count=STAGE_TENSORS)
+        first.call(FirstStage.emit, count=STAGE_TENSORS)
+        return received.result()
+
+
 def add_namespaces(findings: Findings) -> None:
-    """The ways that cross hosts, between two network namespaces."""
+    """Adds the ways that work between hosts, measured between two network namespaces."""
     times = Times()
     try:
         with two_namespaces() as places:
@@ -235,7 +277,7 @@ def add_namespaces(findings: Findings) -> None:
 
 
 def measure(findings: Findings) -> Times:
-    """Everything; returns what single messages take on one host."""
+    """Measures everything and returns the times of single messages on one host."""
     pairs = {way: Pair(sender, PlaneReceiver) for way, sender in CONNECTORS.items()}
     with working(pairs, findings) as edges:
         times = time_on_one_host(edges, findings)
@@ -244,12 +286,13 @@ def measure(findings: Findings) -> Times:
         findings.add("one message, 64 KiB", one_us, "µs", goal="<=250", subject="shm")
         add_behaviour(edges, findings)
         add_fanout(edges, findings)
+    add_small_tensors(findings)
     add_namespaces(findings)
     return times
 
 
 def print_times(times: Times) -> None:
-    """The table of single messages."""
+    """Prints the times of single messages."""
     table = Table("µs, one message, one way", *map(size_text, COUNTS), title="edges: times", title_justify="left")
     for way in times.ways:
         table.add_row(way, *(f"{times.median_us(way, size):,.0f}" if times.has(way, size) else "-" for size in COUNTS))
@@ -257,8 +300,8 @@ def print_times(times: Times) -> None:
 
 
 def main() -> None:
-    """Reads the command line, measures, reports."""
-    # Before gRPC and NIXL are imported, here and in the processes that this one starts.
+    """Reads the command line, measures and reports."""
+    # Set before gRPC and NIXL are imported, here and in the processes that this one starts.
     os.environ |= {"GRPC_VERBOSITY": "ERROR", "NIXL_LOG_LEVEL": "ERROR"}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file")

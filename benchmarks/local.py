@@ -1,10 +1,10 @@
-"""A pipeline's engines, transforms and chunk policies in one process, chained by queues: no service, no connector.
+"""Runs a pipeline's engines, transforms and chunk policies in one process, connected by queues without services.
 
     python -m benchmarks.local PROMPT --seed 7 --max-tokens 70 --into FOLDER
 
 writes the text and the samples to FOLDER/text.txt and FOLDER/audio.npy.
 
-The baseline that a deployed pipeline is measured against, and compared with byte for byte.
+It is the baseline of measurements of a deployed pipeline, whose output must be equal byte for byte.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from stagemesh.services.engines.base import Emission, Engine, SamplingOptions, T
 
 @dataclass(frozen=True, eq=False)
 class LocalRun:
-    """What a request gave, and when, in seconds since it began."""
+    """The outputs of a request and their times, in seconds since its start."""
 
     text: str
     audio: npt.NDArray[np.float32]
@@ -38,7 +38,7 @@ class LocalRun:
 
 
 class Queue:
-    """An edge: packets from one task to another, through the edge's chunk policy and transform."""
+    """An edge: passes packets from one task to another through the edge's chunk policy and transform."""
 
     def __init__(self, edge: Edge) -> None:
         self._chunker = Chunker(edge.policy)
@@ -48,7 +48,7 @@ class Queue:
         self._packets: asyncio.Queue[Packet | None] = asyncio.Queue(maxsize=64)
 
     async def put(self, packet: Packet | None) -> None:
-        """Sends a packet, or the end."""
+        """Sends a packet. None ends the edge."""
         for chunk in self._chunker.push(packet) if packet else self._chunker.finish():
             await self._packets.put(chunk)
         if packet is None:
@@ -73,7 +73,7 @@ class LocalPipeline:
     async def started(
         cls, name: str = "speech", overrides: Mapping[str, str] | None = None
     ) -> AsyncGenerator["LocalPipeline"]:
-        """Loads a pipeline's engines, and closes them at the end."""
+        """Loads a pipeline's engines and closes them at the end of the block."""
         pipeline = load_pipeline(name, overrides=overrides or {})
         async with AsyncExitStack() as stack:
             engines: dict[str, Engine] = {}
@@ -96,7 +96,7 @@ class LocalPipeline:
             yield cls(pipeline, engines)
 
     async def run(self, prompt: str, *, seed: int, max_tokens: int) -> LocalRun:
-        """One request."""
+        """Runs one request."""
         began_s = time.monotonic()
         queues = {edge.name: Queue(edge) for edge in self._pipeline.edges}
         outputs: dict[str, list[npt.NDArray[np.generic]]] = {}

@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: named figures beside their goals."""
+"""The report of every benchmark: named figures with their goals."""
 
 import json
 import operator
@@ -15,18 +15,18 @@ _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le,
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured value; `goal` is "<=1.15", ">=0.8" or empty where there is none."""
+    """A measured value. `goal` is for example "<=1.15" or ">=0.8", or empty if there is none."""
 
     name: str
     value: float
     unit: str
     goal: str = ""
     subject: str = ""
-    """What it belongs to: figures of one subject stand together."""
+    """The group of the figure: figures of one subject are printed together."""
 
     @property
     def met(self) -> bool | None:
-        """Whether the value reaches its goal; None without one."""
+        """Whether the value meets its goal, or None if there is none."""
         return _COMPARISONS[self.goal[:2]](self.value, float(self.goal[2:])) if self.goal else None
 
 
@@ -38,10 +38,10 @@ def report(
     details: Sequence[Figure] = (),
     left_out: Mapping[str, str] | None = None,
 ) -> None:
-    """Prints a table, writes JSON where asked, and ends the process: 0 when every goal is met, else 1.
+    """Prints a table, writes JSON to `json_file` if given, and exits with status 0 if every goal is met, else 1.
 
-    `details` are written and not printed. `left_out` names figures that could not be measured here, with the reason;
-    their goals are not met.
+    `details` are written but not printed. `left_out` maps figures that could not be measured here to the reason. Their
+    goals count as missed.
     """
     missing = left_out or {}
     console = Console()

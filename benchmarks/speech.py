@@ -1,8 +1,8 @@
-"""The speech pipeline: streamed edges against whole ones, and services against the same parts in one process.
+"""Measures the speech pipeline: streamed edges against whole ones, and services against the same parts in one process.
 
-Baselines, measured in the same run and interleaved with it: the pipeline with `chunk: whole` on every edge, and
-`benchmarks.local`, which chains the same engines, transform and chunking by queues in one process. Each figure is
-the median over the repeats of the ratio within a repeat.
+The baselines, measured in the same run in alternation, are the pipeline with `chunk: whole` on every edge, and
+`benchmarks.local`, which connects the same engines, transform and chunking by queues in one process. Each figure is the
+median over the repeats of the ratio within a repeat.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from stagemesh.orchestrator.spec import load_pipeline
 PROMPT = "Explain in four short sentences why the sky is blue."
 SEED = 7
 MAX_TOKENS = 120
-# A whole answer's frames are one chunk of tens of megabytes; a chunk may take half of the arena.
+# The frames of a whole answer are one chunk of tens of megabytes, and a chunk may take half of the arena.
 WHOLE = {"edges.*.chunk": "whole", "stages.*.data_plane.arena_bytes": str(256 << 20)}
 
 _console = Console(stderr=True)
@@ -32,7 +32,7 @@ _console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Run:
-    """One request."""
+    """The results of one request."""
 
     first_text_s: float
     first_audio_s: float
@@ -41,7 +41,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Repeat:
-    """The same request in the three ways."""
+    """The same request over the three ways."""
 
     streamed: Run
     whole: Run
@@ -69,7 +69,7 @@ async def _ask_local(local: LocalPipeline) -> Run:
 
 
 async def measure(repeats: int) -> list[Repeat]:
-    """Starts all three, warms each up, and takes turns."""
+    """Starts all three ways, warms each up and measures them in turn."""
     async with AsyncExitStack() as stack:
         streamed = await _start(stack, {})
         whole = await _start(stack, WHOLE)
@@ -82,7 +82,7 @@ async def measure(repeats: int) -> list[Repeat]:
 
 
 def figures(repeats: Sequence[Repeat]) -> list[Figure]:
-    """The medians."""
+    """Returns the medians."""
     median = statistics.median
     return [
         Figure(
@@ -107,7 +107,7 @@ def figures(repeats: Sequence[Repeat]) -> list[Figure]:
 
 
 def main() -> None:
-    """Reads the command line, measures, reports."""
+    """Reads the command line, measures and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--repeats", type=int, default=5)

@@ -1,4 +1,4 @@
-"""A stage in a process of its own, for a benchmark to call."""
+"""Runs a stage in a separate process, for a benchmark to call."""
 
 import os
 import signal
@@ -18,12 +18,12 @@ from stagemesh.common.stage_config import StageConfig, dump_stage_config
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 READY_S = 180.0
-"""For an engine to start in, on a machine that has much else to do."""
+"""The time limit of an engine's start on a loaded machine."""
 _POLL_S = 0.02
 
 
 class StageProcess:
-    """Started by the constructor, READY within `with`."""
+    """A stage process. The constructor starts it, and `with` waits until it is READY."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class StageProcess:
         command: Sequence[str] = ("stagemesh.services.stage",),
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """`config.listen` is chosen here. `command` is a module and its arguments, beside `--config`."""
+        """Replaces `config.listen`. `command` is a module and its arguments, in addition to `--config`."""
         self.endpoint = f"127.0.0.1:{_free_port()}"
         self._log = folder / f"{config.stage}.log"
         file = folder / f"{config.stage}.json"
@@ -64,7 +64,7 @@ class StageProcess:
 
     @property
     def process_id(self) -> int:
-        """The service; the engine's processes are its children."""
+        """The id of the service process. The engine's processes are its children."""
         return self._process.pid
 
     def _wait_ready(self) -> None:

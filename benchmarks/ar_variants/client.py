@@ -22,7 +22,7 @@ class Consumer:
 
 
 class StageClient(End):
-    """Calls one stage."""
+    """Calls a stage."""
 
     _channel: grpc.aio.Channel | None = None
 

@@ -17,7 +17,7 @@ _SCHEDULING = Path("/proc/thread-self/schedstat")
 
 
 class Tick(NamedTuple):
-    """One timer, in seconds of the machine's monotonic clock."""
+    """A timer that was late, in seconds of the machine's monotonic clock."""
 
     due_s: float
     late_s: float

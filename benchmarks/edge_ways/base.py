@@ -1,8 +1,8 @@
-"""A way to bring a tensor from one process to another: a sender, a receiver, and how a message's time is taken.
+"""Ways to send a tensor from one process to another: a sender, a receiver, and the measurement of a message's time.
 
-The clock starts before `send` gets a tensor in the sender's ordinary memory and stops when `receive` returns one. Both
-ends read CLOCK_MONOTONIC, which is one clock on one host. A tick comes back for each message beside the way that is
-measured, so that messages go one at a time, each at rest; what the clock said is collected afterwards.
+The time starts before `send` is called with a tensor in the sender's ordinary memory and ends when `receive` returns a
+tensor. Both ends read CLOCK_MONOTONIC, which is one clock on one host. The receiver confirms each message over a pipe
+that is not measured, so that messages are sent one at a time. The times are collected afterwards.
 """
 
 import asyncio
@@ -19,26 +19,26 @@ from benchmarks.edge_ways.worker import End, readable
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 WARM_UP = 1
-"""Messages ahead of those that count, each time that a way has its turn."""
+"""The number of messages at the start of a turn that do not count."""
 REST_S = 0.001
-"""Between messages: acknowledgements and leases go back, as they do where an engine computes between its chunks."""
+"""The pause between messages. Acknowledgements and leases return meanwhile, as while an engine computes."""
 
 
 class Sender(End):
-    """The end whose tensors are sent."""
+    """The end that sends tensors."""
 
     @abstractmethod
     async def send(self, tensor: Bytes) -> None:
-        """Sends one tensor to every peer; what follows may go on afterwards."""
+        """Sends one tensor to every peer. It may return before the tensor has arrived."""
 
     async def time_sends(self, *, size_bytes: int, count: int) -> list[int]:
-        """When each of `count` messages was given to `send`, in ns."""
+        """Sends `count` messages and returns the start time of each, in ns."""
         tensor = source(size_bytes)
         starts = [await self._time_one(tensor, number) for number in range(WARM_UP + count)]
         return starts[WARM_UP:]
 
     async def time_copies(self, *, size_bytes: int, count: int) -> list[float]:
-        """The baseline memcpy: seconds of each copy of the same tensor into warm memory."""
+        """Returns the seconds of each copy of a tensor into warm memory: the baseline memcpy."""
         tensor, copied = source(size_bytes), target(size_bytes)
         times_s: list[float] = []
         for _ in range(WARM_UP + count):
@@ -61,14 +61,14 @@ class Sender(End):
 
 
 class Receiver(End):
-    """The end that a tensor comes to; has one peer."""
+    """The end that receives tensors from its only peer."""
 
     @abstractmethod
     async def receive(self, size_bytes: int) -> Bytes:
-        """The next tensor."""
+        """Returns the next tensor."""
 
     async def time_receives(self, *, size_bytes: int, count: int) -> list[int]:
-        """When each of `count` messages was in hand, in ns."""
+        """Receives `count` messages and returns the time of each, in ns."""
         ends = [await self._time_one(size_bytes, number) for number in range(WARM_UP + count)]
         return ends[WARM_UP:]
 
@@ -82,23 +82,23 @@ class Receiver(End):
 
 @functools.cache
 def source(size_bytes: int) -> Bytes:
-    """This process's tensor of that size, in ordinary memory."""
+    """Returns this process's tensor of a size, in ordinary memory."""
     return np.random.default_rng(size_bytes).integers(0, 256, size_bytes, np.uint8)
 
 
 @functools.cache
 def target(size_bytes: int) -> Bytes:
-    """Ordinary memory of that size to receive into, touched."""
+    """Returns ordinary memory of a size to receive into, already touched."""
     return np.zeros(size_bytes, np.uint8)
 
 
 def mark(tensor: Bytes, number: int) -> None:
-    """Makes a message tell its number, at both of its ends."""
+    """Writes a message's number into both of its ends."""
     tensor[:8] = tensor[-8:] = np.array([number], np.int64).view(np.uint8)
 
 
 def check_mark(tensor: Bytes, number: int, *, size_bytes: int) -> None:
-    """Raises ValueError unless the tensor is the one that was marked so: wrong bytes are no measure."""
+    """Raises ValueError unless both ends of the tensor contain the number: a wrong tensor must not be measured."""
     marks = [int(tensor[:8].view(np.int64)[0]), int(tensor[-8:].view(np.int64)[0])]
     if tensor.nbytes != size_bytes or marks != [number, number]:
         raise ValueError(f"message {number} of {size_bytes} bytes came as {marks} of {tensor.nbytes}")

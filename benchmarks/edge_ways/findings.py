@@ -1,4 +1,4 @@
-"""What a run finds: times of ways that take turns, and figures made of them."""
+"""The results of a run: times of ways that take turns, and figures derived from them."""
 
 import statistics
 import time
@@ -21,18 +21,18 @@ class Probe(Protocol):
     """Sends messages by one way."""
 
     def __call__(self, *, size_bytes: int, count: int) -> list[float]:
-        """The seconds that each message took."""
+        """Returns the seconds of each message."""
         ...
 
 
 class Times:
-    """Each round's median, in seconds, by way and size."""
+    """The median of each round in seconds, by way and size."""
 
     def __init__(self) -> None:
         self._rounds: dict[tuple[str, int], list[float]] = {}
 
     def measure(self, probes: Mapping[str, Probe], counts: Mapping[int, int], findings: "Findings") -> None:
-        """Lets all ways take turns, with `counts[size_bytes]` messages a turn; one that fails is out from then on."""
+        """Measures all ways in turn, with `counts[size_bytes]` messages in a turn. A way that fails is left out."""
         for size_bytes, count in counts.items():
             say(f"{size_text(size_bytes)}: {', '.join(probes)}")
             for _ in range(ROUNDS):
@@ -44,43 +44,43 @@ class Times:
 
     @property
     def ways(self) -> list[str]:
-        """All that were measured."""
+        """All ways that were measured."""
         return list(dict.fromkeys(way for way, _ in self._rounds))
 
     def figures(self) -> list[Figure]:
-        """All times."""
+        """Returns the times of all ways."""
         return [
             Figure(f"{way}, {size_text(size)}", self.median_us(way, size), "µs", subject="one message, one way")
             for way, size in self._rounds
         ]
 
     def has(self, way: str, size_bytes: int) -> bool:
-        """Whether the way was measured at that size."""
+        """Returns whether a way was measured at a size."""
         return (way, size_bytes) in self._rounds
 
     def median_us(self, way: str, size_bytes: int) -> float:
-        """A message's time."""
+        """Returns the median time of a message in microseconds."""
         return statistics.median(self._rounds[way, size_bytes]) * 1e6
 
     def ratio(self, above: str, below: str, size_bytes: int) -> float:
-        """How many times as long one way takes as another: the median of the rounds' ratios."""
+        """Returns the ratio of the times of two ways: the median of the rounds' ratios."""
         pairs = zip(self._rounds[above, size_bytes], self._rounds[below, size_bytes], strict=True)
         return statistics.median(one / other for one, other in pairs)
 
 
 @dataclass
 class Findings:
-    """What was found, and what could not be."""
+    """The figures, and the reasons of those that could not be measured."""
 
     figures: list[Figure] = field(default_factory=list[Figure])
     left_out: dict[str, str] = field(default_factory=dict[str, str])
     broken: dict[str, str] = field(default_factory=dict[str, str])
-    """Ways that do not work here, with the reason."""
+    """The ways that do not work here, with the reason."""
 
     def add(
         self, name: str, value: Callable[[], float], unit: str, *, subject: str, other: str = "", goal: str = ""
     ) -> None:
-        """Takes in a figure of the way `subject`, held against `other`, or leaves it out where one of them fails."""
+        """Adds a figure of the way `subject` with the baseline `other`, or leaves it out if one of them fails."""
         reasons = [self.broken[way] for way in (subject, other) if way in self.broken]
         if reasons:
             self.left_out[f"{subject}: {name}"] = reasons[0]
@@ -92,7 +92,7 @@ class Findings:
 
     @contextmanager
     def noting(self, way: str) -> Generator[None]:
-        """Takes a failure of the way down, and lets the others go on."""
+        """Records a failure of a way, so that the measurement continues with the others."""
         try:
             yield
         except WorkerError as exc:
@@ -100,16 +100,16 @@ class Findings:
             self.broken[way] = str(exc)
 
     def by_subject(self) -> list[Figure]:
-        """The figures, those of one subject together, subjects as they first came."""
+        """Returns the figures grouped by subject, in the order in which the subjects first occurred."""
         subjects = list(dict.fromkeys(figure.subject for figure in self.figures))
         return sorted(self.figures, key=lambda figure: subjects.index(figure.subject))
 
 
 def say(text: str) -> None:
-    """Shows progress."""
+    """Prints a line of progress."""
     _console.print(f"{time.monotonic() - _begun_s:4.0f} s  {text}")
 
 
 def size_text(size_bytes: int) -> str:
-    """A size as people write it."""
+    """Returns a size in KiB or MiB."""
     return f"{size_bytes >> 20} MiB" if size_bytes >> 20 else f"{size_bytes >> 10} KiB"

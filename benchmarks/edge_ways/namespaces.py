@@ -1,4 +1,4 @@
-"""Two network namespaces with a wire between them: two hosts, as far as sockets can tell."""
+"""Two network namespaces with a virtual link between them, which stand for two hosts."""
 
 import subprocess
 from collections.abc import Generator
@@ -11,7 +11,7 @@ _ADDRESSES = ("10.77.77.1", "10.77.77.2")
 
 @contextmanager
 def two_namespaces() -> Generator[tuple[Place, Place]]:
-    """Makes them; raises WorkerError where that is not permitted. They live in two processes, and end with those."""
+    """Creates two namespaces, which end with the block. Raises WorkerError if that is not permitted."""
     with ExitStack() as stack:
         try:
             first, second = (stack.enter_context(_holder()) for _ in _ADDRESSES)
@@ -24,8 +24,8 @@ def two_namespaces() -> Generator[tuple[Place, Place]]:
 
 @contextmanager
 def _holder() -> Generator[str]:
-    """The id of a process in a namespace of its own; it ends when nobody holds its input any more."""
-    # What /sys shows is that of the namespace in which it was mounted, and UCX looks there for devices.
+    """Yields the id of a process in a new namespace. The process ends when its input is closed."""
+    # /sys shows the devices of the namespace in which it was mounted, and UCX looks there for devices.
     command = ["unshare", "--net", "--mount", "sh", "-c", "mount -t sysfs sysfs /sys && echo here && exec cat"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None, "asked for"

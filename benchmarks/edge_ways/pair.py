@@ -1,4 +1,4 @@
-"""A sender with its receivers, each a process of its own."""
+"""A sender with its receivers, each in a separate process."""
 
 from contextlib import ExitStack
 from multiprocessing import Pipe
@@ -14,7 +14,7 @@ ReceiverT = TypeVar("ReceiverT", bound=Receiver)
 
 
 class Pair(Generic[SenderT, ReceiverT]):
-    """Started by the constructor, connected by `with`, which raises WorkerError where the way does not work here."""
+    """A way's processes. The constructor starts them, and `with` connects them or raises WorkerError."""
 
     def __init__(
         self,
@@ -45,18 +45,18 @@ class Pair(Generic[SenderT, ReceiverT]):
         self._stack.close()
 
     def time(self, *, size_bytes: int, count: int) -> list[float]:
-        """Seconds from `send` until the last receiver has the tensor, of each message."""
+        """Returns the seconds from `send` until the last receiver has the tensor, for each message."""
         ends = [one.begin(Receiver.time_receives, size_bytes=size_bytes, count=count) for one in self.receivers]
         starts = self.sender.begin(Sender.time_sends, size_bytes=size_bytes, count=count)
         started, *in_hand = all_of([starts, *ends])
         return [(max(all_ends) - start) / 1e9 for start, *all_ends in zip(started, *in_hand, strict=True)]
 
     def time_copies(self, *, size_bytes: int, count: int) -> list[float]:
-        """Seconds of copies in the sender's memory: the baseline memcpy."""
+        """Returns the seconds of copies in the sender's memory: the baseline memcpy."""
         return self.sender.call(Sender.time_copies, size_bytes=size_bytes, count=count)
 
     def cpu_s(self) -> float:
-        """Processor time of all processes so far."""
+        """Returns the processor time that all processes have used."""
         return self.sender.call(End.cpu_s) + sum(receiver.call(End.cpu_s) for receiver in self.receivers)
 
     def _start(self, end: type[EndT], peers: list[Connection], place: Place) -> Worker[EndT]:

@@ -1,4 +1,4 @@
-"""Stagemesh itself: two replicas' data planes, and between them an edge by the connector that is asked for."""
+"""Stagemesh's own way: the data planes of two replicas, with an edge between them by a given connector."""
 
 import asyncio
 import os
@@ -22,12 +22,12 @@ from stagemesh.rpc.error_mapping import to_grpc_code, to_trailing_metadata
 
 ARENA_BYTES = 512 << 20
 WINDOW_BYTES = 128 << 20
-"""Two of the largest tensors, so that credit does not limit a single one."""
+"""The size of two of the largest tensors, so that credit does not limit a single one."""
 STREAMS = 32
 CHUNK_BYTES = 64 << 10
 LARGE_BYTES = 64 << 20
 PERIOD_S = 0.004
-"""Between the chunks that go beside a large transfer."""
+"""The time between small chunks that are sent while large tensors are sent."""
 
 _MAIN, _LARGE = "main", "large"
 _STREAMS = [f"stream {number}" for number in range(STREAMS)]
@@ -53,7 +53,7 @@ class PlaneSender(Sender):
         self._consumers: list[tuple[str, str]] = [await receive(peer) for peer in self.peers]
         self._opened: dict[str, list[Outlet]] = {}
         self._main: FanOut | None = None
-        # The first contact: a connector that does not work here says so now.
+        # Connects, so that a connector that does not work here fails now.
         await self.send(np.zeros(CHUNK_BYTES, np.uint8))
 
     async def close(self) -> None:
@@ -68,11 +68,11 @@ class PlaneSender(Sender):
         await self._main.send(packet)
 
     async def copied_bytes(self) -> int:
-        """Bytes that this replica has copied into its arena."""
+        """Returns the bytes that this replica has copied into its arena."""
         return self._plane.arena_stats.copied_bytes
 
     async def send_many(self, *, size_bytes: int, count: int) -> None:
-        """Sends one after the other, as fast as they go; returns when all have arrived."""
+        """Sends tensors as fast as possible and returns when all have arrived."""
         tensor, arrived = source(size_bytes), readable(self.peers[0])
         for _ in range(count):
             await self.send(tensor)
@@ -80,7 +80,7 @@ class PlaneSender(Sender):
         self.peers[0].recv_bytes()
 
     async def send_steps(self, *, steps: int) -> float:
-        """Sends a chunk of every stream a step, as an engine does with its batch; when that began, in s."""
+        """Sends a chunk of every stream in each step, like an engine with its batch. Returns the start time in s."""
         outlets = [self._outlets(request)[0] for request in _STREAMS]
         packet = Packet({"x": source(CHUNK_BYTES)})
         begin = time.monotonic()
@@ -91,7 +91,7 @@ class PlaneSender(Sender):
         return begin
 
     async def send_beside(self, *, count: int, large: bool) -> list[int]:
-        """Sends chunks at a steady pace, beside large transfers or alone; when each was sent, in ns."""
+        """Sends small chunks at a steady rate, with or without large tensors. Returns the time of each in ns."""
         stop = asyncio.Event()
         beside = asyncio.create_task(self._send_large(stop)) if large else None
         tensor, starts = source(CHUNK_BYTES), list[int]()
@@ -106,7 +106,7 @@ class PlaneSender(Sender):
         return starts
 
     async def _send_large(self, stop: asyncio.Event) -> None:
-        """One large tensor after the other, each when the one before has arrived; a small one is the last."""
+        """Sends a large tensor whenever the previous one has arrived, and in the end a small one."""
         outlet = self._outlets(_LARGE)[0]
         while not stop.is_set():
             arrived = readable(self.peers[0])
@@ -148,7 +148,7 @@ class PlaneReceiver(Receiver):
         await self._server.stop(None)
 
     async def copied_bytes(self) -> int:
-        """Bytes that this replica has copied into its arenas; what is fetched or streamed in is no copy of theirs."""
+        """Returns the bytes that this replica has copied into its arenas, without fetched or streamed bytes."""
         landing = self._plane.landing_stats
         return self._plane.arena_stats.copied_bytes + (landing.copied_bytes if landing else 0)
 
@@ -156,13 +156,13 @@ class PlaneReceiver(Receiver):
         return await self._next(_MAIN)
 
     async def receive_many(self, *, count: int) -> None:
-        """The other end of `send_many`."""
+        """Receives the tensors of `send_many`."""
         for _ in range(count):
             await self._next(_MAIN)
         self.peers[0].send_bytes(b"")
 
     async def receive_steps(self, *, steps: int) -> float:
-        """The other end of `send_steps`; when everything had come, in s."""
+        """Receives the chunks of `send_steps` and returns the time of the last one in s."""
 
         async def drain(request: str) -> None:
             for _ in range(steps):
@@ -172,7 +172,7 @@ class PlaneReceiver(Receiver):
         return time.monotonic()
 
     async def receive_beside(self, *, count: int, large: bool) -> list[int]:
-        """The other end of `send_beside`; when each chunk was in hand, in ns."""
+        """Receives the small chunks of `send_beside` and returns the time of each in ns."""
         beside = asyncio.create_task(self._receive_large()) if large else None
         ends: list[int] = []
         for number in range(count):
@@ -193,7 +193,7 @@ class PlaneReceiver(Receiver):
 
 
 def stage_service(plane: DataPlane) -> grpc.GenericRpcHandler:
-    """The part of a stage that producers call."""
+    """Returns a handler of the RPC that producers call."""
 
     async def put(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         try:
@@ -207,18 +207,18 @@ def stage_service(plane: DataPlane) -> grpc.GenericRpcHandler:
 
 
 class ShmSender(PlaneSender):
-    """By shared memory."""
+    """Sends through shared memory."""
 
     connector = SHM
 
 
 class NixlSender(PlaneSender):
-    """By NIXL."""
+    """Sends through NIXL."""
 
     connector = NIXL
 
 
 class GrpcSender(PlaneSender):
-    """By a gRPC stream."""
+    """Sends through a gRPC stream."""
 
     connector = GRPC

@@ -1,6 +1,6 @@
-"""A raw gRPC byte stream: one long-lived stream of byte messages without protobuf, gathered in a tensor.
+"""A raw gRPC byte stream: one long-lived stream of byte messages without protobuf, collected into a tensor.
 
-256 KiB a message was the fastest of 64 KiB to 2 MiB: from 384 KiB on each buffer is fresh memory of its own.
+Messages of 256 KiB were the fastest of 64 KiB to 2 MiB: from 384 KiB on, each buffer is newly mapped memory.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_len
 
 
 class RawGrpcSender(Sender):
-    """Calls, and writes pieces."""
+    """Calls the receiver and writes messages."""
 
     async def open(self) -> None:
         self._channel = grpc.aio.insecure_channel(await receive(self.peers[0]), options=_OPTIONS)
@@ -36,7 +36,7 @@ class RawGrpcSender(Sender):
 
 
 class RawGrpcReceiver(Receiver):
-    """Serves, and reads pieces into place."""
+    """Serves the stream and copies its messages into a tensor."""
 
     async def open(self) -> None:
         self._server = grpc.aio.server(options=_OPTIONS)
@@ -61,7 +61,7 @@ class RawGrpcReceiver(Receiver):
         return tensor
 
     async def _put(self, _: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        """The one stream: handed to `receive`, and kept open."""
+        """Passes the only stream to `receive` and keeps it open."""
         await context.read()
         self._stream.set_result(context)
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""A raw TCP socket: blocking, one connection, received into a tensor that is there already."""
+"""A raw TCP socket: one blocking connection, received into an existing tensor."""
 
 import socket
 
@@ -6,7 +6,7 @@ from benchmarks.edge_ways.base import Bytes, Receiver, Sender, target
 
 
 class RawTcpSender(Sender):
-    """Connects."""
+    """Connects to the receiver and writes."""
 
     async def open(self) -> None:
         self._socket = socket.create_connection(self.peers[0].recv())
@@ -20,7 +20,7 @@ class RawTcpSender(Sender):
 
 
 class RawTcpReceiver(Receiver):
-    """Listens."""
+    """Listens for the sender and reads."""
 
     async def open(self) -> None:
         with socket.create_server((self.place.address, 0)) as listener:

@@ -1,8 +1,8 @@
-"""The peer's way: a shared-memory segment and a lock file for every message, around a msgpack envelope.
+"""vLLM-Omni's way: a shared-memory segment and a lock file for every message, with a msgpack envelope.
 
-What vLLM-Omni's SharedMemoryConnector does, copy for copy: its serializer takes the tensor's bytes out of the encoder,
-joins the buffers, and puts a header in front; the receiver opens the segment by name, copies it out, and cuts it up.
-The peer finds messages by polling each millisecond, which is not counted: here a socket tells the segment's name.
+It makes the same copies as vLLM-Omni's SharedMemoryConnector: the serializer takes the tensor's bytes out of the
+encoder, joins the buffers and prepends a header. The receiver opens the segment by name, copies its bytes and slices
+them. vLLM-Omni polls for messages once a millisecond, which is not counted: here a pipe sends the segment's name.
 """
 
 import fcntl
@@ -43,10 +43,10 @@ class SegmentSender(Sender):
 
 
 class SegmentReceiver(Receiver):
-    """Reads segments, and removes them."""
+    """Reads segments and removes them."""
 
     async def open(self) -> None:
-        """Nothing to connect."""
+        """Does nothing: there is no connection."""
 
     async def close(self) -> None:
         """Nothing is held between messages."""

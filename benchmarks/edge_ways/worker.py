@@ -1,4 +1,4 @@
-"""A process of a benchmark: holds one object, and runs its methods on an event loop of its own when it is told to."""
+"""A benchmark's process: it holds one object and runs the object's methods on its own event loop on request."""
 
 import asyncio
 import ctypes
@@ -20,7 +20,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 import uvloop
 
 ANSWER_S = 60.0
-"""No call takes longer, unless it is given more."""
+"""The default time limit of a call."""
 _CLONE_FS = 0x200
 
 Result = TypeVar("Result")
@@ -29,7 +29,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs: beside which other (None: here), its address there, and what its environment adds."""
+    """The namespaces of a process (those of process `namespaces_of`, or ours), its address and added variables."""
 
     address: str = "127.0.0.1"
     namespaces_of: int | None = None
@@ -37,11 +37,11 @@ class Place:
 
 
 class WorkerError(Exception):
-    """A worker failed; the text says how."""
+    """A worker failed. The text is the cause."""
 
 
 class End(ABC):
-    """One end of a way, in a process of its own; `peers` lead to the other ends."""
+    """One end of a way, in a separate process. `peers` are pipes to the other ends."""
 
     def __init__(self, peers: Sequence[Connection], *, place: Place) -> None:
         self.peers = peers
@@ -62,10 +62,10 @@ class End(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Lets go."""
+        """Releases all resources."""
 
     async def cpu_s(self) -> float:
-        """Processor time that this process has used."""
+        """Returns the processor time that this process has used."""
         return time.process_time()
 
 
@@ -73,7 +73,7 @@ Held = TypeVar("Held", bound=End)
 
 
 class Worker(Generic[Held]):
-    """One process, started by the constructor and ended by `close`. It also ends when its parent does."""
+    """A process that the constructor starts and `close` ends. It also ends with its parent."""
 
     def __init__(
         self, make: type[Held], peers: Sequence[Connection], place: Place, *, starts_processes: bool = False
@@ -87,13 +87,13 @@ class Worker(Generic[Held]):
         theirs.close()
 
     def ready(self, *, within_s: float = ANSWER_S) -> None:
-        """Returns when the held object is there; raises WorkerError where it cannot be."""
+        """Returns when the held object is ready. Raises WorkerError if its creation fails."""
         self._answer(within_s)
 
     def begin(
         self, method: Callable[Concatenate[Held, P], Awaitable[Result]], *args: P.args, **kwargs: P.kwargs
     ) -> "Call[Result]":
-        """Has the worker run `method`. One call at a time."""
+        """Starts `method` in the worker. There may be one call at a time."""
         try:
             self._control.send((method.__name__, args, kwargs))
         except OSError as exc:
@@ -103,7 +103,7 @@ class Worker(Generic[Held]):
     def call(
         self, method: Callable[Concatenate[Held, P], Awaitable[Result]], *args: P.args, **kwargs: P.kwargs
     ) -> Result:
-        """Runs `method` in the worker."""
+        """Runs `method` in the worker and returns its result."""
         return self.begin(method, *args, **kwargs).result()
 
     def close(self) -> None:
@@ -132,16 +132,16 @@ class Worker(Generic[Held]):
 
 @dataclass(frozen=True)
 class Call(Generic[Result]):
-    """A call that runs in a worker."""
+    """A call that is running in a worker."""
 
     connection: Connection
-    """Readable when there is a result."""
+    """Becomes readable when there is a result."""
     result: Callable[[], Result]
-    """Waits for it; raises WorkerError where there will be none."""
+    """Waits for the result and returns it. Raises WorkerError if the call fails."""
 
 
 def all_of(calls: Sequence[Call[Result]]) -> list[Result]:
-    """The results of calls that run at once; raises the first failure, which may be why the others hang."""
+    """Returns the results of concurrent calls. Raises the first failure, which may be why other calls hang."""
     waiting = {call.connection: call for call in calls}
     results: dict[Connection, Result] = {}
     while waiting:
@@ -152,13 +152,13 @@ def all_of(calls: Sequence[Call[Result]]) -> list[Result]:
 
 
 async def receive(connection: Connection) -> Any:
-    """What the other side sent, waited for without a thread."""
+    """Returns the next object from the other side, without blocking the event loop."""
     await readable(connection)
     return connection.recv()
 
 
 def readable(connection: Connection) -> "asyncio.Future[None]":
-    """Done when there is something to receive. Watches from now on, so that it can be made ahead of a measurement."""
+    """Returns a future that is done when there is an object to receive. It watches from the call of this function."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
@@ -183,12 +183,12 @@ async def _serve(make: type[End], peers: Sequence[Connection], place: Place, con
             control.send(("", None))
             while await _next_call(held, control):
                 pass
-    except Exception as exc:  # noqa: BLE001 - the process's outermost edge: whoever started it is told
+    except Exception as exc:  # noqa: BLE001 - the process's outermost edge: the error is reported to the parent
         control.send((f"{type(exc).__name__}: {exc}", None))
 
 
 async def _next_call(held: object, control: Connection) -> bool:
-    """Runs one method; False when the other side is gone."""
+    """Runs one method. Returns False if the other side has closed its end."""
     try:
         name, args, kwargs = await receive(control)
     except EOFError:
@@ -198,7 +198,7 @@ async def _next_call(held: object, control: Connection) -> bool:
 
 
 def _start(process: BaseProcess, place: Place) -> None:
-    """Starts a process from a thread of its own, whose namespaces it inherits."""
+    """Starts a process from the current thread, after that thread has entered the place's namespaces."""
     if place.namespaces_of is not None:
         libc = ctypes.CDLL(None, use_errno=True)
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""One run, many readers."""
+"""The journal of one run with many readers."""
 
 import asyncio
 from contextlib import aclosing

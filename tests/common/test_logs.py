@@ -1,4 +1,4 @@
-"""Every line says what it is about."""
+"""Every log line has the stage and the request."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""A service process: exit status, signals, and its end with its parent. Real processes."""
+"""Real service processes: exit status, signals, and termination with the parent."""
 
 import select
 import signal
@@ -86,7 +86,7 @@ def test_killed_process_takes_its_children_along(how: str, descendants: int) -> 
         for _ in range(descendants):
             assert process.stdout.readline().strip().isdigit()
         process.kill()
-        # Every descendant holds the pipe open: its end proves that the last of them is gone.
+        # Every descendant holds the pipe open, so its end proves that all have terminated.
         ready, _, _ = select.select([process.stdout], [], [], 5)
         assert ready, "a descendant outlived its parent"
         assert process.stdout.read() == b""

@@ -1,4 +1,4 @@
-"""Two replicas' data planes with real gRPC between them: those of the conformance kit."""
+"""The conformance kit's replicas: data planes with real gRPC between them."""
 
 from stagemesh.connectors.conformance import Host, open_flow, packet, two_hosts
 

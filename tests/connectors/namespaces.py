@@ -1,6 +1,6 @@
-"""Hosts as network namespaces, each with its own processes, mounts and /dev/shm, on a bridge; a test can unplug them.
+"""Simulates hosts by network namespaces on a bridge, each with its own processes, mounts and /dev/shm.
 
-Needs root and a kernel that permits it. Everything lives in the namespaces and goes with the processes that hold them.
+A test can unplug them. Needs root and a kernel that permits it. The namespaces end with the processes that hold them.
 """
 
 import functools
@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 ENVIRONMENT = {"UCX_TLS": "tcp"}
-"""UCX would otherwise reach across namespaces through the one kernel below them."""
+"""Restricts UCX to tcp, because it could cross namespaces through the shared kernel."""
 
 _HOLD = "mount -t tmpfs tmpfs /dev/shm && ip link set lo up && echo ready && exec sleep infinity"
 _UNSHARE = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
@@ -29,15 +29,15 @@ class Namespaces:
             self._plug_in(number, pid)
 
     def within(self, number: int) -> list[str]:
-        """The command that runs another one on a host."""
+        """Returns the command that runs another command on a host."""
         return ["nsenter", "--target", str(self._hosts[number]), "--net", "--pid", "--mount", "--"]
 
     def address(self, number: int) -> str:
-        """A host's address."""
+        """Returns a host's address."""
         return f"10.77.0.{number + 1}"
 
     def cut(self, number: int) -> None:
-        """Unplugs a host: packets are lost silently."""
+        """Unplugs a host, so that its packets are lost silently."""
         self._run(self._switch, f"ip link set port{number} down")
 
     def heal(self, number: int) -> None:
@@ -60,7 +60,7 @@ class Namespaces:
 
 @contextmanager
 def namespaces() -> Iterator[Namespaces]:
-    """Three hosts and their bridge; skips the test where that is not permitted."""
+    """Yields three hosts on a bridge, or skips the test if that is not permitted."""
     if reason := _forbidden():
         pytest.skip(reason)
     with ExitStack() as stack:
@@ -70,7 +70,7 @@ def namespaces() -> Iterator[Namespaces]:
 
 @functools.cache
 def _forbidden() -> str:
-    """Why there can be no namespaces here, or nothing."""
+    """Returns why namespaces cannot be created here, or "" if they can."""
     script = "mount -t tmpfs tmpfs /dev/shm && ip link add hub type bridge && ip link add one type veth peer name two"
     try:
         done = subprocess.run([*_UNSHARE, "sh", "-ec", script], capture_output=True, text=True, timeout=10, check=False)
@@ -81,17 +81,17 @@ def _forbidden() -> str:
 
 @contextmanager
 def _held() -> "Iterator[subprocess.Popen[str]]":
-    """A process in new namespaces, which end with it."""
+    """Runs a process in new namespaces, which end with it."""
     with subprocess.Popen([*_UNSHARE, "sh", "-ec", _HOLD], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n", "the namespace was not set up"
             yield process
         finally:
-            # Its child is the first process of the namespace, and takes all others along.
+            # Its child is the first process of the namespace. All others end with it.
             process.kill()
 
 
 def _init_of(process: "subprocess.Popen[str]") -> int:
-    """The first process in the namespaces, as numbered out here."""
+    """Returns the id of the first process in the namespaces, as seen from outside."""
     return psutil.Process(process.pid).children()[0].pid

@@ -1,6 +1,6 @@
-"""A process with a nixl connector, driven by JSON lines on its standard input; and the driver's side of that.
+"""A process with a nixl connector, controlled by JSON lines on its standard input, and the client that controls it.
 
-Started as a program by `nixl_process`. What is written has content by its seed, which the reader checks.
+`nixl_process` starts this module as a program. Written bytes follow from a seed, so that the reader can check them.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ _COMMAND_TIMEOUT_S = 20.0
 
 
 def content(size_bytes: int, seed: int) -> Bytes:
-    """Bytes that are different everywhere."""
+    """Returns random bytes that follow from the seed."""
     return np.random.default_rng(seed).integers(0, 256, size_bytes, np.uint8)
 
 
 class Replica:
-    """Both roles of a connector; every method is a command."""
+    """Both sides of a connector. Every method is a command."""
 
     def __init__(self, name: str, *, arena_bytes: int, landing_bytes: int) -> None:
         self._arena = Arena(arena_bytes)
@@ -62,8 +62,8 @@ class Replica:
         self._written.pop(generation).region.release()
         return {}
 
-    async def meet(self, offer: str, replica: str) -> dict[str, Any]:
-        reader = await self._connector.meet(bytes.fromhex(offer), Producer(replica, INCARNATION, None))
+    async def connect(self, offer: str, replica: str) -> dict[str, Any]:
+        reader = await self._connector.connect(bytes.fromhex(offer), Producer(replica, INCARNATION, None))
         assert isinstance(reader, FetchingReader)
         self._readers[replica] = reader
         return {}
@@ -93,7 +93,7 @@ class Replica:
 
 
 class Driven:
-    """A running `Replica`. A command returns what it answers, with `took_s`; an error is in `error` and `reason`."""
+    """A running process. A command returns its answer with `took_s`. An error is in `error` and `reason`."""
 
     def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
         self.name = name
@@ -108,12 +108,12 @@ class Driven:
         self.process.stdin.write(json.dumps([number, command, arguments]).encode() + b"\n")
         return await asyncio.wait_for(self._answers[number], _COMMAND_TIMEOUT_S)
 
-    async def meet(self, producer: "Driven") -> dict[str, Any]:
-        """Meets another one by its offer."""
-        return await self.do("meet", offer=(await producer.do("offer"))["offer"], replica=producer.name)
+    async def connect(self, producer: "Driven") -> dict[str, Any]:
+        """Connects to another process by its offer."""
+        return await self.do("connect", offer=(await producer.do("offer"))["offer"], replica=producer.name)
 
     async def read(self, producer: "Driven", sizes: Sequence[int], *, seed: int = 1) -> dict[str, Any]:
-        """Has the producer write, and fetches it."""
+        """Makes the producer write, and fetches the bytes."""
         places = (await producer.do("write", sizes=sizes, seed=seed))["places"]
         return await self.do("fetch", replica=producer.name, places=places, seed=seed)
 
@@ -125,7 +125,7 @@ class Driven:
         await asyncio.gather(self._listening, return_exceptions=True)
 
     def signal(self, number: int) -> None:
-        """Sends it to the replica itself, which a command that enters namespaces has as a child."""
+        """Sends a signal to the process itself, which may be the child of a command that enters namespaces."""
         self._family()[-1].send_signal(number)
 
     def _family(self) -> list[psutil.Process]:
@@ -151,14 +151,14 @@ async def nixl_process(
     arena_bytes: int = 64 << 20,
     landing_bytes: int = 64 << 20,
 ) -> AsyncIterator[Driven]:
-    """Such a process, run by the command `within` where that is given."""
+    """Runs a process, through the command `within` if it is given."""
     command = [*within, sys.executable, "-m", "tests.connectors.nixl_process"]
     process = await asyncio.create_subprocess_exec(
         *command,
         *(name, str(arena_bytes), str(landing_bytes)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        # A command that enters namespaces leaves the folder.
+        # A command that enters namespaces changes the working directory.
         env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
         limit=1 << 20,
     )

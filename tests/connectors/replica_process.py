@@ -1,7 +1,7 @@
 """A replica's data plane in a process of its own, controlled by JSON lines over an inherited socket.
 
-A command is {"id", "op", ...arguments}, answered by {"id", "result"} or {"id", "error": {kind, reason, message}};
-commands run side by side. The process ends when the socket does, so that none outlives its test.
+A command is {"id", "op", ...arguments}. The answer is {"id", "result"} or {"id", "error": {kind, reason, message}}.
+Commands run concurrently. The process ends when the socket is closed, so that none outlives its test.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Program:
         self._outlets: dict[str, Outlet] = {}
 
     async def expect(self, *, request: str, producer: str, gated: bool = False, attempt: int = 1) -> None:
-        """Opens an inlet; `gated` means that each packet needs `allow`."""
+        """Opens an inlet. If `gated`, each packet needs an `allow`."""
         inlet = self._host.plane.open_inlet(EdgeKey(request, EDGE, attempt), producer=producer)
         self._readings[request] = _Reading(inlet, gated=gated)
 
@@ -180,7 +180,7 @@ async def answer(program: Program, command: dict[str, Any]) -> dict[str, Any]:
 
 
 async def serve(control: socket.socket, *, replica: str, address: str, limits: dict[str, int]) -> None:
-    """Answers commands until the socket ends."""
+    """Answers commands until the socket is closed."""
     host = await _AddressedHost.started_at(address, replica, limits)
     reader, writer = await asyncio.open_connection(sock=control)
     _write(writer, {"id": 0, "result": {"endpoint": host.endpoint}})

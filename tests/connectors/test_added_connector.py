@@ -1,6 +1,6 @@
-"""A connector from outside: what CONTRIBUTING's "Add a connector" asks for, whole, run through the conformance kit.
+"""A complete connector of another package, as CONTRIBUTING's "Add a connector" describes, tested by the kit.
 
-It reads the producer's arena through /proc, as far as one pid namespace reaches.
+It reads the producer's arena through /proc, which works within one pid namespace.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ class ProcReader(FetchingReader):
     async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
         if self._file is None:
             raise UnavailableError("this reader is closed")
-        # Both outlive `close`, which may come while bytes are under way.
+        # Both outlive `close`, which may be called during a read.
         file = self._file
         _check(file, places)
-        # All at once: who waits for room while holding some may wait for ever.
+        # Allocates all at once: a flow that waits for space while it holds some may wait forever.
         starts = list(accumulate((place.size_bytes for place in places), initial=0))
         landed = (await self._landing.allocate(starts[-1], account)).as_array()
         found = [landed[start : start + place.size_bytes] for start, place in zip(starts, places, strict=False)]
         await asyncio.to_thread(_copy, file, places, found)
-        # After the bytes, for the producer may have given a region away meanwhile.
+        # Checked after the read, because the producer may have freed a region meanwhile.
         _check(file, places)
         return found
 
@@ -75,7 +75,7 @@ class ProcConnector(Connector):
     async def offer(self) -> bytes:
         return _OFFER.pack(os.getpid(), self._arena.fd, self._arena.token)
 
-    async def meet(self, offer: bytes, producer: Producer) -> ProcReader:
+    async def connect(self, offer: bytes, producer: Producer) -> ProcReader:
         try:
             file = _opened(offer)
         except (struct.error, OSError, ValueError) as exc:
@@ -101,4 +101,4 @@ DESCRIPTOR = ConnectorDescriptor("proc", number=1000, rank=50, factory=f"{__name
 
 class TestProc(ConnectorSuite):
     connector = "proc"
-    card = DESCRIPTOR
+    descriptor = DESCRIPTOR

@@ -11,7 +11,7 @@ PAGES = 300
 
 
 class AllocatorModel(RuleBasedStateMachine):
-    """What is taken is a dict of runs; what is free is what lies between them."""
+    """Keeps the allocated runs in a dict. Free runs are the gaps between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class AllocatorModel(RuleBasedStateMachine):
         self.runs: dict[int, int] = {}
 
     def free_runs(self) -> list[int]:
-        """Their lengths in bytes."""
+        """Returns the lengths of the free runs in bytes."""
         lengths, end = [], 0
         for offset, size in [*sorted(self.runs.items()), (PAGES * PAGE_BYTES, 0)]:
             lengths.append(offset - end)

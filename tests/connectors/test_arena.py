@@ -1,4 +1,4 @@
-"""The arena: room, turns and shares, copies, holds."""
+"""The arena: allocation, waiting order and fair shares, copies, holders."""
 
 import asyncio
 import gc
@@ -40,7 +40,7 @@ def _region(arena: Arena, size_bytes: int, account: MemoryAccount | None = None)
 
 
 class ArenaModel(RuleBasedStateMachine):
-    """Three flows' regions, those who wait and what is kept only in case, against plain lists."""
+    """Compares the arena with plain lists: regions of three flows, waiting allocations, retained regions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class ArenaModel(RuleBasedStateMachine):
         return False
 
     def settle(self) -> None:
-        """Lets turns come, and takes over what they gave."""
+        """Runs the event loop and takes over the regions of completed allocations."""
         for _ in range(4):
             self.loop.run_until_complete(asyncio.sleep(0))
         for entry in [entry for entry in self.waiting if entry[0].done()]:
@@ -317,7 +317,7 @@ async def test_cancelled_wish_passes_its_turn_on(arena: Arena) -> None:
     waiting = [asyncio.create_task(arena.allocate(MIB // 2, MemoryAccount())) for _ in range(3)]
     await asyncio.sleep(0)
     held[0].release()
-    await asyncio.sleep(0)  # The first one's turn has come, and it has not run yet.
+    await asyncio.sleep(0)  # The first allocation is granted, but its task has not run yet.
     waiting[0].cancel()
     held[1].release()
     await asyncio.gather(*waiting[1:])

@@ -1,4 +1,4 @@
-"""Worker processes that write into their replica's arena by themselves."""
+"""Worker processes that write into their replica's arena."""
 
 import multiprocessing
 import os
@@ -40,7 +40,7 @@ def _writer(ticket: PartitionTicket) -> Iterator[ArenaWriter]:
 
 @contextmanager
 def _worker(run: Callable[..., None], ticket: PartitionTicket) -> Iterator[tuple[Connection, int]]:
-    """A real process, and what it sends."""
+    """Runs a real worker process and yields the connection to it."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=run, args=(ticket, theirs), daemon=True)
     process.start()
@@ -68,7 +68,7 @@ def _write_packets(ticket: PartitionTicket, connection: Connection) -> None:
 
 
 def test_thousand_packets_of_a_worker_arrive_whole_and_in_order(arena: Arena) -> None:
-    ticket = arena.open_share(MIB)
+    ticket = arena.open_partition(MIB)
     held: deque[Callable[[], None]] = deque()
     with _worker(_write_packets, ticket) as (connection, _):
         for number in range(1000):
@@ -82,7 +82,7 @@ def test_thousand_packets_of_a_worker_arrive_whole_and_in_order(arena: Arena) ->
                 held.popleft()()
     while held:
         held.popleft()()
-    arena.close_share(ticket)
+    arena.close_partition(ticket)
     assert arena.used_bytes == 0
 
 
@@ -98,7 +98,7 @@ def _fill(ticket: PartitionTicket, connection: Connection) -> None:
 
 
 def test_worker_waits_while_its_slab_is_full(arena: Arena) -> None:
-    ticket = arena.open_share(MIB)
+    ticket = arena.open_partition(MIB)
     with _worker(_fill, ticket) as (connection, _):
         handles: list[Handle] = []
         while isinstance(received := connection.recv(), Handle):
@@ -118,13 +118,13 @@ def _write_until_killed(ticket: PartitionTicket, connection: Connection) -> None
 
 
 def test_slab_of_a_killed_worker_comes_back_when_its_views_are_gone(arena: Arena) -> None:
-    ticket = arena.open_share(MIB)
+    ticket = arena.open_partition(MIB)
     with _worker(_write_until_killed, ticket) as (connection, process_id):
         held = arena.adopt(connection.recv())
         late: Handle = connection.recv()
         os.kill(process_id, 9)
-    arena.close_share(ticket)
-    arena.close_share(ticket)
+    arena.close_partition(ticket)
+    arena.close_partition(ticket)
     with pytest.raises(InvalidChunkError):
         arena.adopt(late)
     assert arena.used_bytes == held.region.size_bytes
@@ -150,21 +150,21 @@ def _outlive_replica(ticket: PartitionTicket, connection: Connection) -> None:
 
 def _be_replica(_: PartitionTicket, connection: Connection) -> None:
     arena = Arena(4 * MIB)
-    connection.send(arena.open_share(MIB))
+    connection.send(arena.open_partition(MIB))
     connection.recv()
 
 
 def test_worker_is_told_when_its_replica_dies(arena: Arena) -> None:
-    with _worker(_be_replica, arena.open_share(PAGE_BYTES)) as (to_replica, replica_id):
+    with _worker(_be_replica, arena.open_partition(PAGE_BYTES)) as (to_replica, replica_id):
         ticket: PartitionTicket = to_replica.recv()
         with _worker(_outlive_replica, ticket) as (to_worker, _):
             assert not to_worker.poll(1.0)
             os.kill(replica_id, 9)
-            assert "is gone" in to_worker.recv()
+            assert "has terminated" in to_worker.recv()
 
 
 def test_adopted_region_is_shared_and_found_like_any_other(arena: Arena) -> None:
-    with _writer(arena.open_share(MIB)) as writer:
+    with _writer(arena.open_partition(MIB)) as writer:
         handle = writer.write({"n": np.ones(3), "x": np.arange(5000.0)}, 1)
         written = arena.adopt(handle)
         found = arena.find(written.tensors["x"][100:])
@@ -178,7 +178,7 @@ def test_adopted_region_is_shared_and_found_like_any_other(arena: Arena) -> None
 
 
 def test_room_between_what_is_held_is_used(arena: Arena) -> None:
-    with _writer(arena.open_share(8 * PAGE_BYTES)) as writer:
+    with _writer(arena.open_partition(8 * PAGE_BYTES)) as writer:
         page: dict[str, Array] = {"x": np.zeros(PAGE_BYTES, np.uint8)}
         held = [arena.adopt(writer.write(page, 0)) for _ in range(8)]
         for free in (2, 3, 6):
@@ -209,8 +209,8 @@ def test_room_between_what_is_held_is_used(arena: Arena) -> None:
     ],
 )
 def test_forged_handle_is_refused(arena: Arena, forge: Callable[[Handle], Handle]) -> None:
-    arena.open_share(MIB)
-    with _writer(arena.open_share(MIB)) as writer:
+    arena.open_partition(MIB)
+    with _writer(arena.open_partition(MIB)) as writer:
         handle = writer.write({"x": np.arange(1000.0)}, 1)
         with pytest.raises(InvalidChunkError):
             arena.adopt(forge(handle))
@@ -223,19 +223,19 @@ def test_forged_handle_is_refused(arena: Arena, forge: Callable[[Handle], Handle
 
 
 def test_what_never_fits_a_slab_is_refused(arena: Arena) -> None:
-    with _writer(arena.open_share(MIB)) as writer, pytest.raises(InvalidChunkError, match="slab") as caught:
+    with _writer(arena.open_partition(MIB)) as writer, pytest.raises(InvalidChunkError, match="slab") as caught:
         writer.write({"x": np.zeros(MIB + 1, np.uint8)}, 1)
     assert caught.value.reason == "CHUNK_TOO_LARGE"
 
 
 def test_slabs_leave_room_for_the_replica_itself(arena: Arena) -> None:
     with pytest.raises(NotReadyError, match="raise data_plane"):
-        arena.open_share(2 * MIB + 1)
-    arena.open_share(2 * MIB)
+        arena.open_partition(2 * MIB + 1)
+    arena.open_partition(2 * MIB)
     assert arena.max_region_bytes == MIB
     assert all(arena.try_allocate(MIB, MemoryAccount()) for _ in range(2))
     with pytest.raises(NotReadyError):
-        arena.open_share(PAGE_BYTES)
+        arena.open_partition(PAGE_BYTES)
 
 
 @pytest.mark.parametrize("count", [10**8 - 1, 2**32 - 1, 2**47])
@@ -244,16 +244,16 @@ def test_generations_of_all_writers_are_apart(arena: Arena, count: int) -> None:
     regions = [arena.try_allocate(PAGE_BYTES, MemoryAccount()) for _ in range(3)]
     generations = {region.generation for region in regions if region}
     for _ in range(2):
-        with _writer(arena.open_share(MIB)) as writer:
+        with _writer(arena.open_partition(MIB)) as writer:
             writer._count = count
             generations |= {arena.adopt(writer.write({"x": np.zeros(9)}, 1)).region.generation for _ in range(3)}
     assert len(generations) == 9
 
 
 def test_ticket_of_a_closed_or_other_arena_is_refused(arena: Arena) -> None:
-    ticket = arena.open_share(MIB)
+    ticket = arena.open_partition(MIB)
     other = Arena(MIB)
-    with pytest.raises(NotReadyError, match="another one"):
+    with pytest.raises(NotReadyError, match="another replica"):
         ArenaWriter(replace(ticket, file_descriptor=other.fd))
     other.close()
     with pytest.raises(NotReadyError, match="cannot be opened"):
@@ -261,8 +261,8 @@ def test_ticket_of_a_closed_or_other_arena_is_refused(arena: Arena) -> None:
 
 
 def test_release_in_the_midst_of_writing_is_safe(arena: Arena) -> None:
-    """The replica clears pages while the worker looks for free ones: neither sees half a change."""
-    with _writer(arena.open_share(64 * PAGE_BYTES)) as writer:
+    """The replica clears pages while the worker searches for free ones: neither sees a partial change."""
+    with _writer(arena.open_partition(64 * PAGE_BYTES)) as writer:
         written: deque[Handle] = deque()
 
         def write() -> None:

@@ -28,7 +28,7 @@ SIZES = [1, 4 * KIB, 64 * KIB - 1, MIB, 16 * MIB]
 async def processes(
     *names: str, tcp: bool = False, arena_bytes: int = 64 * MIB, landing_bytes: int = 64 * MIB
 ) -> AsyncIterator[list[Driven]]:
-    """Processes on this host, which share memory unless they are to use `tcp`."""
+    """Runs processes on this host, which share memory unless `tcp` is set."""
     environment = ENVIRONMENT if tcp else {}
     async with AsyncExitStack() as stack:
         started = [
@@ -40,7 +40,7 @@ async def processes(
 
 @asynccontextmanager
 async def hosts() -> AsyncIterator[list[Driven]]:
-    """A producer and a consumer on two hosts."""
+    """Runs a producer and a consumer on two hosts."""
     with namespaces() as network:
         async with AsyncExitStack() as stack:
             started = [
@@ -55,14 +55,14 @@ async def hosts() -> AsyncIterator[list[Driven]]:
 
 async def test_bytes_arrive_as_they_were_written() -> None:
     async with processes("a-0", "b-0") as (producer, consumer):
-        assert "error" not in await consumer.meet(producer)
+        assert "error" not in await consumer.connect(producer)
         for seed, size in enumerate(SIZES):
             assert (await consumer.read(producer, [size], seed=seed))["intact"]
 
 
 async def test_bytes_arrive_between_hosts() -> None:
     async with hosts() as (producer, consumer):
-        assert "error" not in await consumer.meet(producer)
+        assert "error" not in await consumer.connect(producer)
         for seed, size in enumerate(SIZES):
             assert (await consumer.read(producer, [size], seed=seed))["intact"]
 
@@ -71,20 +71,20 @@ async def test_bytes_arrive_between_hosts() -> None:
 async def test_many_ranges_of_all_sizes_arrive_in_one_fetch(*, tcp: bool) -> None:
     sizes = [0, 1, 63, 64, 65, 0, 4095, 4096, 4097, 3 * MIB, 7] * 40
     async with processes("a-0", "b-0", tcp=tcp, arena_bytes=256 * MIB, landing_bytes=256 * MIB) as (producer, consumer):
-        await consumer.meet(producer)
+        await consumer.connect(producer)
         assert (await consumer.read(producer, sizes))["intact"]
 
 
 async def test_fetches_overlap() -> None:
     async with processes("a-0", "b-0", tcp=True) as (producer, consumer):
-        await consumer.meet(producer)
+        await consumer.connect(producer)
         reads = (consumer.read(producer, [64 * KIB, MIB], seed=seed) for seed in range(20))
         assert all(answer["intact"] for answer in await asyncio.gather(*reads))
 
 
 async def test_fetches_wait_for_room_to_land() -> None:
     async with processes("a-0", "b-0", landing_bytes=4 * MIB) as (producer, consumer):
-        await consumer.meet(producer)
+        await consumer.connect(producer)
         places = (await producer.do("write", sizes=[2 * MIB - 64 * KIB], seed=1))["places"]
         fetch = {"replica": "a-0", "places": places, "seed": 1, "keep": True}
         assert [(await consumer.do("fetch", **fetch))["intact"] for _ in range(2)] == [True, True]
@@ -95,12 +95,12 @@ async def test_fetches_wait_for_room_to_land() -> None:
         assert (await third)["intact"]
 
 
-# -- what is refused, within one process
+# -- rejected offers and ranges, within one process
 
 
 @asynccontextmanager
 async def connector(name: str) -> AsyncIterator[tuple[NixlConnector, Arena]]:
-    """A connector in this process, with an arena that is both its own and its landing."""
+    """Yields a connector in this process and its arena, which is also its landing memory."""
     arena = Arena(8 * MIB)
 
     async def landing() -> Arena:
@@ -116,10 +116,10 @@ async def connector(name: str) -> AsyncIterator[tuple[NixlConnector, Arena]]:
 
 @asynccontextmanager
 async def met() -> AsyncIterator[tuple[NixlReader, Arena, Written]]:
-    """A reader of an arena, and what was written there."""
+    """Yields a reader of an arena, the arena, and the tensors that were written there."""
     async with connector("a-0") as (producer, arena), connector("b-0") as (consumer, _):
         written = await arena.write({"x": content(20_000, 1)}, MemoryAccount())
-        yield await consumer.meet(await producer.offer(), Producer("a-0", "1", None)), arena, written
+        yield await consumer.connect(await producer.offer(), Producer("a-0", "1", None)), arena, written
 
 
 def place_of(written: Written) -> ArenaRange:
@@ -181,9 +181,9 @@ async def test_offer_that_is_not_the_producers_arena_is_refused(change: dict[str
         offer = await producer.offer()
         forged = replace(NixlOffer.parse(offer), **change).pack()  # type: ignore[arg-type]
         with pytest.raises(NotReadyError) as refused:
-            await consumer.meet(forged, Producer("a-0", "1", None))
+            await consumer.connect(forged, Producer("a-0", "1", None))
         assert refused.value.reason == "CONNECTOR_UNAVAILABLE"
-        await consumer.meet(offer, Producer("a-0", "1", None))
+        await consumer.connect(offer, Producer("a-0", "1", None))
 
 
 @pytest.mark.parametrize("cut", [0, 10, 60, -1])
@@ -192,12 +192,12 @@ async def test_garbled_offer_is_refused(cut: int) -> None:
         offer = await producer.offer()
         for garbled in (offer[:cut], b"\0" + offer[1:]):
             with pytest.raises(NotReadyError):
-                await consumer.meet(garbled, Producer("a-0", "1", None))
+                await consumer.connect(garbled, Producer("a-0", "1", None))
 
 
 async def test_closing_twice_is_harmless_and_ends_reading() -> None:
     async with connector("a-0") as (producer, _), connector("b-0") as (consumer, _):
-        reader = await consumer.meet(await producer.offer(), Producer("a-0", "1", None))
+        reader = await consumer.connect(await producer.offer(), Producer("a-0", "1", None))
         for closed in (reader, consumer, producer):
             await closed.close()
             await closed.close()
@@ -209,12 +209,12 @@ async def test_readers_of_one_arena_share_a_connection() -> None:
     async with connector("a-0") as (producer, arena), connector("b-0") as (consumer, _):
         written = await arena.write({"x": content(20_000, 1)}, MemoryAccount())
         offer, whose = await producer.offer(), Producer("a-0", "1", None)
-        first, second = await asyncio.gather(consumer.meet(offer, whose), consumer.meet(offer, whose))
+        first, second = await asyncio.gather(consumer.connect(offer, whose), consumer.connect(offer, whose))
         await first.close()
         assert isinstance(second, NixlReader)
         assert (await second.fetch([place_of(written)], MemoryAccount()))[0].nbytes == 20_000
         await second.close()
-        third = await consumer.meet(offer, whose)
+        third = await consumer.connect(offer, whose)
         assert isinstance(third, NixlReader)
         assert (await third.fetch([place_of(written)], MemoryAccount()))[0].nbytes == 20_000
 
@@ -230,8 +230,8 @@ def test_user_is_told_what_will_be_used(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("tcp", [False, True])
 async def test_killed_producer_fails_its_reads_and_no_others(*, tcp: bool) -> None:
     async with processes("a-0", "b-0", "c-0", tcp=tcp) as (producer, consumer, other):
-        await consumer.meet(producer)
-        await consumer.meet(other)
+        await consumer.connect(producer)
+        await consumer.connect(other)
         places = (await producer.do("write", sizes=[16 * MIB], seed=1))["places"]
         reads = [consumer.do("fetch", replica="a-0", places=places, seed=1) for _ in range(3)]
         under_way = asyncio.gather(*reads)
@@ -246,7 +246,7 @@ async def test_killed_producer_fails_its_reads_and_no_others(*, tcp: bool) -> No
 @pytest.mark.parametrize("tcp", [False, True])
 async def test_killed_consumer_does_not_harm_the_producer(*, tcp: bool) -> None:
     async with processes("a-0", "b-0", "c-0", tcp=tcp) as (producer, consumer, other):
-        await consumer.meet(producer)
+        await consumer.connect(producer)
         places = (await producer.do("write", sizes=[16 * MIB], seed=1))["places"]
         reads = [consumer.do("fetch", replica="a-0", places=places, seed=1) for _ in range(2)]
         under_way = [asyncio.ensure_future(read) for read in reads]
@@ -254,13 +254,13 @@ async def test_killed_consumer_does_not_harm_the_producer(*, tcp: bool) -> None:
         consumer.signal(signal.SIGKILL)
         for read in under_way:
             read.cancel()
-        await other.meet(producer)
+        await other.connect(producer)
         assert (await other.read(producer, [MIB]))["intact"]
 
 
 async def test_silent_producer_is_given_up_and_its_landing_kept() -> None:
     async with processes("a-0", "b-0", tcp=True) as (producer, consumer):
-        await consumer.meet(producer)
+        await consumer.connect(producer)
         places = (await producer.do("write", sizes=[8 * MIB], seed=1))["places"]
         offer = (await producer.do("offer"))["offer"]
         assert (await consumer.do("fetch", replica="a-0", places=places, seed=1))["intact"]
@@ -269,12 +269,12 @@ async def test_silent_producer_is_given_up_and_its_landing_kept() -> None:
         assert answer["error"] == "UnavailableError"
         assert READ_TIMEOUT_S <= answer["took_s"] < READ_TIMEOUT_S + 5
         assert (await consumer.do("usage"))["landing_bytes"] >= 8 * MIB
-        # Not to be met again while what it may still write to is kept.
+        # The peer cannot be connected again while a transfer may still write.
         await consumer.do("leave", replica="a-0")
-        assert (await consumer.do("meet", offer=offer, replica="a-0"))["reason"] == "CONNECTOR_UNAVAILABLE"
+        assert (await consumer.do("connect", offer=offer, replica="a-0"))["reason"] == "CONNECTOR_UNAVAILABLE"
         producer.signal(signal.SIGCONT)
         await until_empty(consumer)
-        assert "error" not in await consumer.do("meet", offer=offer, replica="a-0")
+        assert "error" not in await consumer.do("connect", offer=offer, replica="a-0")
         assert (await consumer.do("fetch", replica="a-0", places=places, seed=1))["intact"]
 
 
@@ -287,7 +287,7 @@ async def until_empty(consumer: Driven) -> None:
 
 async def test_connector_closes_while_a_producer_is_silent() -> None:
     async with processes("a-0", "b-0", tcp=True) as (producer, consumer):
-        await consumer.meet(producer)
+        await consumer.connect(producer)
         places = (await producer.do("write", sizes=[8 * MIB], seed=1))["places"]
         producer.signal(signal.SIGSTOP)
         read = asyncio.create_task(consumer.do("fetch", replica="a-0", places=places, seed=1))
@@ -299,7 +299,7 @@ async def test_connector_closes_while_a_producer_is_silent() -> None:
 
 async def test_producer_that_closes_fails_reads_and_lives() -> None:
     async with processes("a-0", "b-0", tcp=True) as (producer, consumer):
-        await consumer.meet(producer)
+        await consumer.connect(producer)
         places = (await producer.do("write", sizes=[16 * MIB], seed=1))["places"]
         reads = [asyncio.create_task(consumer.do("fetch", replica="a-0", places=places, seed=1)) for _ in range(3)]
         await producer.do("close")
@@ -313,7 +313,7 @@ async def test_restarted_producer_is_another_one() -> None:
     async with processes("b-0") as (consumer,):
         for seed in range(3):
             async with processes("a-0") as (producer,):
-                assert "error" not in await consumer.meet(producer)
+                assert "error" not in await consumer.connect(producer)
                 assert (await consumer.read(producer, [MIB], seed=seed))["intact"]
 
 
@@ -321,9 +321,9 @@ async def test_restarted_producer_is_another_one() -> None:
 async def test_idle_connection_costs_no_processor(*, tcp: bool) -> None:
     async with processes("a-0", "b-0", tcp=tcp) as pair:
         producer, consumer = pair
-        await consumer.meet(producer)
+        await consumer.connect(producer)
         assert (await consumer.read(producer, [MIB]))["intact"]
-        # What the read left behind is done by then.
+        # The read's transfers have ended by then.
         await asyncio.sleep(0.5)
         spent = [psutil.Process(each.process.pid).cpu_times() for each in pair]
         await asyncio.sleep(2)

@@ -40,7 +40,7 @@ class _Failing(Connector):
     async def offer(self) -> bytes:
         return b""
 
-    async def meet(self, offer: bytes, producer: Producer) -> FetchingReader:
+    async def connect(self, offer: bytes, producer: Producer) -> FetchingReader:
         return self.reader
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The shm connector: who may read what, and that a lease lives as long as its views."""
+"""The shm connector: which reads it allows, and the lifetime of leases."""
 
 import asyncio
 import fcntl
@@ -34,7 +34,7 @@ async def _meet(arena: Arena, **changes: object) -> ShmReader:
     connector = ShmConnector(arena)
     offer = stage_pb2.ArenaAdvertisement.FromString(await connector.offer())
     offer.MergeFrom(stage_pb2.ArenaAdvertisement(**changes))  # type: ignore[arg-type]
-    return await connector.meet(offer.SerializeToString(), Producer("a-0", "1", arena.fd))
+    return await connector.connect(offer.SerializeToString(), Producer("a-0", "1", arena.fd))
 
 
 async def _write(arena: Arena, size_bytes: int = 20_000) -> tuple[Written, ArenaRange]:
@@ -94,7 +94,7 @@ async def test_freed_region_is_never_read_as_new_data(arena: Arena, count: int) 
     reader = await _meet(arena)
     written, old = await _write(arena)
     written.region.release()
-    with pytest.raises(InvalidChunkError, match="no longer"):
+    with pytest.raises(InvalidChunkError, match="was freed"):
         reader.view(old)
     again, place = await _write(arena)
     assert again.region.offset == old.offset
@@ -121,7 +121,7 @@ async def test_views_outlive_reader_and_arena() -> None:
 async def test_consumer_that_was_handed_nothing_is_told_why(arena: Arena) -> None:
     connector = ShmConnector(arena)
     with pytest.raises(NotReadyError, match="not on one host") as caught:
-        await connector.meet(await connector.offer(), Producer("a-0", "1", None))
+        await connector.connect(await connector.offer(), Producer("a-0", "1", None))
     assert caught.value.reason == "CONNECTOR_UNAVAILABLE"
 
 
@@ -131,17 +131,17 @@ async def test_arena_that_the_offer_does_not_speak_of_is_refused(arena: Arena, c
     for name, value in changes.items():
         setattr(offer, name, value)
     with pytest.raises(NotReadyError, match="a-0"):
-        await ShmConnector(arena).meet(offer.SerializeToString(), Producer("a-0", "1", arena.fd))
+        await ShmConnector(arena).connect(offer.SerializeToString(), Producer("a-0", "1", arena.fd))
 
 
 async def test_offer_that_cannot_be_read_is_refused(arena: Arena) -> None:
     with pytest.raises(NotReadyError):
-        await ShmConnector(arena).meet(b"\xff\xff\xff", Producer("a-0", "1", arena.fd))
+        await ShmConnector(arena).connect(b"\xff\xff\xff", Producer("a-0", "1", arena.fd))
 
 
 @contextmanager
 def _handed_over(kind: str, size_bytes: int) -> Iterator[int]:
-    """A descriptor that is no sealed memory file of the arena's layout."""
+    """Returns a descriptor of a file that is not a sealed arena."""
     if kind == "socket":
         end, other = socket.socketpair()
         with end, other:
@@ -166,7 +166,7 @@ def _handed_over(kind: str, size_bytes: int) -> Iterator[int]:
 async def test_file_that_could_change_under_the_reader_is_refused(arena: Arena, kind: str, size_bytes: int) -> None:
     offer = stage_pb2.ArenaAdvertisement(size_bytes=size_bytes, token=bytes(16)).SerializeToString()
     with _handed_over(kind, size_bytes) as fd, pytest.raises(NotReadyError) as caught:
-        await ShmConnector(arena).meet(offer, Producer("a-0", "1", fd))
+        await ShmConnector(arena).connect(offer, Producer("a-0", "1", fd))
     assert caught.value.reason == "CONNECTOR_UNAVAILABLE"
 
 

@@ -32,7 +32,7 @@ def _write_packets(ticket: PartitionTicket, connection: Connection) -> None:
 
 @contextmanager
 def _worker(ticket: PartitionTicket) -> Iterator[Connection]:
-    """A process that writes packets, and the handles that it sends."""
+    """Runs a process that writes packets and yields the connection over which it sends handles."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=_write_packets, args=(ticket, theirs), daemon=True)
     process.start()

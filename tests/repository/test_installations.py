@@ -13,7 +13,7 @@ from stagemesh.common.stage_config import StageConfig, dump_stage_config
 from tests.engines.support import stage_config
 from tests.repository.installed import make_environment
 
-READY_S = 60
+READY_S = 150
 _FUNCTION = """\
 from stagemesh.common.descriptors import Emitted, FunctionDescriptor, Signature
 from stagemesh.common.tensors import TensorSpec
@@ -65,7 +65,7 @@ def vllm_stage(packages: Path) -> StageConfig:
 
 
 @pytest.mark.installation
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("extras", "make_config"),
     [

@@ -1,4 +1,4 @@
-"""Typed calls of grpc.health.v1, whose own stub is not."""
+"""Typed calls of grpc.health.v1, whose own stub has no types."""
 
 import grpc
 from grpc_health.v1 import health_pb2

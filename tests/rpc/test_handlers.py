@@ -1,4 +1,4 @@
-"""What a caller sees of a handler's errors, and a handler of its caller's end."""
+"""How errors of handlers reach callers, and how handlers end with their callers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +18,7 @@ Body = Callable[[Context], Awaitable[None]]
 
 
 class Servicer(health_pb2_grpc.HealthServicer):
-    """Runs a test's own body in an RPC."""
+    """Runs the body of a test in an RPC."""
 
     def __init__(self, body: Body) -> None:
         self.body = body
@@ -89,7 +89,7 @@ def test_passed_deadline_is_an_error() -> None:
 
 
 class PassedDeadline:
-    """A call that was read too late."""
+    """The context of a call whose deadline has passed."""
 
     def time_remaining(self) -> float:
         return 0.0
@@ -113,7 +113,7 @@ async def _failure_of(error: Exception) -> StagemeshError:
 
 
 class _serving:  # noqa: N801
-    """A servicer on a free port, and a stub to it."""
+    """Serves a servicer on a free port and yields a stub."""
 
     def __init__(self, servicer: Servicer) -> None:
         self._server = grpc.aio.server()

@@ -1,4 +1,4 @@
-"""The server that every service is."""
+"""The gRPC server of every service."""
 
 import socket
 

@@ -1,1 +1,1 @@
-"""What every part of Stagemesh shares: errors, tensor types, settings, logging, process lifecycle."""
+"""Parts that all of Stagemesh shares: errors, tensor types, settings, logging, process lifecycle."""

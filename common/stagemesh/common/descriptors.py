@@ -1,8 +1,8 @@
-"""Cards: light descriptions of engines, functions and transforms, found through entry points.
+"""Descriptors: light descriptions of engines, functions and transforms, found through entry points.
 
-A card names the factory that does the heavy importing, and says up front which tensors go in and out, so
-that a pipeline can be checked where no model can be loaded. Groups: `stagemesh.engines`,
-`stagemesh.functions`, `stagemesh.transforms`; each entry point names a card.
+A descriptor lists the tensors that go in and out and names the factory that does the heavy imports, so that a pipeline
+can be checked without loading a model. The entry points of the groups `stagemesh.engines`, `stagemesh.functions` and
+`stagemesh.transforms` name descriptors.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,10 +22,10 @@ OutputKind = Literal["text", "tokens", "audio", "image", "tensor"]
 
 @dataclass(frozen=True)
 class Emitted:
-    """A tensor that a stage emits, and what it is to a client.
+    """A tensor that a stage emits, and its meaning to a client.
 
-    "text" is UTF-8 in uint8[bytes]; "tokens" is vocabulary positions in int32[tokens]; "audio" is float32[samples] at
-    `sample_rate_hz`; "image" is an encoded picture in uint8[bytes].
+    "text" is UTF-8 in uint8[bytes]. "tokens" is vocabulary positions in int32[tokens]. "audio" is float32[samples] at
+    `sample_rate_hz`. "image" is an encoded image in uint8[bytes].
     """
 
     spec: TensorSpec
@@ -44,7 +44,10 @@ class OptionSpec:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a stage is fed by its edges (empty: it takes the client's prompt), emits, and lets a request set."""
+    """The tensors that a stage accepts and emits, and the options that a request may set.
+
+    A stage that accepts no tensor receives the client's prompt.
+    """
 
     accepts: Mapping[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
     emits: Mapping[str, Emitted] = field(default_factory=dict[str, Emitted])
@@ -52,9 +55,9 @@ class Signature:
     adapters: bool = False
     """Whether a request may choose an adapter."""
     media: bool = False
-    """Whether messages may hold more than text; the model then decides."""
+    """Whether messages may contain more than text. The model decides which media it accepts."""
     negative_prompt: bool = False
-    """Whether a request may say what the output is not to show."""
+    """Whether a request may have a negative prompt: a text of what the output must not show."""
     optional: frozenset[str] = frozenset()
     """Accepted tensors that a packet, or a whole request, may lack."""
 
@@ -78,8 +81,10 @@ class TransformDescriptor:
 
 @dataclass(frozen=True)
 class EngineDescriptor:
-    """An engine. `signature` gives a stage's tensors from its function's name and its options, and raises what is wrong
-    with them; `factory` is (StageConfig) -> Engine.
+    """An engine. `factory` is "module:callable": (StageConfig) -> Engine.
+
+    `signature` returns a stage's signature for its function's name and its options, and raises an error if either is
+    invalid.
     """
 
     factory: str
@@ -87,12 +92,12 @@ class EngineDescriptor:
     needs_model: bool
     needs_function: bool = False
     stage_options: frozenset[str] | None = None
-    """The names that a stage's `options` may hold; None leaves them to the factory."""
+    """The names that a stage's `options` may have. None lets the factory check them."""
     joins: bool = True
     """Whether several edges may feed a stage in one request."""
 
 
-_Card = TypeVar("_Card", EngineDescriptor, FunctionDescriptor, TransformDescriptor)
+_Descriptor = TypeVar("_Descriptor", EngineDescriptor, FunctionDescriptor, TransformDescriptor)
 
 
 @cache
@@ -100,35 +105,35 @@ def _names(group: str) -> Mapping[str, Any]:
     return {entry.name: entry for entry in entry_points(group=group)}
 
 
-def _load(group: str, name: str, kind: type[_Card]) -> _Card:
+def _load(group: str, name: str, kind: type[_Descriptor]) -> _Descriptor:
     known = _names(group)
     if name not in known:
-        what = group.removeprefix("stagemesh.").removesuffix("s")
+        noun = group.removeprefix("stagemesh.").removesuffix("s")
         raise NotFoundError(
-            f"unknown {what} {name!r}; known: {', '.join(sorted(known)) or 'none'}",
-            reason=f"UNKNOWN_{what.upper()}",
+            f"unknown {noun} {name!r}; known: {', '.join(sorted(known)) or 'none'}",
+            reason=f"UNKNOWN_{noun.upper()}",
         )
-    card = known[name].load()
-    assert isinstance(card, kind), f"entry point {name} of {group} is no {kind.__name__}"
-    return card
+    descriptor = known[name].load()
+    assert isinstance(descriptor, kind), f"entry point {name} of {group} is not a {kind.__name__}"
+    return descriptor
 
 
 def load_engine_descriptor(name: str) -> EngineDescriptor:
-    """The card of an engine; raises NotFoundError naming those known."""
+    """Returns the descriptor of an engine. Raises NotFoundError, which lists the known names."""
     return _load("stagemesh.engines", name, EngineDescriptor)
 
 
 def load_function_descriptor(name: str) -> FunctionDescriptor:
-    """The card of a function; raises NotFoundError naming those known."""
+    """Returns the descriptor of a function. Raises NotFoundError, which lists the known names."""
     return _load("stagemesh.functions", name, FunctionDescriptor)
 
 
 def load_transform_descriptor(name: str) -> TransformDescriptor:
-    """The card of a transform; raises NotFoundError naming those known."""
+    """Returns the descriptor of a transform. Raises NotFoundError, which lists the known names."""
     return _load("stagemesh.transforms", name, TransformDescriptor)
 
 
 def import_factory(path: str) -> Callable[..., Any]:
-    """The callable that "module:attribute" names."""
+    """Imports and returns the callable that "module:attribute" names."""
     module, _, attribute = path.partition(":")
     return getattr(import_module(module), attribute)  # type: ignore[no-any-return]

@@ -1,21 +1,21 @@
-"""Every error that Stagemesh raises on purpose, by what a caller can do about it.
+"""Every error that Stagemesh raises on purpose, grouped by the caller's remedy.
 
 StagemeshError
 ├── InvalidRequestError      INVALID_ARGUMENT     change the request
-│   ├── InvalidChunkError                         fix the peer: what it sent does not hold together
+│   ├── InvalidChunkError                         fix the peer: it sent inconsistent data
 │   └── InvalidPipelineError                      fix the pipeline file (has file and line)
 ├── NotFoundError            NOT_FOUND            name something that exists
 ├── ExistsError              ALREADY_EXISTS       use another id
 ├── NotReadyError            FAILED_PRECONDITION  wait, or fix the deployment
 │   └── StaleAttemptError                         stop: a newer attempt has taken over
 ├── UnsupportedError         UNIMPLEMENTED        do without, or choose another engine
-├── OverloadedError          RESOURCE_EXHAUSTED   come back after `retry_after_s`, or ask for less
+├── OverloadedError          RESOURCE_EXHAUSTED   retry after `retry_after_s`, or ask for less
 ├── DeadlineError            DEADLINE_EXCEEDED    allow more time
-├── CancelledRequestError    CANCELLED            nothing: somebody asked for it
-├── UnavailableError         UNAVAILABLE          try again: a peer is gone
+├── CancelledRequestError    CANCELLED            nothing: a caller asked for it
+├── UnavailableError         UNAVAILABLE          retry: a peer is unreachable
 └── InternalError            INTERNAL             report it
 
-A gRPC status carries each as code, message and one google.rpc.ErrorInfo (see `stagemesh.rpc.error_mapping`).
+`stagemesh.rpc.error_mapping` maps each to a gRPC status: code, message and one google.rpc.ErrorInfo.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class Code(IntEnum):
 class StagemeshError(Exception):
     """An error with a cause that a program can act on.
 
-    `reason` is stable UPPER_SNAKE; `metadata` says where (stage, replica, edge, seq, request_id).
+    `reason` is a stable UPPER_SNAKE word. `metadata` locates the error: stage, replica, edge, seq, request_id.
     """
 
     code: ClassVar[Code] = Code.UNKNOWN
@@ -68,39 +68,39 @@ class StagemeshError(Exception):
         self.retry_after_s = retry_after_s
 
     def located(self, **where: str) -> "StagemeshError":
-        """Adds to the metadata what is not yet said there; returns itself."""
+        """Adds entries that the metadata does not have yet. Returns the error itself."""
         self.metadata = {**where, **self.metadata}
         return self
 
 
 class InvalidRequestError(StagemeshError):
-    """The request is wrong and will stay so."""
+    """The request is invalid, and a retry cannot succeed."""
 
     code = Code.INVALID_ARGUMENT
     default_reason = "INVALID_REQUEST"
 
 
 class InvalidChunkError(InvalidRequestError):
-    """A chunk or tensor does not hold together."""
+    """A chunk or tensor is inconsistent."""
 
     default_reason = "INVALID_CHUNK"
 
 
 class InvalidPipelineError(InvalidRequestError):
-    """A pipeline file is wrong; the message begins with `file:line:`."""
+    """A pipeline file is invalid. The message begins with `file:line:`."""
 
     default_reason = "INVALID_PIPELINE"
 
 
 class NotFoundError(StagemeshError):
-    """What was named does not exist."""
+    """The named object does not exist."""
 
     code = Code.NOT_FOUND
     default_reason = "NOT_FOUND"
 
 
 class ExistsError(StagemeshError):
-    """The id is taken by something else."""
+    """The id belongs to another object."""
 
     code = Code.ALREADY_EXISTS
     default_reason = "ALREADY_EXISTS"
@@ -120,35 +120,35 @@ class StaleAttemptError(NotReadyError):
 
 
 class UnsupportedError(StagemeshError):
-    """This engine or build cannot do that."""
+    """This engine or build does not support the operation."""
 
     code = Code.UNIMPLEMENTED
     default_reason = "UNSUPPORTED"
 
 
 class OverloadedError(StagemeshError):
-    """A limit is reached; `retry_after_s` is set where waiting helps."""
+    """A limit is reached. `retry_after_s` is set if waiting helps."""
 
     code = Code.RESOURCE_EXHAUSTED
     default_reason = "OVERLOADED"
 
 
 class DeadlineError(StagemeshError):
-    """The time allowed is over."""
+    """The deadline has passed."""
 
     code = Code.DEADLINE_EXCEEDED
     default_reason = "DEADLINE_EXCEEDED"
 
 
 class CancelledRequestError(StagemeshError):
-    """Somebody stopped the request."""
+    """A caller cancelled the request."""
 
     code = Code.CANCELLED
     default_reason = "CANCELLED"
 
 
 class UnavailableError(StagemeshError):
-    """A peer is gone or out of reach."""
+    """A peer has terminated or is unreachable."""
 
     code = Code.UNAVAILABLE
     default_reason = "UNAVAILABLE"
@@ -161,23 +161,9 @@ class InternalError(StagemeshError):
     default_reason = "INTERNAL"
 
 
-_BY_CODE: dict[int, type[StagemeshError]] = {
-    kind.code: kind
-    for kind in (
-        InvalidRequestError,
-        NotFoundError,
-        ExistsError,
-        NotReadyError,
-        UnsupportedError,
-        OverloadedError,
-        DeadlineError,
-        CancelledRequestError,
-        UnavailableError,
-        InternalError,
-    )
-}
-_BY_REASON: dict[str, type[StagemeshError]] = {
-    kind.default_reason: kind for kind in (InvalidChunkError, InvalidPipelineError, StaleAttemptError)
+_BY_CODE: Mapping[int, type[StagemeshError]] = {kind.code: kind for kind in StagemeshError.__subclasses__()}
+_BY_REASON: Mapping[str, type[StagemeshError]] = {
+    kind.default_reason: kind for parent in _BY_CODE.values() for kind in parent.__subclasses__()
 }
 
 
@@ -189,6 +175,6 @@ def make_error(
     metadata: Mapping[str, str] | None = None,
     retry_after_s: float | None = None,
 ) -> StagemeshError:
-    """Builds the error that a peer reported as code and reason."""
+    """Builds the error that a peer reported by code and reason."""
     kind = _BY_REASON.get(reason) or _BY_CODE.get(code, InternalError)
     return kind(message, reason=reason or None, metadata=metadata, retry_after_s=retry_after_s)

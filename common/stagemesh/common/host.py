@@ -1,6 +1,6 @@
-"""Which replicas share a host, so that a plan can put neighbours side by side.
+"""Identifies hosts, so that a plan can place replicas that exchange tensors on one host.
 
-A hint and no more: that two replicas share memory is proved when they meet (`local`).
+The result is only a hint: replicas prove that they share memory when they connect.
 """
 
 import hashlib
@@ -14,8 +14,8 @@ _NETWORK = Path("/proc/self/ns/net")
 
 @cache
 def host_token() -> str:
-    """The same for all processes that can reach each other's local streams: one running kernel, one network namespace,
-    one user. Empty where the system does not say.
+    """Returns a token that is equal for all processes that can reach each other's local sockets: those of one running
+    kernel, one network namespace and one user. Returns "" if the system does not say.
     """
     try:
         network = _NETWORK.stat()

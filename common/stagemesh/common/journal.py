@@ -1,4 +1,4 @@
-"""The append-only record of one run, which any number of callers follow from its start."""
+"""The append-only record of one run, which any number of callers read from its start."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class Journal(Generic[T]):
-    """What one run has to tell, kept so that a later caller hears it all.
+    """Keeps all items of a run, so that a later caller receives all of them.
 
-    `on_abandoned` is called when the last reader leaves before the end; whoever sets it cancels the run.
+    `on_abandoned` is called when the last reader leaves before the end of the run. Its owner then cancels the run.
     """
 
     def __init__(self, *, on_abandoned: Callable[[], None] | None = None) -> None:
@@ -23,11 +23,11 @@ class Journal(Generic[T]):
         self._error: StagemeshError | None = None
         self._readers = 0
         self._waiting: list[asyncio.Future[None]] = []
-        """Of the readers that have heard all so far."""
+        """One future for each reader that has received all items so far."""
 
     @property
     def readers(self) -> int:
-        """How many follow now."""
+        """The number of current readers."""
         return self._readers
 
     @property
@@ -36,29 +36,29 @@ class Journal(Generic[T]):
         return self._closed
 
     def append(self, item: T) -> int:
-        """Adds an item for every reader, those to come included; returns its index."""
+        """Adds an item for all current and later readers and returns its index."""
         assert not self._closed, "the journal is closed"
         self._items.append(item)
         self._wake()
         return len(self._items) - 1
 
     def replace(self, index: int, item: T) -> None:
-        """Another item for the readers that have not come as far yet."""
+        """Replaces an item for the readers that have not received it yet."""
         self._items[index] = item
 
     def close(self, error: StagemeshError | None = None) -> None:
-        """Ends every reader after what was appended, with `error` where there is one. Closing twice is harmless."""
+        """Ends every reader after the last item, with `error` if it is given. Closing twice is harmless."""
         if self._closed:
             return
-        # Whoever is told of leaving readers holds the journal, mostly, and so do the frames of an error's traceback,
-        # which a copy has not: a circle would outlive both.
+        # The owner of `on_abandoned` often references the journal, and so do the frames in an error's traceback. A copy
+        # has no traceback, so that no reference cycle keeps them alive.
         self._closed, self._error, self.on_abandoned = True, copy(error), None
         self._wake()
 
     async def follow(self) -> AsyncGenerator[T]:
-        """The items from the first one, waiting for those to come; raises the run's error at the end.
+        """Yields all items from the first one, as they are appended. Raises the run's error at the end.
 
-        Iterate within `contextlib.aclosing`, so that leaving is noticed at once.
+        Iterate within `contextlib.aclosing`, so that the journal notices at once when the reader leaves.
         """
         self._readers += 1
         try:
@@ -70,13 +70,13 @@ class Journal(Generic[T]):
                 yield items[position]
                 position += 1
             if self._error is not None:
-                # A copy for each reader: raising one object in several tasks would mix their tracebacks.
+                # Each reader gets a copy: raising one object in several tasks would mix their tracebacks.
                 raise copy(self._error)
         finally:
             self._leave()
 
     def _more(self) -> "asyncio.Future[None]":
-        """Done when there is another item, or no more; for one reader, and cheaper than an event for all of them."""
+        """Returns a future that is done at the next change. One for each reader is cheaper than an event for all."""
         more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(more)
         return more

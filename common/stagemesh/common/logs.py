@@ -1,4 +1,4 @@
-"""Logging: one line a record on stderr, each with the stage and the request that it is about."""
+"""Logging: one line on stderr for each record, with the stage and the request to which it belongs."""
 
 import logging
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ _where: ContextVar[Mapping[str, str] | None] = ContextVar("stagemesh_log_where",
 
 
 def bind_log_context(**where: str) -> None:
-    """Sets `stage` and `request_id` of all lines from here to the end of this task, and in the tasks that it makes."""
+    """Sets `stage` and `request_id` for all later log lines of this task and of the tasks that it creates."""
     _where.set({**log_context(), **where})
 
 
 def log_context() -> Mapping[str, str]:
-    """What was bound so far."""
+    """Returns the values that are bound in this task."""
     return _where.get() or {}
 
 
 class LogContextFilter(logging.Filter):
-    """Gives every record the attributes `stage` and `request_id`, "-" where none is bound."""
+    """Gives every record the attributes `stage` and `request_id`, or "-" if none is bound."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         where = log_context()
@@ -30,7 +30,7 @@ class LogContextFilter(logging.Filter):
 
 
 def configure_logging(*, level: int = logging.INFO) -> None:
-    """Sends every logger's records to stderr in the one format."""
+    """Sends the records of all loggers to stderr in one format."""
     handler = logging.StreamHandler()
     handler.addFilter(LogContextFilter())
     handler.setFormatter(logging.Formatter(_FORMAT))

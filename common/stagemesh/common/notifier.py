@@ -1,10 +1,10 @@
-"""A wake-up for everybody who waits for some state to change."""
+"""Wakes tasks that wait for a change of state."""
 
 import asyncio
 
 
 class Notifier:
-    """Waiters look at the state, wait, and look again; whoever changes the state fires."""
+    """Tasks check a state, wait, and check again. Code that changes the state calls `fire`."""
 
     __slots__ = ("_waiters",)
 
@@ -12,7 +12,7 @@ class Notifier:
         self._waiters: list[asyncio.Future[None]] = []
 
     def fire(self) -> None:
-        """Wakes all who wait now."""
+        """Wakes all tasks that wait now."""
         if self._waiters:
             waiters, self._waiters = self._waiters, []
             for waiter in waiters:
@@ -20,7 +20,7 @@ class Notifier:
                     waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Returns at the next fire. The caller re-checks its condition without awaiting in between."""
+        """Returns at the next `fire`. The caller checks its condition again without awaiting in between."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         await waiter

@@ -1,4 +1,4 @@
-"""The life of a service process: its loop, its signals, its exit status, and its end with its parent."""
+"""The lifecycle of a service process: event loop, signals, exit status, and termination with its parent."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,8 @@ Main = Callable[[asyncio.Event], Awaitable[None]]
 def run_service(main: Main, *, parent_pid: int | None = None) -> int:
     """Runs `main` to its end and returns the process's exit status.
 
-    SIGTERM and SIGINT set the event that `main` is given. With `parent_pid` the process is killed when that one ends.
+    SIGTERM and SIGINT set the event that `main` receives. If `parent_pid` is given, the process is killed when its
+    parent ends.
     """
     configure_logging()
     if parent_pid is not None:
@@ -38,7 +39,7 @@ def run_service(main: Main, *, parent_pid: int | None = None) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_stopped(main))
     except StagemeshError as exc:
-        # The message says it all; a traceback would bury it.
+        # The message is sufficient, and a traceback would bury it.
         _log.error("%s", exc.message)
         return EXIT_CANNOT_LISTEN if exc.reason in _CANNOT_LISTEN else EXIT_FAILED
     except Exception:  # noqa: BLE001
@@ -57,9 +58,9 @@ async def _until_stopped(main: Main) -> None:
 
 @contextlib.asynccontextmanager
 async def ended_when_stuck(stuck_s: float) -> AsyncGenerator[None]:
-    """Ends the process (status 1) when its event loop stands still for so long; stderr gets the stacks of its threads.
+    """Ends the process with status 1 if its event loop is blocked for `stuck_s`, and prints all stacks to stderr.
 
-    Once a process. A thread that no lock of the interpreter holds up sees to it.
+    May be used once in a process. A native thread does it, which does not need the interpreter's lock.
     """
 
     async def rearm() -> None:
@@ -76,15 +77,15 @@ async def ended_when_stuck(stuck_s: float) -> AsyncGenerator[None]:
 
 
 def end_within(limit_s: float) -> None:
-    """Ends the process (status 1) unless it has ended, or said this again, within so many seconds."""
+    """Ends the process with status 1 in `limit_s` seconds, unless it ends before or calls this function again."""
     faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__ or 2)
 
 
 def die_with_parent(expected_parent_pid: int) -> None:
-    """Has the kernel kill this process (SIGKILL) when its parent ends; ends at once if that has happened already.
+    """Makes the kernel kill this process (SIGKILL) when its parent ends. Ends at once if the parent has already ended.
 
-    The kernel watches the parent's thread that made this process: make it from a thread that lives as long as the
-    process. Does nothing where the system is not Linux.
+    The kernel watches the thread that created this process, so that thread must live as long as the parent. Does
+    nothing on other systems than Linux.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -97,7 +98,7 @@ def die_with_parent(expected_parent_pid: int) -> None:
 
 
 class _ForkGuard:
-    """Knows, in a child just forked, which process made it."""
+    """Knows, in a process that was just forked, which process forked it."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -108,8 +109,8 @@ class _ForkGuard:
 
 
 def bind_forks_to_this_process() -> None:
-    """Has every process forked from here on, and those that they fork, end with its parent. Once a process.
+    """Makes all processes that are forked from now on, directly or not, end with their parent.
 
-    Processes that are spawned (a fresh interpreter) call `die_with_parent` themselves, first thing.
+    Call it once in a process. Spawned processes, which have a new interpreter, call `die_with_parent` themselves.
     """
     os.register_at_fork(after_in_child=_ForkGuard().in_child)

@@ -1,4 +1,4 @@
-"""What a stage process is told at its start: one JSON file, written by a launcher or mounted by a cluster."""
+"""The configuration of a stage process: one JSON file, written by a launcher or mounted by a cluster."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,16 +9,16 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from stagemesh.common.errors import InvalidRequestError
 
 STALL_S = 300.0
-"""More than what is slow and honest takes between two signs of life: a long prompt, a model that compiles."""
+"""Longer than slow but correct work takes between two signs of progress: a long prompt, a model that compiles."""
 
 
 @dataclass(frozen=True)
 class DataPlaneConfig:
-    """Limits of a replica's data plane. A chunk may be as large as half the arena."""
+    """The limits of a replica's data plane. A chunk may have at most half of `arena_bytes`."""
 
     arena_bytes: int = 64 << 20
     window_bytes: int = 8 << 20
-    """Credit given to each flow."""
+    """The credit of each flow."""
     inline_limit_bytes: int = 4 << 10
 
     def __post_init__(self) -> None:
@@ -38,39 +38,39 @@ class StageConfig:
     replica: str
     engine: str
     listen: str
-    """Where to serve, "host:port"."""
+    """The address to serve on, "host:port"."""
     function: str | None = None
     model: str | None = None
-    """A directory or file, already resolved."""
+    """The path of a folder or file."""
     options: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     data_plane: DataPlaneConfig = DataPlaneConfig()
     max_queued: int = 256
-    """Steps held at once; more are refused."""
+    """The most steps that are held at once. Further steps are rejected."""
     stall_s: float = STALL_S
-    """The replica ends when none of its steps gets on for so long though one could, or when its event loop stands
-    still; 0 for never.
+    """The replica ends if none of its steps makes progress for this time though one could, or if its event loop is
+    blocked for this time. 0 means never.
     """
     orchestrators: tuple[str, ...] = ()
-    """Where to register, "host:port" each; empty where orchestrators know of the replica otherwise."""
+    """Orchestrators to register with, "host:port" each. Empty if orchestrators find the replica in another way."""
     advertise: str | None = None
-    """Where orchestrators and other replicas reach it, "host:port", with port 0 for the one it listens on; absent for
-    `listen`.
+    """The address by which orchestrators and other replicas reach it, "host:port". Port 0 stands for the port that it
+    listens on. The default is `listen`.
     """
     zone: str | None = None
-    """Where its host stands, for plans that keep neighbours together; absent for STAGEMESH_ZONE."""
+    """The location of its host, for plans that prefer close replicas. The default is STAGEMESH_ZONE."""
     parent_pid: int | None = None
-    """End when this process does."""
+    """The process ends when this parent process ends."""
 
     def __post_init__(self) -> None:
         if not self.stall_s >= 0:
-            raise ValueError(f"stall_s is {self.stall_s:g}; it must be a number of seconds, or 0 for never")
+            raise ValueError(f"stall_s is {self.stall_s:g}; it must be a positive number of seconds, or 0 for never")
 
 
 _STAGE_CONFIG = TypeAdapter(StageConfig)
 
 
 def load_stage_config(path: Path) -> StageConfig:
-    """Reads a config file; raises InvalidRequestError that names the field."""
+    """Reads a config file. Raises InvalidRequestError, which names the field."""
     try:
         return _STAGE_CONFIG.validate_json(path.read_bytes())
     except ValidationError as exc:
@@ -78,5 +78,5 @@ def load_stage_config(path: Path) -> StageConfig:
 
 
 def dump_stage_config(config: StageConfig) -> bytes:
-    """The file's content for `config`."""
+    """Returns the content of a config file."""
     return _STAGE_CONFIG.dump_json(config)

@@ -1,6 +1,6 @@
-"""Tensor types: what a stage emits and accepts, and the translation of dtypes and inline tensors to the wire.
+"""Tensor types, and the conversion of dtypes and inline tensors to and from the wire.
 
-Tensors are numpy arrays throughout; bfloat16 travels as uint16 bits (`DTYPES["bfloat16"]`).
+All tensors are numpy arrays. bfloat16 is sent as uint16 bits (`DTYPES["bfloat16"]`).
 """
 
 import math
@@ -50,11 +50,11 @@ class TensorSpec:
 
     @classmethod
     def parse(cls, text: str) -> "TensorSpec":
-        """Reads `dtype[dim, dim, …]`; raises ValueError for anything else."""
+        """Parses `dtype[dim, dim, …]`. Raises ValueError for any other text."""
         match = _SPEC.fullmatch(text.strip())
         if match is None or match["dtype"] not in DTYPES:
             raise ValueError(
-                f"{text!r} is no tensor type; write one like float32[frames, 601]; dtypes: {', '.join(DTYPES)}"
+                f"{text!r} is not a tensor type; write one like float32[frames, 601]; dtypes: {', '.join(DTYPES)}"
             )
         dims = [dim.strip() for dim in match["shape"].split(",") if dim.strip()]
         return cls(match["dtype"], tuple(int(dim) if dim.isdigit() else dim for dim in dims))
@@ -63,7 +63,7 @@ class TensorSpec:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
     def accepts(self, other: "TensorSpec") -> bool:
-        """Whether every tensor of type `other` may be given where this type is expected."""
+        """Returns whether every tensor of type `other` is also a tensor of this type."""
         return (
             self.dtype == other.dtype
             and len(self.shape) == len(other.shape)
@@ -82,7 +82,7 @@ class TensorSpec:
 
 
 def dtype_name(tensor: Array) -> str:
-    """The wire's name of a tensor's dtype; raises InvalidChunkError where it has none."""
+    """Returns the wire's name of a tensor's dtype. Raises InvalidChunkError if it has none."""
     name = _NAME_BY_DTYPE.get(tensor.dtype)
     if name is None:
         raise InvalidChunkError(f"dtype {tensor.dtype} cannot be sent; use one of {', '.join(DTYPES)}")
@@ -90,12 +90,12 @@ def dtype_name(tensor: Array) -> str:
 
 
 def dtype_to_wire(name: str) -> tensor_pb2.DataType.ValueType:
-    """The enum value of a dtype's name."""
+    """Returns the wire's enum value of a dtype's name."""
     return tensor_pb2.DataType.Value(f"DATA_TYPE_{name.upper()}")
 
 
 def checked_layout(message: tensor_pb2.Tensor, *, size_bytes: int) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
-    """The dtype and shape that `message` claims; raises InvalidChunkError unless they make exactly `size_bytes`."""
+    """Returns the dtype and shape in `message`. Raises InvalidChunkError unless they need exactly `size_bytes`."""
     name = _WIRE_NAMES.get(message.dtype)
     if name is None:
         raise InvalidChunkError(f"tensor {message.name!r} has the unknown dtype {message.dtype}")
@@ -111,24 +111,24 @@ def checked_layout(message: tensor_pb2.Tensor, *, size_bytes: int) -> tuple[np.d
 
 
 def describe_tensor(name: str, tensor: Array) -> tensor_pb2.Tensor:
-    """The wire's form of a tensor without its location."""
+    """Converts a tensor's name, dtype and shape to the wire, without its bytes."""
     return tensor_pb2.Tensor(name=name, dtype=dtype_to_wire(dtype_name(tensor)), shape=tensor.shape)
 
 
 def inline_tensor(name: str, tensor: Array) -> tensor_pb2.Tensor:
-    """The wire's form of a tensor with its bytes inline."""
+    """Converts a tensor to the wire with its bytes inline."""
     message = describe_tensor(name, tensor)
     message.inline = tensor.tobytes()
     return message
 
 
 def read_inline(message: tensor_pb2.Tensor) -> Array:
-    """A tensor whose bytes are inline, as a read-only view of them; raises InvalidChunkError."""
+    """Returns a read-only view of a tensor whose bytes are inline. Raises InvalidChunkError if it is inconsistent."""
     payload = message.inline
     dtype, shape = checked_layout(message, size_bytes=len(payload))
     return np.frombuffer(payload, dtype=dtype).reshape(shape)
 
 
 def spec_to_wire(name: str, spec: TensorSpec) -> tensor_pb2.TensorSpec:
-    """The wire's form of a named type."""
+    """Converts a named tensor type to the wire."""
     return tensor_pb2.TensorSpec(name=name, dtype=dtype_to_wire(spec.dtype), shape=[str(dim) for dim in spec.shape])

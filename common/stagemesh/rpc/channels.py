@@ -1,8 +1,8 @@
-"""How Stagemesh dials a service."""
+"""gRPC channels and the options of channels and servers: limits, keepalive, reconnection."""
 
 import grpc
 
-MAX_MESSAGE_BYTES = 8 << 20
+MAX_MESSAGE_BYTES = 8 << 20  # the largest message of every RPC and local stream
 
 _PINGS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 1000),
@@ -11,45 +11,48 @@ _PINGS: tuple[tuple[str, int], ...] = (
 )
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    # A silent link is noticed within three seconds; a killed peer at once. More often would cost an orchestrator of a
-    # hundred idle replicas a few per cent of a core.
+    # A silent connection is detected within three seconds, a killed peer at once. More frequent pings would cost an
+    # orchestrator of a hundred idle replicas a few per cent of a core.
     ("grpc.keepalive_time_ms", 2000),
     *_PINGS,
-    # Keepalive alone takes the kernel's word. A process that is stopped, and whose kernel answers for it, is found out
-    # by a ping that it leaves unanswered. gRPC's own threads answer, whatever holds the interpreter's lock.
+    # Keepalive alone trusts the peer's kernel. A stopped process, whose kernel still acknowledges data, is detected by
+    # an unanswered ping. A busy process answers in time, because gRPC's own threads do not need the interpreter's lock.
     ("grpc.http2.ping_timeout_ms", 1000),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
-    # A channel is a connection of its own: what is opened apart is meant to be.
+    # Each channel has a connection of its own.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    # In truth the longest that one attempt may take, its handshake included: a peer that is loaded or far away needs
-    # more than a round trip, and a lost SYN is sent again after a second.
+    # In fact the longest time of one connection attempt, including its handshake. A loaded or distant peer needs more
+    # than one round trip, and a lost SYN is sent again after a second.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    # It is for the caller to be quick: it has somewhere else to go.
+    # Only the caller must detect a lost connection quickly: it can use another replica.
     ("grpc.keepalive_time_ms", 10_000),
     *_PINGS,
-    # Take our own clients' keepalive pings for what they are, not for an attack.
+    # Accept our own clients' keepalive pings, which gRPC would otherwise count as an attack.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # What a connection may have on its way unread. The probe would let it grow to many times that on a fast network,
-    # and other connections' small messages wait while all of it is taken in.
+    # The unread bytes in flight on a connection. The bandwidth probe would raise them to many times that on a fast
+    # network, and small messages of other connections would wait while all of them are read.
     ("grpc.http2.lookahead_bytes", 2 << 20),
     ("grpc.http2.bdp_probe", 0),
-    # A port in use is an error, not a second server beside the first.
+    # A port in use is an error, not a second server on the same port.
     ("grpc.so_reuseport", 0),
 )
 
 
 def open_channel(endpoint: str, *, keepalive_s: float | None = None) -> grpc.aio.Channel:
-    """A channel to "host:port", which the caller closes; `keepalive_s` where its silence need not be noticed soon."""
+    """Opens a channel to "host:port", which the caller closes.
+
+    `keepalive_s` is the time between keepalive pings. The default detects a silent connection within three seconds.
+    """
     options = dict(CHANNEL_OPTIONS)
     if keepalive_s is not None:
         options["grpc.keepalive_time_ms"] = round(1000 * keepalive_s)

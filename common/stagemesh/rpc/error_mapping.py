@@ -1,4 +1,4 @@
-"""The border between our errors and gRPC statuses: code, message, one ErrorInfo, RetryInfo where a retry helps."""
+"""Maps StagemeshErrors to gRPC statuses and back: code, message, one ErrorInfo, and RetryInfo if a retry helps."""
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -11,7 +11,7 @@ _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 
 def to_status(error: StagemeshError) -> status_pb2.Status:
-    """The google.rpc.Status that carries `error`."""
+    """Returns the google.rpc.Status of an error."""
     details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))]
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
@@ -21,18 +21,18 @@ def to_status(error: StagemeshError) -> status_pb2.Status:
 
 
 def to_trailing_metadata(error: StagemeshError) -> tuple[tuple[str, bytes], ...]:
-    """What a servicer hands to `context.abort` beside code and message."""
+    """Returns the trailing metadata that a servicer passes to `context.abort` with code and message."""
     return ((_STATUS_DETAILS_KEY, to_status(error).SerializeToString()),)
 
 
 def to_grpc_code(error: StagemeshError) -> grpc.StatusCode:
-    """The gRPC status code of `error`."""
+    """Returns the gRPC status code of an error."""
     return next(code for code in grpc.StatusCode if code.value[0] == error.code)
 
 
 def from_rpc_error(error: grpc.RpcError, *, peer: str) -> StagemeshError:
-    """The error that a failed call to `peer` stands for; `peer` goes into errors that gRPC itself made."""
-    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError), "gRPC raises calls"
+    """Returns the error of a failed call to `peer`. An error that gRPC itself raised names `peer` in its message."""
+    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError), "gRPC raises errors that are calls"
     for key, value in error.trailing_metadata() or ():
         if key == _STATUS_DETAILS_KEY and isinstance(value, bytes):
             return _from_status(status_pb2.Status.FromString(value))

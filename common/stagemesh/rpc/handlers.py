@@ -1,4 +1,4 @@
-"""The border of every RPC: errors become statuses here, and nowhere else."""
+"""Wraps RPC handlers: turns their errors into statuses, binds the log context and ends response streams."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -15,8 +15,8 @@ from stagemesh.rpc.error_mapping import to_grpc_code, to_trailing_metadata
 
 _log = logging.getLogger(__name__)
 
-# Statuses travel in HTTP/2 trailers, which gRPC may refuse from 8 KiB on; the message is in there twice.
-_MAX_MESSAGE_BYTES = 1024
+# A status is sent in HTTP/2 trailers, twice with its message, and gRPC may reject trailers of 8 KiB or more.
+_MAX_STATUS_MESSAGE_BYTES = 1024
 
 Servicer = TypeVar("Servicer")
 Request = TypeVar("Request")
@@ -32,15 +32,14 @@ class RpcContext(Protocol):
         ...
 
     def time_remaining(self) -> float | None:
-        """Seconds left to the deadline, None without one."""
+        """Returns the seconds left to the deadline, or None if there is none."""
         ...
 
 
 def answering(context: RpcContext, **where: str) -> AbstractAsyncContextManager[None]:
-    """Wraps the body of an RPC: log lines carry `where`, and what it raises becomes a status with one ErrorInfo.
+    """Wraps the body of an RPC: its log lines have `where`, and its errors become a status with one ErrorInfo.
 
-    An error that is no StagemeshError is a fault of ours: it is logged with its traceback, and the caller
-    hears INTERNAL.
+    An error that is not a StagemeshError is a bug: it is logged with its traceback, and the caller receives INTERNAL.
     """
     return _Answering(context, where)
 
@@ -59,19 +58,22 @@ class _Answering(AbstractAsyncContextManager[None]):
             return
         error = to_error(exc, self._where)
         status = to_grpc_code(error), error.message, to_trailing_metadata(error)
-        # gRPC keeps what `abort` raises until the next call, and with it what is being handled: the frames that this
-        # came through, which hold all that a request has made, are not to be a part of that.
+        # gRPC keeps the exception of `abort` until the next call, and with it the exception being handled. Its
+        # traceback is removed, because its frames reference all objects of the request.
         exc.__traceback__ = None
         del kind, exc, traceback, error
         await self._context.abort(*status)
 
 
 def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
-    """What a caller is told of an exception that ended its call; one that nobody foresaw is logged, being handled."""
+    """Returns the error to report for an exception that ended a call. Logs an unexpected exception.
+
+    Call it while the exception is being handled.
+    """
     if isinstance(exc, StagemeshError):
         error = exc.located(**where)
     else:
-        _log.exception("a call failed in a way that nobody foresaw")
+        _log.exception("a call failed unexpectedly")
         message = f"an unexpected {type(exc).__name__}; the service's log at this time has the details"
         error = InternalError(message, metadata=where)
     error.message = _shortened(error.message)
@@ -79,10 +81,10 @@ def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
 
 
 def streaming(method: Handler) -> Handler:
-    """Makes a generator of responses end with its call.
+    """Decorates a method that yields responses, so that its generator is closed when the call ends.
 
-    grpc.aio leaves a generator to the garbage collector when the caller hangs up; here it is closed in the RPC's
-    own task before that ends, so that its `finally` runs at once.
+    grpc.aio leaves the generator to the garbage collector if the caller disconnects. This decorator closes it in the
+    RPC's own task before that task ends, so that its `finally` runs at once.
     """
 
     @wraps(method)
@@ -91,27 +93,27 @@ def streaming(method: Handler) -> Handler:
         async with aclosing(generator) as responses:
             async for response in responses:
                 await context.write(response)
-                # It may be large, and the next one far away.
+                # The response may be large, and the next one may take long.
                 del response
 
     return cast("Handler", write_responses)
 
 
 def time_left_s(context: RpcContext) -> float | None:
-    """Seconds until the caller's deadline, None without one; raises DeadlineError when it has passed."""
+    """Returns the seconds until the caller's deadline, or None if there is none. Raises DeadlineError if it passed."""
     return checked_time_left_s(context.time_remaining())
 
 
 def checked_time_left_s(left_s: float | None) -> float | None:
-    """The same; raises DeadlineError where it is no time."""
+    """Returns `left_s`. Raises DeadlineError if it is not positive."""
     if left_s is not None and not left_s > 0:
         raise DeadlineError("the deadline had passed before the call was read; allow more time")
     return left_s
 
 
 def _shortened(message: str) -> str:
-    # A path that is no UTF-8 is text that cannot be sent.
+    # A path that is not UTF-8 has characters that cannot be sent.
     encoded = message.encode(errors="replace")
-    if len(encoded) <= _MAX_MESSAGE_BYTES:
+    if len(encoded) <= _MAX_STATUS_MESSAGE_BYTES:
         return encoded.decode()
-    return encoded[: _MAX_MESSAGE_BYTES - 4].decode(errors="ignore") + "…"
+    return encoded[: _MAX_STATUS_MESSAGE_BYTES - 4].decode(errors="ignore") + "…"

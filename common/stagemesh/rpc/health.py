@@ -1,6 +1,7 @@
-"""grpc.health.v1 with a name for each facet, set without waiting.
+"""A grpc.health.v1 servicer whose statuses are set without waiting.
 
-grpc_health's own asyncio servicer can be set only from a coroutine; signal handlers and state changes cannot wait.
+Only a coroutine can set the statuses of grpc_health's own asyncio servicer. Signal handlers and state changes cannot
+wait.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ _Response: TypeAlias = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """The statuses of a server's facets; "" stands for the whole."""
+    """The status of each named service of a server. The name "" stands for the whole server."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {"": _Response.NOT_SERVING}
@@ -26,13 +27,13 @@ class Health(health_pb2_grpc.HealthServicer):
         self._ended = False
 
     def set(self, service: str, *, serving: bool) -> None:
-        """Changes a facet and tells who watches it; ignored once everything has ended."""
+        """Sets the status of a service and notifies its watchers. Does nothing after `end`."""
         if not self._ended:
             self._statuses[service] = _Response.SERVING if serving else _Response.NOT_SERVING
             self._wake()
 
     def end(self) -> None:
-        """Sets every facet NOT_SERVING for good and ends all watches."""
+        """Sets every service NOT_SERVING permanently and ends all watches."""
         self._statuses = dict.fromkeys(self._statuses, _Response.NOT_SERVING)
         self._ended = True
         self._wake()
@@ -44,7 +45,7 @@ class Health(health_pb2_grpc.HealthServicer):
     ) -> _Response:
         status = self._statuses.get(request.service)
         if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no facet {request.service!r} here")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown health service {request.service!r}")
         return _Response(status=status)
 
     @streaming

@@ -1,7 +1,7 @@
 """Message streams: gRPC and local unix sockets behind one interface, with the same messages on both.
 
 `ClientStream` and `ServerStream` are the two ends of a gRPC stream, such as PutChunk. `LocalStream` is either end of a
-unix socket between replicas on one host. It prefixes each message with its length, and needs no thread and no HTTP/2.
+unix socket between replicas on one host. It prefixes each message with its length and needs neither threads nor HTTP/2.
 """
 
 import asyncio
@@ -18,22 +18,22 @@ from stagemesh.rpc.error_mapping import from_rpc_error
 PUT_CHUNK = "/stagemesh.v1.StageService/PutChunk"
 _LENGTH_BYTES = 4
 _AHEAD = 1
-"""Messages that may wait for gRPC beside the one that it sends."""
+"""The most messages that wait for gRPC in addition to the one that it sends."""
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 class StreamHandler(Protocol):
-    """What a lane calls, on the event loop."""
+    """Receives the events of a message stream, on the event loop."""
 
     def received(self, data: bytes) -> None:
-        """A message has come. A StagemeshError that is raised ends the lane with it."""
+        """Called for each message. The stream ends with a StagemeshError that this method raises."""
 
     def writable(self) -> None:
-        """The lane takes messages again."""
+        """Called when the stream accepts messages again."""
 
     def closed(self, error: StagemeshError | None) -> None:
-        """The lane is over, once; None where the other end closed it in order."""
+        """Called once when the stream has ended. `error` is None if the other end closed it in order."""
 
 
 class MessageStream(Protocol):
@@ -41,33 +41,31 @@ class MessageStream(Protocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether `write` may be called: False until the user hears `writable`."""
+        """Whether `write` may be called. If False, the stream calls `writable` of its handler later."""
         ...
 
     def write(self, data: bytes) -> None:
         """Sends a message."""
 
     def close(self, error: StagemeshError | None = None) -> None:
-        """Ends the lane, telling the other end why where it can. Closing twice is harmless."""
+        """Ends the stream and sends `error` to the other end if it can. Closing twice is harmless."""
 
 
 class LocalStream(asyncio.Protocol):
-    """Either end of a local stream, as the protocol of a connected unix socket."""
+    """Either end of a local stream: the protocol of a connected unix socket."""
 
-    def __init__(self, user: StreamHandler, *, peer: str) -> None:
-        self._user, self._peer = user, peer
+    def __init__(self, handler: StreamHandler, *, peer: str) -> None:
+        self._handler, self._peer = handler, peer
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._error: StagemeshError | None = None
         self.is_writable = False
 
     def write(self, data: bytes) -> None:
-        """See `MessageStream`."""
-        assert self._transport is not None, "a lane is used once it is connected"
+        assert self._transport is not None, "a stream is used after it is connected"
         self._transport.writelines((len(data).to_bytes(_LENGTH_BYTES, "little"), data))
 
     def close(self, error: StagemeshError | None = None) -> None:
-        """See `MessageStream`."""
         self._error = self._error or error
         if self._transport is not None:
             self._transport.close()
@@ -75,34 +73,29 @@ class LocalStream(asyncio.Protocol):
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The socket is there."""
-        # Both loops give a stream socket a stream transport; uvloop's is of no class of asyncio's.
+        # Both loops give a stream socket a stream transport, but uvloop's class does not derive from asyncio's.
         self._transport, self.is_writable = cast("asyncio.Transport", transport), True
 
     def pause_writing(self) -> None:
-        """The other end reads too slowly."""
         self.is_writable = False
 
     def resume_writing(self) -> None:
-        """The other end has caught up."""
         self.is_writable = True
-        self._user.writable()
+        self._handler.writable()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come: some messages, or a part of one."""
         self._buffer += data
         try:
             while (message := self._next_message()) is not None:
-                self._user.received(message)
+                self._handler.received(message)
         except StagemeshError as exc:
             self.close(exc)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The socket is gone."""
         self.is_writable = False
         if exc is not None:
             self._error = self._error or UnavailableError(f"the local stream with {self._peer} broke: {exc}")
-        self._user.closed(self._error)
+        self._handler.closed(self._error)
 
     def _next_message(self) -> bytes | None:
         if len(self._buffer) < _LENGTH_BYTES:
@@ -118,42 +111,58 @@ class LocalStream(asyncio.Protocol):
         return message
 
 
-class ClientStream:
-    """The calling end of a stream: a producer's, for PutChunk. `run` carries it."""
+class _GrpcStream:
+    """The outgoing messages of either end of a gRPC stream."""
 
-    def __init__(self, channel: grpc.aio.Channel, user: StreamHandler, *, peer: str, method: str = PUT_CHUNK) -> None:
-        self._user, self._peer = user, peer
-        self._call: _Call = channel.stream_stream(method, None, None)()
+    def __init__(self, handler: StreamHandler) -> None:
+        self._handler = handler
         self._outgoing: deque[bytes] = deque()
         self._wake = asyncio.Event()
         self._finished = False
 
     @property
     def is_writable(self) -> bool:
-        """See `MessageStream`."""
         return len(self._outgoing) < _AHEAD
 
     def write(self, data: bytes) -> None:
-        """See `MessageStream`."""
         self._outgoing.append(data)
         self._wake.set()
 
     def finish(self) -> None:
-        """Nothing more is written; what comes is read to its end."""
+        """Ends the outgoing messages. Messages that were written before are still sent."""
         self._finished = True
         self._wake.set()
 
+    async def _next(self) -> bytes | None:
+        """Returns the next outgoing message, or None after the last one."""
+        while not self._outgoing:
+            if self._finished:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        return self._outgoing.popleft()
+
+
+class ClientStream(_GrpcStream):
+    """The calling end of a gRPC stream, which for PutChunk is the producer's. `run` transfers its messages."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, handler: StreamHandler, *, peer: str, method: str = PUT_CHUNK
+    ) -> None:
+        super().__init__(handler)
+        self._peer = peer
+        self._call: _Call = channel.stream_stream(method, None, None)()
+
     def close(self, error: StagemeshError | None = None) -> None:  # noqa: ARG002 - a client has no status to give
-        """See `MessageStream`."""
         self._call.cancel()
 
     async def run(self) -> None:
-        """Carries messages until the stream ends, and tells the user."""
+        """Transfers messages until the stream ends, and reports the end to the handler."""
         error: StagemeshError | None = None
         tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # A failed write leaves a status of its own making on the call, so the writer speaks first.
+            # A failed write sets a status of its own on the call, so the writer's error is raised first.
             await next(task for task in tasks if task.done())
         except grpc.aio.AioRpcError as exc:
             error = from_rpc_error(exc, peer=self._peer)
@@ -164,83 +173,61 @@ class ClientStream:
                 task.cancel()
             self._call.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._user.closed(error)
+            self._handler.closed(error)
 
     async def _read(self) -> None:
         while isinstance(data := await self._call.read(), bytes):
-            self._user.received(data)
-            # It may be large, and the next one far away.
+            self._handler.received(data)
+            # The message may be large, and the next one may take long.
             del data
         await self._call.code()
 
     async def _write(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while self._outgoing or not self._finished:
-                if not self._outgoing:
-                    self._wake.clear()
-                    await self._wake.wait()
-                    continue
-                data = self._outgoing.popleft()
-                # The next message is made while gRPC sends this one.
-                loop.call_soon(self._user.writable)
+            while (data := await self._next()) is not None:
+                # The handler prepares the next message while gRPC sends this one.
+                loop.call_soon(self._handler.writable)
                 await self._call.write(data)
                 del data
             await self._call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as exc:
             raise UnavailableError(f"the connection to {self._peer} broke") from exc
-        # The stream ends with what is read.
+        # The reader ends the stream.
         await asyncio.Event().wait()
 
 
-class ServerStream:
-    """The serving end of a stream: a consumer's, for PutChunk. `serve` carries it."""
+class ServerStream(_GrpcStream):
+    """The serving end of a gRPC stream, which for PutChunk is the consumer's. `serve` transfers its messages."""
 
-    def __init__(self, user: StreamHandler) -> None:
-        self._user = user
-        self._outgoing: deque[bytes] = deque()
-        self._wake = asyncio.Event()
+    def __init__(self, handler: StreamHandler) -> None:
+        super().__init__(handler)
         self._error: StagemeshError | None = None
-        self._over = False
-
-    @property
-    def is_writable(self) -> bool:
-        """See `MessageStream`."""
-        return len(self._outgoing) < _AHEAD
-
-    def write(self, data: bytes) -> None:
-        """See `MessageStream`."""
-        self._outgoing.append(data)
-        self._wake.set()
 
     def close(self, error: StagemeshError | None = None) -> None:
-        """See `MessageStream`."""
-        self._error, self._over = self._error or error, True
-        self._wake.set()
+        self._error = self._error or error
+        self.finish()
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-        """The messages for the caller, until the stream ends; raises what `close` was given."""
+        """Yields the messages for the caller until the stream ends. Raises the error that was passed to `close`."""
         reader = asyncio.create_task(self._read(requests))
         try:
-            while not self._over or self._outgoing:
-                if not self._outgoing:
-                    self._wake.clear()
-                    await self._wake.wait()
-                    continue
-                yield self._outgoing.popleft()
-                self._user.writable()
+            while (data := await self._next()) is not None:
+                yield data
+                del data
+                self._handler.writable()
             if self._error is not None:
                 raise self._error
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
-            self._user.closed(self._error)
+            self._handler.closed(self._error)
 
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
         loop = asyncio.get_running_loop()
         try:
             async for data in requests:
-                # gRPC gets the next message while this one is taken in.
+                # gRPC receives the next message while the handler processes this one.
                 loop.call_soon(self._take, data)
                 del data
         finally:
@@ -248,7 +235,7 @@ class ServerStream:
 
     def _take(self, data: bytes) -> None:
         try:
-            if not self._over:
-                self._user.received(data)
+            if not self._finished:
+                self._handler.received(data)
         except StagemeshError as exc:
             self.close(exc)

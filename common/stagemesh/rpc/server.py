@@ -1,4 +1,4 @@
-"""The gRPC server that every service is: health, reflection, limits, and a clear error where it cannot listen."""
+"""The gRPC server of every service: health, reflection, limits, and a clear error if it cannot listen."""
 
 import errno
 import logging
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 class Server:
     """A grpc.aio server on one port, with grpc.health.v1 and reflection.
 
-    Made within a running event loop; servicers are registered on `grpc` before `start`.
+    Create it within a running event loop, and register servicers on `grpc` before `start`.
     """
 
     def __init__(self, listen: str) -> None:
@@ -30,19 +30,19 @@ class Server:
 
     @property
     def grpc(self) -> grpc.aio.Server:
-        """Where servicers are registered."""
+        """The server on which servicers are registered."""
         return self._server
 
     def set_health(self, service: str, *, serving: bool) -> None:
-        """Sets a facet of the server's health; "" is the whole."""
+        """Sets the health of a named service. The name "" stands for the whole server."""
         self._health.set(service, serving=serving)
 
     def reflect(self, service: str) -> None:
-        """Lists a service, by its full name, to those who ask what is served here. Before `start`."""
+        """Adds a service, by its full name, to the server's reflection. Call it before `start`."""
         self._services.append(service)
 
     async def start(self) -> int:
-        """Serves, and returns the bound port; raises NotReadyError (PORT_IN_USE, CANNOT_LISTEN)."""
+        """Starts serving and returns the bound port. Raises NotReadyError (PORT_IN_USE, CANNOT_LISTEN)."""
         host, wanted_port = _parsed(self._listen)
         reflection.enable_server_reflection(self._services, self._server)
         try:
@@ -54,13 +54,16 @@ class Server:
         return port
 
     async def stop(self, *, grace_s: float) -> None:
-        """Turns NOT_SERVING, refuses new calls, gives those that run `grace_s` to end. Stopping twice is harmless."""
+        """Sets health to NOT_SERVING, rejects new calls and cancels running ones after `grace_s`.
+
+        Stopping twice is harmless.
+        """
         self._health.end()
         await self._server.stop(grace_s)
 
 
 def _parsed(listen: str) -> tuple[str, int]:
-    """Host and port; gRPC itself would serve some other port where the number is missing or too large."""
+    """Parses "host:port". gRPC itself would serve another port if the number is missing or too large."""
     host, colon, port = listen.rpartition(":")
     if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
         raise NotReadyError(
@@ -72,7 +75,7 @@ def _parsed(listen: str) -> tuple[str, int]:
 
 
 def _cannot_listen(host: str, port: int) -> NotReadyError:
-    """Why gRPC could not bind; it says only that it could not, a socket of our own says why."""
+    """Returns an error with the cause, which gRPC does not report but an attempt with a socket shows."""
     cause, reason = "it was in use a moment ago; try again", "PORT_IN_USE"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -80,7 +83,7 @@ def _cannot_listen(host: str, port: int) -> NotReadyError:
     except OSError as exc:
         cause, reason = exc.strerror or str(exc), "CANNOT_LISTEN"
         if exc.errno == errno.EADDRINUSE:
-            cause, reason = "it is in use; end the program that holds it, or serve on another port", "PORT_IN_USE"
+            cause, reason = "it is in use; end the program that uses it, or serve on another port", "PORT_IN_USE"
     return NotReadyError(
         f"cannot listen on port {port} of {host}: {cause}", reason=reason, metadata={"listen": f"{host}:{port}"}
     )

@@ -1,8 +1,9 @@
-"""The seam for connectors: ways in which a consumer reads what lies in a producer's arena.
+"""The interface of connectors, by which a consumer reads ranges of a producer's arena.
 
-A connector says how to reach the arena (`offer`, at the producer), gets ready to read it (`meet`, at the consumer), and
-reads ranges of it (`Reader`). Order, exactly-once delivery, credit, leases and what a range means belong to the
-flows and are the same for all. The `grpc` connector needs nothing of this: its producer sends the bytes itself.
+The producer's connector describes how to reach the arena (`offer`). The consumer's connector prepares to read it
+(`connect`) and reads ranges of it (`Reader`). Flows, which are the same for all connectors, are responsible for order,
+exactly-once delivery, credit, leases and the meaning of a range. The `grpc` connector does not use this interface: its
+producer sends the bytes itself.
 """
 
 from abc import ABC, abstractmethod
@@ -17,26 +18,26 @@ from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.connectors.arena.account import MemoryAccount
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-"""One dimension of bytes."""
+"""A one-dimensional array of bytes."""
 
 
 class ArenaRange(NamedTuple):
-    """A tensor's place in its producer's arena."""
+    """The place of a tensor in its producer's arena."""
 
     offset: int
     size_bytes: int
     generation: int
-    """That of the region which holds it; a reader refuses a range whose pages now have another one."""
+    """The generation of the region that holds the tensor. A reader rejects a range whose pages now have another one."""
 
 
 @dataclass(frozen=True)
 class Producer:
-    """Whose arena is to be read."""
+    """The replica whose arena is read."""
 
     replica: str
     incarnation: str
     arena_fd: int | None
-    """The arena's memory file where the producer handed it over, which it can do on one host only."""
+    """The arena's memory file, or None if the producer did not pass it. It can be passed only on one host."""
 
 
 class Reader(ABC):
@@ -44,57 +45,63 @@ class Reader(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Lets go of the producer; views that are still out stay valid. Closing twice is harmless."""
+        """Closes the access. Views that were handed out stay valid. Closing twice is harmless."""
 
 
 class InPlaceReader(Reader):
-    """Reads by looking: nothing is copied, and the producer's lease is held while a view is."""
+    """Reads the producer's memory without copying it. The producer's lease is held while a view exists."""
 
     @abstractmethod
     def view(self, place: ArenaRange) -> Bytes:
-        """The range, read-only. Raises InvalidChunkError for one outside the arena or no longer its own."""
+        """Returns a read-only view of a range.
+
+        Raises InvalidChunkError for a range that is outside the arena or whose region was freed.
+        """
 
 
 class FetchingReader(Reader):
-    """Reads by copying into memory of its own; the producer's lease goes back once that is done."""
+    """Reads by copying into the consumer's memory. The producer's lease is released when the copy is complete."""
 
     @abstractmethod
     async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
-        """Copies of the ranges, in one transfer where that is possible; calls may overlap.
+        """Returns copies of the ranges, read in one transfer if possible. Calls may overlap.
 
-        Waits for room of its own first, charged to the flow's `account`. Raises InvalidChunkError for a range outside
-        the arena or no longer its own, and UnavailableError, within bounded time, when the bytes cannot be had: the
-        edge then falls back.
+        Waits for space first, which is charged to the flow's `account`. Raises InvalidChunkError for a range that is
+        outside the arena or whose region was freed. Raises UnavailableError within bounded time if the bytes cannot be
+        read; the edge then falls back to another connector.
         """
 
     def fetch_at_once(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes] | None:  # noqa: ARG002
-        """What `fetch` would give, where that can be had without waiting; None where it cannot, or has failed.
+        """Returns the result of `fetch` if that is possible without waiting, or None if it is not or the read failed.
 
-        For connectors that often can: a task for each chunk costs more than a small chunk's bytes. Raises
-        InvalidChunkError as `fetch` does.
+        Connectors that often can do this save a task for each chunk, which costs more than copying a small chunk.
+        Raises InvalidChunkError like `fetch`.
         """
         return None
 
 
 class Connector(ABC):
-    """One object a replica, for both of its roles. Used on the event loop."""
+    """One replica's use of a connector, as a producer and as a consumer. Used on the event loop."""
 
     name: ClassVar[ConnectorName]
 
     @abstractmethod
     async def offer(self) -> bytes:
-        """At the producer: what a consumer needs to read this replica's arena. Raises NotReadyError with the reason."""
+        """At the producer: returns the information by which a consumer reads this replica's arena.
+
+        Raises NotReadyError if the connector cannot be used here.
+        """
 
     @abstractmethod
-    async def meet(self, offer: bytes, producer: Producer) -> Reader:
-        """At the consumer: gets ready to read. Raises NotReadyError with the reason why it cannot be done."""
+    async def connect(self, offer: bytes, producer: Producer) -> Reader:
+        """At the consumer: prepares to read a producer's arena. Raises NotReadyError if that is not possible."""
 
-    def expect_reads(self, chunks: int) -> None:  # noqa: B027 - most have nothing to do
-        """At the producer: so many more chunks (or fewer) are sent by this connector and not yet known to be read.
+    def expect_reads(self, chunks: int) -> None:  # noqa: B027 - most connectors have nothing to do
+        """At the producer: adds `chunks`, which may be negative, to the number of sent chunks not known to be read.
 
-        For connectors that need the producer's processor to be read from.
+        A connector can override it if reading needs the producer's processor.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Lets go of everything but memory that a peer may still reach. Closing twice is harmless."""
+        """Releases everything except memory that a peer may still read. Closing twice is harmless."""

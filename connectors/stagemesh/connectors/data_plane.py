@@ -155,7 +155,7 @@ class DataPlane:
 
     def open_share(self, size_bytes: int) -> PartitionTicket:
         """Sets a partition of the arena aside for a worker process that writes by itself (`ArenaWriter`)."""
-        return self._arena.open_share(size_bytes)
+        return self._arena.open_partition(size_bytes)
 
     def adopt(self, handle: Handle) -> Tensors:
         """Returns the tensors that a worker wrote, to send without a copy. They are freed when all views are gone."""
@@ -163,7 +163,7 @@ class DataPlane:
 
     def close_share(self, ticket: PartitionTicket) -> None:
         """Frees a partition whose worker has ended."""
-        self._arena.close_share(ticket)
+        self._arena.close_partition(ticket)
 
     async def probe(self, *, consumer: str, endpoint: str, connector: ConnectorName) -> EdgeProbe:
         """Negotiates with `consumer` and returns what a flow to it would use; sends no chunk.

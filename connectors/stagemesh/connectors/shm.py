@@ -1,7 +1,7 @@
 """The shm connector: a consumer maps the arena of a producer on the same host and reads regions in place.
 
-That both share a host is proved, not assumed: the producer hands the memory file itself over, which it can do on one
-host only, and the random bytes at the file's start show that it is the arena which the offer speaks of.
+The producer passes the memory file itself, which is possible only on one host, so that a shared host is proved and not
+assumed. The random token at the file's start proves that the file is the arena of the offer.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ from stagemesh.v1 import stage_pb2
 
 
 class ShmConnector(Connector):
-    """Hands out views of the producer's arena."""
+    """Maps producers' arenas and reads them in place."""
 
     name: ClassVar[ConnectorName] = SHM
 
@@ -33,15 +33,13 @@ class ShmConnector(Connector):
         self._arena = arena
 
     async def offer(self) -> bytes:
-        """See `Connector`."""
         return stage_pb2.ArenaAdvertisement(
             process_id=os.getpid(), size_bytes=self._arena.file_bytes, token=self._arena.token
         ).SerializeToString()
 
-    async def meet(self, offer: bytes, producer: Producer) -> "ShmReader":
-        """See `Connector`."""
+    async def connect(self, offer: bytes, producer: Producer) -> "ShmReader":
         if producer.arena_fd is None:
-            raise _unavailable(f"not on one host: {producer.replica} handed no arena over")
+            raise _unavailable(f"not on one host: {producer.replica} did not pass its arena")
         try:
             advertisement = stage_pb2.ArenaAdvertisement.FromString(offer)
             return ShmReader(_map(producer.arena_fd, advertisement))
@@ -49,11 +47,11 @@ class ShmConnector(Connector):
             raise _unavailable(f"the arena of {producer.replica} cannot be mapped: {exc}") from exc
 
     async def close(self) -> None:
-        """See `Connector`."""
+        """Does nothing: the connector itself holds no resources."""
 
 
 class ShmReader(InPlaceReader):
-    """A producer's arena, mapped for reading. Unmapped when the last view is gone."""
+    """A producer's arena, mapped for reading. It is unmapped when the last view is deleted."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping: mmap.mmap | None = mapping
@@ -62,42 +60,40 @@ class ShmReader(InPlaceReader):
         self._generations = memoryview(mapping)[PAGE_BYTES : self._data_offset].cast("Q")
 
     def view(self, place: ArenaRange) -> Bytes:
-        """See `InPlaceReader`."""
         offset, size_bytes, generation = place
         end = offset + size_bytes
         if size_bytes < 0 or offset < self._data_offset or end > self._size_bytes or self._mapping is None:
-            raise InvalidChunkError(f"{size_bytes} bytes at {offset} lie outside their producer's arena")
+            raise InvalidChunkError(f"{size_bytes} bytes at {offset} are outside their producer's arena")
         generations = self._generations
         first, last = offset // PAGE_BYTES, (end - 1 if size_bytes else offset) // PAGE_BYTES
         if not generation or not generations[first] == generations[last] == generation:
             raise InvalidChunkError(
-                f"{size_bytes} bytes at {offset} belong to a region that is no longer their own", reason="STALE_REGION"
+                f"{size_bytes} bytes at {offset} belong to a region that was freed", reason="STALE_REGION"
             )
         return np.ndarray(size_bytes, np.uint8, self._mapping, offset)
 
     async def close(self) -> None:
-        """See `Reader`."""
         self._mapping = None
         self._generations = memoryview(b"").cast("Q")
 
 
 def hold_lease(tensors: Sequence[Array], release: Callable[[], None]) -> None:
-    """Calls `release` once, from whatever thread, when the last of `tensors` and all views of them are gone."""
-    assert tensors, "a lease is held by one tensor at least"
+    """Calls `release` once, in any thread, when all `tensors` and all views of them are deleted."""
+    assert tensors, "a lease is held by at least one tensor"
     if len(tensors) == 1:
         when_gone(tensors[0], release)
         return
-    # Taking one out is a single step, whatever the threads: exactly one finds none left.
+    # A pop is atomic between threads, so exactly one call finds the list empty.
     others = [None] * (len(tensors) - 1)
 
-    def one_gone() -> None:
+    def release_after_last() -> None:
         try:
             others.pop()
         except IndexError:
             release()
 
     for tensor in tensors:
-        when_gone(tensor, one_gone)
+        when_gone(tensor, release_after_last)
 
 
 def _map(fd: int, advertisement: stage_pb2.ArenaAdvertisement) -> mmap.mmap:
@@ -113,7 +109,7 @@ def _map(fd: int, advertisement: stage_pb2.ArenaAdvertisement) -> mmap.mmap:
     data_offset_in(size_bytes)
     mapping = mmap.mmap(fd, size_bytes, access=mmap.ACCESS_READ)
     if not secrets.compare_digest(mapping[:TOKEN_BYTES], advertisement.token):
-        raise ValueError("its token is another one")
+        raise ValueError("its token differs from the offer's")
     if mapping[TOKEN_BYTES : TOKEN_BYTES + len(LAYOUT_NAME)] != LAYOUT_NAME:
         raise ValueError("another version of Stagemesh laid it out")
     return mapping

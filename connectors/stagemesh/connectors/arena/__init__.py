@@ -1,1 +1,1 @@
-"""The arena: the shared memory of one replica, its allocator, and the writers that fill it."""
+"""The arena: a replica's memory for tensors, its allocator, and the writers that fill it."""

@@ -1,8 +1,8 @@
-"""What one flow holds of memory that flows share."""
+"""Counts the memory that one flow holds in an arena that several flows share."""
 
 
 class MemoryAccount:
-    """Regions of an arena are charged to it until they are freed; see `Arena` for the share that it may hold."""
+    """Is charged for each region of a flow until the region is freed. `Arena` limits it to a fair share."""
 
     __slots__ = ("held_bytes", "waiting")
 

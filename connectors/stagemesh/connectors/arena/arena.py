@@ -1,6 +1,6 @@
-"""A replica's arena: preallocated shared memory that tensors are written into once and read from in place.
+"""A replica's arena: preallocated memory that tensors are written into once and read from in place.
 
-Room is shared fairly: a flow that holds some already waits while it would then hold more than is left free. Source:
+Space is shared fairly: a flow that already holds some waits if it would then hold more than is left free. Source:
 A. Choudhury and E. Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998 (alpha = 1).
 """
 
@@ -25,6 +25,7 @@ from stagemesh.connectors.arena.memory_file import (
     Layout,
     copy_tensors,
     create_memory_file,
+    create_private_memory,
     data_offset,
     free_pages,
     layout_of,
@@ -35,14 +36,16 @@ from stagemesh.connectors.arena.page_allocator import PAGE_BYTES, PageAllocator
 from stagemesh.connectors.arena.worker_writer import WRITER_SHIFT, Handle, PartitionTicket, read_handle
 from stagemesh.connectors.base import Bytes
 
-__all__ = ["Arena", "ArenaStats", "Found", "Layout", "MemoryAccount", "Region", "Written", "layout_of", "when_gone"]
+__all__ = ["Arena", "ArenaStats", "Layout", "MemoryAccount", "Region", "Written", "layout_of", "when_gone"]
 
 COPY_IN_THREAD_BYTES = 4 << 20
-"""From here on a copy is done in a thread: below, the 0.2 ms that this costs are more than the loop is held up for."""
+"""Copies of at least this size run in a thread. A smaller one blocks the loop for less than the 0.2 ms that a thread
+costs.
+"""
 
 
 class Region:
-    """Whole pages of an arena, freed when their last holder lets go. Used on the event loop."""
+    """A run of whole pages of an arena, freed when the last holder releases it. Used on the event loop."""
 
     __slots__ = ("_arena", "_holders", "account", "generation", "offset", "size_bytes")
 
@@ -62,47 +65,47 @@ class Region:
         self._holders += 1
 
     def release(self) -> None:
-        """Takes a holder away; the last one frees the pages."""
+        """Removes a holder. The last one frees the pages."""
         assert self._holders > 0, "a region is released once per holder"
         self._holders -= 1
         if self._holders == 0:
             self._arena.free(self)
 
     def bytes(self, offset: int, size_bytes: int) -> Bytes:
-        """A view of a range, `offset` counted from the region's start. Does not hold the region."""
+        """Returns a view of a range. `offset` counts from the region's start. The view does not hold the region."""
         assert 0 <= offset <= offset + size_bytes <= self.size_bytes, "the range lies outside the region"
         return np.ndarray(size_bytes, np.uint8, self._arena.memory, self.offset + offset)
 
     def as_array(self) -> Bytes:
-        """All bytes. The caller's hold goes over to the array, and ends when it and all views of it are gone."""
+        """Returns a view of all bytes. It takes over the caller's hold until it and all views of it are deleted."""
         array = self.bytes(0, self.size_bytes)
-        when_gone(array, self._arena.returner(self))
+        when_gone(array, self._arena.releaser(self))
         return array
 
 
 class Written(NamedTuple):
-    """Tensors in an arena. The region is held once, by whoever got this."""
+    """Tensors in an arena. The receiver of this object is a holder of the region."""
 
     region: Region
     tensors: dict[str, Array]
     offsets: Sequence[int]
-    """Of each tensor, from the file's start."""
+    """Each tensor's offset from the start of the memory file."""
 
     def held(self) -> dict[str, Array]:
-        """The tensors as views that hold the region until the last of them is gone; the caller's hold goes over."""
+        """Returns the tensors as views, which take over the caller's hold until the last of them is deleted."""
         whole = self.region.as_array()
         return {name: _view_of(whole, tensor) for name, tensor in self.tensors.items()}
 
 
-class Found(NamedTuple):
-    """Where in an arena a tensor lies; the offset counts from the file's start."""
+class TensorLocation(NamedTuple):
+    """The place of a tensor in an arena. The offset counts from the start of the memory file."""
 
     region: Region
     offset: int
 
 
 class ArenaStats(NamedTuple):
-    """How an arena is used."""
+    """The use of an arena at one moment."""
 
     size_bytes: int
     used_bytes: int
@@ -110,18 +113,18 @@ class ArenaStats(NamedTuple):
     waiting: int
     regions: int
     copied_bytes: int
-    """Copied in since the start."""
+    """Bytes copied into the arena since it was created."""
 
     @property
     def fragmentation(self) -> float:
-        """The part of the free memory that is not in one piece, 0 to 1."""
+        """The fraction of the free memory that lies outside the largest free run, 0 to 1."""
         free_bytes = self.size_bytes - self.used_bytes
         return 1 - self.largest_free_bytes / free_bytes if free_bytes else 0.0
 
 
 @dataclass
-class _Share:
-    """A slab set aside for a worker process, and how many regions that were adopted from it are held."""
+class _Partition:
+    """A slab that is reserved for a worker process, and the adopted regions of it that are held."""
 
     slab: Region
     regions: int = 0
@@ -129,65 +132,74 @@ class _Share:
     closed: bool = False
 
 
-class _Wish(NamedTuple):
+class _Allocation(NamedTuple):
+    """An allocation that waits for space."""
+
     size_bytes: int
     account: MemoryAccount
 
 
 class Arena:
-    """Owned by one replica and used from its event loop alone, but for `copy_in`."""
+    """Belongs to one replica. Only `copy_in` may be called outside the replica's event loop.
 
-    def __init__(self, data_bytes: int) -> None:
+    A shared arena is a memory file that other processes can map. One that is not shared is private memory, which the
+    kernel backs with huge pages if it can.
+    """
+
+    def __init__(self, data_bytes: int, *, shared: bool = True) -> None:
+        """Raises NotReadyError (NO_MEMORY)."""
         self._allocator = PageAllocator(data_bytes)
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.data_offset = data_offset(data_bytes)
         self.file_bytes = self.data_offset + data_bytes
-        self._fd, mapping = create_memory_file(data_bytes, self.token)
+        create = create_memory_file if shared else create_private_memory
+        self._fd, mapping = create(data_bytes, self.token)
+        self._is_closed = False
         self.memory = memoryview(mapping)
-        """The whole file. It stays mapped as long as the arena or a view of it is referred to."""
+        """The whole memory. It stays mapped while the arena or a view of it is referenced."""
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._generations = self.memory[PAGE_BYTES : self.data_offset].cast("Q")
         self._regions: dict[int, Region] = {}
         self._generation = 0
-        self._shares: dict[int, _Share] = {}
+        self._partitions: dict[int, _Partition] = {}
         self._writers = 0
-        self._shared_bytes = 0
-        # In order of arrival.
-        self._waiting: dict[asyncio.Future[Region], _Wish] = {}
+        self._partition_bytes = 0
+        self._waiting: dict[asyncio.Future[Region], _Allocation] = {}
+        """In order of arrival."""
         self._blocked = False
-        """Whether one of those who wait lacks room, so that nobody may overtake it."""
+        """Whether a waiting allocation lacks space, so that no later one may overtake it."""
         self._wake_due = False
-        self._returned: deque[Region] = deque()
-        self._collect_due = False
+        self._to_release: deque[Region] = deque()
+        self._release_due = False
         self.copies = 0
         self.copied_bytes = 0
         self._counting = threading.Lock()
         self.on_pressure: Callable[[], bool] = lambda: False
-        """Asked to free something that is kept only in case; says whether it did."""
+        """Called when space is short. Frees memory that is retained only for recovery; returns whether it did."""
 
     @property
     def fd(self) -> int:
-        """The memory file, for a peer to map for reading; -1 once closed."""
+        """The memory file, which a peer may map for reading. -1 if the arena is closed or not shared."""
         return self._fd
 
     @property
     def size_bytes(self) -> int:
-        """Bytes for data in all."""
+        """The total number of bytes for data."""
         return self._allocator.size_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in regions that are held; of a worker's slab, those in what was adopted from it."""
-        adopted_bytes = sum(share.held_bytes for share in self._shares.values())
-        return self._allocator.used_bytes - self._shared_bytes + adopted_bytes
+        """Bytes in regions that are held. Of a worker's slab, only adopted regions count."""
+        adopted_bytes = sum(partition.held_bytes for partition in self._partitions.values())
+        return self._allocator.used_bytes - self._partition_bytes + adopted_bytes
 
     @property
     def max_region_bytes(self) -> int:
-        """The largest region, half of what is not set aside for workers so that a second one can be under way."""
-        return (self._allocator.size_bytes - self._shared_bytes) // 2
+        """The size of the largest region: half of the memory outside partitions, so that a second one fits."""
+        return (self._allocator.size_bytes - self._partition_bytes) // 2
 
     def stats(self) -> ArenaStats:
-        """A snapshot."""
+        """Returns a snapshot."""
         allocator = self._allocator
         return ArenaStats(
             size_bytes=allocator.size_bytes,
@@ -198,18 +210,21 @@ class Arena:
             copied_bytes=self.copied_bytes,
         )
 
-    # -- room
+    # -- allocation
 
     def try_allocate(self, size_bytes: int, account: MemoryAccount) -> Region | None:
-        """A region of at least `size_bytes`, None where one has to wait. Raises InvalidChunkError for too much."""
+        """Returns a region of at least `size_bytes`, or None if the caller would have to wait for it.
+
+        Raises InvalidChunkError for more than `max_region_bytes`.
+        """
         if size_bytes > self.max_region_bytes:
             raise InvalidChunkError(
                 f"a chunk of {size_bytes} bytes exceeds the {self.max_region_bytes} that half of the arena holds; "
                 "cut it with the edge's `chunk: {frames: N}` or raise data_plane.arena_bytes",
                 reason="CHUNK_TOO_LARGE",
             )
-        if self._returned:
-            self._collect()
+        if self._to_release:
+            self._release_deleted()
         if self._waiting:
             if self._wake_due:
                 self._admit()
@@ -218,17 +233,20 @@ class Arena:
         return self._take(page_bytes_for(size_bytes), account)
 
     async def allocate(self, size_bytes: int, account: MemoryAccount) -> Region:
-        """A region of at least `size_bytes`, waiting in line for it. Raises InvalidChunkError for too much."""
+        """Returns a region of at least `size_bytes`, after waiting in line for it.
+
+        Raises InvalidChunkError for more than `max_region_bytes`, and UnavailableError if the arena is closed.
+        """
         region = self.try_allocate(size_bytes, account)
         if region is not None:
             return region
-        if self._fd < 0:
+        if self._is_closed:
             raise _closed()
-        wish = _Wish(page_bytes_for(size_bytes), account)
+        allocation = _Allocation(page_bytes_for(size_bytes), account)
         turn: asyncio.Future[Region] = asyncio.get_running_loop().create_future()
-        if not account.waiting and not self._over_share(wish):
+        if not account.waiting and not self._exceeds_fair_share(allocation):
             self._blocked = True
-        self._waiting[turn] = wish
+        self._waiting[turn] = allocation
         account.waiting += 1
         try:
             return await turn
@@ -240,20 +258,20 @@ class Arena:
             raise
 
     def wake(self) -> None:
-        """Lets those who wait look again, soon: something was freed, or `on_pressure` now can."""
+        """Schedules another try of the waiting allocations: memory was freed, or `on_pressure` can now free some."""
         if self._waiting and not self._wake_due:
             self._wake_due = True
             next(iter(self._waiting)).get_loop().call_soon(self._admit)
 
     def free(self, region: Region) -> None:
-        """Called by the region itself when its last holder lets go."""
+        """Frees a region. Called by the region when its last holder releases it."""
         del self._regions[region.generation]
         writer = region.generation >> WRITER_SHIFT
         if writer:
             free_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes)
-            share = self._shares[writer]
-            share.regions, share.held_bytes = share.regions - 1, share.held_bytes - region.size_bytes
-            self._drop_if_over(writer)
+            partition = self._partitions[writer]
+            partition.regions, partition.held_bytes = partition.regions - 1, partition.held_bytes - region.size_bytes
+            self._remove_if_unused(writer)
             return
         mark_pages(self.memory, offset=region.offset, size_bytes=region.size_bytes, generation=0)
         self._allocator.release(region.offset - self.data_offset)
@@ -263,16 +281,20 @@ class Arena:
     # -- tensors
 
     def try_write(self, tensors: Tensors, account: MemoryAccount, layout: Layout | None = None) -> Written | None:
-        """Copies tensors in at once, None where they have to wait; `layout` is theirs, where it is known.
+        """Copies tensors into a new region, or returns None if they would have to wait for space.
 
-        Raises InvalidChunkError for too much.
+        `layout` is the tensors' layout if the caller knows it. Raises InvalidChunkError if they can never fit.
         """
         layout = layout or layout_of(tensors)
         region = self.try_allocate(layout.size_bytes, account)
         return None if region is None else self._copy_now(region, layout, tensors)
 
     async def write(self, tensors: Tensors, account: MemoryAccount, layout: Layout | None = None) -> Written:
-        """Copies tensors in, waiting in line for room; otherwise as `try_write`."""
+        """Copies tensors into a new region, after waiting in line for space.
+
+        `layout` is the tensors' layout if the caller knows it. Raises InvalidChunkError if they can never fit, and
+        UnavailableError if the arena is closed.
+        """
         layout = layout or layout_of(tensors)
         region = await self.allocate(layout.size_bytes, account)
         if layout.size_bytes < COPY_IN_THREAD_BYTES:
@@ -281,12 +303,12 @@ class Arena:
         try:
             return Written(region, await asyncio.shield(copying), _offsets(region, layout.offsets))
         except BaseException:
-            # A thread cannot be stopped: the region is given back once it no longer writes.
+            # A thread cannot be stopped: the region is released when it no longer writes.
             copying.add_done_callback(lambda _: region.release())
             raise
 
     def copy_in(self, region: Region, layout: Layout, tensors: Tensors) -> dict[str, Array]:
-        """Copies tensors into a region, in whatever thread; returns views of the copies."""
+        """Copies tensors into a region and returns views of the copies. May be called in any thread."""
         assert layout.size_bytes <= region.size_bytes, "the tensors do not fit the region"
         views = copy_tensors(self.memory, start=region.offset, layout=layout, tensors=tensors)
         with self._counting:
@@ -294,8 +316,8 @@ class Arena:
             self.copied_bytes += layout.tensor_bytes
         return views
 
-    def find(self, tensor: Array) -> Found | None:
-        """The region that a C-contiguous tensor lies in; None where it lies elsewhere or has no bytes."""
+    def find(self, tensor: Array) -> TensorLocation | None:
+        """Returns the location of a C-contiguous tensor, or None if it lies outside the arena or has no bytes."""
         size_bytes = tensor.nbytes
         if tensor.base is None or not size_bytes or not tensor.flags.c_contiguous:
             return None
@@ -305,26 +327,27 @@ class Arena:
         region = self._regions.get(self._generations[offset // PAGE_BYTES])
         if region is None or offset + size_bytes > region.offset + region.size_bytes:
             return None
-        return Found(region, offset)
+        return TensorLocation(region, offset)
 
     # -- worker processes
 
-    def open_share(self, size_bytes: int) -> PartitionTicket:
-        """Sets a slab aside for one worker process that writes by itself; each process needs one of its own.
+    def open_partition(self, size_bytes: int) -> PartitionTicket:
+        """Reserves a slab for one worker process, into which that process writes by itself.
 
-        Raises NotReadyError (NO_MEMORY) where it does not fit.
+        Raises NotReadyError (NO_MEMORY) if the slab does not fit.
         """
+        assert self._fd >= 0, "only a shared arena has partitions"
         fits = self._writers < (1 << 16) - 1 and size_bytes <= self.max_region_bytes
         slab = self.try_allocate(size_bytes, MemoryAccount()) if fits else None
         if slab is None:
             raise NotReadyError(
-                f"the arena has no room for a worker's slab of {size_bytes} bytes; raise data_plane.arena_bytes",
+                f"the arena has no space for a worker's slab of {size_bytes} bytes; raise data_plane.arena_bytes",
                 reason="NO_MEMORY",
             )
         mark_pages(self.memory, offset=slab.offset, size_bytes=slab.size_bytes, generation=0)
         self._writers += 1
-        self._shares[self._writers] = _Share(slab)
-        self._shared_bytes += slab.size_bytes
+        self._partitions[self._writers] = _Partition(slab)
+        self._partition_bytes += slab.size_bytes
         return PartitionTicket(
             process_id=os.getpid(),
             file_descriptor=self._fd,
@@ -335,14 +358,14 @@ class Arena:
         )
 
     def adopt(self, handle: Handle) -> Written:
-        """What a worker wrote; its pages go back to the worker with the region's last holder.
+        """Returns the tensors that a worker wrote. The last holder of their region returns its pages to the worker.
 
-        Raises InvalidChunkError for a handle that is none of an open share, or was adopted before.
+        Raises InvalidChunkError for a handle that belongs to no open partition or was adopted before.
         """
-        share = self._shares.get(handle.generation >> WRITER_SHIFT)
-        if share is None or share.closed or handle.generation in self._regions:
-            raise InvalidChunkError("a worker's handle belongs to no open share, or was adopted before")
-        slab = share.slab
+        partition = self._partitions.get(handle.generation >> WRITER_SHIFT)
+        if partition is None or partition.closed or handle.generation in self._regions:
+            raise InvalidChunkError("a worker's handle belongs to no open partition, or was adopted before")
+        slab = partition.slab
         views = read_handle(handle, self.memory, slab_offset=slab.offset, slab_bytes=slab.size_bytes)
         region = Region(
             self,
@@ -352,48 +375,57 @@ class Arena:
             account=slab.account,
         )
         self._regions[handle.generation] = region
-        share.regions, share.held_bytes = share.regions + 1, share.held_bytes + handle.size_bytes
+        partition.regions, partition.held_bytes = partition.regions + 1, partition.held_bytes + handle.size_bytes
         return Written(region, views, _offsets(region, [placed.offset for placed in handle.tensors]))
 
-    def share_of(self, region: Region) -> tuple[int, int]:
-        """Whose share a region lies in, 0 for nobody's, and how many bytes that has."""
+    def partition_of(self, region: Region) -> tuple[int, int]:
+        """Returns the number of the partition that contains a region, 0 for none, and the partition's size in bytes."""
         writer = region.generation >> WRITER_SHIFT
-        return writer, self._shares[writer].slab.size_bytes if writer else self.size_bytes
+        return writer, self._partitions[writer].slab.size_bytes if writer else self.size_bytes
 
-    def close_share(self, ticket: PartitionTicket) -> None:
-        """Takes a slab back once nothing adopted from it is held; for when its worker has ended. Twice is harmless."""
-        share = self._shares.get(ticket.writer)
-        if share is not None:
-            share.closed = True
-            self._drop_if_over(ticket.writer)
+    def close_partition(self, ticket: PartitionTicket) -> None:
+        """Frees a slab as soon as no region adopted from it is held. Call it after the worker has ended.
 
-    # -- life
+        Closing twice is harmless.
+        """
+        partition = self._partitions.get(ticket.writer)
+        if partition is not None:
+            partition.closed = True
+            self._remove_if_unused(ticket.writer)
+
+    # -- lifecycle
 
     def close(self) -> None:
-        """Closes the memory file and ends those who wait; what is mapped stays so. Closing twice is harmless."""
-        if self._fd < 0:
+        """Closes the memory file and fails all waiting allocations. Mapped memory stays mapped.
+
+        Closing twice is harmless.
+        """
+        if self._is_closed:
             return
-        os.close(self._fd)
-        self._fd = -1
+        self._is_closed = True
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
         for turn in list(self._waiting):
             self._leave(turn)
             if not turn.done():
                 turn.set_exception(_closed())
 
-    def returner(self, region: Region) -> Callable[[], None]:
-        """What releases `region` on the event loop when called in whatever thread, at whatever moment."""
-        loop, thread, returned = asyncio.get_running_loop(), threading.get_ident(), self._returned
+    def releaser(self, region: Region) -> Callable[[], None]:
+        """Returns a function that releases `region` on the event loop. It may be called in any thread, at any time."""
+        loop, thread, to_release = asyncio.get_running_loop(), threading.get_ident(), self._to_release
 
-        def give_back() -> None:
-            returned.append(region)
-            if not self._collect_due and not loop.is_closed():
-                self._collect_due = True
+        def release() -> None:
+            to_release.append(region)
+            if not self._release_due and not loop.is_closed():
+                self._release_due = True
                 # The loop's own thread need not wake it up.
-                (loop.call_soon if threading.get_ident() == thread else loop.call_soon_threadsafe)(self._collect)
+                schedule = loop.call_soon if threading.get_ident() == thread else loop.call_soon_threadsafe
+                schedule(self._release_deleted)
 
-        return give_back
+        return release
 
-    # -- inner workings
+    # -- internals
 
     def _take(self, size_bytes: int, account: MemoryAccount) -> Region | None:
         allocator = self._allocator
@@ -413,44 +445,47 @@ class Arena:
         self._regions[generation] = region
         return region
 
-    def _over_share(self, wish: _Wish) -> bool:
-        # By the plain rule even when alone: a flow that holds something never makes others wait behind it.
-        held_bytes = wish.account.held_bytes
-        return held_bytes > 0 and held_bytes + wish.size_bytes > self._allocator.free_bytes
+    def _exceeds_fair_share(self, allocation: _Allocation) -> bool:
+        # The rule applies to an account that is alone, too: a flow that holds memory never makes others wait behind it.
+        held_bytes = allocation.account.held_bytes
+        return held_bytes > 0 and held_bytes + allocation.size_bytes > self._allocator.free_bytes
 
     def _is_alone(self, account: MemoryAccount) -> bool:
-        """Whether the account holds nothing, or nobody else holds anything: it then need not leave room for others."""
+        """Returns whether the account need not leave space for others: it holds nothing, or all others hold nothing."""
         held_bytes = account.held_bytes
-        return not held_bytes or held_bytes + self._shared_bytes == self._allocator.used_bytes
+        return not held_bytes or held_bytes + self._partition_bytes == self._allocator.used_bytes
 
     def _admit(self) -> None:
-        """Serves those who wait, in order, up to the first that lacks room; accounts over their share are passed by."""
+        """Serves the waiting allocations in order, up to the first that lacks space.
+
+        Allocations of accounts that exceed their fair share are skipped.
+        """
         self._wake_due = self._blocked = False
-        held_back: set[MemoryAccount] = set()
-        for turn, wish in list(self._waiting.items()):
-            if turn.done() or wish.account in held_back:
+        skipped: set[MemoryAccount] = set()
+        for turn, allocation in list(self._waiting.items()):
+            if turn.done() or allocation.account in skipped:
                 continue
-            region = self._take(wish.size_bytes, wish.account)
+            region = self._take(allocation.size_bytes, allocation.account)
             if region is not None:
                 self._leave(turn)
                 turn.set_result(region)
-            elif self._over_share(wish):
-                held_back.add(wish.account)
+            elif self._exceeds_fair_share(allocation):
+                skipped.add(allocation.account)
             else:
                 self._blocked = True
                 return
 
     def _leave(self, turn: asyncio.Future[Region]) -> None:
-        wish = self._waiting.pop(turn, None)
-        if wish is not None:
-            wish.account.waiting -= 1
+        allocation = self._waiting.pop(turn, None)
+        if allocation is not None:
+            allocation.account.waiting -= 1
         if not self._waiting:
             self._blocked = False
 
-    def _collect(self) -> None:
-        self._collect_due = False
-        while self._returned:
-            self._returned.popleft().release()
+    def _release_deleted(self) -> None:
+        self._release_due = False
+        while self._to_release:
+            self._to_release.popleft().release()
 
     def _copy_now(self, region: Region, layout: Layout, tensors: Tensors) -> Written:
         try:
@@ -459,29 +494,31 @@ class Arena:
             region.release()
             raise
 
-    def _drop_if_over(self, writer: int) -> None:
-        share = self._shares[writer]
-        if share.closed and not share.regions:
-            del self._shares[writer]
-            self._shared_bytes -= share.slab.size_bytes
-            share.slab.release()
+    def _remove_if_unused(self, writer: int) -> None:
+        partition = self._partitions[writer]
+        if partition.closed and not partition.regions:
+            del self._partitions[writer]
+            self._partition_bytes -= partition.slab.size_bytes
+            partition.slab.release()
 
 
 def when_gone(array: Array, call: Callable[[], None]) -> None:
-    """Calls `call` when `array` and all views of it are gone: in whatever thread, in the midst of whatever it does."""
+    """Calls `call` when `array` and all views of it are deleted, in the thread that deletes the last one, at any
+    point of its code.
+    """
 
     def gone(reference: "weakref.ref[Array]") -> None:
         del _watched[id(reference)]
         call()
 
-    # Further views refer to the array over the memory, not to one that was made of it.
+    # A view refers to the array over the memory, not to the view from which it was made.
     owner = array.base if isinstance(array.base, np.ndarray) else array
     reference = weakref.ref(owner, gone)
     _watched[id(reference)] = reference
 
 
 _watched: dict[int, "weakref.ref[Array]"] = {}
-"""As `weakref.finalize` keeps them, at half of its cost."""
+"""References that must live as long as their arrays. `weakref.finalize` does the same at twice the cost."""
 
 
 def _offsets(region: Region, offsets: Sequence[int]) -> list[int]:
@@ -490,7 +527,7 @@ def _offsets(region: Region, offsets: Sequence[int]) -> list[int]:
 
 
 def _view_of(whole: Bytes, tensor: Array) -> Array:
-    """A tensor that lies in `whole`, as a view of it."""
+    """Returns a tensor that lies in `whole` as a view of `whole`."""
     if not tensor.nbytes:
         return tensor
     offset = _address_of(tensor) - _address_of(whole)

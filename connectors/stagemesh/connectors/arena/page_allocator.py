@@ -1,8 +1,9 @@
 """An allocator of whole pages over a fixed range: constant time, no memory of its own inside the range.
 
 Source: M. Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", ECRTS 2004 (two-level
-segregated fit). Free runs are kept by size class: 32 classes between each power of two and the next, one page apart
-below 64 pages. One bit a class says whether it has a run, so that the smallest that fits is found without a search.
+segregated fit). Free runs are grouped by size class: 32 classes between each power of two and the next, one page apart
+below 64 pages. One bit for each class says whether it has a run, so that the smallest fitting run is found without a
+search.
 """
 
 PAGE_BYTES = 4096
@@ -12,7 +13,7 @@ _EXACT_PAGES = 2 << _STEP_BITS
 
 
 class PageAllocator:
-    """Hands out runs of pages and joins them again when they come back. Knows offsets only, never the memory."""
+    """Allocates runs of pages and joins them when they are released. Handles only offsets, never the memory."""
 
     def __init__(self, size_bytes: int) -> None:
         if size_bytes < PAGE_BYTES or size_bytes % PAGE_BYTES:
@@ -20,35 +21,35 @@ class PageAllocator:
         self.size_bytes = size_bytes
         self.free_bytes = size_bytes
         pages = size_bytes // PAGE_BYTES
-        # Dicts of a run's first page keep the order of insertion: the last one freed, still in the cache, goes first.
+        # Keys are the first pages of runs, in the order of their release: the last one, still in the cache, is reused.
         self._classes: list[dict[int, None]] = [{} for _ in range(_size_class(pages) + 1)]
         self._nonempty = 0
         self._free_length: dict[int, int] = {}
         self._free_start: dict[int, int] = {}
-        """Of the free run that ends before the page."""
+        """The start of the free run that ends before a page, by that page."""
         self._taken: dict[int, int] = {}
         self._insert(0, pages)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in runs that are taken."""
+        """Bytes in allocated runs."""
         return self.size_bytes - self.free_bytes
 
     @property
     def largest_free_bytes(self) -> int:
-        """The longest free run."""
+        """The size of the longest free run."""
         if not self._nonempty:
             return 0
         longest = self._classes[self._nonempty.bit_length() - 1]
         return max(self._free_length[start] for start in longest) * PAGE_BYTES
 
     def allocate(self, size_bytes: int) -> int | None:
-        """The offset of a run of at least `size_bytes` and one page, or None when there is none."""
+        """Returns the offset of a run of at least `size_bytes` and one page, or None if there is none."""
         pages = (size_bytes + PAGE_BYTES - 1) // PAGE_BYTES or 1
         if pages < _EXACT_PAGES:
             size_class = pages
         else:
-            # Every run of the next class fits, those of its own class only perhaps.
+            # Every run of the next class is long enough. A run of the size's own class may be too short.
             shift = pages.bit_length() - _STEP_BITS - 1
             size_class = (shift << _STEP_BITS) + ((pages + (1 << shift) - 1) >> shift)
         larger = self._nonempty >> size_class
@@ -72,7 +73,7 @@ class PageAllocator:
         return start * PAGE_BYTES
 
     def release(self, offset: int) -> None:
-        """Takes a run back and joins it with its free neighbours. A run that is not taken is a KeyError."""
+        """Frees a run and joins it with adjacent free runs. Raises KeyError for a run that is not allocated."""
         start = offset // PAGE_BYTES
         length = self._taken.pop(start)
         self.free_bytes += length * PAGE_BYTES
@@ -103,7 +104,7 @@ class PageAllocator:
             self._nonempty ^= 1 << size_class
 
     def _search(self, pages: int) -> int | None:
-        """Unlinks a run of `pages`' own class that is long enough: looked for where there is none of a larger class."""
+        """Unlinks and returns a run that is long enough from the size class of `pages`, if no larger class has one."""
         size_class = _size_class(pages)
         if size_class >= len(self._classes):
             return None
@@ -116,7 +117,7 @@ class PageAllocator:
 
 
 def _size_class(pages: int) -> int:
-    """The class that a run of `pages` belongs to."""
+    """Returns the class of a run of `pages`."""
     if pages < _EXACT_PAGES:
         return pages
     shift = pages.bit_length() - _STEP_BITS - 1

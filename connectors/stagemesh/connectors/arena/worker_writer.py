@@ -1,7 +1,7 @@
-"""Worker processes of an engine write tensors into their replica's arena by themselves, without asking for each.
+"""Lets an engine's worker processes write tensors into their replica's arena without a request for each.
 
-The replica sets a slab of pages aside for each worker. A page of it is free while its entry in the arena's generation
-table is 0; only the worker sets entries, only the replica clears them, so that neither needs a lock.
+The replica reserves a slab of pages for each worker. A page of it is free while its entry in the arena's generation
+table is 0. Only the worker sets entries and only the replica clears them, so that neither needs a lock.
 """
 
 import math
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import DeadlineError, InvalidChunkError, NotReadyError, UnavailableError
 from stagemesh.common.tensors import DTYPES, Array, Tensors, dtype_name
 from stagemesh.connectors.arena.memory_file import (
@@ -32,7 +33,7 @@ from stagemesh.connectors.arena.memory_file import (
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 
 WRITER_SHIFT = 48
-"""A generation's top 16 bits are its writer's number, 0 for the replica itself; the rest is that writer's count."""
+"""The top 16 bits of a generation are the number of its writer, 0 for the replica. The rest counts its regions."""
 
 _SHORTEST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 2e-3
@@ -40,7 +41,7 @@ _LONGEST_PAUSE_S = 2e-3
 
 @dataclass(frozen=True)
 class PartitionTicket:
-    """What one worker process needs to write into a slab; picklable. Offsets count from the memory file's start."""
+    """Entitles one worker process to write into a slab. Picklable. Offsets count from the start of the memory file."""
 
     process_id: int
     file_descriptor: int
@@ -51,7 +52,7 @@ class PartitionTicket:
 
 
 class PlacedTensor(NamedTuple):
-    """A tensor of a handle; the offset counts from the handle's."""
+    """A tensor of a handle. Its offset counts from the handle's offset."""
 
     name: str
     dtype: str
@@ -61,7 +62,7 @@ class PlacedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Handle:
-    """What a worker wrote at once, in whole pages; picklable. The replica adopts it."""
+    """Names the pages of one write of a worker. Picklable. The replica adopts it."""
 
     generation: int
     offset: int
@@ -70,14 +71,14 @@ class Handle:
 
 
 class Reserved(NamedTuple):
-    """Room in the arena: what the replica is told of it, and the tensors to be filled in before that."""
+    """Reserved space: tensors for the caller to fill, and the handle to send to the replica afterwards."""
 
     handle: Handle
     tensors: Mapping[str, Array]
 
 
 class ArenaWriter:
-    """A worker's end of a share. Used by one thread; one writer for a ticket, ever."""
+    """Writes into a worker's partition. Used by one thread. A ticket may have one writer in its lifetime."""
 
     def __init__(self, ticket: PartitionTicket) -> None:
         self._ticket = ticket
@@ -93,10 +94,10 @@ class ArenaWriter:
         self._count = 0
 
     def write(self, tensors: Tensors, timeout_s: float) -> Handle:
-        """Copies tensors in, waiting while the slab is full.
+        """Copies tensors into the slab. Waits while the slab is full.
 
-        Raises InvalidChunkError when they can never fit, DeadlineError when there is no room in time, and
-        UnavailableError when the replica is gone.
+        Raises InvalidChunkError if they can never fit, DeadlineError if there is no space within `timeout_s`, and
+        UnavailableError if the replica has terminated.
         """
         reserved = self._reserve(tensors, timeout_s)
         for name, tensor in tensors.items():
@@ -104,9 +105,9 @@ class ArenaWriter:
         return reserved.handle
 
     def try_reserve(self, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> "Reserved | None":
-        """Room for tensors of one type (in the contract's words), for the caller to fill in; None while there is none.
+        """Reserves space for tensors of one type, for the caller to fill. Returns None if there is no space now.
 
-        Raises InvalidChunkError when they can never fit.
+        `dtype` is a name of `DTYPES`. Raises InvalidChunkError if the tensors can never fit.
         """
         try:
             return self._reserve(_empty(shapes, dtype), 0.0)
@@ -114,16 +115,19 @@ class ArenaWriter:
             return None
 
     def reserve(self, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> "Reserved":
-        """As `try_reserve`, but waits as long as it takes. Raises UnavailableError when the replica is gone."""
+        """Reserves space like `try_reserve`, but waits without a limit.
+
+        Raises UnavailableError if the replica has terminated.
+        """
         return self._reserve(_empty(shapes, dtype), math.inf)
 
     @property
     def room(self) -> memoryview:
-        """The slab's bytes, for whoever has to pin them."""
+        """The slab's bytes, for a caller that page-locks them."""
         return self._memory[self._ticket.offset : self._ticket.offset + self._ticket.size_bytes]
 
     def close(self) -> None:
-        """Lets go of the replica; what was written stays. Closing twice is harmless."""
+        """Closes the handle of the replica's process. Written tensors stay. Closing twice is harmless."""
         if self._replica >= 0:
             os.close(self._replica)
             self._replica = -1
@@ -132,7 +136,7 @@ class ArenaWriter:
         dtypes = [dtype_name(tensor) for tensor in tensors.values()]
         layout = layout_of(tensors)
         size_bytes = page_bytes_for(layout.size_bytes)
-        page = self._wait_for_room(size_bytes // PAGE_BYTES, timeout_s)
+        page = self._wait_for_space(size_bytes // PAGE_BYTES, timeout_s)
         offset = self._ticket.offset + page * PAGE_BYTES
         self._count += 1
         generation = (self._ticket.writer << WRITER_SHIFT) + self._count
@@ -145,32 +149,31 @@ class ArenaWriter:
         handle = Handle(generation, offset, size_bytes, placed)
         return Reserved(handle, {one.name: _view(one, handle, self._memory) for one in placed})
 
-    def _wait_for_room(self, pages: int, timeout_s: float) -> int:
+    def _wait_for_space(self, pages: int, timeout_s: float) -> int:
         if pages > len(self._generations):
             raise InvalidChunkError(
                 f"{pages * PAGE_BYTES} bytes exceed the worker's slab of {self._ticket.size_bytes}; raise its size",
                 reason="CHUNK_TOO_LARGE",
             )
         deadline_s = time.monotonic() + timeout_s
-        pause_s = _SHORTEST_PAUSE_S
-        while (page := self._find_room(pages)) is None:
+        backoff = Backoff(first_s=_SHORTEST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+        while (page := self._find_free(pages)) is None:
             if time.monotonic() >= deadline_s:
                 raise DeadlineError(
-                    f"the worker's slab of {self._ticket.size_bytes} bytes had no room for {timeout_s} s: what was "
-                    "written is not being read; allow more time or raise its size"
+                    f"the worker's slab of {self._ticket.size_bytes} bytes had no space for {timeout_s} s: the tensors "
+                    "in it are not being read; allow more time or raise its size"
                 )
-            if self._replica_is_gone():
-                raise UnavailableError("the replica that this worker belongs to is gone")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            if self._replica_has_ended():
+                raise UnavailableError("the replica that this worker belongs to has terminated")
+            time.sleep(backoff.next_s())
         return page
 
-    def _find_room(self, pages: int) -> int | None:
-        """The first page of a free run, round from where the last one ended."""
+    def _find_free(self, pages: int) -> int | None:
+        """Returns the first page of a free run, searched from the end of the last one and around."""
         start = self._next_page
         if start + pages <= len(self._generations) and not self._generations[start : start + pages].any():
             return start
-        # Of a copy: numpy minds that the replica clears entries meanwhile.
+        # Searches a copy: numpy fails if the replica clears entries meanwhile.
         taken = np.flatnonzero(self._generations.copy())
         starts = np.concatenate(([0], taken + 1))
         ends = np.concatenate((taken, [len(self._generations)]))
@@ -179,33 +182,33 @@ class ArenaWriter:
             return None
         return int(fitting[np.searchsorted(fitting, start) % fitting.size])
 
-    def _replica_is_gone(self) -> bool:
+    def _replica_has_ended(self) -> bool:
         poll = select.poll()
         poll.register(self._replica, select.POLLIN)
         return bool(poll.poll(0))
 
 
 def read_handle(handle: Handle, memory: memoryview, *, slab_offset: int, slab_bytes: int) -> dict[str, Array]:
-    """The tensors of a handle, at the replica; raises InvalidChunkError for one that its slab does not bear out."""
+    """Returns a handle's tensors, at the replica. Raises InvalidChunkError if its slab does not contain them."""
     inside = slab_offset <= handle.offset < handle.offset + handle.size_bytes <= slab_offset + slab_bytes
     if not inside or handle.offset % PAGE_BYTES or handle.size_bytes % PAGE_BYTES:
-        raise InvalidChunkError("a worker's handle lies outside its slab")
+        raise InvalidChunkError("a worker's handle is outside its slab")
     if not pages_are_of(memory, offset=handle.offset, size_bytes=handle.size_bytes, generation=handle.generation):
         raise InvalidChunkError("a worker's handle names pages that are not its own", reason="STALE_REGION")
     return {tensor.name: _view(tensor, handle, memory) for tensor in handle.tensors}
 
 
 def _empty(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, Array]:
-    """Tensors of these shapes that take no memory."""
+    """Returns tensors of these shapes that take no memory."""
     return {name: np.broadcast_to(np.zeros((), DTYPES[dtype]), shape) for name, shape in shapes.items()}
 
 
 def _view(tensor: PlacedTensor, handle: Handle, memory: memoryview) -> Array:
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None or tensor.offset < 0 or any(dim < 0 for dim in tensor.shape):
-        raise InvalidChunkError(f"tensor {tensor.name!r} of a worker's handle is none")
+        raise InvalidChunkError(f"tensor {tensor.name!r} of a worker's handle is not valid")
     if tensor.offset % ALIGNMENT_BYTES or tensor.offset + math.prod(tensor.shape) * dtype.itemsize > handle.size_bytes:
-        raise InvalidChunkError(f"tensor {tensor.name!r} lies outside its worker's handle")
+        raise InvalidChunkError(f"tensor {tensor.name!r} is outside its worker's handle")
     return np.ndarray(tensor.shape, dtype, memory, handle.offset + tensor.offset)
 
 
@@ -222,7 +225,7 @@ def _map(ticket: PartitionTicket) -> mmap.mmap:
     except OSError as exc:
         raise _not_shared(exc.strerror or str(exc)) from exc
     if mapping[:TOKEN_BYTES] != ticket.token:
-        raise _not_shared("it is another one")
+        raise _not_shared("it belongs to another replica")
     return mapping
 
 

@@ -1,4 +1,4 @@
-"""The conformance kit: every promise of the data plane, tested for whatever connector a class names.
+"""The conformance kit: tests of every guarantee of the data plane, for the connector that a class names.
 
     from stagemesh.connectors.conformance import ConnectorSuite
 
@@ -17,7 +17,7 @@ pytest.register_assert_rewrite(
     )
 )
 
-from stagemesh.connectors.conformance.data_suite import DataSuite  # noqa: E402 - its asserts are rewritten from here on
+from stagemesh.connectors.conformance.data_suite import DataSuite  # noqa: E402 - asserts are rewritten in imports after the call above
 from stagemesh.connectors.conformance.fault_suite import FaultSuite  # noqa: E402
 from stagemesh.connectors.conformance.proxies import Proxy, proxied  # noqa: E402
 from stagemesh.connectors.conformance.reader_suite import ReaderSuite  # noqa: E402
@@ -47,8 +47,8 @@ __all__ = [
 
 
 class FlowSuite(DataSuite, FaultSuite):
-    """What a flow promises by any connector; all that there is to test of `grpc`, which reads no arena."""
+    """Tests the guarantees of a flow. For `grpc`, which reads no arena, these are all tests."""
 
 
 class ConnectorSuite(FlowSuite, ReaderSuite):
-    """All that a connector which reads arenas promises."""
+    """Tests all guarantees of a connector that reads arenas."""

@@ -1,4 +1,4 @@
-"""What arrives is what was sent: D1 and D2, whatever the tensors are."""
+"""Tests that all kinds of tensors arrive as they were sent (guarantees D1 and D2)."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 class DataSuite(Suite):
-    """Tensors of every kind, size and number, over one flow and over several."""
+    """Sends tensors of every kind, size and number over one flow and over several."""
 
     @pytest.mark.parametrize("dtype", DTYPES)
     async def test_every_dtype_arrives(self, dtype: str) -> None:

@@ -1,4 +1,4 @@
-"""Both ends of one connector without flows between them: what the seam itself promises is tested here."""
+"""Both sides of one connector without flows between them, for tests of the connector interface itself."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +24,7 @@ ARENA_BYTES = 8 << 20
 
 
 class End:
-    """One replica's arenas and its connector."""
+    """One replica's arenas and connector."""
 
     def __init__(self, name: ConnectorName, *, replica: str, incarnation: str = "1") -> None:
         self.replica, self.incarnation = replica, incarnation
@@ -36,26 +36,26 @@ class End:
         self.connector: Connector = self._connectors.get(name)
 
     async def settled(self) -> None:
-        """Returns when nothing is left in the memory that is fetched into; TimeoutError where something is."""
+        """Returns when the landing memory is empty. Raises TimeoutError if it does not become empty."""
         landing = self._landing
         if landing is not None:
             await emptied(lambda: landing.used_bytes)
 
     async def write(self, content: Bytes) -> tuple[Written, ArenaRange]:
-        """Bytes in the arena, and where they lie."""
+        """Writes bytes into the arena and returns their region and range."""
         written = await self.arena.write({"x": content}, MemoryAccount())
         return written, ArenaRange(written.region.offset, content.nbytes, written.region.generation)
 
     def as_producer(self, *, with_arena: bool = True) -> Producer:
-        """How this replica introduces itself to one on its host."""
+        """Describes this replica as a producer on the consumer's host."""
         return Producer(self.replica, self.incarnation, self.arena.fd if with_arena else None)
 
-    async def meet(self, producer: "End") -> Reader:
-        """A reader of another's arena."""
-        return await self.connector.meet(await producer.connector.offer(), producer.as_producer())
+    async def connect(self, producer: "End") -> Reader:
+        """Returns a reader of another replica's arena."""
+        return await self.connector.connect(await producer.connector.offer(), producer.as_producer())
 
     async def close(self) -> None:
-        """Closes connector and arenas. Closing twice is harmless."""
+        """Closes the connector and the arenas. Closing twice is harmless."""
         await self._connectors.close()
         self.arena.close()
         if self._landing is not None:
@@ -68,7 +68,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Met:
+class Connected:
     """A consumer that reads from a producer."""
 
     producer: End
@@ -76,21 +76,21 @@ class Met:
     reader: Reader
 
     async def read(self, *places: ArenaRange) -> list[Bytes]:
-        """The ranges, by whichever way the reader reads."""
+        """Reads ranges with the method that the reader's kind has."""
         return await read(self.reader, places)
 
 
 async def read(reader: Reader, places: Sequence[ArenaRange]) -> list[Bytes]:
-    """What a reader finds at `places`."""
+    """Reads ranges with the method that the reader's kind has."""
     if isinstance(reader, InPlaceReader):
         return [reader.view(place) for place in places]
-    assert isinstance(reader, FetchingReader), "a reader looks or fetches"
+    assert isinstance(reader, FetchingReader), "a reader reads in place or fetches"
     return await reader.fetch(places, MemoryAccount())
 
 
 @asynccontextmanager
 async def ends(name: ConnectorName) -> AsyncGenerator[tuple[End, End]]:
-    """A producer "a-0" and a consumer "b-0" that do not know each other yet."""
+    """Yields a producer "a-0" and a consumer "b-0" that are not connected yet."""
     producer, consumer = End(name, replica="a-0"), End(name, replica="b-0")
     try:
         yield producer, consumer
@@ -100,16 +100,16 @@ async def ends(name: ConnectorName) -> AsyncGenerator[tuple[End, End]]:
 
 
 @asynccontextmanager
-async def met(name: ConnectorName) -> AsyncGenerator[Met]:
-    """The two once the consumer can read."""
+async def connected(name: ConnectorName) -> AsyncGenerator[Connected]:
+    """Yields a producer "a-0" and a consumer "b-0" that is connected to it."""
     async with ends(name) as (producer, consumer):
-        reader = await consumer.meet(producer)
+        reader = await consumer.connect(producer)
         try:
-            yield Met(producer, consumer, reader)
+            yield Connected(producer, consumer, reader)
         finally:
             await reader.close()
 
 
 def content(size_bytes: int, seed: int) -> Bytes:
-    """Bytes that follow from the seed and are different everywhere."""
+    """Returns random bytes that follow from the seed."""
     return np.random.default_rng(seed).integers(0, 256, size_bytes, np.uint8)

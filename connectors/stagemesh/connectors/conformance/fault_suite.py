@@ -1,4 +1,4 @@
-"""What breaks, and what comes of it: D1, D4 and D6 over connections that are cut and replicas that come back."""
+"""Tests guarantees D1, D4 and D6 over connections that are cut and replicas that restart."""
 
 import asyncio
 
@@ -15,14 +15,14 @@ MIB = 1 << 20
 
 
 class FaultSuite(Suite):
-    """Connections that break, replicas that restart, ends that give up."""
+    """Breaks connections, restarts replicas and stops producers and consumers."""
 
     @pytest.mark.parametrize("size", [100, 30_000, 400_000])
     async def test_cut_connections_lose_and_repeat_nothing(self, size: int) -> None:
         sent = [packet(seq, size) for seq in range(20)]
         total = sum(one.size_bytes for one in sent)
         async with self.hosts() as (a, b), proxied(b.endpoint) as (proxy, endpoint):
-            # Where the connector sends the bytes past the proxy, only the cuts between chunks happen.
+            # If the connector's bytes bypass the proxy, only the cuts between chunks happen.
             proxy.cut_at_bytes = [total * part // 10 for part in (2, 5, 8)]
             outlet, inlet = open_flow(a, b, connector=self.connector, endpoint=endpoint)
 
@@ -39,7 +39,7 @@ class FaultSuite(Suite):
             await a.settled()
             await b.settled()
 
-    async def test_view_outlives_the_connection_that_it_came_by(self) -> None:
+    async def test_view_outlives_its_connection(self) -> None:
         sent = [packet(seq, 50_000) for seq in range(10)]
         async with (
             self.hosts(arena_bytes=4 * MIB, window_bytes=MIB) as (a, b),
@@ -58,7 +58,7 @@ class FaultSuite(Suite):
             await a.settled()
             await b.settled()
 
-    async def test_consumer_that_was_restarted_fails_the_old_flow_and_takes_new_ones(self) -> None:
+    async def test_restarted_consumer_fails_the_old_flow_and_accepts_new_ones(self) -> None:
         sent = [packet(seq, 100_000) for seq in range(10)]
         async with self.hosts() as (a, b), proxied(b.endpoint) as (proxy, endpoint):
             outlet, inlet = open_flow(a, b, connector=self.connector, endpoint=endpoint)
@@ -76,7 +76,7 @@ class FaultSuite(Suite):
             finally:
                 await successor.close()
 
-    async def test_producer_that_was_restarted_is_never_taken_for_its_former_self(self) -> None:
+    async def test_restarted_producer_is_never_taken_for_its_previous_incarnation(self) -> None:
         sent = [packet(seq, 100_000) for seq in range(10)]
         async with self.hosts() as (a, b):
             outlet, inlet = open_flow(a, b, connector=self.connector)
@@ -116,7 +116,7 @@ class FaultSuite(Suite):
             await a.settled()
             await b.settled()
 
-    async def test_hosts_close_while_chunks_are_on_their_way(self) -> None:
+    async def test_replicas_close_while_chunks_are_in_flight(self) -> None:
         for turns in (0, 1, 5, 50):
             async with self.hosts(window_bytes=MIB) as (a, b):
                 outlet, inlet = open_flow(a, b, connector=self.connector)
@@ -134,20 +134,20 @@ class FaultSuite(Suite):
 
 
 async def _first(inlet: Inlet) -> bytes:
-    """What the next packet brings."""
+    """Returns the bytes of the next packet's tensor."""
     async with asyncio.timeout(BOUND_S):
         return (await anext(aiter(inlet))).tensors["x"].tobytes()
 
 
 async def _bounded_send(outlet: Outlet, count: int) -> None:
-    """Sends until something breaks, or to the end."""
+    """Sends `count` packets, or fewer if something breaks."""
     async with asyncio.timeout(BOUND_S):
         await send_all(outlet, (packet(seq, 100_000) for seq in range(count)))
 
 
-async def _successor(former: Host, proxy: Proxy) -> Host:
-    """Another incarnation of a consumer, at the address that its producers know."""
-    successor = await Host.started(former.replica, inline_limit_bytes=0)
+async def _successor(previous: Host, proxy: Proxy) -> Host:
+    """Starts another incarnation of a consumer at the address that its producers know."""
+    successor = await Host.started(previous.replica, inline_limit_bytes=0)
     proxy.target_port = int(successor.endpoint.rsplit(":", 1)[1])
     proxy.cut()
     return successor

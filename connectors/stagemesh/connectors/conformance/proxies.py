@@ -1,4 +1,4 @@
-"""A TCP relay whose connections a test can cut."""
+"""A TCP proxy whose connections a test can cut."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Proxy:
-    """Relays to one address; `cut` resets everything that runs through it, new connections go on."""
+    """Relays to one address. `cut` resets the open connections; new ones are still accepted."""
 
     def __init__(self, target_port: int) -> None:
         self.target_port = target_port
@@ -15,7 +15,7 @@ class Proxy:
         self.cuts = 0
         self.forwarded_bytes = 0
         self.cut_at_bytes: list[int] = []
-        """Totals of forwarded bytes at which to cut, ascending."""
+        """Totals of forwarded bytes at which to cut, in ascending order."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Relays one connection to its end."""
@@ -37,8 +37,8 @@ class Proxy:
             self._writers -= ends
 
     async def close(self) -> None:
-        """Cuts everything and returns when nothing runs through it."""
-        # A connection that was just accepted begins to run in some turns of the event loop.
+        """Cuts all connections and returns when none is left."""
+        # A connection that was just accepted starts within some turns of the event loop.
         for _ in range(10):
             await asyncio.sleep(0)
         self.cut()
@@ -57,7 +57,7 @@ class Proxy:
         writer.close()
 
     def cut(self) -> None:
-        """Resets all connections."""
+        """Resets all open connections."""
         self.cuts += 1
         for writer in self._writers:
             writer.transport.abort()
@@ -75,13 +75,13 @@ async def _closing(writer: asyncio.StreamWriter) -> AsyncGenerator[None]:
 
 @asynccontextmanager
 async def proxied(endpoint: str) -> AsyncGenerator[tuple[Proxy, str]]:
-    """A proxy before "host:port", and its own endpoint."""
+    """Yields a proxy in front of "host:port" and the proxy's endpoint."""
     proxy = Proxy(int(endpoint.rsplit(":", 1)[1]))
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:
         yield proxy, f"127.0.0.1:{port}"
-        # One that is accepted but not yet made a transport when the server closes would be left open by asyncio.
+        # asyncio would leave open a connection that is accepted but has no transport yet when the server closes.
         for listening in server.sockets:
             asyncio.get_running_loop().remove_reader(listening.fileno())
         await proxy.close()

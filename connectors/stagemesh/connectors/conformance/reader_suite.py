@@ -1,4 +1,4 @@
-"""What the seam asks of a connector: who may read what, when it is refused, and how long what was read stays."""
+"""Tests of the connector interface: which reads succeed, which are rejected, and how long the bytes stay valid."""
 
 import asyncio
 import gc
@@ -15,7 +15,7 @@ from stagemesh.connectors.arena.account import MemoryAccount
 from stagemesh.connectors.arena.memory_file import data_offset
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 from stagemesh.connectors.base import ArenaRange, Bytes, Connector, FetchingReader, InPlaceReader, Reader
-from stagemesh.connectors.conformance.endpoints import ARENA_BYTES, End, Met, content, ends, met
+from stagemesh.connectors.conformance.endpoints import ARENA_BYTES, Connected, End, connected, content, ends
 from stagemesh.connectors.conformance.replicas import assert_same, open_flow, packet, receive_all, send_all, until
 from stagemesh.connectors.conformance.suite import BOUND_S, Suite
 
@@ -29,12 +29,12 @@ Fetch: TypeAlias = Callable[
 
 
 class ReaderSuite(Suite):
-    """For connectors that read arenas, which is all but `grpc`."""
+    """Tests connectors that read arenas, which are all except `grpc`."""
 
-    # -- what is read
+    # -- reads that succeed
 
-    async def test_ranges_are_read_as_they_were_written(self) -> None:
-        async with met(self.connector) as pair:
+    async def test_ranges_read_equal_the_written_bytes(self) -> None:
+        async with connected(self.connector) as pair:
             _, place = await pair.producer.write(content(MIB, 1))
             parts = [(0, MIB), (0, 1), (MIB - 1, 1), (4095, 2), (64, 4096), (7, 300_001), (500_000, 0), (7, 300_001)]
             places = [place._replace(offset=place.offset + start, size_bytes=size) for start, size in parts]
@@ -42,28 +42,28 @@ class ReaderSuite(Suite):
             for (start, size), view in zip(parts, found, strict=True):
                 np.testing.assert_array_equal(view, content(MIB, 1)[start : start + size])
 
-    async def test_many_regions_are_read_at_once(self) -> None:
-        async with met(self.connector) as pair:
+    async def test_many_regions_are_read_together(self) -> None:
+        async with connected(self.connector) as pair:
             written = [await pair.producer.write(content(1 + n * 997 % 30_000, n)) for n in range(200)]
             found = await pair.read(*(place for _, place in written))
             for n, view in enumerate(found):
                 np.testing.assert_array_equal(view, content(1 + n * 997 % 30_000, n))
 
     async def test_reads_overlap(self) -> None:
-        async with met(self.connector) as pair:
+        async with connected(self.connector) as pair:
             written = [await pair.producer.write(content(150_000, n)) for n in range(20)]
             found = await asyncio.gather(*(pair.read(place) for _, place in written))
             for n, [view] in enumerate(found):
                 np.testing.assert_array_equal(view, content(150_000, n))
 
-    async def test_nothing_to_read_is_no_error(self) -> None:
-        async with met(self.connector) as pair:
+    async def test_empty_read_is_not_an_error(self) -> None:
+        async with connected(self.connector) as pair:
             _, place = await pair.producer.write(content(_SIZE_BYTES, 1))
             [view] = await pair.read(place._replace(size_bytes=0))
             assert view.nbytes == 0
             assert await pair.read() == []
 
-    # -- what is refused
+    # -- reads and offers that are rejected
 
     @pytest.mark.parametrize(
         "changes",
@@ -87,8 +87,8 @@ class ReaderSuite(Suite):
         ],
         ids=str,
     )
-    async def test_range_that_is_not_the_regions_is_refused(self, changes: dict[str, int]) -> None:
-        async with met(self.connector) as pair:
+    async def test_range_outside_the_region_is_rejected(self, changes: dict[str, int]) -> None:
+        async with connected(self.connector) as pair:
             _, place = await pair.producer.write(content(_SIZE_BYTES, 1))
             with pytest.raises(InvalidChunkError):
                 await pair.read(place._replace(**changes))
@@ -97,7 +97,7 @@ class ReaderSuite(Suite):
             await _assert_reads(pair, place, seed=1)
 
     async def test_freed_region_is_never_read_as_new_data(self) -> None:
-        async with met(self.connector) as pair:
+        async with connected(self.connector) as pair:
             written, old = await pair.producer.write(content(_SIZE_BYTES, 1))
             written.region.release()
             await _assert_stale(pair, old)
@@ -107,10 +107,10 @@ class ReaderSuite(Suite):
             await _assert_stale(pair, new, old)
             await _assert_reads(pair, new, seed=2)
 
-    async def test_region_that_is_written_over_while_it_is_read_is_not_delivered(self) -> None:
-        async with met(self.connector) as pair:
+    async def test_region_that_is_overwritten_during_a_read_is_not_delivered(self) -> None:
+        async with connected(self.connector) as pair:
             if isinstance(pair.reader, InPlaceReader):
-                pytest.skip("what is read in place is held by its lease")
+                pytest.skip("the lease holds the region while it is read in place")
             old, new = content(2 * MIB, 1), content(2 * MIB, 2)
             for turns in range(40):
                 written, place = await pair.producer.write(old)
@@ -128,45 +128,45 @@ class ReaderSuite(Suite):
                 over.region.release()
                 del reading
 
-    async def test_offer_that_is_garbage_is_refused(self) -> None:
+    async def test_garbage_offer_is_rejected(self) -> None:
         async with ends(self.connector) as (producer, consumer):
             offer = await producer.connector.offer()
             for garbage in (b"", b"\xff\xff\xff", bytes(len(offer)), offer[: len(offer) // 2], offer[:-1], b"x" * 5000):
                 with pytest.raises(NotReadyError) as refused:
-                    await consumer.connector.meet(garbage, producer.as_producer())
+                    await consumer.connector.connect(garbage, producer.as_producer())
                 assert refused.value.reason == "CONNECTOR_UNAVAILABLE"
                 assert producer.replica in refused.value.message
-            reader = await consumer.meet(producer)
+            reader = await consumer.connect(producer)
             await reader.close()
 
-    async def test_producer_that_hands_no_arena_over_is_read_otherwise_or_refused(self) -> None:
+    async def test_producer_that_passes_no_arena_is_read_otherwise_or_rejected(self) -> None:
         async with ends(self.connector) as (producer, consumer):
             _, place = await producer.write(content(_SIZE_BYTES, 1))
             offer = await producer.connector.offer()
             try:
-                reader = await consumer.connector.meet(offer, producer.as_producer(with_arena=False))
+                reader = await consumer.connector.connect(offer, producer.as_producer(with_arena=False))
             except NotReadyError as exc:
                 assert exc.reason == "CONNECTOR_UNAVAILABLE"  # noqa: PT017 - either is right
                 return
-            await _assert_reads(Met(producer, consumer, reader), place, seed=1)
+            await _assert_reads(Connected(producer, consumer, reader), place, seed=1)
             await reader.close()
 
-    async def test_former_incarnation_is_another_producer(self) -> None:
-        async with met(self.connector) as pair:
+    async def test_previous_incarnation_is_another_producer(self) -> None:
+        async with connected(self.connector) as pair:
             _, place = await pair.producer.write(content(_SIZE_BYTES, 1))
             successor = End(self.connector, replica=pair.producer.replica, incarnation="2")
             _, other = await successor.write(content(_SIZE_BYTES, 2))
-            reader = await pair.consumer.meet(successor)
+            reader = await pair.consumer.connect(successor)
             await _assert_reads(replace(pair, reader=reader), other, seed=2)
             await _assert_reads(pair, place, seed=1)
             await reader.close()
             await successor.close()
             await _assert_reads(pair, place, seed=1)
 
-    # -- how long it stays
+    # -- lifetimes
 
-    async def test_what_was_read_outlives_reader_connector_and_arena(self) -> None:
-        async with met(self.connector) as pair:
+    async def test_views_outlive_reader_connector_and_arena(self) -> None:
+        async with connected(self.connector) as pair:
             _, place = await pair.producer.write(content(_SIZE_BYTES, 1))
             views = await pair.read(place)
             view = views.pop()[100:]
@@ -176,8 +176,8 @@ class ReaderSuite(Suite):
             gc.collect()
             np.testing.assert_array_equal(view, content(_SIZE_BYTES, 1)[100:])
 
-    async def test_what_was_fetched_is_given_back_with_its_last_view(self) -> None:
-        async with met(self.connector) as pair:
+    async def test_fetched_memory_is_freed_with_its_last_view(self) -> None:
+        async with connected(self.connector) as pair:
             _, place = await pair.producer.write(content(_SIZE_BYTES, 1))
             views = await pair.read(place, place)
             part = views[1][5:]
@@ -187,8 +187,8 @@ class ReaderSuite(Suite):
             del part
             await pair.consumer.settled()
 
-    async def test_region_is_held_by_views_in_place_and_not_by_what_was_fetched(self) -> None:
-        async with met(self.connector) as pair:
+    async def test_views_in_place_hold_the_region_and_copies_do_not(self) -> None:
+        async with connected(self.connector) as pair:
             in_place = isinstance(pair.reader, InPlaceReader)
         async with self.hosts() as (a, b):
             outlet, inlet = open_flow(a, b, connector=self.connector)
@@ -207,7 +207,7 @@ class ReaderSuite(Suite):
             await b.settled()
 
     async def test_closing_twice_is_harmless_and_ends_reading(self) -> None:
-        async with met(self.connector) as pair:
+        async with connected(self.connector) as pair:
             _, place = await pair.producer.write(content(_SIZE_BYTES, 1))
             for _ in range(2):
                 await pair.reader.close()
@@ -217,9 +217,9 @@ class ReaderSuite(Suite):
                 await pair.consumer.connector.close()
                 await pair.producer.connector.close()
 
-    async def test_reader_closes_while_reads_are_under_way(self) -> None:
+    async def test_reader_closes_while_reads_are_in_flight(self) -> None:
         for turns in (0, 1, 3, 10):
-            async with met(self.connector) as pair:
+            async with connected(self.connector) as pair:
                 _, place = await pair.producer.write(content(2 * MIB, 1))
                 reads = [asyncio.create_task(pair.read(place)) for _ in range(2)]
                 for _ in range(turns):
@@ -233,9 +233,9 @@ class ReaderSuite(Suite):
                     else:
                         np.testing.assert_array_equal(views[0], content(2 * MIB, 1))
 
-    async def test_read_that_is_given_up_gives_its_memory_back(self) -> None:
+    async def test_cancelled_read_frees_its_memory(self) -> None:
         for turns in (0, 1, 3, 10):
-            async with met(self.connector) as pair:
+            async with connected(self.connector) as pair:
                 _, place = await pair.producer.write(content(2 * MIB, 1))
                 reading = asyncio.create_task(pair.read(place))
                 for _ in range(turns):
@@ -246,20 +246,20 @@ class ReaderSuite(Suite):
                 await pair.consumer.settled()
                 await _assert_reads(pair, place, seed=1)
 
-    async def test_producer_can_be_met_again_and_by_several_readers(self) -> None:
+    async def test_producer_accepts_several_readers_and_reconnection(self) -> None:
         async with ends(self.connector) as (producer, consumer):
             _, place = await producer.write(content(_SIZE_BYTES, 1))
-            first, second = await asyncio.gather(consumer.meet(producer), consumer.meet(producer))
+            first, second = await asyncio.gather(consumer.connect(producer), consumer.connect(producer))
             await first.close()
-            await _assert_reads(Met(producer, consumer, second), place, seed=1)
+            await _assert_reads(Connected(producer, consumer, second), place, seed=1)
             await second.close()
-            third = await consumer.meet(producer)
-            await _assert_reads(Met(producer, consumer, third), place, seed=1)
+            third = await consumer.connect(producer)
+            await _assert_reads(Connected(producer, consumer, third), place, seed=1)
             await third.close()
 
-    # -- where it cannot be used
+    # -- connectors that cannot be used
 
-    async def test_connector_that_is_not_installed_is_refused_with_the_remedy(self) -> None:
+    async def test_missing_installation_is_an_error_with_the_remedy(self) -> None:
         lacking = replace(descriptor_of(self.connector), module="stagemesh_not_installed", remedy="install the thing")
         with registered(lacking):
             async with self.hosts() as (a, b):
@@ -269,8 +269,8 @@ class ReaderSuite(Suite):
                 assert refused.value.reason == "CONNECTOR_UNAVAILABLE"
                 await inlet.aclose()
 
-    async def test_producer_that_cannot_be_met_is_named_with_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(await _class_of(self), "meet", _refuse)
+    async def test_failed_connection_is_an_error_with_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(await _class_of(self), "connect", _refuse)
         async with self.hosts() as (a, b):
             outlet, inlet = open_flow(a, b, connector=self.connector)
             with pytest.raises(NotReadyError, match="the moon is full") as refused:
@@ -279,10 +279,8 @@ class ReaderSuite(Suite):
             assert "auto" in refused.value.message
             await inlet.aclose()
 
-    async def test_auto_goes_by_another_connector_where_this_one_cannot_be_used(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(await _class_of(self), "meet", _refuse)
+    async def test_auto_uses_another_connector_if_this_one_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(await _class_of(self), "connect", _refuse)
         sent = [packet(seq, 50_000) for seq in range(5)]
         async with self.hosts() as (a, b):
             outlet, inlet = open_flow(a, b, connector=AUTO)
@@ -291,12 +289,10 @@ class ReaderSuite(Suite):
             assert_same(received, sent)
             assert outlet.usage.connector != self.connector
 
-    async def test_reads_that_fail_make_a_flow_go_on_by_another_connector(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        async with met(self.connector) as pair:
+    async def test_flow_with_failed_reads_continues_by_another_connector(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with connected(self.connector) as pair:
             if not isinstance(pair.reader, FetchingReader):
-                pytest.skip("what is read in place cannot fail")
+                pytest.skip("a read in place cannot fail")
             kind = type(pair.reader)
         fetch: Fetch = kind.fetch
         reads = iter(range(3))
@@ -322,12 +318,12 @@ class ReaderSuite(Suite):
                 await b.settled()
 
 
-async def _assert_reads(pair: Met, place: ArenaRange, *, seed: int) -> None:
+async def _assert_reads(pair: Connected, place: ArenaRange, *, seed: int) -> None:
     [view] = await pair.read(place)
     np.testing.assert_array_equal(view, content(place.size_bytes, seed))
 
 
-async def _assert_stale(pair: Met, *places: ArenaRange) -> None:
+async def _assert_stale(pair: Connected, *places: ArenaRange) -> None:
     with pytest.raises(InvalidChunkError) as refused:
         await pair.read(*places)
     assert refused.value.reason == "STALE_REGION"

@@ -1,4 +1,4 @@
-"""Data planes as replicas have them, with real gRPC between them on loopback, and what tests send over them."""
+"""Replicas' data planes with real gRPC between them on loopback, and the packets that tests send over them."""
 
 import asyncio
 import gc
@@ -21,11 +21,11 @@ from stagemesh.rpc.raw_methods import add_stage_service
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 SETTLING_S = 5.0
-"""How long what is no longer used may take to be given back."""
+"""The time within which unused memory must be freed."""
 
 
 class Host(stage_pb2_grpc.StageServiceServicer):
-    """A data plane behind PutChunk and GetChunk, as a stage serves it."""
+    """A data plane that is served by PutChunk and GetChunk, as in a stage."""
 
     def __init__(self, replica: str, **limits: int) -> None:
         self.plane = DataPlane(replica=replica, pipeline="p", generation="g", **{"arena_bytes": 16 << 20, **limits})
@@ -36,7 +36,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
 
     @classmethod
     async def started(cls, replica: str, **limits: int) -> Self:
-        """A host that serves. The caller closes it."""
+        """Starts a host and returns it. The caller closes it."""
         host = cls(replica, **limits)
         await host.server.start()
         return host
@@ -44,7 +44,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
     async def PutChunk(  # type: ignore[override] # noqa: N802 - the contract names RPCs
         self, request_iterator: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
-        """See `StageService`."""
+        """Serves the data plane's streams."""
         try:
             async for response in self.plane.serve_put(request_iterator):
                 yield response
@@ -54,7 +54,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
     async def GetChunk(  # noqa: N802 - the contract names RPCs
         self, request: stage_pb2.GetChunkRequest, context: Any
     ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
-        """See `StageService`."""
+        """Replays chunks of a flow."""
         key = EdgeKey(request.key.request_id, request.key.edge, request.key.attempt)
         try:
             async for response in self.plane.replay(key, first_seq=request.first_seq):
@@ -63,26 +63,26 @@ class Host(stage_pb2_grpc.StageServiceServicer):
             await context.abort(to_grpc_code(exc), exc.message, to_trailing_metadata(exc))
 
     async def close(self) -> None:
-        """Ends the data plane and the server. Closing twice is harmless."""
+        """Closes the data plane and the server. Closing twice is harmless."""
         try:
             await self.plane.close()
         finally:
             await self.server.stop(None)
 
     async def settled(self) -> None:
-        """Returns when nothing is left in its memory; TimeoutError where something is."""
+        """Returns when the replica's memory is empty. Raises TimeoutError if it does not become empty."""
         await emptied(lambda: self.used_bytes)
 
     @property
     def used_bytes(self) -> int:
-        """What is held of the arena, and of the memory that chunks are fetched into."""
+        """Bytes held in the arena and in the landing memory."""
         landing = self.plane.landing_stats
         return self.plane.arena_used_bytes + (landing.used_bytes if landing is not None else 0)
 
 
 @asynccontextmanager
 async def two_hosts(**limits: int) -> AsyncGenerator[tuple[Host, Host]]:
-    """A producer "a-0" and a consumer "b-0"."""
+    """Yields a producer "a-0" and a consumer "b-0"."""
     producer, consumer = await Host.started("a-0", **limits), await Host.started("b-0", **limits)
     try:
         yield producer, consumer
@@ -100,7 +100,7 @@ def open_flow(
     policy: ChunkPolicy | None = None,
     endpoint: str = "",
 ) -> tuple[Outlet, Inlet]:
-    """Both ends of a flow; `endpoint` where the producer is to reach the consumer by another way than its own."""
+    """Opens both ends of a flow. `endpoint` replaces the consumer's own endpoint if given."""
     key = EdgeKey(request, "a->b", 1)
     inlet = consumer.plane.open_inlet(key, producer=producer.replica)
     outlet = producer.plane.open_outlet(
@@ -114,41 +114,41 @@ def open_flow(
 
 
 def packet(seq: int, size: int = 1000) -> Packet:
-    """A packet of `size` floats whose content tells its number and is different everywhere."""
+    """Returns a packet of `size` random floats that follow from its number."""
     rng = np.random.default_rng(seq)
     return Packet({"x": rng.standard_normal(size).astype(np.float32), "n": np.array([seq], np.int64)}, {"seq": seq})
 
 
 async def emptied(used_bytes: Callable[[], int]) -> None:
-    """Returns when nothing is used any more; TimeoutError where something is."""
-    # What only the collector frees is nobody's leak; it stops the event loop, so it has one turn.
+    """Returns when `used_bytes()` is 0. Raises TimeoutError if it does not become 0."""
+    # Memory that only the garbage collector frees is not a leak. It blocks the event loop, so it runs once.
     gc.collect()
     await until(lambda: not used_bytes(), timeout_s=SETTLING_S)
 
 
 async def until(holds: Callable[[], bool], *, timeout_s: float) -> None:
-    """Returns when something holds; TimeoutError where it does not in time."""
+    """Returns when a condition holds. Raises TimeoutError if it does not hold in time."""
     async with asyncio.timeout(timeout_s):
-        while not holds():  # noqa: ASYNC110 - there is no event for all that a test may ask
+        while not holds():  # noqa: ASYNC110 - there is no event for every condition
             await asyncio.sleep(0.001)
 
 
 async def send_all(outlet: Outlet | FanOut, packets: Iterable[Packet]) -> None:
-    """Sends them, and returns when the consumer has everything."""
+    """Sends packets and returns when the consumer has received them all."""
     for one in packets:
         await outlet.send(one)
     await outlet.finish()
 
 
 async def receive_all(inlet: Inlet) -> list[Packet]:
-    """Copies of all packets up to the end: who keeps the views keeps memory."""
+    """Returns copies of all packets up to the end. Views would keep the memory in use."""
     received = [Packet({n: t.copy() for n, t in got.tensors.items()}, got.metadata) async for got in inlet]
     await inlet.aclose()
     return received
 
 
 def assert_same(received: Sequence[Packet], sent: Sequence[Packet]) -> None:
-    """The packets are the same: number, order, metadata, names, dtypes, shapes and every byte."""
+    """Fails unless the packets are equal: number, order, metadata, names, dtypes, shapes and every byte."""
     assert [dict(got.metadata) for got in received] == [dict(one.metadata) for one in sent]
     for got, one in zip(received, sent, strict=True):
         assert list(got.tensors) == list(one.tensors)

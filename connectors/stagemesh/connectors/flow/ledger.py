@@ -234,7 +234,7 @@ class Retention:
     def keep(self, ledger: Ledger, sent: SentChunk) -> None:
         """Counts a delivered chunk, and evicts the oldest ones beyond the budget."""
         arena = self._arena
-        partition, size_bytes = arena.share_of(sent.regions[0]) if sent.regions else (_ARENA, arena.size_bytes)
+        partition, size_bytes = arena.partition_of(sent.regions[0]) if sent.regions else (_ARENA, arena.size_bytes)
         self._kept[partition].append((ledger, sent, sent.size_bytes))
         self._kept_bytes[partition] += sent.size_bytes
         while self._kept_bytes[partition] > size_bytes // RETAINED_FRACTION:

@@ -1,7 +1,8 @@
-"""The nixl connector: a consumer READs a producer's arena into memory of its own, by RDMA where there is any.
+"""The nixl connector: a consumer READs a producer's arena into its own memory, by RDMA if the hosts have it.
 
-`connector` is the seam's two roles, `offer` what travels between them, `plan` how ranges become pieces of a transfer,
-`pump` the thread that carries transfers, `agent` the border to the nixl library.
+`connector` implements the connector interface and `offer` is the message between its two sides. `remote_arena` reads
+one producer's arena: `transfer_plan` turns ranges into transfers, `remote_reads` schedules the transfers of one
+producer, `read_thread` runs those of all producers, and `agent` wraps the nixl library.
 """
 
 from stagemesh.connectors.nixl.connector import NixlConnector, NixlReader

@@ -1,6 +1,6 @@
-"""The border to the nixl library: agents, and its errors as ours. Imports the library, so import it late.
+"""Wraps the nixl library: its agents, and its errors as StagemeshErrors. Import it late, for it loads the library.
 
-The library's own wrapper is passed by: it fixes the progress thread to a busy loop, and prints.
+It uses the library's bindings because the library's own wrapper makes the progress thread a busy loop, and prints.
 """
 
 from nixl_cu12 import _bindings as nixl
@@ -10,7 +10,7 @@ from stagemesh.connectors.nixl.environment import backend_options, unavailable
 from stagemesh.connectors.nixl.transfer_plan import Memory, Transfer
 
 PROGRESS_US = 50_000
-"""The longest that a serving agent's thread sleeps; what a peer sends wakes it at once."""
+"""The longest sleep of a serving agent's thread. A message from a peer wakes it at once."""
 _BACKEND = "UCX"
 _KINDS = {"DRAM": nixl.nixl_mem_t.DRAM_SEG, "VRAM": nixl.nixl_mem_t.VRAM_SEG}
 _READ = nixl.nixl_xfer_op_t.NIXL_READ
@@ -31,48 +31,51 @@ _ERRORS = (
 
 
 class Agent:
-    """An agent with one piece of registered memory. Used by one thread at a time, but for a serving agent's own.
+    """An agent with one registered memory. One thread at a time may use it, in addition to a serving agent's own.
 
-    `serves` gives it a thread (outside Python) that answers readers where the transport cannot do it by itself.
+    `serves` gives it a native thread that answers readers if the transport cannot do that by itself.
     """
 
     def __init__(self, name: str, memory: Memory, *, serves: bool) -> None:
-        """Raises NotReadyError (CONNECTOR_UNAVAILABLE) where the library finds no way to work."""
+        """Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the library cannot work here."""
         self.name = name
         self._kind = _KINDS[memory.kind]
         try:
             self._agent = nixl.nixlAgent(name, _config(serves=serves))
             self._backends = [self._agent.createBackend(_BACKEND, backend_options())]
-            piece = (memory.address, memory.size_bytes, memory.device, "")
-            self._agent.registerMem(nixl.nixlRegDList(self._kind, [piece]), self._backends)
+            registration = (memory.address, memory.size_bytes, memory.device, "")
+            self._agent.registerMem(nixl.nixlRegDList(self._kind, [registration]), self._backends)
             self.metadata = self._agent.getLocalMD()
         except _ERRORS as exc:
             raise unavailable(f"nixl cannot start here: {exc!r}") from exc
 
     def close(self) -> None:
-        """Ends all connections; nothing that was under way writes any more. Nothing else may be called afterwards."""
+        """Closes all connections. No transfer writes afterwards, and no other method may be called."""
         del self._agent
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """Gets to know another agent. Raises NotReadyError where the metadata is not that agent's."""
-        # Its name stands first, as it does in our own: that of another agent would replace what we know of it.
+        """Makes another agent known to this one. Raises NotReadyError if the metadata does not belong to it."""
+        # Metadata begins with its agent's name. Metadata of a third agent would replace that agent's entry.
         before = self.metadata.index(self.name.encode()) - 8
         if not metadata.startswith(self.metadata[:before] + len(name.encode()).to_bytes(8, "little") + name.encode()):
-            raise unavailable(f"the metadata offered for agent {name} is not its own, or of another nixl version")
+            raise unavailable(f"the metadata offered for agent {name} belongs to another agent or nixl version")
         try:
             self._agent.loadRemoteMD(metadata)
         except _ERRORS as exc:
-            raise unavailable(f"agent {name} is out of reach: {exc!r}") from exc
+            raise unavailable(f"agent {name} is unreachable: {exc!r}") from exc
 
     def remove_peer(self, name: str) -> None:
-        """Forgets another agent. None of its transfers may be under way: they would write on unseen."""
+        """Forgets another agent. None of its transfers may be in flight: they would go on writing unnoticed."""
         try:
             self._agent.invalidateRemoteMD(name)
         except _ERRORS:
             return
 
     def read(self, peer: str, transfer: Transfer) -> int | None:
-        """Starts to read; returns a handle for `is_done`, or None where it is done already. Raises UnavailableError."""
+        """Starts a transfer. Returns a handle for `is_done`, or None if the transfer is already complete.
+
+        Raises UnavailableError if it cannot be started.
+        """
         local, remote = nixl.nixlXferDList(self._kind, transfer.local), nixl.nixlXferDList(self._kind, transfer.remote)
         handle = 0
         try:
@@ -88,9 +91,9 @@ class Agent:
         return None
 
     def is_done(self, handle: int, *, peer: str) -> bool:
-        """Whether a read is over, driving all that are under way. The handle is void then.
+        """Returns whether a transfer is complete, and advances all transfers in flight. Its handle is then invalid.
 
-        Raises UnavailableError where it failed; then too nothing is written any more.
+        Raises UnavailableError if the transfer failed. A failed transfer does not write any more either.
         """
         try:
             status = self._agent.getXferStatus(handle)
@@ -106,7 +109,7 @@ class Agent:
         try:
             self._agent.releaseXferReq(handle)
         except _ERRORS:
-            # It is over in either case; the library keeps what it could not free.
+            # The transfer has ended in either case. The library retains the memory that it could not free.
             return
 
 

@@ -1,7 +1,8 @@
-"""The nixl connector's two roles: a producer is read from by its serving agent, a consumer reads by its reading agent.
+"""The nixl connector: a producer's serving agent answers readers, a consumer's reading agent reads.
 
-The agents are two, for they want the opposite: a serving one must answer whenever a reader comes (over tcp the target
-of a READ works for it), so it has a thread of the library's that sleeps until then; a reading one is driven by `pump`.
+The two agents have opposite needs. A serving agent must answer at any time, because over tcp the target of a READ takes
+part in it, so the library runs a thread for it that sleeps until a reader needs it. A reading agent is used by
+`ReadThread` alone.
 """
 
 import asyncio
@@ -32,15 +33,14 @@ class NixlConnector(Connector):
         self, arena: Arena, *, landing: Callable[[], Awaitable[Arena]], replica: str, incarnation: str
     ) -> None:
         self._arena, self._make_landing = arena, landing
-        # Used once, also where one process closes its connector and makes another.
+        # Unique even if one process closes its connector and creates another.
         self._name = f"{replica}/{incarnation}/{secrets.token_hex(4)}"
         self._serving: asyncio.Future[Agent] | None = None
-        self._pump: ReadThread | None = None
-        self._sources: dict[str, RemoteArena] = {}
+        self._read_thread: ReadThread | None = None
+        self._arenas: dict[str, RemoteArena] = {}
         self._is_closed = False
 
     async def offer(self) -> bytes:
-        """See `Connector`."""
         self._check_open()
         if self._serving is None or (self._serving.done() and self._serving.exception()):
             self._serving = asyncio.ensure_future(asyncio.to_thread(self._serve))
@@ -55,35 +55,33 @@ class NixlConnector(Connector):
             settings=shared_settings(),
         ).pack()
 
-    async def meet(self, offer: bytes, producer: Producer) -> "NixlReader":
-        """See `Connector`."""
+    async def connect(self, offer: bytes, producer: Producer) -> "NixlReader":
         self._check_open()
         try:
             parsed = NixlOffer.parse(offer)
         except ValueError as exc:
-            raise unavailable(f"what {producer.replica} offers cannot be used: {exc}") from exc
+            raise unavailable(f"the offer of {producer.replica} cannot be used: {exc}") from exc
         if not parsed.agent.startswith(f"{producer.replica}/{producer.incarnation}/"):
-            raise unavailable(f"{producer.replica} offers the memory of somebody else, {parsed.agent}")
+            raise unavailable(f"{producer.replica} offers the memory of another replica, {parsed.agent}")
         if parsed.settings != shared_settings():
             raise unavailable(
                 f"{producer.replica} has {parsed.settings}, this replica {shared_settings()}: set the same"
             )
-        source = await self._source(parsed)
-        source.readers += 1
+        arena = await self._remote_arena(parsed)
+        arena.readers += 1
         try:
-            await asyncio.shield(source.greeting)
+            await asyncio.shield(arena.handshake)
         except BaseException:
-            await source.leave()
+            await arena.leave()
             raise
-        return NixlReader(source)
+        return NixlReader(arena)
 
     async def close(self) -> None:
-        """See `Connector`. A peer can no longer read; the arena's memory stays as it is."""
         self._is_closed = True
-        if self._pump is not None:
-            await self._pump.close()
-        await asyncio.gather(*(source.greeting for source in self._sources.values()), return_exceptions=True)
-        self._sources.clear()
+        if self._read_thread is not None:
+            await self._read_thread.close()
+        await asyncio.gather(*(arena.handshake for arena in self._arenas.values()), return_exceptions=True)
+        self._arenas.clear()
         serving, self._serving = self._serving, None
         if serving is not None:
             try:
@@ -99,43 +97,42 @@ class NixlConnector(Connector):
     def _serve(self) -> "Agent":
         return _make_agent(self._name, self._arena, serves=True)
 
-    async def _source(self, offer: NixlOffer) -> RemoteArena:
-        """The source of an offer: the one that is read already, or a new one."""
+    async def _remote_arena(self, offer: NixlOffer) -> RemoteArena:
+        """Returns the arena of an offer: the one that is connected, or a new connection."""
         landing = await self._make_landing()
         self._check_open()
-        self._sources = {name: source for name, source in self._sources.items() if not source.is_gone}
-        source = self._sources.get(offer.agent)
-        if source is None:
-            self._pump = self._pump or ReadThread(lambda: _make_agent(f"{self._name}/reads", landing, serves=False))
-            source = self._sources[offer.agent] = RemoteArena(offer, pump=self._pump, landing=landing)
-        elif source.offer != offer:
+        self._arenas = {name: arena for name, arena in self._arenas.items() if not arena.is_removed}
+        arena = self._arenas.get(offer.agent)
+        if arena is None:
+            if self._read_thread is None:
+                self._read_thread = ReadThread(lambda: _make_agent(f"{self._name}/reads", landing, serves=False))
+            arena = self._arenas[offer.agent] = RemoteArena(offer, read_thread=self._read_thread, landing=landing)
+        elif arena.offer != offer:
             raise unavailable(f"{offer.agent} offers other memory than before")
-        elif source.failure:
-            raise unavailable(f"earlier reads from {offer.agent} are not over yet: {source.failure}")
-        return source
+        elif arena.failure:
+            raise unavailable(f"earlier reads from {offer.agent} have not ended yet: {arena.failure}")
+        return arena
 
 
 class NixlReader(FetchingReader):
     """One reader of a producer's arena."""
 
-    def __init__(self, source: RemoteArena) -> None:
-        self._source: RemoteArena | None = source
+    def __init__(self, arena: RemoteArena) -> None:
+        self._arena: RemoteArena | None = arena
 
     async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
-        """See `FetchingReader`."""
-        if self._source is None:
+        if self._arena is None:
             raise UnavailableError("this reader is closed")
-        return await self._source.fetch(places, account)
+        return await self._arena.fetch(places, account)
 
     def fetch_at_once(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes] | None:
-        """See `FetchingReader`: on one host a read is a copy."""
-        return self._source.fetch_at_once(places, account) if self._source is not None else None
+        # On one host a read is a copy.
+        return self._arena.fetch_at_once(places, account) if self._arena is not None else None
 
     async def close(self) -> None:
-        """See `Reader`."""
-        source, self._source = self._source, None
-        if source is not None:
-            await source.leave()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            await arena.leave()
 
 
 def _make_agent(name: str, arena: Arena, *, serves: bool) -> "Agent":

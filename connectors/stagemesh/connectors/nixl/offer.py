@@ -1,68 +1,60 @@
-"""What a producer tells a consumer so that it can read the arena: plain numbers and names, checked when parsed."""
+"""The message by which a producer lets a consumer read its arena: plain numbers and names, checked when parsed."""
 
 import hashlib
-import struct
 from dataclasses import dataclass
+
+import msgspec
 
 from stagemesh.connectors.arena.memory_file import TOKEN_BYTES, data_offset_in
 
-_MAGIC = b"nixl1\0"
+_FORMAT = b"nixl2\0"
 _DIGEST_BYTES = 16
-_HEAD = struct.Struct(f"<{len(_MAGIC)}s{TOKEN_BYTES}sQQHHI")
+_BODY_AT = len(_FORMAT) + _DIGEST_BYTES
 _ADDRESS_SPACE_BYTES = 1 << 64
 
 
 @dataclass(frozen=True)
 class NixlOffer:
-    """Whose memory it is, and where. ValueError for numbers that do not describe an arena."""
+    """Names an arena's agent and address. Raises ValueError for numbers that do not describe an arena."""
 
     agent: str
     """The serving agent's name: replica, incarnation and a random part."""
     metadata: bytes
-    """The agent's own, opaque here."""
+    """The agent's metadata, which only the library interprets."""
     address: int
-    """Of the arena file's first byte in its process."""
+    """The address of the arena file's first byte in the producer's process."""
     file_bytes: int
     token: bytes
-    """What stands at that address."""
+    """The bytes at that address."""
     settings: str
-    """Of the library; the reader needs the same."""
+    """The producer's library settings. The reader needs the same ones."""
 
     def __post_init__(self) -> None:
         data_offset_in(self.file_bytes)
-        if self.address + self.file_bytes >= _ADDRESS_SPACE_BYTES:
-            raise ValueError(f"an arena of {self.file_bytes} bytes at {self.address:#x} leaves the address space")
+        if not 0 <= self.address < _ADDRESS_SPACE_BYTES - self.file_bytes:
+            raise ValueError(f"an arena of {self.file_bytes} bytes at {self.address:#x} exceeds the address space")
+        if len(self.token) != TOKEN_BYTES:
+            raise ValueError(f"its token has {len(self.token)} bytes, not {TOKEN_BYTES}")
 
     def pack(self) -> bytes:
-        """The message."""
-        texts = (self.agent.encode(), self.settings.encode(), self.metadata)
-        head = _HEAD.pack(_MAGIC, self.token, self.address, self.file_bytes, *map(len, texts))
-        message = head + b"".join(texts)
-        return message + _digest(message)
+        """Returns the offer as bytes."""
+        body = msgspec.msgpack.encode(self)
+        return _FORMAT + _digest(body) + body
 
     @classmethod
     def parse(cls, data: bytes) -> "NixlOffer":
-        """The offer in a message; raises ValueError for anything else."""
-        if len(data) < _HEAD.size + _DIGEST_BYTES:
-            raise ValueError(f"an offer of {len(data)} bytes is too short")
-        data, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-        if _digest(data) != digest:
-            # The library takes its metadata as it comes, and does not survive it when it is damaged.
-            raise ValueError("the offer was damaged on its way")
-        magic, token, address, file_bytes, name_bytes, settings_bytes, metadata_bytes = _HEAD.unpack_from(data)
-        settings_at = _HEAD.size + name_bytes
-        metadata_at = settings_at + settings_bytes
-        if magic != _MAGIC or len(data) != metadata_at + metadata_bytes:
-            raise ValueError("the offer is of another kind or version")
-        return cls(
-            agent=data[_HEAD.size : settings_at].decode(),
-            metadata=data[metadata_at:],
-            address=address,
-            file_bytes=file_bytes,
-            token=token,
-            settings=data[settings_at:metadata_at].decode(),
-        )
+        """Returns the offer that `data` contains. Raises ValueError for anything else."""
+        body = data[_BODY_AT:]
+        if not data.startswith(_FORMAT):
+            raise ValueError("the offer has another format or version")
+        if data[len(_FORMAT) : _BODY_AT] != _digest(body):
+            # The library does not check its metadata, and crashes if it is damaged.
+            raise ValueError("the offer was damaged in transit")
+        try:
+            return msgspec.msgpack.decode(body, type=cls)
+        except msgspec.MsgspecError as exc:
+            raise ValueError(str(exc)) from exc
 
 
-def _digest(message: bytes) -> bytes:
-    return hashlib.blake2b(message, digest_size=_DIGEST_BYTES).digest()
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()

@@ -1,7 +1,7 @@
-"""The thread that carries reads: it starts transfers, asks how they are, and sleeps when there are none.
+"""The thread that runs reads: it starts transfers, polls them, and sleeps while there are none.
 
-Nothing in the nixl library waits, so somebody has to ask; asking again at once is quickest and burns a core. The pump
-asks at once for a moment, then more and more seldom.
+Nothing in the nixl library blocks until a transfer is complete, so the thread has to poll. Polling without a pause is
+fastest and uses a whole core. The thread polls without a pause for a moment, then with growing pauses.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
+from stagemesh.common.backoff import Backoff
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.connectors.nixl.remote_reads import Read, RemoteReads
 
@@ -25,58 +26,60 @@ _log = logging.getLogger(__name__)
 _SPIN_S = 50e-6
 _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 200e-6
-_SILENT_PAUSE_S = 0.05
+_ABANDONED_PAUSE_S = 0.05
+"""Between polls while every transfer in flight belongs to an abandoned read."""
 _STOP_TIMEOUT_S = 5.0
 _CLOSED = "the nixl connector of this replica is closed"
 
 
 class ReadThread:
-    """Carries reads for one agent. `close` ends the thread, and with the agent everything that is under way."""
+    """Runs the reads of one agent. `close` ends the thread and, with the agent, all transfers in flight."""
 
     def __init__(self, make_agent: Callable[[], "Agent"]) -> None:
         self._make_agent = make_agent
         self._agent: Agent | None = None
         self._lock = threading.Lock()
-        """Held by who uses the agent."""
+        """Held by the thread that uses the agent."""
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._peers: set[RemoteReads] = set()
+        """The peers whose reads need attention."""
         self._is_closed = False
-        self._is_over = False
-        self._thread = threading.Thread(target=self._run, name="nixl-pump", daemon=True)
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="nixl-reads", daemon=True)
         self._thread.start()
 
     async def start(self) -> None:
-        """Makes the agent, where there is none yet. Raises NotReadyError."""
+        """Creates the agent unless it exists. Raises NotReadyError."""
         await self._call(self._open)
 
-    async def meet(self, name: str, metadata: bytes) -> RemoteReads:
-        """Gets to know a peer, which then lives until it fails or `part` is called. Raises NotReadyError."""
-        return await self._call(lambda: self._add(name, metadata))
+    async def connect(self, name: str, metadata: bytes) -> RemoteReads:
+        """Connects to a peer until it fails or `disconnect` is called. Raises NotReadyError."""
+        return await self._call(lambda: self._add_peer(name, metadata))
 
-    async def part(self, peer: RemoteReads) -> None:
-        """Gives a peer up: its reads fail, and it is gone once the last of what is under way has come."""
+    async def disconnect(self, peer: RemoteReads) -> None:
+        """Fails the reads of a peer. The peer is removed when its last transfer in flight has ended."""
         if not self._is_closed:
-            await self._call(lambda: peer.give_up("it was closed"))
+            await self._call(lambda: peer.fail("it was closed"))
 
     def submit(self, peer: RemoteReads, read: Read) -> None:
-        """Carries a read. On the event loop; `Read.wait` says when it is over."""
+        """Starts a read. `Read.wait` returns when it is complete. Called on the event loop."""
         if self._is_closed:
             read.finish(_CLOSED)
         else:
             read.expect()
-            self._calls.put(lambda: self._take_on(peer, read))
+            self._calls.put(lambda: self._add_read(peer, read))
 
     def read_at_once(self, peer: RemoteReads, read: Read) -> bool:
-        """Carries a read on the event loop itself; False where it is not done then, and not waited for."""
+        """Runs a read on the event loop's thread. Returns whether it is complete; if not, it is abandoned."""
         if self._is_closed or peer.has_reads or not self._lock.acquire(blocking=False):
             return False
         try:
-            done = peer.read_now(read)
+            is_complete = peer.read_at_once(read)
             if peer.has_work:
                 self._calls.put(lambda: self._peers.add(peer))
         finally:
             self._lock.release()
-        return done
+        return is_complete
 
     async def close(self) -> None:
         """Ends the thread and the agent. Closing twice is harmless."""
@@ -103,74 +106,75 @@ class ReadThread:
 
     def _run(self) -> None:
         try:
-            self._carry()
+            self._serve()
         except Exception:  # noqa: BLE001 - a thread's outermost edge
             _log.exception("the nixl connector stops: its thread failed")
             self._is_closed = True
             with self._lock:
                 self._end()
 
-    def _carry(self) -> None:
+    def _serve(self) -> None:
+        backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         pause_s: float | None = None
-        busy_until = 0.0
-        while not self._is_over:
-            called = self._take_calls(pause_s)
-            moved = self._advance()
+        spin_until = 0.0
+        while not self._has_ended:
+            was_called = self._run_calls(pause_s)
+            has_advanced = self._advance()
             now = time.monotonic()
             if not self._peers:
                 pause_s = None
-            elif called or moved:
-                pause_s, busy_until = 0.0, now + _SPIN_S
-            elif now >= busy_until:
-                pause_s = self._longer(pause_s or 0.0)
+            elif was_called or has_advanced:
+                backoff.reset()
+                pause_s, spin_until = 0.0, now + _SPIN_S
+            elif now >= spin_until:
+                is_awaited = any(peer.has_reads for peer in self._peers)
+                pause_s = backoff.next_s() if is_awaited else _ABANDONED_PAUSE_S
 
-    def _take_calls(self, pause_s: float | None) -> bool:
-        called = False
+    def _run_calls(self, pause_s: float | None) -> bool:
+        """Runs all queued calls, after waiting at most `pause_s` for the first, and returns whether there were any.
+
+        None waits without a limit.
+        """
+        was_called = False
         try:
             call = self._calls.get(pause_s != 0, pause_s)
             while True:
-                called = True
+                was_called = True
                 with self._lock:
                     call()
                 call = self._calls.get(block=False)
         except Empty:
-            return called
+            return was_called
 
     def _advance(self) -> bool:
-        moved = False
+        has_advanced = False
         for peer in list(self._peers):
-            # One by one, so that the event loop has its turn between them.
+            # The lock is released between peers, so that the event loop has its turn.
             with self._lock:
-                moved = peer.advance() or moved
+                has_advanced = peer.advance() or has_advanced
                 if not peer.has_work:
                     self._peers.discard(peer)
-        return moved
-
-    def _longer(self, pause_s: float) -> float:
-        if not any(peer.has_reads for peer in self._peers):
-            # Nobody waits for what is left.
-            return _SILENT_PAUSE_S
-        return min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+        return has_advanced
 
     def _open(self) -> None:
         self._agent = self._agent or self._make_agent()
 
-    def _add(self, name: str, metadata: bytes) -> RemoteReads:
+    def _add_peer(self, name: str, metadata: bytes) -> RemoteReads:
         if self._agent is None:
             raise UnavailableError(_CLOSED)
         self._agent.add_peer(name, metadata)
         return RemoteReads(self._agent, name)
 
-    def _take_on(self, peer: RemoteReads, read: Read) -> None:
-        if self._is_over:
-            peer.give_up(_CLOSED)
+    def _add_read(self, peer: RemoteReads, read: Read) -> None:
+        if self._has_ended:
+            peer.fail(_CLOSED)
         peer.add(read)
         self._peers.add(peer)
 
     def _end(self) -> None:
-        self._is_over = True
+        self._has_ended = True
         if self._agent is not None:
             self._agent.close()
             self._agent = None
         while self._peers:
-            self._peers.pop().forget(_CLOSED)
+            self._peers.pop().discard(_CLOSED)

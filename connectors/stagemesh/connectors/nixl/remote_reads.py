@@ -1,4 +1,4 @@
-"""What is read from one peer: reads that take turns, and the transfers of theirs that are under way."""
+"""Schedules the reads of one peer: reads take turns, and each consists of transfers."""
 
 import asyncio
 import time
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
     from stagemesh.connectors.nixl.agent import Agent
 
 READ_TIMEOUT_S = 3.0
-"""For one transfer, from its start; a peer that lets it pass is given up."""
+"""The longest time for one transfer. A peer that exceeds it fails."""
 WINDOW_BYTES = 4 << 20
-"""Bytes under way from one peer: enough to keep a fast wire busy, few enough that a small read is soon served."""
-_FLYING_PART_BYTES = WINDOW_BYTES // 4
-_COPIED_PART_BYTES = 2 << 20
-"""Of a transfer that is a copy on one host and blocks while it lasts: others wait for one part, half a millisecond."""
+"""The most bytes in flight from one peer: enough to keep a fast wire busy, few enough that a small read starts soon."""
+_IN_FLIGHT_TRANSFER_BYTES = WINDOW_BYTES // 4
+_COPIED_TRANSFER_BYTES = 2 << 20
+"""The size of a transfer that is a copy on one host. It blocks other reads while it runs, for half a millisecond."""
 
 
 class Read:
-    """One fetch: transfers of data, and some that may start only when those are done.
+    """One fetch: transfers of data, and transfers that may start only when the data has arrived.
 
-    `landing` stays referred to, and its memory so reserved, until nothing writes to it.
+    It references `landing`, the memory that is read into, until no transfer writes to it any more.
     """
 
     __slots__ = (
+        "_completion",
         "_data",
-        "_flying",
+        "_in_flight",
         "_is_abandoned",
-        "_over",
         "_started",
         "_transfers",
         "failure",
@@ -43,53 +43,53 @@ class Read:
         self._transfers = data + then
         self._data = len(data)
         self._started = 0
-        self._flying = 0
+        self._in_flight = 0
         self.landing = landing
-        self._over: asyncio.Future[None] | None = None
+        self._completion: asyncio.Future[None] | None = None
         self._is_abandoned = False
         self.is_over = False
         self.failure = ""
 
     def take(self) -> Transfer | None:
-        """The next transfer to start; None where there is none, or not before those under way are done."""
+        """Returns the next transfer to start, or None if there is none yet or none left."""
         started = self._started
-        if started == len(self._transfers) or self._is_abandoned or (started == self._data and self._flying):
+        if started == len(self._transfers) or self._is_abandoned or (started == self._data and self._in_flight):
             return None
         self._started += 1
-        self._flying += 1
+        self._in_flight += 1
         return self._transfers[started]
 
-    def landed(self) -> None:
-        """A transfer is over."""
-        self._flying -= 1
+    def end_transfer(self) -> None:
+        """Counts a transfer that has ended."""
+        self._in_flight -= 1
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to be done."""
-        return not self._flying and (self._started == len(self._transfers) or self._is_abandoned)
+        """Whether no transfer is in flight and none is left to start."""
+        return not self._in_flight and (self._started == len(self._transfers) or self._is_abandoned)
 
     def abandon(self) -> None:
-        """Nobody waits for it: nothing more of it is started."""
+        """Starts no further transfers: the caller no longer waits for the read."""
         self._is_abandoned = True
 
     def expect(self) -> None:
-        """Makes `wait` possible; to be called before another thread can finish it."""
-        self._over = asyncio.get_running_loop().create_future()
+        """Prepares `wait`. Call it before another thread can finish the read."""
+        self._completion = asyncio.get_running_loop().create_future()
 
     def finish(self, failure: str = "") -> None:
-        """Tells who waits. In whatever thread, once."""
+        """Ends `wait`, with an error if there is a failure. Call it once, in any thread."""
         self.failure, self.is_over = failure, True
-        if self._over is not None:
-            loop = self._over.get_loop()
+        if self._completion is not None:
+            loop = self._completion.get_loop()
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_wake, self._over)
+                loop.call_soon_threadsafe(_wake, self._completion)
 
     async def wait(self) -> None:
-        """Returns when it is read. Raises UnavailableError."""
+        """Returns when the read is complete. Raises UnavailableError if it failed."""
         if not self.is_over:
-            assert self._over is not None, "expected before it was handed over"
+            assert self._completion is not None, "`expect` comes before another thread gets the read"
             try:
-                await self._over
+                await self._completion
             except asyncio.CancelledError:
                 self.abandon()
                 raise
@@ -97,131 +97,133 @@ class Read:
             raise UnavailableError(self.failure)
 
 
-class _Flight(NamedTuple):
+class _TransferInFlight(NamedTuple):
     read: Read
     size_bytes: int
     deadline: float
 
 
 class RemoteReads:
-    """A serving agent that is read from. All methods are the pump's, under its lock."""
+    """The reads of one serving agent. The read thread calls all methods, under its lock."""
 
     def __init__(self, agent: "Agent", name: str) -> None:
         self._agent = agent
         self.name = name
         self.failure = ""
-        """Why it is not read from any more; empty while it is."""
-        self.is_gone = False
-        """Whether nothing of it is left, so that it may be met again."""
+        """Why the peer is not read any more. Empty while it is."""
+        self.is_removed = False
+        """Whether the peer has failed and its last transfer has ended, so that it can be connected again."""
         self._fresh: deque[Read] = deque()
         """Reads that have not had a turn."""
         self._reads: deque[Read] = deque()
-        """The others, which are large, or wait for what is under way."""
-        self._ahead_bytes = 0
-        """What fresh reads have had since one of the others had a turn."""
-        self._flights: dict[int, _Flight] = {}
-        self._flying_bytes = 0
-        self.part_bytes = _COPIED_PART_BYTES
-        """The most that one transfer is to have."""
+        """Reads that have had a turn: they are large, or wait for transfers in flight."""
+        self._fresh_bytes = 0
+        """Bytes of fresh reads since another read had a turn."""
+        self._transfers_in_flight: dict[int, _TransferInFlight] = {}
+        self._in_flight_bytes = 0
+        self.transfer_bytes = _COPIED_TRANSFER_BYTES
+        """The largest size of one transfer."""
         self.copies = False
-        """Whether its transfers are over as soon as they are started, as far as is known."""
+        """Whether the last transfer was complete as soon as it was started, which a copy on one host is."""
 
     @property
     def has_reads(self) -> bool:
-        """Whether some are under way that somebody waits for."""
+        """Whether a caller waits for a read."""
         return bool(self._fresh or self._reads)
 
     @property
     def has_work(self) -> bool:
-        """Whether it is to be asked after."""
-        return bool(self._fresh or self._reads or self._flights)
+        """Whether there are reads, or transfers in flight."""
+        return bool(self._fresh or self._reads or self._transfers_in_flight)
 
     def add(self, read: Read) -> None:
-        """Takes a read on."""
+        """Adds a read to the fresh ones, or fails it if the peer has failed."""
         if self.failure:
             read.finish(self.failure)
         else:
             self._fresh.append(read)
 
-    def read_now(self, read: Read) -> bool:
-        """Does a read and says whether it is done; one that is not is given up, and taken on until it is over."""
+    def read_at_once(self, read: Read) -> bool:
+        """Runs a read and returns whether it is complete. If it is not, it is abandoned and kept until it has ended."""
         while not self.failure and (transfer := read.take()):
             self._start(read, transfer)
-        done = read.is_complete and not self.failure
-        if not done:
+        is_complete = read.is_complete and not self.failure
+        if not is_complete:
             read.abandon()
             self.add(read)
-        return done
+        return is_complete
 
     def advance(self) -> bool:
-        """Looks after what is under way and starts about a part of one read; says whether anything happened."""
-        landed = self._land()
-        return self._launch() or landed
+        """Polls the transfers in flight and gives one read a turn. Returns whether anything happened."""
+        has_ended = self._poll()
+        return self._launch() or has_ended
 
-    def give_up(self, failure: str) -> None:
-        """Fails its reads. What is under way keeps its landing until it is over, however long that takes."""
+    def fail(self, failure: str) -> None:
+        """Fails all reads. A transfer in flight keeps its landing memory until it has ended."""
         self.failure = self.failure or failure
         for reads in (self._fresh, self._reads):
             while reads:
                 reads.popleft().finish(self.failure)
-        self._leave()
+        self._remove_if_idle()
 
-    def forget(self, failure: str) -> None:
-        """The agent is closed, so nothing is under way any more."""
-        self._flights.clear()
-        self.is_gone = True
-        self.give_up(failure)
+    def discard(self, failure: str) -> None:
+        """Fails all reads after the agent was closed, which has ended all transfers."""
+        self._transfers_in_flight.clear()
+        self.is_removed = True
+        self.fail(failure)
 
-    def _land(self) -> bool:
-        landed = False
-        for handle, flight in list(self._flights.items()):
+    def _poll(self) -> bool:
+        has_ended = False
+        for handle, each in list(self._transfers_in_flight.items()):
             try:
                 if not self._agent.is_done(handle, peer=self.name):
-                    if not self.failure and time.monotonic() > flight.deadline:
-                        self.give_up(f"{self.name} has not been heard of for {READ_TIMEOUT_S:g} s")
+                    if not self.failure and time.monotonic() > each.deadline:
+                        self.fail(f"{self.name} has not answered for {READ_TIMEOUT_S:g} s")
                     continue
             except UnavailableError as exc:
                 self.failure = self.failure or exc.message
-            landed = True
-            del self._flights[handle]
-            self._flying_bytes -= flight.size_bytes
-            flight.read.landed()
-        if landed and self.failure:
-            self.give_up(self.failure)
-        return landed
+            has_ended = True
+            del self._transfers_in_flight[handle]
+            self._in_flight_bytes -= each.size_bytes
+            each.read.end_transfer()
+        if has_ended and self.failure:
+            self.fail(self.failure)
+        return has_ended
 
     def _launch(self) -> bool:
-        """Gives one read its turn. Fresh ones go first, up to a part: a small one waits for no more than that."""
-        if self._fresh and (not self._reads or self._ahead_bytes < self.part_bytes):
+        """Gives one read a turn and returns whether it did. Fresh reads go first, up to the bytes of one transfer,
+        so that a small read waits for at most one transfer of a large one.
+        """
+        if self._fresh and (not self._reads or self._fresh_bytes < self.transfer_bytes):
             read = self._fresh.popleft()
-            self._ahead_bytes += self._turn(read)
-            if not self._finished(read):
+            self._fresh_bytes += self._turn(read)
+            if not self._finish_if_complete(read):
                 self._reads.append(read)
             return True
-        self._ahead_bytes = 0
+        self._fresh_bytes = 0
         for _ in range(len(self._reads)):
             read = self._reads.popleft()
-            had_bytes = self._turn(read)
-            finished = self._finished(read)
-            if not finished:
+            started_bytes = self._turn(read)
+            is_complete = self._finish_if_complete(read)
+            if not is_complete:
                 self._reads.append(read)
-            if had_bytes or finished:
+            if started_bytes or is_complete:
                 return True
         return False
 
     def _turn(self, read: Read) -> int:
-        """Starts transfers of a read, about a part in all; returns their bytes."""
-        had_bytes = 0
-        while had_bytes < self.part_bytes and self._flying_bytes < WINDOW_BYTES and not self.failure:
+        """Starts transfers of a read, with about the bytes of one large transfer, and returns their bytes."""
+        started_bytes = 0
+        while started_bytes < self.transfer_bytes and self._in_flight_bytes < WINDOW_BYTES and not self.failure:
             transfer = read.take()
             if transfer is None:
                 break
             self._start(read, transfer)
-            had_bytes += transfer.size_bytes
-        return had_bytes
+            started_bytes += transfer.size_bytes
+        return started_bytes
 
-    def _finished(self, read: Read) -> bool:
-        """Whether nothing is left of a read, or of its peer; tells who waits."""
+    def _finish_if_complete(self, read: Read) -> bool:
+        """Finishes a read that is complete or whose peer has failed. Returns whether it did."""
         if self.failure or read.is_complete:
             read.finish(self.failure)
             return True
@@ -231,24 +233,25 @@ class RemoteReads:
         try:
             handle = self._agent.read(self.name, transfer)
         except UnavailableError as exc:
-            read.landed()
-            self.give_up(exc.message)
+            read.end_transfer()
+            self.fail(exc.message)
             return
         if handle is None:
-            self.part_bytes, self.copies = _COPIED_PART_BYTES, True
-            read.landed()
+            self.transfer_bytes, self.copies = _COPIED_TRANSFER_BYTES, True
+            read.end_transfer()
             return
-        # The first read of a connection flies on one host too.
-        self.part_bytes, self.copies = _FLYING_PART_BYTES, False
-        self._flights[handle] = _Flight(read, transfer.size_bytes, time.monotonic() + READ_TIMEOUT_S)
-        self._flying_bytes += transfer.size_bytes
+        # The first read of a connection is asynchronous even on one host.
+        self.transfer_bytes, self.copies = _IN_FLIGHT_TRANSFER_BYTES, False
+        deadline = time.monotonic() + READ_TIMEOUT_S
+        self._transfers_in_flight[handle] = _TransferInFlight(read, transfer.size_bytes, deadline)
+        self._in_flight_bytes += transfer.size_bytes
 
-    def _leave(self) -> None:
-        if self.failure and not self._flights and not self.is_gone:
+    def _remove_if_idle(self) -> None:
+        if self.failure and not self._transfers_in_flight and not self.is_removed:
             self._agent.remove_peer(self.name)
-            self.is_gone = True
+            self.is_removed = True
 
 
-def _wake(over: asyncio.Future[None]) -> None:
-    if not over.done():
-        over.set_result(None)
+def _wake(completion: asyncio.Future[None]) -> None:
+    if not completion.done():
+        completion.set_result(None)

@@ -1,4 +1,4 @@
-"""How the ranges of one fetch become transfers, and where each lands."""
+"""Plans the transfers of one fetch and their places in the landing memory."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
@@ -10,25 +10,25 @@ from stagemesh.connectors.arena.memory_file import ALIGNMENT_BYTES, GENERATION_B
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 from stagemesh.connectors.base import ArenaRange, Bytes
 
-PART_PIECES = 256
-"""The most pieces in one transfer."""
+TRANSFER_DESCRIPTORS = 256
+"""The most descriptors in one transfer."""
 
 Descriptor: TypeAlias = tuple[int, int, int]
-"""Address, size in bytes and device, as the library takes them."""
+"""Address, size in bytes and device, as the library expects them."""
 
 
 class Memory(NamedTuple):
-    """Memory that an agent may read into or be read from."""
+    """Memory that an agent reads into or that peers read."""
 
     address: int
     size_bytes: int
     kind: str = "DRAM"
-    """As the library calls it."""
+    """The library's name for the kind of memory."""
     device: int = 0
 
 
 class Transfer(NamedTuple):
-    """Pieces to read, each of the peer's memory into as many bytes of ours."""
+    """Pairs of equal ranges: each remote one is read into the local one at the same index."""
 
     local: list[Descriptor]
     remote: list[Descriptor]
@@ -36,7 +36,7 @@ class Transfer(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Bytes that are read as one: neighbours in the arena stay neighbours. Offsets are of the arena and the landing."""
+    """Adjacent bytes of the arena, which are also adjacent in the landing. Has its offset in each."""
 
     offset: int
     landing: int
@@ -44,16 +44,16 @@ class Span(NamedTuple):
 
 
 class TransferPlan:
-    """What to read for some ranges of an arena, and whether what came is them.
+    """Plans the read of some ranges of an arena and checks the result.
 
-    The landing holds the ranges, each as well aligned as in the arena, then the generations of their pages. Those are
-    to be read last: pages that then still have the wanted one had it while they were read.
+    The landing contains the ranges, each aligned as in the arena, followed by the generations of their pages. The
+    generations must be read last: a page that still has the expected generation then had it during the whole read.
     """
 
-    __slots__ = ("_ends", "_generations", "_spans", "_starts", "_words_at", "data_bytes", "size_bytes")
+    __slots__ = ("_ends", "_generations", "_generations_at", "_spans", "_starts", "data_bytes", "size_bytes")
 
     def __init__(self, places: Sequence[ArenaRange], *, data_offset: int, file_bytes: int) -> None:
-        """Raises InvalidChunkError for a range outside the arena's data, or one that no region can hold."""
+        """Raises InvalidChunkError for a range outside the arena's data or with a generation that cannot be."""
         self._spans: list[Span] = []
         self._starts: list[int] = []
         self._ends: list[int] = []
@@ -62,37 +62,43 @@ class TransferPlan:
         for place in places:
             offset, size_bytes = place.offset, place.size_bytes
             if size_bytes < 0 or not data_offset <= offset < file_bytes or offset + size_bytes > file_bytes:
-                raise InvalidChunkError(f"{size_bytes} bytes at {offset} lie outside their producer's arena")
+                raise InvalidChunkError(f"{size_bytes} bytes at {offset} are outside their producer's arena")
             self._expect(place)
             start = self._place(offset, size_bytes) if size_bytes else self.data_bytes
             self._starts.append(start)
             self._ends.append(start + size_bytes)
-        self._words_at = _aligned(self.data_bytes)
-        self.size_bytes = self._words_at + len(self._generations) * GENERATION_BYTES
+        self._generations_at = _aligned(self.data_bytes)
+        self.size_bytes = self._generations_at + len(self._generations) * GENERATION_BYTES
 
-    def data(self, *, local: int, remote: int, part_bytes: int) -> list[Transfer]:
-        """The ranges' transfers, of `part_bytes` at most, given the addresses of landing and arena."""
-        pieces = (
-            (local + landing + start, remote + offset + start, min(part_bytes, size_bytes - start))
+    def data_transfers(self, *, local: int, remote: int, transfer_bytes: int) -> list[Transfer]:
+        """Returns the transfers of the ranges, of at most `transfer_bytes` each.
+
+        `local` and `remote` are the addresses of the landing and of the arena.
+        """
+        ranges = (
+            (local + landing + start, remote + offset + start, min(transfer_bytes, size_bytes - start))
             for offset, landing, size_bytes in self._spans
-            for start in range(0, size_bytes, part_bytes)
+            for start in range(0, size_bytes, transfer_bytes)
         )
-        return list(_grouped(pieces, part_bytes))
+        return list(_grouped(ranges, transfer_bytes))
 
-    def words(self, *, local: int, remote: int) -> list[Transfer]:
-        """The generations' transfers, for when the data have come."""
-        local += self._words_at
+    def generation_transfers(self, *, local: int, remote: int) -> list[Transfer]:
+        """Returns the transfers of the generations, which must start after the data has arrived."""
+        local += self._generations_at
         remote += PAGE_BYTES
-        pieces = (
+        ranges = (
             (local + number * GENERATION_BYTES, remote + page * GENERATION_BYTES, GENERATION_BYTES)
             for number, page in enumerate(self._generations)
         )
-        return list(_grouped(pieces, PART_PIECES * GENERATION_BYTES))
+        return list(_grouped(ranges, TRANSFER_DESCRIPTORS * GENERATION_BYTES))
 
     def views(self, landing: Bytes) -> list[Bytes]:
-        """The ranges as they lie in a landing that was read into. Raises InvalidChunkError (STALE_REGION)."""
-        words = landing[self._words_at : self.size_bytes].view(np.uint64)
-        if words.tolist() != list(self._generations.values()):
+        """Returns views of the ranges in a landing that was read into.
+
+        Raises InvalidChunkError (STALE_REGION) if a region was freed before the read was complete.
+        """
+        generations = landing[self._generations_at : self.size_bytes].view(np.uint64)
+        if generations.tolist() != list(self._generations.values()):
             raise _stale()
         return [landing[start:end] for start, end in zip(self._starts, self._ends, strict=True)]
 
@@ -108,11 +114,11 @@ class TransferPlan:
             raise _stale()
 
     def _place(self, offset: int, size_bytes: int) -> int:
-        """Where in the landing a range comes to lie."""
+        """Adds a range to the landing and returns its offset there."""
         if self._spans:
             before = self._spans[-1]
             gap_bytes = offset - before.offset - before.size_bytes
-            # A gap of alignment is read too: that is cheaper than another piece, and it lies in the same pages.
+            # An alignment gap is read too: that is cheaper than another descriptor, and it lies in the same pages.
             if 0 <= gap_bytes < ALIGNMENT_BYTES:
                 start = self.data_bytes + gap_bytes
                 self._spans[-1] = before._replace(size_bytes=before.size_bytes + gap_bytes + size_bytes)
@@ -124,13 +130,13 @@ class TransferPlan:
         return start
 
 
-def _grouped(pieces: Iterator[tuple[int, int, int]], part_bytes: int) -> Iterator[Transfer]:
-    """Pieces, as local and remote address and size, in transfers of bounded size."""
+def _grouped(ranges: Iterator[tuple[int, int, int]], transfer_bytes: int) -> Iterator[Transfer]:
+    """Groups ranges, given as local address, remote address and size, into transfers of bounded size."""
     local: list[Descriptor] = []
     remote: list[Descriptor] = []
     total = 0
-    for ours, theirs, size_bytes in pieces:
-        if local and (total + size_bytes > part_bytes or len(local) == PART_PIECES):
+    for ours, theirs, size_bytes in ranges:
+        if local and (total + size_bytes > transfer_bytes or len(local) == TRANSFER_DESCRIPTORS):
             yield Transfer(local, remote, total)
             local, remote, total = [], [], 0
         local.append((ours, size_bytes, 0))
@@ -145,4 +151,4 @@ def _aligned(offset: int) -> int:
 
 
 def _stale() -> InvalidChunkError:
-    return InvalidChunkError("a range belongs to a region that is no longer its own", reason="STALE_REGION")
+    return InvalidChunkError("a range belongs to a region that was freed", reason="STALE_REGION")

@@ -46,7 +46,7 @@ class LandingArena:
     async def get(self) -> Arena:
         """Returns the arena, which it creates at first. Raises NotReadyError if there is not enough memory."""
         if self._creating is None:
-            self._creating = asyncio.create_task(asyncio.to_thread(Arena, self._size_bytes))
+            self._creating = asyncio.create_task(asyncio.to_thread(Arena, self._size_bytes, shared=False))
         return await asyncio.shield(self._creating)
 
     async def close(self) -> None:

@@ -37,7 +37,7 @@ class ProducerState:
         """Prepares reading by a connector; raises NotReadyError if that is impossible."""
         if name not in self._readers:
             producer = Producer(self.replica, self.incarnation, arena_fd)
-            self._readers[name] = await self._connectors.get(name).meet(offer, producer)
+            self._readers[name] = await self._connectors.get(name).connect(offer, producer)
 
     async def drop_reader(self, name: ConnectorName, reader: Reader) -> None:
         """Closes a reader that has failed: its connector must be negotiated again."""

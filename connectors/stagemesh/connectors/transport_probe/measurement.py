@@ -1,4 +1,4 @@
-"""Measures every connector to a peer: one flow after the other, each as an engine would send it."""
+"""Measures every connector to a peer: one flow after the other, each as an engine sends it."""
 
 import asyncio
 import secrets
@@ -45,15 +45,15 @@ _GB = 1e9
 
 
 async def measure_peer(endpoint: str, *, progress: Progress) -> TransportReport:
-    """Measures the peer that serves at "host:port"; `progress` is told what is being done.
+    """Measures the connectors to the peer at "host:port". `progress` is called with a text before each part.
 
-    Raises UnavailableError where nothing answers there, and NotReadyError where what answers is no peer, or one of
-    another version.
+    Raises UnavailableError if nothing answers there, and NotReadyError if another service answers or a peer of another
+    version.
     """
     _check_address(endpoint)
     async with open_channel(endpoint) as channel:
         stub = stage_pb2_grpc.StageServiceStub(channel)
-        progress(f"asking {endpoint} what it is")
+        progress(f"identifying {endpoint}")
         peer = await _describe(stub, endpoint)
         prober = _Prober(stub, endpoint=endpoint, peer=peer.replica, progress=progress)
         try:
@@ -68,18 +68,18 @@ class _Summary(NamedTuple):
 
 
 class _Step:
-    """The peer's step that takes a flow, and what it says of it."""
+    """A flow to the peer, and the call of the peer's step that receives it."""
 
     def __init__(self, outlet: Outlet, call: _Call) -> None:
         self.outlet = outlet
         self._call = call
 
     async def arrived_ns(self) -> int:
-        """When the next packet came, by the peer's clock."""
+        """Returns when the next packet arrived, by the peer's clock."""
         return int((await self._output(ARRIVED))[0])
 
     async def finish(self) -> _Summary:
-        """Ends the flow."""
+        """Ends the flow and returns its summary."""
         await self.outlet.finish()
         arrived_ns, used_ns = await self._output(SUMMARY)
         return _Summary(int(arrived_ns), int(used_ns))
@@ -87,12 +87,12 @@ class _Step:
     async def _output(self, name: str) -> Array:
         response = await self._call.read()
         if not isinstance(response, stage_pb2.ExecuteStepResponse) or response.output.name != name:
-            raise InternalError(f"the peer said something else where its {name} was due")
+            raise InternalError(f"the peer sent another output than {name}")
         return read_inline(response.output.tensor)
 
 
 class _Prober:
-    """One run against one peer."""
+    """One measurement of one peer."""
 
     def __init__(
         self, stub: "stage_pb2_grpc.StageServiceAsyncStub", *, endpoint: str, peer: str, progress: Progress
@@ -104,10 +104,10 @@ class _Prober:
         self._progress = progress
         self._same_host = False
         self._ahead_ns = 0
-        """By how much the peer's clock is ahead of ours."""
+        """The peer's clock minus ours."""
 
     async def measure(self) -> TransportReport:
-        """Every connector, after what `auto` would choose."""
+        """Measures every connector and finds the one that `auto` uses."""
         found = await self._plane.probe(consumer=self._peer, endpoint=self._endpoint, connector=AUTO)
         self._same_host = await self._refusal(SHM) == ""
         clock_error_s = 0.0 if self._same_host else await self._compare_clocks()
@@ -122,11 +122,11 @@ class _Prober:
         )
 
     async def close(self) -> None:
-        """Lets go of everything. Closing twice is harmless."""
+        """Closes the data plane. Closing twice is harmless."""
         await self._plane.close()
 
     async def _refusal(self, name: ConnectorName) -> str:
-        """Why a connector cannot be used; empty where it can."""
+        """Returns why a connector cannot be used, or "" if it can."""
         try:
             await self._plane.probe(consumer=self._peer, endpoint=self._endpoint, connector=name)
         except StagemeshError as exc:
@@ -142,7 +142,7 @@ class _Prober:
             one_way_s = {size: statistics.median(await self._one_way_s(name, size)) for size in SIZES}
             bytes_per_s, cpu_s_per_gb = await self._sustained(name)
         except StagemeshError as exc:
-            return ConnectorFigures(name, refusal=f"it failed while it was measured: {exc.message}")
+            return ConnectorFigures(name, refusal=f"it failed during the measurement: {exc.message}")
         return ConnectorFigures(
             name,
             how=self._how(name),
@@ -159,7 +159,7 @@ class _Prober:
         return {SHM: "read in place", GRPC: "bytes in the gRPC stream"}.get(name, "")
 
     async def _one_way_s(self, name: ConnectorName, size_bytes: int) -> Sequence[float]:
-        """How long single tensors take, one after the other."""
+        """Returns the one-way times of single tensors, one after the other."""
         packet = Packet({"x": np.ones(size_bytes, np.uint8)})
         times_s: list[float] = []
         async with self._step(name, each=True) as step:
@@ -171,7 +171,7 @@ class _Prober:
         return times_s[_WARM_UP:]
 
     async def _sustained(self, name: ConnectorName) -> tuple[float, float]:
-        """Bytes a second, and both processes' seconds of processor time for a gigabyte."""
+        """Returns bytes per second, and both processes' seconds of processor time for a gigabyte."""
         packet = Packet({"x": np.ones(_SUSTAINED_BYTES, np.uint8)})
         async with self._step(name, each=False) as step:
             used_ns, began_ns, count = time.process_time_ns(), time.monotonic_ns(), 0
@@ -184,10 +184,10 @@ class _Prober:
         return count * _SUSTAINED_BYTES / took_s, used_s / (count * _SUSTAINED_BYTES / _GB)
 
     async def _compare_clocks(self) -> float:
-        """Finds out how far the peer's clock is ahead; returns by how many seconds that may be wrong.
+        """Measures the difference between the clocks and returns its possible error in seconds.
 
-        Of a message there and word of it back, the peer's time stands somewhere between ours: nearest the middle where
-        both were quick.
+        The peer's time of a message's arrival lies between our times of sending it and of receiving the report of it.
+        The fastest round trip bounds the difference best.
         """
         self._progress("comparing clocks")
         packet, trips = Packet({"x": np.ones(1, np.uint8)}), list[tuple[int, int]]()
@@ -204,7 +204,7 @@ class _Prober:
 
     @asynccontextmanager
     async def _step(self, name: ConnectorName, *, each: bool) -> AsyncGenerator[_Step]:
-        """A flow by this connector, expected by the peer."""
+        """Yields a flow by a connector, which the peer receives."""
         key = EdgeKey(f"probe-{secrets.token_hex(8)}", EDGE, 1)
         call = self._stub.ExecuteStep(
             stage_pb2.ExecuteStepRequest(
@@ -226,7 +226,7 @@ class _Prober:
         except grpc.aio.AioRpcError as exc:
             raise from_rpc_error(exc, peer=self._endpoint) from exc
         except TimeoutError:
-            raise UnavailableError(f"nothing more came through within {_STEP_S:g} s") from None
+            raise UnavailableError(f"no further packet arrived within {_STEP_S:g} s") from None
         finally:
             call.cancel()
 
@@ -234,11 +234,11 @@ class _Prober:
 def _check_address(endpoint: str) -> None:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise InvalidRequestError(f"{endpoint!r} is no address; write one like 10.0.0.2:7790", reason="NO_ADDRESS")
+        raise InvalidRequestError(f"{endpoint!r} is not an address; write one like 10.0.0.2:7790", reason="NO_ADDRESS")
 
 
 async def _describe(stub: "stage_pb2_grpc.StageServiceAsyncStub", endpoint: str) -> stage_pb2.DescribeResponse:
-    """What the peer says of itself; raises what it is not measured for."""
+    """Returns the peer's description. Raises an error if it is not a peer of this version."""
     try:
         peer = await stub.Describe(stage_pb2.DescribeRequest(), timeout=_DESCRIBE_S)
     except grpc.aio.AioRpcError as exc:
@@ -246,7 +246,7 @@ async def _describe(stub: "stage_pb2_grpc.StageServiceAsyncStub", endpoint: str)
             raise _no_peer(endpoint, "another gRPC service") from exc
         raise UnavailableError(
             f"nothing answers at {endpoint} ({exc.details() or exc.code().name}); run `stagemesh probe-transport "
-            f"--serve {endpoint}` there, and see that no firewall is between",
+            f"--serve {endpoint}` there, and check that no firewall blocks the port",
             reason="PEER_UNREACHABLE",
         ) from exc
     if peer.engine != ENGINE:

@@ -1,4 +1,4 @@
-"""The end that is measured against: takes flows, looks at what comes, and says when it came."""
+"""The receiving side of a measurement: receives flows and reports when their packets arrived."""
 
 import asyncio
 import os
@@ -29,14 +29,14 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 PIPELINE = "probe-transport"
 ENGINE = "probe"
 EACH = "each"
-"""The option by which a step says at once when each packet came, and not at its end alone."""
+"""The option that makes a step report each packet's arrival at once, and not only at its end."""
 ARRIVED, SUMMARY = "arrived_ns", "summary"
-"""Outputs: when a packet came; when the last one did, and the processor time used. In nanoseconds."""
+"""Outputs, in nanoseconds: the arrival of a packet; the arrival of the last packet and the processor time used."""
 ARENA_BYTES, WINDOW_BYTES = 64 * MIB, 32 * MIB
 
 
 def make_plane(replica: str) -> DataPlane:
-    """A data plane for measuring; raises NotReadyError (NO_MEMORY)."""
+    """Creates a data plane for a measurement. Raises NotReadyError (NO_MEMORY)."""
     try:
         return DataPlane(
             replica=replica,
@@ -47,14 +47,14 @@ def make_plane(replica: str) -> DataPlane:
         )
     except NotReadyError as exc:
         raise NotReadyError(
-            f"measuring takes {ARENA_BYTES // MIB} MiB of shared memory in each process, for which there is no room; "
+            f"the measurement needs {ARENA_BYTES // MIB} MiB of shared memory in each process, which is not available; "
             f"give the host or container more memory ({exc.message})",
             reason=exc.reason,
         ) from exc
 
 
 class ProbePeer(stage_pb2_grpc.StageServiceServicer):
-    """A stage whose steps take a flow and say when its packets came. Made within a running event loop."""
+    """A stage whose steps receive a flow and report when its packets arrived. Created within a running event loop."""
 
     def __init__(self) -> None:
         self._replica = f"peer-{os.getpid()}"
@@ -63,7 +63,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
     @classmethod
     @asynccontextmanager
     async def added_to(cls, server: "grpc.aio.Server") -> AsyncGenerator[Self]:
-        """One that `server` serves, closed at the end of the body."""
+        """Yields a peer that `server` serves. It is closed at the end of the body."""
         peer = cls()
         try:
             add_stage_service(peer, server)
@@ -74,7 +74,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
     async def Describe(  # noqa: N802 - the contract names RPCs
         self, request: stage_pb2.DescribeRequest, context: _Context
     ) -> stage_pb2.DescribeResponse:
-        """See the proto."""
+        """Describes this process as a probe peer."""
         del request, context
         return stage_pb2.DescribeResponse(
             pipeline=PIPELINE,
@@ -84,16 +84,16 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
             incarnation=self._plane.incarnation,
             engine=ENGINE,
             state=stage_pb2.REPLICA_STATE_READY,
-            connectors=[number_of(card.name) for card in descriptors().values() if not card.missing()],
+            connectors=[number_of(each.name) for each in descriptors().values() if not each.missing()],
             wire_version=WIRE_VERSION,
         )
 
-    # These two write instead of yielding: so they end with their call, not when the garbage collector comes by.
+    # These two methods write instead of yielding, so that they end with their call and not at a garbage collection.
 
     async def PutChunk(  # type: ignore[override] # noqa: N802
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> None:
-        """See the proto."""
+        """Serves the data plane's streams."""
         try:
             async with aclosing(self._plane.serve_put(request_iterator)) as replies:
                 async for reply in replies:
@@ -104,7 +104,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
     async def ExecuteStep(  # type: ignore[override] # noqa: N802
         self, request: stage_pb2.ExecuteStepRequest, context: _Context
     ) -> None:
-        """See the proto: takes the flow of the first input to its end."""
+        """Receives the flow of the only input to its end."""
         try:
             async with aclosing(self._receive(request)) as responses:
                 async for response in responses:
@@ -114,7 +114,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
 
     async def _receive(self, request: stage_pb2.ExecuteStepRequest) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
         if len(request.inputs) != 1:
-            raise InvalidRequestError(f"a probe takes one flow, not {len(request.inputs)}")
+            raise InvalidRequestError(f"a probe step has one input, not {len(request.inputs)}")
         binding, each = request.inputs[0], bool(request.parameters.options[EACH])
         inlet = self._plane.open_inlet(
             EdgeKey(request.request_id, binding.edge, request.attempt), producer=binding.producer
@@ -123,7 +123,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
         try:
             yield stage_pb2.ExecuteStepResponse(accepted=stage_pb2.StepAccepted())
             async for packet in inlet:
-                look_at(packet)
+                touch(packet)
                 arrived_ns = time.monotonic_ns()
                 if each:
                     yield _numbers(ARRIVED, arrived_ns)
@@ -131,12 +131,12 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
             yield stage_pb2.ExecuteStepResponse(finished=stage_pb2.StepFinished())
         finally:
             await inlet.aclose()
-            # The flow's last word is on its way; the next one is not to be measured with it.
+            # Sends the flow's last message now, so that it does not delay the next flow.
             await asyncio.sleep(0)
 
 
-def look_at(packet: Packet) -> int:
-    """Reads both ends of each tensor, as whoever has it in hand could."""
+def touch(packet: Packet) -> int:
+    """Reads the first and the last element of each tensor, and returns their sum."""
     return sum(int(tensor.reshape(-1)[place]) for tensor in packet.tensors.values() for place in (0, -1))
 
 

@@ -1,4 +1,4 @@
-"""What measuring finds."""
+"""The results of a measurement."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,24 +7,24 @@ from stagemesh.common.connector_descriptors import ConnectorName
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, MIB, 16 * MIB)
-"""Of the tensors whose way is timed, in bytes."""
+"""The sizes in bytes of the tensors whose one-way time is measured."""
 
 
 @dataclass(frozen=True)
 class ConnectorFigures:
-    """One connector. Without figures where it cannot be used."""
+    """The figures of one connector. They are absent if it cannot be used."""
 
     connector: ConnectorName
     refusal: str = ""
-    """Why it cannot be used; empty where it can."""
+    """Why the connector cannot be used. Empty if it can."""
     how: str = ""
-    """How the bytes cross, for people."""
+    """A description of the transport, for people."""
     one_way_s: Mapping[int, float] = field(default_factory=dict[int, float])
-    """The median by size: from a tensor in one engine's hands to a tensor in the other's."""
+    """The median time by size: from a tensor of the sending engine to a tensor of the receiving one."""
     bytes_per_s: float = 0.0
-    """Sustained, in tensors of 1 MiB."""
+    """The sustained rate of tensors of 1 MiB."""
     cpu_s_per_gb: float = 0.0
-    """Processor time of both processes for 10^9 bytes."""
+    """The processor time of both processes for 10^9 bytes."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class TransportReport:
     peer: str
     same_host: bool
     choice: ConnectorName
-    """What `connector: auto` uses."""
+    """The connector that `connector: auto` uses."""
     passed_over: Mapping[ConnectorName, str]
-    """The better ones, and why they cannot be used."""
+    """Better connectors than the choice, with the reason why each cannot be used."""
     clock_error_s: float
-    """By how much the one-way times may be off, all by the same; 0 on one host, which has one clock."""
+    """The error that all one-way times may share. 0 on one host, which has one clock."""
     connectors: tuple[ConnectorFigures, ...]

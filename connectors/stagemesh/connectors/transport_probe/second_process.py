@@ -1,4 +1,4 @@
-"""A peer in a process of its own on this host: `python -m stagemesh.connectors.transport_probe.second_process`."""
+"""Runs a peer in another process on this host: `python -m stagemesh.connectors.transport_probe.second_process`."""
 
 import asyncio
 import sys
@@ -19,13 +19,13 @@ _END_S = 5.0
 
 @asynccontextmanager
 async def second_process() -> AsyncGenerator[str]:
-    """Starts one, whose endpoint the body is given. It ends with the body, and with this process."""
+    """Starts a peer process and yields its endpoint. The process ends with the body, and with this process."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", __name__, stdin=pipe, stdout=pipe, stderr=pipe)
     try:
         yield await _endpoint_of(process)
     finally:
-        # It lives as long as its standard input.
+        # The process ends when its standard input is closed.
         try:
             await asyncio.wait_for(process.communicate(b""), _END_S)
         except TimeoutError:
