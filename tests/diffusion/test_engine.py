@@ -325,7 +325,8 @@ async def test_a_task_that_is_asked_to_pause_goes_on_from_there(engine: Diffusio
     async for event in engine.submit(asked):
         events.append(event)
         steps += isinstance(event, Progress)
-        asked.pause_wish.asked = steps >= 1
+        if steps >= 1:
+            asked.pause_requested.set()
     paused = events[-1]
     assert isinstance(paused, Paused)
     assert paused.checkpoint.steps < SMALL.steps

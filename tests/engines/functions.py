@@ -14,15 +14,15 @@ from stagemesh.services.engines.function.base import Call, OpensWithout
 
 NUMBERS = TensorSpec("float32", ("count",))
 GATE = threading.Event()
-"""Held by a test that wants calls to queue up."""
+"""Held by a test to make calls queue."""
 
 ENTERED = threading.Event()
-"""Set when a call has begun."""
+"""Set when a call has started."""
 
 
 @dataclass
 class Total:
-    """What a request has seen."""
+    """The numbers that a request has received."""
 
     seed: int
     factor: float
@@ -30,7 +30,7 @@ class Total:
 
 
 class Summing:
-    """Emits each number times `factor`, and at the end the seed and the sum; refuses negative numbers."""
+    """Emits each number times `factor`, and at the end the seed and the sum; rejects negative numbers."""
 
     def __init__(self, model: object, options: Mapping[str, object]) -> None:
         self.options = options
@@ -76,7 +76,7 @@ class Echo:
 
 
 class Telling(OpensWithout[frozenset[str]]):
-    """Emits the length of the name of each tensor that will not come, and then nothing."""
+    """Emits the length of the name of each absent tensor, and nothing else."""
 
     def __init__(self, model: object, options: Mapping[str, object]) -> None:
         pass

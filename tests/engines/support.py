@@ -1,4 +1,4 @@
-"""What the engines' tests share."""
+"""Helpers of the engines' tests."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import NamedTuple
@@ -20,7 +20,7 @@ def stage_config(
     model: str | None = None,
     options: Mapping[str, JsonValue] | None = None,
 ) -> StageConfig:
-    """A stage named "tested"."""
+    """Returns the config of a stage named "tested"."""
     return StageConfig(
         pipeline="p",
         generation="1",
@@ -61,32 +61,32 @@ def hand_partitions(engine: Engine, partitions: PartitionsArena) -> None:
 
 
 async def stream(*values: Iterable[float]) -> AsyncIterator[Packet]:
-    """Packets with the float32 tensor "x"."""
+    """Yields packets with the float32 tensor "x"."""
     for value in values:
         yield Packet({"x": np.array(value, np.float32)})
 
 
 async def text_stream(*texts: str) -> AsyncIterator[Packet]:
-    """Packets with the tensor "text"."""
+    """Yields packets with the tensor "text"."""
     for text in texts:
         yield Packet({"text": np.frombuffer(text.encode(), np.uint8)})
 
 
 def numbers_task(request_id: str, *values: Iterable[float], seed: int = 0, **options: float) -> Task:
-    """A task fed with numbers over the edge "in"."""
+    """Returns a task that receives numbers over the edge "in"."""
     return Task(request_id, seed, inlets={"in": stream(*values)}, options=options)
 
 
 async def collect(events: AsyncIterator[EngineEvent]) -> list[EngineEvent]:
-    """All events of a task."""
+    """Returns all events of a task."""
     return [event async for event in events]
 
 
 def packets(events: Iterable[EngineEvent]) -> list[Packet]:
-    """What was emitted."""
+    """Returns the emitted packets."""
     return [event.packet for event in events if isinstance(event, Emission)]
 
 
 def text_of(events: Iterable[EngineEvent]) -> str:
-    """The text that was emitted."""
+    """Returns the emitted text."""
     return b"".join(packet.tensors["text"].tobytes() for packet in packets(events)).decode()

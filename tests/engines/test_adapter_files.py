@@ -1,4 +1,4 @@
-"""What is read of an adapter's folder, and how one that is none is refused."""
+"""Reading an adapter's folder, and rejecting a folder that holds none."""
 
 import json
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from tests.engines.vllm.tiny_adapter import write_adapter
 LAYER = "base_model.model.model.layers.1.mlp.down_proj"
 
 
-def test_ranks_and_sizes_are_read(tmp_path: Path) -> None:
+def test_rank_and_layer_sizes_are_read(tmp_path: Path) -> None:
     files = read_adapter(str(write_adapter(tmp_path, rank=3)))
     assert files.rank == 3
     assert files.layers[LAYER] == Sizes(128, 64)
     assert len(files.layers) == 10
 
 
-def test_a_rank_of_some_layer_counts(tmp_path: Path) -> None:
+def test_the_largest_rank_of_any_layer_counts(tmp_path: Path) -> None:
     set_config(write_adapter(tmp_path), rank_pattern={"q_proj": 32})
     assert read_adapter(str(tmp_path)).rank == 32
 
 
-def test_layers_are_compared_with_the_model(tmp_path: Path) -> None:
+def test_layers_must_match_the_model(tmp_path: Path) -> None:
     files = read_adapter(str(write_adapter(tmp_path)))
     files.check(files.layers)
     files.check(dict.fromkeys(files.layers))
@@ -44,16 +44,18 @@ def set_config(folder: Path, **changes: object) -> None:
     ("spoil", "message"),
     [
         (lambda folder: (folder / "adapter_config.json").unlink(), "no readable adapter_config.json"),
-        (lambda folder: (folder / "adapter_config.json").write_text("{"), "describes no LoRA"),
-        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "describes no LoRA"),
-        (lambda folder: set_config(folder, r=0), "describes no LoRA: r "),
-        (lambda folder: set_config(folder, peft_type="IA3"), "describes no LoRA: peft_type"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), "does not describe a LoRA"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[]"), "does not describe a LoRA"),
+        (lambda folder: set_config(folder, r=0), "does not describe a LoRA: r "),
+        (lambda folder: set_config(folder, peft_type="IA3"), "does not describe a LoRA: peft_type"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no readable adapter_model.safetensors"),
-        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\0" * 40), "no safetensors file"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\0" * 40), "not a safetensors file"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\2" + b"\0" * 7 + b"{}"), "holds no LoRA"),
     ],
 )
-def test_what_is_no_adapter_is_named(spoil: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+def test_the_error_names_why_a_folder_is_not_an_adapter(
+    spoil: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
     spoil(write_adapter(tmp_path))
     with pytest.raises(InvalidRequestError, match=message) as caught:
         read_adapter(str(tmp_path))
@@ -62,6 +64,6 @@ def test_what_is_no_adapter_is_named(spoil: Callable[[Path], object], message: s
 
 
 @pytest.mark.parametrize("path", ["adapters/mine", "/nowhere/to/be/found", ""])
-def test_a_path_must_be_a_folder_here(path: str) -> None:
+def test_the_path_must_be_an_existing_absolute_folder(path: str) -> None:
     with pytest.raises(InvalidRequestError, match="absolute path of a folder"):
         read_adapter(path)

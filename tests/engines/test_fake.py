@@ -21,8 +21,8 @@ from stagemesh.services.engines.base import Checkpoint, EngineEvent, Paused, Sam
 from stagemesh.services.engines.fake import DESCRIPTOR
 from stagemesh.services.engines.fake.distributions import Amount, SeededRandom
 from stagemesh.services.engines.fake.engine import FakeEngine
-from stagemesh.services.engines.fake.outputs import at_step, frames_of, pack, unpack
-from stagemesh.services.engines.fake.pace import Pace
+from stagemesh.services.engines.fake.outputs import pack, step_state, text_to_frames, unpack
+from stagemesh.services.engines.fake.task_run import StepClock
 from tests.engines.support import collect, packets, stage_config, text_of, text_stream
 
 BOUND_S = 5
@@ -33,7 +33,7 @@ def fake(function: str = "source", **options: JsonValue) -> FakeEngine:
 
 
 def one(kind: str, **more: JsonValue) -> JsonValue:
-    """The option faults with one of them."""
+    """Returns the option `faults` with one fault."""
     return [{"kind": kind, **more}]
 
 
@@ -42,7 +42,7 @@ def steps_of(events: list[EngineEvent]) -> list[object]:
 
 
 def made(events: list[EngineEvent]) -> list[tuple[object, list[bytes]]]:
-    """What was emitted, by step."""
+    """Returns the emitted bytes by step."""
     return [
         (packet.metadata["step"], [each.tobytes() for each in packet.tensors.values()]) for packet in packets(events)
     ]
@@ -52,49 +52,49 @@ def all_frames(events: list[EngineEvent]) -> Array:
     return np.concatenate([packet.tensors["frames"] for packet in packets(events)])
 
 
-def test_card_is_found_by_name() -> None:
+def test_the_descriptor_is_loaded_by_name() -> None:
     assert load_engine_descriptor("fake") is DESCRIPTOR
 
 
-def test_unknown_function_names_those_known() -> None:
+def test_an_unknown_function_error_lists_the_known_ones() -> None:
     with pytest.raises(NotFoundError, match="known: source, relay, frames, mix, sound"):
         DESCRIPTOR.signature("sauce", {})
 
 
-def test_unknown_option_is_answered_with_close_ones() -> None:
+def test_an_unknown_option_error_suggests_similar_names() -> None:
     with pytest.raises(InvalidRequestError, match=r"unknown option 'stepps'.*steps"):
         fake(stepps=3)
 
 
-def test_option_of_wrong_type_is_named() -> None:
+def test_an_option_of_the_wrong_type_is_named() -> None:
     with pytest.raises(InvalidRequestError, match=r"option steps is 1\.5"):
         fake(steps=1.5)
 
 
-async def test_source_repeats_for_the_same_seed() -> None:
+async def test_a_source_repeats_its_output_for_the_same_seed() -> None:
     first, second = [await collect(fake().submit(Task("r", seed=7, prompt="hi"))) for _ in range(2)]
     assert text_of(first) == text_of(second)
     assert text_of(first) != text_of(await collect(fake().submit(Task("r", seed=8, prompt="hi"))))
 
 
-async def test_max_tokens_sets_a_sources_steps() -> None:
+async def test_max_tokens_sets_the_steps_of_a_source() -> None:
     events = await collect(fake(size_bytes=10).submit(Task("r", 0, "hi", sampling=SamplingOptions(max_tokens=2))))
     assert events[-1] == Usage(prompt_tokens=2, output_tokens=20, steps=2)
 
 
-async def test_relay_passes_text_on() -> None:
+async def test_a_relay_emits_its_input_text() -> None:
     events = await collect(fake("relay").submit(Task("r", 0, inlets={"in": text_stream("ab", "c")})))
     assert [packet.tensors["text"].tobytes() for packet in packets(events)] == [b"ab", b"c"]
 
 
-async def test_frames_are_one_a_byte() -> None:
+async def test_there_is_one_frame_per_byte() -> None:
     events = await collect(fake("frames").submit(Task("r", 0, inlets={"in": text_stream("ab")})))
     frames = packets(events)[0].tensors["frames"]
     assert frames.shape == (2, 8)
     assert frames.dtype == np.float32
 
 
-async def test_failure_comes_at_the_step_asked_for() -> None:
+async def test_the_task_fails_at_the_configured_step() -> None:
     seen = 0
     with pytest.raises(InternalError, match="step 2"):
         async for _ in fake(fail_at_step=2).submit(Task("r", 0, "hi")):
@@ -113,10 +113,10 @@ async def test_tasks_over_the_limit_are_queued() -> None:
     assert engine.load().running == 0
 
 
-async def test_mix_shifts_frames_by_what_the_text_says() -> None:
+async def test_mix_adds_the_sum_of_the_text_to_the_frames() -> None:
     async def mixed(**tensors: bytes) -> bytes:
-        both = {name: frames_of(np.frombuffer(text, np.uint8)) if name == "frames" else np.frombuffer(text, np.uint8)
-                for name, text in tensors.items()}  # fmt: skip
+        data = {name: np.frombuffer(text, np.uint8) for name, text in tensors.items()}
+        both = {name: text_to_frames(text) if name == "frames" else text for name, text in data.items()}
 
         async def flow() -> AsyncIterator[Packet]:
             yield Packet(both)
@@ -124,14 +124,14 @@ async def test_mix_shifts_frames_by_what_the_text_says() -> None:
         events = await collect(fake("mix").submit(Task("r", 0, inlets={"in": flow()})))
         return packets(events)[0].tensors["frames"].tobytes()
 
-    assert await mixed(frames=b"ab") == frames_of(np.frombuffer(b"ab", np.uint8)).tobytes()
-    assert await mixed(frames=b"ab", text=b"\x02\x01") == (frames_of(np.frombuffer(b"ab", np.uint8)) + 3).tobytes()
-    assert await mixed(text=b"\x01") == (frames_of(np.frombuffer(b"\x01", np.uint8)) + 1).tobytes()
+    assert await mixed(frames=b"ab") == text_to_frames(np.frombuffer(b"ab", np.uint8)).tobytes()
+    assert await mixed(frames=b"ab", text=b"\x02\x01") == (text_to_frames(np.frombuffer(b"ab", np.uint8)) + 3).tobytes()
+    assert await mixed(text=b"\x01") == (text_to_frames(np.frombuffer(b"\x01", np.uint8)) + 1).tobytes()
 
 
-async def test_sound_is_within_its_bounds() -> None:
+async def test_audio_stays_within_its_bounds() -> None:
     async def flow() -> AsyncIterator[Packet]:
-        yield Packet({"frames": frames_of(np.frombuffer(bytes(range(256)), np.uint8))})
+        yield Packet({"frames": text_to_frames(np.frombuffer(bytes(range(256)), np.uint8))})
 
     sound = packets(await collect(fake("sound").submit(Task("r", 0, inlets={"in": flow()}))))[0].tensors["audio"]
     assert sound.shape == (256 * 8,)
@@ -156,14 +156,12 @@ async def test_sound_is_within_its_bounds() -> None:
         ({"max_running": 0}, "option max_running is 0"),
     ],
 )
-def test_options_that_do_not_hold_are_named_when_the_pipeline_loads(
-    options: dict[str, JsonValue], message: str
-) -> None:
+def test_invalid_options_are_named_when_the_pipeline_loads(options: dict[str, JsonValue], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         DESCRIPTOR.signature("source", options)
 
 
-async def test_amounts_are_drawn_by_the_requests_seed() -> None:
+async def test_amounts_depend_on_the_requests_seed() -> None:
     engine = fake(steps={"uniform": [2, 200]}, size_bytes={"lognormal": [100, 1.0]})
     runs = [await collect(engine.submit(Task("r", seed, "hi"))) for seed in (1, 1, 2)]
     sizes = [[packet.tensors["text"].nbytes for packet in packets(run)] for run in runs]
@@ -172,14 +170,14 @@ async def test_amounts_are_drawn_by_the_requests_seed() -> None:
     assert len(set(sizes[0])) > 1
 
 
-def test_no_draw_is_ever_out_of_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_draw_stays_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     highest = SimpleNamespace(digest=lambda: b"\xff" * 8)
     monkeypatch.setattr("stagemesh.services.engines.fake.distributions.hashlib.blake2b", lambda *_, **__: highest)
     assert 0 < SeededRandom(0, "a").quantile("anything") < 1
     assert SeededRandom(0, "a").draw(Amount(one_of=(1, 2)), "anything") == 2
 
 
-async def test_another_stage_draws_other_amounts() -> None:
+async def test_stages_draw_different_amounts() -> None:
     config = stage_config("fake", function="source", options={"size_bytes": {"uniform": [1, 1000]}})
     engines = [FakeEngine(config), FakeEngine(replace(config, stage="other"))]
     first, second = [text_of(await collect(engine.submit(Task("r", 1, "hi")))) for engine in engines]
@@ -187,16 +185,16 @@ async def test_another_stage_draws_other_amounts() -> None:
 
 
 def paused(times: list[float], *, keeps: bool) -> list[float]:
-    """The pauses of steps of a second each that begin at these times."""
-    pace = Pace(keeps=keeps, clock=iter(times).__next__)
+    """Returns the waits of steps of one second each that start at these times."""
+    pace = StepClock(keeps_rate=keeps, clock=iter(times).__next__)
     return [round(pace.pause_s(1.0), 6) for _ in times]
 
 
-def test_a_source_keeps_its_rate_and_does_not_hurry_after_a_wait() -> None:
+def test_a_source_keeps_its_rate_and_does_not_catch_up_after_a_wait() -> None:
     assert paused([0.0, 1.1, 2.3, 9.4, 10.1], keeps=True) == [1.0, 0.9, 0.7, 0.6, 0.9]
 
 
-def test_a_step_of_what_comes_takes_its_time_from_then() -> None:
+def test_a_step_on_an_input_lasts_from_its_start() -> None:
     assert paused([0.0, 1.1, 2.3], keeps=False) == [1.0, 1.0, 1.0]
 
 
@@ -215,7 +213,7 @@ async def until_failed(engine: FakeEngine, seed: int) -> tuple[list[EngineEvent]
         return events, None
 
 
-async def test_faults_strike_by_seed_and_never_change_what_is_made() -> None:
+async def test_faults_depend_on_the_seed_and_never_change_outputs() -> None:
     plain, faulty = fake(), fake(faults=one("error", probability=0.3, after_steps={"uniform": [0, 3]}))
     struck = 0
     for seed in range(60):
@@ -229,7 +227,7 @@ async def test_faults_strike_by_seed_and_never_change_what_is_made() -> None:
     assert 8 <= struck <= 30
 
 
-async def test_a_fault_strikes_the_attempts_that_it_is_for() -> None:
+async def test_a_fault_strikes_only_its_attempts() -> None:
     once, twice, always = [fake(faults=one("error", attempts=count)) for count in (1, 2, 0)]
 
     async def succeeds(engine: FakeEngine, attempt: int) -> bool:
@@ -244,7 +242,7 @@ async def test_a_fault_strikes_the_attempts_that_it_is_for() -> None:
     assert [await succeeds(always, attempt) for attempt in (1, 2, 3)] == [False, False, False]
 
 
-async def test_a_hang_says_nothing_until_it_is_aborted() -> None:
+async def test_a_hang_emits_nothing_until_it_is_aborted() -> None:
     engine = fake(faults=one("hang", after_steps=1))
     async with aclosing(engine.submit(Task("r", 0, "hi"))) as events:
         for _ in range(2):
@@ -274,7 +272,7 @@ def test_an_exit_ends_the_process_at_its_step() -> None:
     assert ended.stdout.split() == ["Emission", "Progress"]
 
 
-async def test_a_slow_task_makes_the_same_later() -> None:
+async def test_a_slow_task_emits_the_same_outputs_later() -> None:
     loop, slow = asyncio.get_running_loop(), fake(faults=one("slow", after_steps=2, slow_s=0.05))
     began_s = loop.time()
     events = await collect(slow.submit(Task("r", 0, "hi")))
@@ -287,33 +285,33 @@ async def test_a_disorder_swaps_two_outputs() -> None:
     assert steps_of(events) == [0, 2, 1, 3]
 
 
-async def test_a_disorder_does_not_keep_a_task_from_pausing() -> None:
+async def test_a_task_with_swapped_outputs_can_pause() -> None:
     engine = fake(faults=one("disorder", after_steps=1))
     events = await collect(engine.submit(Task("r", 0, "hi", max_steps=2)))
     assert steps_of(events) == [0, 1]
     assert isinstance(events[-1], Paused)
 
 
-async def test_a_consumer_notices_what_comes_out_of_order() -> None:
+async def test_a_consumer_rejects_inputs_out_of_order() -> None:
     async def flow() -> AsyncIterator[Packet]:
         for step in (0, 2, 1):
             yield Packet({"text": np.frombuffer(b"x", np.uint8)}, {"step": step})
 
-    with pytest.raises(InvalidChunkError, match="step 1 came after what it made at step 2") as caught:
+    with pytest.raises(InvalidChunkError, match="output of step 1 arrived after that of step 2") as caught:
         await collect(fake("relay").submit(Task("r", 0, inlets={"in": flow()})))
     assert caught.value.reason == "OUT_OF_ORDER"
 
 
-# -- going on
+# -- pausing and resuming
 
 
 def fed(function: str, **more: object) -> Task:
-    """A task with four inputs."""
+    """Returns a task with four inputs."""
     return replace(Task("r", 3, inlets={"in": text_stream("ab", "c", "de", "f")}), **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("function", ["source", "relay", "frames"])
-async def test_a_paused_task_goes_on_where_it_was_left(function: str) -> None:
+async def test_a_paused_task_resumes_where_it_stopped(function: str) -> None:
     def task(**more: object) -> Task:
         return replace(Task("r", 3, "hi"), **more) if function == "source" else fed(function, **more)  # type: ignore[arg-type]
 
@@ -328,7 +326,7 @@ async def test_a_paused_task_goes_on_where_it_was_left(function: str) -> None:
 
 
 @pytest.mark.parametrize("function", ["source", "relay", "frames"])
-async def test_a_new_attempt_skips_what_its_checkpoint_has(function: str) -> None:
+async def test_a_new_attempt_skips_outputs_before_its_checkpoint(function: str) -> None:
     def task(**more: object) -> Task:
         return replace(Task("r", 3, "hi"), **more) if function == "source" else fed(function, **more)  # type: ignore[arg-type]
 
@@ -340,42 +338,46 @@ async def test_a_new_attempt_skips_what_its_checkpoint_has(function: str) -> Non
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])
-async def test_a_new_attempt_goes_on_at_a_row_however_its_inputs_are_cut(rows: int) -> None:
+async def test_a_new_attempt_resumes_at_a_row_however_inputs_are_cut(rows: int) -> None:
     whole = all_frames(await collect(fake("frames").submit(fed("frames"))))
-    checkpoint = Checkpoint(1, tensors=at_step(1), rows={"frames": rows})
+    checkpoint = Checkpoint(1, tensors=step_state(1), rows={"frames": rows})
     rest = await collect(fake("frames").submit(fed("frames", resume_from=checkpoint, attempt=2)))
     assert np.array_equal(all_frames(rest), whole[rows:])
 
 
-async def test_rows_that_never_come_are_no_checkpoint_of_the_task() -> None:
-    checkpoint = Checkpoint(1, tensors=at_step(1), rows={"frames": 1_000_000})
+async def test_a_checkpoint_with_more_rows_than_the_task_emits_is_rejected() -> None:
+    checkpoint = Checkpoint(1, tensors=step_state(1), rows={"frames": 1_000_000})
     with pytest.raises(InvalidRequestError) as error:
         await collect(fake("frames").submit(fed("frames", resume_from=checkpoint, attempt=2)))
     assert error.value.reason == "INVALID_CHECKPOINT"
 
 
-def test_inputs_that_wait_are_packed_and_come_out_as_they_were() -> None:
+def test_packed_inputs_unpack_unchanged() -> None:
     empty, text = np.zeros(0, np.uint8), np.frombuffer(b"ab", np.uint8)
-    inputs: list[Tensors] = [{"text": text}, {"frames": frames_of(text)}, {"text": empty, "frames": frames_of(text)}]
+    inputs: list[Tensors] = [
+        {"text": text},
+        {"frames": text_to_frames(text)},
+        {"text": empty, "frames": text_to_frames(text)},
+    ]
     again = unpack(pack(inputs))
     assert [{name: (t.tobytes(), t.shape) for name, t in each.items()} for each in again] == [
         {name: (t.tobytes(), t.shape) for name, t in each.items()} for each in inputs
     ]
 
 
-async def test_a_checkpoint_at_the_very_end_leaves_nothing_to_do() -> None:
+async def test_a_task_resumed_at_its_end_emits_nothing() -> None:
     events = await collect(fake().submit(Task("r", 3, "hi", resume_from=Checkpoint(4))))
     assert [type(event) for event in events] == [Usage]
 
 
-async def test_the_work_left_goes_down_step_by_step() -> None:
+async def test_the_estimated_work_decreases_with_each_step() -> None:
     engine = fake(steps=4, step_s=0.01)
     left = [round(engine.load().work_s, 3) async for _ in engine.submit(Task("r", 0, "hi"))]
     assert left == [0.03, 0.03, 0.02, 0.02, 0.01, 0.01, 0.0, 0.0, 0.0]
     assert not engine.load().running
 
 
-async def test_memory_is_really_held() -> None:
+async def test_configured_memory_is_allocated() -> None:
     engine = fake(memory_bytes=1 << 20)
     await engine.start(print)
     assert engine._memory.nbytes == 1 << 20

@@ -1,4 +1,4 @@
-"""The function engine: batching, state, joining, blame."""
+"""The function engine: batching, state, joining and errors."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -34,7 +34,7 @@ async def engine() -> AsyncIterator[FunctionEngine]:
 
 
 def make(card: FunctionDescriptor, **options: int) -> FunctionEngine:
-    return FunctionEngine(stage_config("function", function="tested", options=options), card=card)
+    return FunctionEngine(stage_config("function", function="tested", options=options), descriptor=card)
 
 
 def values(packet: Packet) -> list[float]:
@@ -46,7 +46,7 @@ async def a_call_has_begun() -> None:
 
 
 def quiet(_line: str) -> None:
-    """Drops what an engine reports while it loads."""
+    """Ignores the lines that an engine reports while it loads."""
 
 
 async def test_each_request_keeps_its_own_state(engine: FunctionEngine) -> None:
@@ -72,7 +72,7 @@ async def test_waiting_requests_share_a_batch(engine: FunctionEngine) -> None:
     assert max(int(packet.metadata["batch"]) for run in runs for packet in packets(run)) > 1
 
 
-async def test_only_the_guilty_of_a_batch_fails(engine: FunctionEngine) -> None:
+async def test_only_the_call_at_fault_in_a_batch_fails(engine: FunctionEngine) -> None:
     tasks = [numbers_task("a", [1]), numbers_task("b", [-1]), numbers_task("c", [3])]
     runs = await asyncio.gather(*(collect(engine.submit(task)) for task in tasks), return_exceptions=True)
     assert isinstance(runs[1], InvalidRequestError)
@@ -105,7 +105,7 @@ async def test_an_edge_that_ends_early_is_named(engine: FunctionEngine) -> None:
         await collect(engine.submit(task))
 
 
-async def test_a_function_is_told_what_will_not_come() -> None:
+async def test_a_function_is_told_the_absent_tensors() -> None:
     engine = make(TELLING)
     await engine.start(quiet)
     events = await collect(engine.submit(Task("r", 0, inlets={"in": stream([1])}, absent=frozenset({"side"}))))
@@ -113,7 +113,7 @@ async def test_a_function_is_told_what_will_not_come() -> None:
     await engine.close()
 
 
-async def test_wrong_tensor_is_refused(engine: FunctionEngine) -> None:
+async def test_a_wrong_tensor_is_rejected(engine: FunctionEngine) -> None:
     with pytest.raises(InvalidChunkError, match=r"'x' is float32\[1, 1\]; expected float32\[count\]"):
         await collect(engine.submit(Task("r", 0, inlets={"in": stream([[1]])})))  # type: ignore[list-item]
 
@@ -121,13 +121,13 @@ async def test_wrong_tensor_is_refused(engine: FunctionEngine) -> None:
 async def test_options_are_completed_and_checked(engine: FunctionEngine) -> None:
     events = await collect(engine.submit(numbers_task("r", [2], factor=3)))
     assert values(packets(events)[0]) == [6]
-    with pytest.raises(InvalidRequestError, match="factor is 11; it must be from 0 to 10"):
+    with pytest.raises(InvalidRequestError, match="'factor' is 11; it must be from 0 to 10"):
         await collect(engine.submit(numbers_task("r", [2], factor=11)))
     with pytest.raises(InvalidRequestError, match=r"unknown option 'factr'.*factor"):
         await collect(engine.submit(numbers_task("r", [2], factr=1)))
 
 
-async def test_prompt_becomes_a_packet() -> None:
+async def test_the_prompt_becomes_a_packet() -> None:
     engine = make(ECHO)
     await engine.start(quiet)
     events = await collect(engine.submit(Task("r", 0, "héllo", tensors={"z": np.zeros(2)})))
@@ -136,7 +136,7 @@ async def test_prompt_becomes_a_packet() -> None:
     await engine.close()
 
 
-async def test_a_request_that_nobody_reads_holds_up_no_other(engine: FunctionEngine) -> None:
+async def test_an_unread_request_does_not_block_others(engine: FunctionEngine) -> None:
     async with aclosing(engine.submit(numbers_task("idle", *[[1]] * 50))) as idle:
         await anext(idle)
         await collect(engine.submit(numbers_task("busy", [1], [2])))
@@ -156,13 +156,13 @@ async def test_cancel_drops_a_waiting_call(engine: FunctionEngine) -> None:
     assert values(packets(await collect(engine.submit(numbers_task("b", [4]))))[-1]) == [0, 4]
 
 
-async def test_submit_before_start_is_refused() -> None:
+async def test_submit_before_start_is_rejected() -> None:
     engine = make(SUMMING)
     with pytest.raises(NotReadyError, match="still loading"):
         await collect(engine.submit(numbers_task("r", [1])))
     await engine.close()
 
 
-def test_max_batch_must_be_a_count() -> None:
+def test_max_batch_must_be_a_positive_integer() -> None:
     with pytest.raises(InvalidRequestError, match="max_batch is 0"):
         make(SUMMING, max_batch=0)

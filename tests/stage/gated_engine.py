@@ -1,4 +1,4 @@
-"""An engine that does what a test tells it, when it tells it."""
+"""An engine that a test controls."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -13,7 +13,7 @@ STEP_S = 0.02
 
 
 class GatedEngine:
-    """Emits one text at once, then waits to be let through, or fails."""
+    """Emits one text at once, then waits for `gate`, then ends or fails."""
 
     abilities = EngineAbilities()
 
@@ -40,7 +40,7 @@ class GatedEngine:
                 raise self.error
             yield Usage(steps=1)
         finally:
-            # An engine lets go at the end of its step, not before.
+            # An engine releases a task at the end of its step, not before.
             await asyncio.sleep(STEP_S)
             self.running.remove(task.request_id)
             self.released.append(task.request_id)

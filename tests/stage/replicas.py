@@ -1,4 +1,4 @@
-"""Replicas of stages for tests: runtimes alone, and behind a real gRPC server on a free port."""
+"""Stage replicas for tests: runtimes alone, and runtimes behind a real gRPC server on a free port."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -22,7 +22,7 @@ from stagemesh.v1 import request_pb2, stage_pb2, stage_pb2_grpc
 
 
 def stage_config(stage: str = "thinker", *, function: str = "source", **options: float) -> StageConfig:
-    """A stage on the fake engine."""
+    """Returns the config of a stage with the fake engine."""
     return StageConfig(
         pipeline="test",
         generation="1",
@@ -37,7 +37,7 @@ def stage_config(stage: str = "thinker", *, function: str = "source", **options:
 
 
 def make_runtime(config: StageConfig | None = None, *, engine: Engine | None = None) -> StageRuntime:
-    """A runtime that is still LOADING."""
+    """Returns a runtime that is LOADING."""
     config = config or stage_config()
     data_plane = DataPlane(
         replica=config.replica, pipeline=config.pipeline, generation=config.generation, arena_bytes=1 << 20
@@ -49,7 +49,7 @@ def make_runtime(config: StageConfig | None = None, *, engine: Engine | None = N
 async def ready_runtime(
     config: StageConfig | None = None, *, engine: Engine | None = None
 ) -> AsyncGenerator[StageRuntime]:
-    """A runtime that is READY, closed at the end."""
+    """Yields a READY runtime and closes it at the end."""
     runtime = make_runtime(config, engine=engine)
     try:
         await runtime.start()
@@ -60,7 +60,7 @@ async def ready_runtime(
 
 @dataclass(frozen=True)
 class Replica:
-    """A served runtime."""
+    """A runtime behind a gRPC server."""
 
     runtime: StageRuntime
     endpoint: str
@@ -82,15 +82,15 @@ async def served(runtime: StageRuntime) -> AsyncGenerator[Replica]:
 
 @asynccontextmanager
 async def served_stage(config: StageConfig | None = None, *, engine: Engine | None = None) -> AsyncGenerator[Replica]:
-    """A READY runtime, served."""
+    """Serves a READY runtime."""
     async with ready_runtime(config, engine=engine) as runtime, served(runtime) as replica:
         yield replica
 
 
-def order(
+def step_spec(
     request_id: str = "r", *, attempt: int = 1, content: str = "hi", streamed: tuple[str, ...] = ("text",)
 ) -> StepSpec:
-    """A prompt for a source."""
+    """Returns the spec of a step with a prompt for a source."""
     return StepSpec(
         step_id=f"{request_id}/thinker/{attempt}",
         attempt=attempt,
@@ -101,7 +101,7 @@ def order(
 
 
 def step_request(request_id: str = "r", *, text: str = "hi", attempt: int = 1) -> stage_pb2.ExecuteStepRequest:
-    """The same on the wire."""
+    """Returns the request of the same step."""
     return stage_pb2.ExecuteStepRequest(
         request_id=request_id,
         step_id=f"{request_id}/thinker/{attempt}",
@@ -113,10 +113,10 @@ def step_request(request_id: str = "r", *, text: str = "hi", attempt: int = 1) -
 
 
 async def events_of(runtime: StageRuntime, wanted: StepSpec) -> list[StepEvent]:
-    """All events of a step."""
+    """Returns all events of a step."""
     return [event async for event in runtime.execute(wanted, time_left_s=None)]
 
 
 def text_of(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Text as tensors carry it."""
+    """Returns text as a tensor."""
     return np.frombuffer(data, np.uint8)

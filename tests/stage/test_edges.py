@@ -21,7 +21,7 @@ CONNECTORS = {"shm": chunk_pb2.CONNECTOR_SHM, "grpc": chunk_pb2.CONNECTOR_GRPC}
 
 
 class OddEngine(GatedEngine):
-    """Emits what no stage takes."""
+    """Emits a tensor that no stage accepts."""
 
     async def submit(self, task: Task) -> AsyncGenerator[Emission | Usage, None]:
         yield Emission(Packet({"text": np.zeros((2, 2), np.float32)}))
@@ -29,7 +29,7 @@ class OddEngine(GatedEngine):
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_text_crosses_the_edge_unchanged(connector: str) -> None:
+async def test_text_crosses_an_edge_unchanged(connector: str) -> None:
     async with _pair(stage_config(steps=5, size_bytes=20_000)) as (thinker, talker):
         (sent, thought), (received, talked) = await _run(thinker, talker, connector=connector)
         assert sent == received
@@ -39,7 +39,7 @@ async def test_text_crosses_the_edge_unchanged(connector: str) -> None:
         assert (talked.usage.steps, len(talked.edges)) == (5, 0)
 
 
-async def test_whole_policy_sends_one_chunk() -> None:
+async def test_the_whole_policy_sends_one_chunk() -> None:
     async with _pair(stage_config(steps=5)) as (thinker, talker):
         policy = stage_pb2.ChunkPolicy(whole=stage_pb2.WholePolicy())
         (sent, thought), (received, talked) = await _run(thinker, talker, policy=policy)
@@ -47,14 +47,14 @@ async def test_whole_policy_sends_one_chunk() -> None:
     assert (thought.edges[0].chunks, talked.usage.steps) == (1, 1)
 
 
-async def test_transform_runs_on_the_consumers_side() -> None:
+async def test_the_transform_runs_at_the_consumer() -> None:
     async with _pair(stage_config(steps=3, size_bytes=7)) as (thinker, talker):
         (sent, _), (received, talked) = await _run(thinker, talker, transform="text.sentences")
     assert received.split() == sent.split()
     assert talked.usage.steps < 3
 
 
-async def test_what_goes_to_two_stages_lies_in_the_arena_once() -> None:
+async def test_a_packet_for_two_stages_is_stored_once() -> None:
     async with (
         _pair(stage_config(steps=5, size_bytes=20_000)) as (thinker, talker),
         served_stage(stage_config("framer", function="frames")) as framer,
@@ -73,7 +73,7 @@ async def test_what_goes_to_two_stages_lies_in_the_arena_once() -> None:
         assert thinker.runtime.data_plane.arena.copied_bytes == 100_000
 
 
-async def test_a_join_waits_for_each_edge_and_takes_what_is_apart_as_it_comes() -> None:
+async def test_a_join_waits_for_joined_edges_and_not_for_edges_apart() -> None:
     async with (
         served_stage(stage_config(steps=3)) as thinker,
         served_stage(stage_config("framer", function="frames")) as framer,
@@ -85,7 +85,7 @@ async def test_a_join_waits_for_each_edge_and_takes_what_is_apart_as_it_comes() 
 
 
 async def _mixed(request: str, thinker: Replica, framer: Replica, mixer: Replica, *, apart: bool) -> int:
-    """The steps of a mixer that is fed with text and with frames of it."""
+    """Returns the steps of a mixer that receives a text and its frames."""
     thinking = step_request(request)
     framing = stage_pb2.ExecuteStepRequest(request_id=request, step_id=f"{request}/framer/1", attempt=1)
     mixing = stage_pb2.ExecuteStepRequest(request_id=request, step_id=f"{request}/mixer/1", attempt=1)
@@ -99,14 +99,14 @@ async def _mixed(request: str, thinker: Replica, framer: Replica, mixer: Replica
     return int(heard[0][1].usage.steps)
 
 
-async def test_unknown_transform_is_named() -> None:
+async def test_an_unknown_transform_is_named() -> None:
     async with _pair() as (thinker, talker):
         errors = await _failures(thinker, talker, transform="text.shout")
     assert errors["talker"].reason == "UNKNOWN_TRANSFORM"
     assert "known: " in errors["talker"].message
 
 
-async def test_chunk_of_another_shape_is_refused() -> None:
+async def test_a_chunk_of_another_shape_is_rejected() -> None:
     async with _pair(engine=OddEngine()) as (thinker, talker):
         errors = await _failures(thinker, talker)
     assert "edge thinker->talker: tensor 'text' is float32[2, 2]; expected uint8[bytes]" in errors["talker"].message
@@ -129,7 +129,7 @@ async def test_consumers_failure_reaches_its_producer() -> None:
     assert "thinker->talker" in errors["thinker"].message
 
 
-async def test_nothing_is_left_behind() -> None:
+async def test_ended_steps_free_all_resources() -> None:
     async with _pair(stage_config(steps=3, size_bytes=20_000)) as (thinker, talker):
         await _run(thinker, talker)
         async with asyncio.timeout(1):
@@ -186,7 +186,7 @@ async def _hear(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> tupl
 
 
 async def _failures(thinker: Replica, talker: Replica, **how: object) -> dict[str, StagemeshError]:
-    """What each stage failed with; the consumer opens first."""
+    """Returns the errors of the stages; the consumer opens first."""
     thinking, talking = _requests(talker, **how)  # type: ignore[arg-type]
     results = await asyncio.gather(_hear(talker, talking), _hear(thinker, thinking), return_exceptions=True)
     return {

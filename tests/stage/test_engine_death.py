@@ -1,4 +1,4 @@
-"""A process whose engine fails is of no use to anybody."""
+"""A process whose engine fails ends."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import make_runtime
 
 
-async def test_dead_engine_ends_the_service() -> None:
+async def test_a_dead_engine_ends_the_service() -> None:
     engine = GatedEngine()
     engine.death.set()
     runtime = make_runtime(engine=engine)
@@ -22,7 +22,7 @@ async def test_dead_engine_ends_the_service() -> None:
     await runtime.close()
 
 
-async def test_engine_that_does_not_load_ends_the_service() -> None:
+async def test_an_engine_that_fails_to_load_ends_the_service() -> None:
     engine = GatedEngine()
     engine.load_error = ValueError("no such weights")
     runtime = make_runtime(engine=engine)
@@ -32,13 +32,13 @@ async def test_engine_that_does_not_load_ends_the_service() -> None:
     await runtime.close()
 
 
-async def test_a_replica_that_was_drained_at_once_is_not_said_to_serve() -> None:
+async def test_a_replica_drained_during_its_start_is_never_serving() -> None:
     class DrainedEngine(GatedEngine):
-        """Somebody asks for a drain just when it has loaded."""
+        """An engine during whose loading an operator drains the replica."""
 
         async def start(self, report: Callable[[str], None]) -> None:
             await super().start(report)
-            asyncio.get_running_loop().call_soon(runtime.hold)
+            asyncio.get_running_loop().call_soon(runtime.start_drain)
 
     class SeenServer(Server):
         def set_health(self, service: str, *, serving: bool) -> None:
@@ -54,7 +54,7 @@ async def test_a_replica_that_was_drained_at_once_is_not_said_to_serve() -> None
     assert seen == {"": False, "stagemesh.v1.StageService": False, "stagemesh.v1.StageControlService": True}
 
 
-async def test_stop_while_loading_ends_it_in_order() -> None:
+async def test_a_stop_during_loading_closes_the_engine() -> None:
     stopping = asyncio.Event()
     stopping.set()
     engine = GatedEngine()

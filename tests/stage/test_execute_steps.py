@@ -26,21 +26,21 @@ METHOD = "/stagemesh.v1.StageService/ExecuteSteps"
 
 
 class Caller:
-    """One stream, and what came over it by call."""
+    """One stream and its received messages by call."""
 
     def __init__(self, replica: Replica) -> None:
         self.call = replica.stub.ExecuteSteps()
-        self.heard: dict[int, list[stage_pb2.StepMessage]] = defaultdict(list)
-        self.told_closing = False
+        self.received: dict[int, list[stage_pb2.StepMessage]] = defaultdict(list)
+        self.is_closing = False
 
     async def begin(self, number: int, step: stage_pb2.ExecuteStepRequest, *, timeout_s: float | None = None) -> None:
         await self.call.write(Request(call=number, step=step, timeout_s=timeout_s))
 
-    async def hang_up(self, number: int) -> None:
+    async def cancel(self, number: int) -> None:
         await self.call.write(Request(call=number))
 
-    async def until_heard(self, number: int, *kinds: str) -> None:
-        """Reads on until the call has said so much."""
+    async def until_received(self, number: int, *kinds: str) -> None:
+        """Reads until the call has received events of these kinds."""
         while self.kinds(number)[: len(kinds)] != list(kinds):
             await self._read()
 
@@ -49,32 +49,32 @@ class Caller:
             await self._read()
 
     def kinds(self, number: int) -> list[str | None]:
-        return [each.event.WhichOneof("event") or each.WhichOneof("message") for each in self.heard[number]]
+        return [each.event.WhichOneof("event") or each.WhichOneof("message") for each in self.received[number]]
 
     def reason(self, number: int) -> str:
-        return self.heard[number][-1].ended.error.reason
+        return self.received[number][-1].ended.error.reason
 
     async def status(self) -> grpc.StatusCode:
-        """How the stream ends, once all has been read."""
+        """Reads to the end of the stream and returns its status."""
         with suppress(grpc.aio.AioRpcError):
             while isinstance(await self.call.read(), stage_pb2.ExecuteStepsResponse):
                 pass
         return await self.call.code()
 
     async def until_closing(self) -> None:
-        while not self.told_closing:
+        while not self.is_closing:
             await self._read()
 
     async def _read(self) -> None:
         async with asyncio.timeout(5):
             response = await self.call.read()
         assert isinstance(response, stage_pb2.ExecuteStepsResponse), "the stream ended"
-        self.told_closing |= response.closing
+        self.is_closing |= response.closing
         for message in response.messages:
-            self.heard[message.call].append(message)
+            self.received[message.call].append(message)
 
 
-async def test_each_call_hears_its_own_events() -> None:
+async def test_each_call_receives_its_own_events() -> None:
     async with served_stage(stage_config(steps=2)) as replica:
         caller = Caller(replica)
         for number in (1, 2, 3):
@@ -82,60 +82,60 @@ async def test_each_call_hears_its_own_events() -> None:
         await caller.until_ended(1, 2, 3)
     for number in (1, 2, 3):
         assert caller.kinds(number) == ["accepted", "output", "progress", "output", "finished", "ended"]
-        assert not caller.heard[number][-1].ended.HasField("error")
+        assert not caller.received[number][-1].ended.HasField("error")
 
 
-async def test_an_error_ends_its_own_call_and_says_where() -> None:
+async def test_an_error_ends_its_own_call_and_names_the_stage() -> None:
     async with served_stage(stage_config(fail_at_step=1)) as replica:
         caller = Caller(replica)
         await caller.begin(1, step_request("a"))
         await caller.begin(2, step_request("b"))
         await caller.until_ended(1, 2)
-    error = caller.heard[1][-1].ended.error
+    error = caller.received[1][-1].ended.error
     assert "fails at step 1" in error.message
     assert dict(error.metadata) == {"stage": "thinker", "replica": "thinker-0", "request_id": "a"}
-    assert caller.heard[2][-1].ended.error.metadata["request_id"] == "b"
+    assert caller.received[2][-1].ended.error.metadata["request_id"] == "b"
 
 
-async def test_a_replica_that_is_full_says_when_to_try_again() -> None:
+async def test_a_full_replica_says_when_to_retry() -> None:
     async with served_stage(engine=GatedEngine()) as replica:
         caller = Caller(replica)
         for number in range(5):
             await caller.begin(number, step_request(f"r{number}"))
         await caller.until_ended(4)
-    assert caller.heard[4][-1].ended.error.retry_after_s == 2.5
+    assert caller.received[4][-1].ended.error.retry_after_s == 2.5
 
 
-async def test_hanging_up_stops_that_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelling_a_call_stops_its_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with served_stage(engine=engine) as replica:
         caller = Caller(replica)
         await caller.begin(1, step_request("leaves"))
         await caller.begin(2, step_request("stays"))
-        await caller.until_heard(1, "accepted", "output")
-        await caller.until_heard(2, "accepted", "output")
-        await caller.hang_up(1)
+        await caller.until_received(1, "accepted", "output")
+        await caller.until_received(2, "accepted", "output")
+        await caller.cancel(1)
         await _until(lambda: engine.released == ["leaves"])
-        await caller.hang_up(1)
+        await caller.cancel(1)
         engine.gate.set()
         await caller.until_ended(2)
     assert caller.kinds(1) == ["accepted", "output"]
 
 
-async def test_the_end_of_the_stream_hangs_up_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_of_the_stream_cancels_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with served_stage(engine=engine) as replica:
         caller = Caller(replica)
         for number in (1, 2):
             await caller.begin(number, step_request(f"r{number}"))
-            await caller.until_heard(number, "accepted", "output")
+            await caller.until_received(number, "accepted", "output")
         caller.call.cancel()
         await _until(lambda: sorted(engine.released) == ["r1", "r2"])
 
 
-async def test_a_call_has_its_time() -> None:
+async def test_a_call_ends_at_its_timeout() -> None:
     engine = GatedEngine()
     async with served_stage(engine=engine) as replica:
         caller = Caller(replica)
@@ -146,7 +146,7 @@ async def test_a_call_has_its_time() -> None:
     assert caller.kinds(2) == ["ended"]
 
 
-async def test_a_number_that_is_in_use_ends_the_stream() -> None:
+async def test_a_call_number_in_use_ends_the_stream() -> None:
     async with served_stage(engine=GatedEngine()) as replica:
         caller = Caller(replica)
         for _ in range(2):
@@ -154,30 +154,30 @@ async def test_a_number_that_is_in_use_ends_the_stream() -> None:
         assert await caller.status() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_what_is_no_message_ends_the_stream() -> None:
+async def test_an_invalid_message_ends_the_stream() -> None:
     async with served_stage() as replica, grpc.aio.insecure_channel(replica.endpoint) as channel:
         call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(METHOD)()
         await call.write(b"\xff")
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_replica_that_ends_says_how_its_steps_ended_and_closes_the_stream() -> None:
+async def test_a_closing_replica_ends_all_calls_then_the_stream() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime, served(runtime) as replica:
         caller = Caller(replica)
         await caller.begin(1, step_request())
-        await caller.until_heard(1, "accepted", "output")
+        await caller.until_received(1, "accepted", "output")
         await runtime.close()
         await caller.until_ended(1)
         assert caller.reason(1) == "SHUTDOWN"
         await caller.until_closing()
-        # It is the caller who ends the stream: what it writes until then costs it nothing.
-        await caller.hang_up(1)
+        # The caller ends the stream. Its writes until then do not fail.
+        await caller.cancel(1)
         await caller.call.done_writing()
         assert await caller.status() is grpc.StatusCode.OK
 
 
-async def test_a_caller_that_does_not_end_its_stream_has_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_closing_replica_ends_a_stream_that_its_caller_keeps_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_session, "_READ_S", 0.05)
     async with ready_runtime() as runtime, served(runtime) as replica:
         caller = Caller(replica)
@@ -194,7 +194,7 @@ async def test_a_caller_that_does_not_end_its_stream_has_it_ended(monkeypatch: p
 
 @dataclass
 class Talker:
-    """Says so much of a step, all at once."""
+    """Yields a given number of events of a step at once."""
 
     events: int
     size_bytes: int = 1
@@ -211,7 +211,7 @@ class Talker:
 
 @dataclass
 class Failing:
-    """Fails with what it is given."""
+    """Fails with a given error."""
 
     error: Exception
 
@@ -225,7 +225,7 @@ class Failing:
 
 @asynccontextmanager
 async def _session(talker: Talker | Failing, *, calls: int) -> AsyncGenerator[AsyncGenerator[bytes]]:
-    """What a session of so many calls sends."""
+    """Returns the messages of a session with this number of calls."""
 
     async def asked() -> AsyncIterator[bytes]:
         for number in range(1, calls + 1):
@@ -244,19 +244,19 @@ async def _next(messages: AsyncGenerator[bytes]) -> list[stage_pb2.StepMessage]:
         return list(stage_pb2.ExecuteStepsResponse.FromString(await anext(messages)).messages)
 
 
-async def test_what_calls_say_at_once_goes_in_one_message() -> None:
+async def test_simultaneous_responses_share_one_message() -> None:
     async with _session(Talker(events=1), calls=8) as messages:
         said = await _next(messages)
     assert [each.call for each in said if each.HasField("event")] == list(range(1, 9))
 
 
-async def test_a_caller_that_does_not_read_holds_its_calls_up() -> None:
+async def test_a_caller_that_does_not_read_blocks_its_calls() -> None:
     talker = Talker(events=1_000, size_bytes=64 << 10)
     async with _session(talker, calls=2) as messages:
         heard = len(await _next(messages))
         for _ in range(100):
             await asyncio.sleep(0)
-        # Some wait here, some in gRPC's hands; the rest is not made yet.
+        # Some responses wait in the session, some in gRPC; the others have not been made.
         assert talker.said < 40
         while heard < 2 * (1_000 + 1):
             heard += len(await _next(messages))
@@ -267,17 +267,17 @@ async def test_a_caller_that_does_not_read_holds_its_calls_up() -> None:
     ("error", "said"),
     [
         (InternalError("no file \udce4"), "no file ?"),
-        (InternalError("no file", metadata={"file": "\udce4"}), "cannot be told"),
+        (InternalError("no file", metadata={"file": "\udce4"}), "cannot be sent"),
         (ValueError("nobody foresaw it"), "an unexpected ValueError"),
     ],
 )
-async def test_whatever_a_step_fails_with_its_caller_hears_of_it(error: Exception, said: str) -> None:
+async def test_every_kind_of_error_reaches_the_caller(error: Exception, said: str) -> None:
     async with _session(Failing(error), calls=1) as messages:
         heard = await _next(messages)
     assert said in heard[-1].ended.error.message
 
 
-async def test_an_event_that_no_message_can_hold_ends_its_call() -> None:
+async def test_an_event_too_large_for_a_message_ends_its_call() -> None:
     async with _session(Talker(events=1, size_bytes=MAX_MESSAGE_BYTES), calls=1) as messages:
         (ended,) = await _next(messages)
     assert ended.ended.error.reason == "OUTPUT_TOO_LARGE"

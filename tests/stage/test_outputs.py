@@ -1,4 +1,4 @@
-"""Tensors as pieces for a client."""
+"""Tensors as fragments for a client."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from stagemesh.services.stage.step.events import AudioOutput, Content, ImageOutp
 from stagemesh.services.stage.step.outputs import StreamedOutputs
 
 
-def test_character_split_over_emissions_stays_whole() -> None:
+def test_a_character_split_over_emissions_stays_whole() -> None:
     halves = [_bytes("é".encode()[:1]), _bytes("é".encode()[1:] + b"t"), _bytes(b"\xc3")]
     assert _contents("text", halves) == ["ét", "�"]
 
@@ -30,11 +30,11 @@ def test_long_audio_is_cut_without_loss() -> None:
     ("data", "media_type"),
     [(b"\x89PNG..", "image/png"), (b"\xff\xd8\xff..", "image/jpeg"), (b"?", "application/octet-stream")],
 )
-def test_picture_says_what_it_is(data: bytes, media_type: str) -> None:
+def test_an_image_has_its_media_type(data: bytes, media_type: str) -> None:
     assert _contents("image", [_bytes(data)]) == [ImageOutput(data, media_type)]
 
 
-def test_pieces_do_not_hold_on_to_the_engines_memory() -> None:
+def test_fragments_do_not_retain_the_engines_memory() -> None:
     tensor = np.zeros(4, np.float32)
     (piece,) = _contents("tensor", [tensor])
     tensor[:] = 1
@@ -42,17 +42,17 @@ def test_pieces_do_not_hold_on_to_the_engines_memory() -> None:
     assert not piece.any()
 
 
-def test_empty_tensor_is_no_piece() -> None:
+def test_an_empty_tensor_makes_no_fragment() -> None:
     assert _contents("audio", [np.zeros(0, np.float32)]) == []
 
 
-def test_tensor_over_a_messages_size_is_refused() -> None:
+def test_a_tensor_larger_than_a_message_is_rejected() -> None:
     with pytest.raises(UnsupportedError, match="output x is 9437184 bytes") as caught:
         _contents("tensor", [np.zeros(9 << 20, np.uint8)])
     assert caught.value.reason == "OUTPUT_TOO_LARGE"
 
 
-def test_names_are_numbered_apart() -> None:
+def test_each_name_is_numbered_separately() -> None:
     emits = {name: Emitted(TensorSpec("uint8", ("bytes",)), kind="text") for name in "ab"}
     outputs = StreamedOutputs(["a", "b"], emits)
     packet = Packet({"a": _bytes(b"x"), "b": _bytes(b"y"), "c": _bytes(b"z")})
@@ -65,7 +65,7 @@ def _bytes(data: bytes) -> Array:
 
 
 def _contents(kind: OutputKind, tensors: list[Array]) -> list[Content]:
-    """All pieces of an output, in order."""
+    """Returns all fragments of an output, in order."""
     outputs = StreamedOutputs(["x"], {"x": Emitted(TensorSpec("uint8", ("n",)), kind=kind, sample_rate_hz=24_000)})
     pieces = [piece for tensor in tensors for piece in outputs.push(Packet({"x": tensor}))]
     pieces += outputs.finish()

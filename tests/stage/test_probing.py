@@ -21,14 +21,14 @@ async def _failure(thinker: Replica, endpoint: str, **fields: int) -> StagemeshE
     return from_rpc_error(caught.value, peer="thinker")
 
 
-async def test_the_choice_is_answered_and_nothing_is_sent() -> None:
+async def test_a_probe_returns_the_connector_and_sends_nothing() -> None:
     async with served_stage() as thinker, served_stage(stage_config("talker", function="relay")) as talker:
         found = await _probe(thinker, talker.endpoint)
         assert (found.connector, len(found.refusals)) == (chunk_pb2.CONNECTOR_SHM, 0)
         assert thinker.runtime.load().arena_used_bytes == 0
 
 
-async def test_fixed_choice_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fixed_connector_that_cannot_work_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "find_spec", lambda _: None)
     async with served_stage() as thinker, served_stage(stage_config("talker", function="relay")) as talker:
         error = await _failure(thinker, talker.endpoint, connector=chunk_pb2.CONNECTOR_NIXL)
@@ -37,11 +37,11 @@ async def test_fixed_choice_that_cannot_work_is_refused(monkeypatch: pytest.Monk
     assert "set `connector: auto`" in error.message
 
 
-async def test_consumer_out_of_reach_is_unavailable() -> None:
+async def test_an_unreachable_consumer_is_unavailable() -> None:
     async with served_stage() as thinker:
         assert isinstance(await _failure(thinker, "127.0.0.1:1"), UnavailableError)
 
 
-async def test_unknown_connector_is_refused() -> None:
+async def test_an_unknown_connector_is_rejected() -> None:
     async with served_stage() as thinker:
         assert (await _failure(thinker, "127.0.0.1:1", connector=4711)).reason == "UNKNOWN_CONNECTOR"

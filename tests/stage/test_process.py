@@ -1,4 +1,4 @@
-"""The stage process: how it begins, and all the ways in which it ends."""
+"""The start of a stage process, and all the ways in which it ends."""
 
 import re
 import signal
@@ -43,18 +43,18 @@ def test_sigterm_lets_a_running_step_finish(tmp_path: Path) -> None:
         assert process.wait(LIMIT_S) == 0
 
 
-def test_liveness_comes_before_readiness(tmp_path: Path) -> None:
+def test_a_loading_process_is_live_but_not_ready(tmp_path: Path) -> None:
     with _process(stage_config(start_s=30), tmp_path) as process, grpc.insecure_channel(_endpoint(process)) as channel:
         assert _health(channel, "liveness") == health_pb2.HealthCheckResponse.SERVING
         for facet in ("", "stagemesh.v1.StageService"):
             assert _health(channel, facet) == health_pb2.HealthCheckResponse.NOT_SERVING
         said = stage_pb2_grpc.StageServiceStub(channel).Describe(stage_pb2.DescribeRequest())
-        assert (said.state, said.detail) == (stage_pb2.REPLICA_STATE_LOADING, "loading nothing")
+        assert (said.state, said.detail) == (stage_pb2.REPLICA_STATE_LOADING, "loading the fake engine")
         process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT_S) == 0
 
 
-def test_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, log = _run(replace(stage_config(), listen=f"127.0.0.1:{port}"), tmp_path)
@@ -72,7 +72,7 @@ def test_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
         (replace(stage_config(), engine="steam"), "unknown engine 'steam'"),
     ],
 )
-def test_stage_that_cannot_work_says_why(config: StageConfig, line: str, tmp_path: Path) -> None:
+def test_a_stage_that_cannot_start_reports_the_cause(config: StageConfig, line: str, tmp_path: Path) -> None:
     status, log = _run(config, tmp_path)
     assert status == 1
     assert line in log
@@ -119,7 +119,7 @@ def _process(config: StageConfig, folder: Path) -> "Iterator[subprocess.Popen[st
 
 
 def _endpoint(process: "subprocess.Popen[str]") -> str:
-    """From the log, as people find it."""
+    """Reads the endpoint from the log."""
     assert process.stderr is not None
     for line in process.stderr:
         found = re.search(r"listening on (\S+)", line)

@@ -1,4 +1,4 @@
-"""Steps whose neighbours are replaced while they run, over the real data plane."""
+"""Steps whose peers are replaced while they run, over the real data plane."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -33,7 +33,7 @@ class Stage:
         self._count = 0
 
     async def replica(self, **options: float) -> Replica:
-        """Another one."""
+        """Starts another replica."""
         name = f"{self._config.stage}-{self._count}"
         self._count += 1
         config = replace(self._config, replica=name, options={**self._config.options, **options})
@@ -50,8 +50,8 @@ class Stage:
 
 
 @dataclass
-class Heard:
-    """What a caller of a step hears, as it comes."""
+class Received:
+    """The events that a caller of a step receives."""
 
     task: "asyncio.Task[None]"
     events: list[stage_pb2.ExecuteStepResponse]
@@ -65,7 +65,7 @@ class Heard:
         return [event.checkpoint for event in self.events if event.HasField("checkpoint")]
 
     async def outputs(self, count: int) -> None:
-        """Returns when so many have come."""
+        """Returns once this number of events has arrived."""
         await until(lambda: sum(event.HasField("output") for event in self.events) >= count)
 
 
@@ -75,14 +75,14 @@ async def until(holds: object) -> None:
             await asyncio.sleep(0.002)
 
 
-def hear(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> Heard:
+def hear(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> Received:
     events: list[stage_pb2.ExecuteStepResponse] = []
 
     async def follow() -> None:
         async for event in replica.stub.ExecuteStep(request, timeout=30):
             events.append(event)  # noqa: PERF401 - they are read as they come
 
-    return Heard(asyncio.create_task(follow()), events)
+    return Received(asyncio.create_task(follow()), events)
 
 
 @asynccontextmanager
@@ -136,18 +136,18 @@ def rebind_input(thinker: Replica, *, edge: int = 2, **first_rows: int) -> stage
 
 
 async def kill(replica: Replica) -> None:
-    """As near to a dead process as it gets in one that lives."""
+    """Closes a replica abruptly, as similar to a dead process as possible within one process."""
     await SERVERS[replica.endpoint].stop(grace_s=0)
     await replica.runtime.data_plane.close()
 
 
-async def accepted(heard: Heard) -> None:
-    await until(lambda: heard.events or heard.task.done())
+async def accepted(received: Received) -> None:
+    await until(lambda: received.events or received.task.done())
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("kills", [True, False])
-async def test_new_consumer_gets_all_from_the_first_chunk_on(connector: str, *, kills: bool) -> None:
+async def test_a_new_consumer_receives_all_chunks_from_the_first(connector: str, *, kills: bool) -> None:
     async with stages() as (thinkers, talkers):
         thinker, first, second = await thinkers.replica(), await talkers.replica(), await talkers.replica()
         lost = hear(first, talking(thinker))
@@ -166,26 +166,26 @@ async def test_new_consumer_gets_all_from_the_first_chunk_on(connector: str, *, 
         lost.task.cancel()
 
 
-async def test_consumer_may_be_replaced_while_it_is_being_fed_again() -> None:
+async def test_a_consumer_can_be_replaced_during_a_replay() -> None:
     async with stages() as (thinkers, talkers):
         thinker = await thinkers.replica()
         replicas = [await talkers.replica(step_s=0.02) for _ in range(3)] + [await talkers.replica()]
-        heard = [hear(replicas[0], talking(thinker))]
-        await accepted(heard[0])
+        received = [hear(replicas[0], talking(thinker))]
+        await accepted(received[0])
         thought = hear(thinker, thinking(replicas[0]))
         for number, replica in enumerate(replicas[1:], start=2):
-            await heard[-1].outputs(3)
+            await received[-1].outputs(3)
             await kill(replicas[number - 2])
-            heard.append(hear(replica, talking(thinker, attempt=number, edge=number)))
-            await accepted(heard[-1])
+            received.append(hear(replica, talking(thinker, attempt=number, edge=number)))
+            await accepted(received[-1])
             await thinker.stub.RebindStep(rebind_output(replica, edge=number))
-        await asyncio.gather(thought.task, heard[-1].task)
-        assert heard[-1].text == thought.text
-        for one in heard:
+        await asyncio.gather(thought.task, received[-1].task)
+        assert received[-1].text == thought.text
+        for one in received:
             one.task.cancel()
 
 
-async def test_step_that_has_finished_feeds_another_consumer_still() -> None:
+async def test_a_finished_step_still_feeds_a_new_consumer() -> None:
     async with stages() as (thinkers, talkers):
         thinker, first = await thinkers.replica(step_s=0.0), await talkers.replica(step_s=0.05)
         second = await talkers.replica()
@@ -199,7 +199,7 @@ async def test_step_that_has_finished_feeds_another_consumer_still() -> None:
         await thinker.stub.RebindStep(rebind_output(second))
         await talked.task
         assert talked.text == thought.text
-        await until(lambda: not thinker.runtime._book._left)
+        await until(lambda: not thinker.runtime._runs._left)
         await until(lambda: not thinker.runtime.load().arena_used_bytes)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await thinker.stub.RebindStep(rebind_output(second, edge=3))
@@ -209,7 +209,7 @@ async def test_step_that_has_finished_feeds_another_consumer_still() -> None:
 
 @pytest.mark.parametrize("resumes", [True, False])
 @pytest.mark.parametrize("kills", [True, False])
-async def test_consumer_takes_nothing_twice_of_another_producer(*, kills: bool, resumes: bool) -> None:
+async def test_a_consumer_drops_rows_that_a_new_producer_repeats(*, kills: bool, resumes: bool) -> None:
     async with stages(checkpoint_steps=4) as (thinkers, talkers):
         first, second, talker = await thinkers.replica(), await thinkers.replica(), await talkers.replica()
         talked = hear(talker, talking(first))
@@ -233,7 +233,7 @@ async def test_consumer_takes_nothing_twice_of_another_producer(*, kills: bool, 
         lost.task.cancel()
 
 
-async def test_transform_goes_on_where_it_stood() -> None:
+async def test_the_transform_keeps_its_state_over_a_rebinding() -> None:
     async with stages() as (thinkers, talkers):
         first, second, talker = await thinkers.replica(), await thinkers.replica(), await talkers.replica()
         talked = hear(talker, talking(first, transform="text.sentences"))
@@ -248,7 +248,7 @@ async def test_transform_goes_on_where_it_stood() -> None:
         lost.task.cancel()
 
 
-async def test_producer_of_what_is_here_already_comes_to_its_end() -> None:
+async def test_a_producer_that_repeats_received_rows_only_finishes() -> None:
     async with stages() as (thinkers, talkers):
         first, second = await thinkers.replica(step_s=0.0), await thinkers.replica(step_s=0.001)
         talker = await talkers.replica(step_s=0.01)
@@ -263,7 +263,7 @@ async def test_producer_of_what_is_here_already_comes_to_its_end() -> None:
         await until(lambda: not second.runtime.load().arena_used_bytes)
 
 
-async def test_checkpoint_beyond_what_was_taken_is_refused_and_nothing_is_bound() -> None:
+async def test_a_checkpoint_beyond_the_received_rows_is_rejected() -> None:
     async with stages() as (thinkers, talkers):
         first, second, talker = await thinkers.replica(), await thinkers.replica(), await talkers.replica()
         talked = hear(talker, talking(first))
@@ -279,7 +279,7 @@ async def test_checkpoint_beyond_what_was_taken_is_refused_and_nothing_is_bound(
         assert talked.text == thought.text
 
 
-async def test_chunks_that_are_kept_no_more_are_refused() -> None:
+async def test_a_rebinding_without_the_first_chunk_is_rejected() -> None:
     async with stages() as (thinkers, talkers):
         thinker, first, second = await thinkers.replica(), await talkers.replica(), await talkers.replica()
         talked = hear(first, talking(thinker))
@@ -296,7 +296,7 @@ async def test_chunks_that_are_kept_no_more_are_refused() -> None:
         assert talked.text == thought.text
 
 
-async def test_repeated_rebinding_changes_nothing_and_an_older_one_is_refused() -> None:
+async def test_a_repeated_rebinding_does_nothing_and_an_older_one_is_rejected() -> None:
     async with stages() as (thinkers, talkers):
         thinker, first, second = await thinkers.replica(), await talkers.replica(), await talkers.replica()
         lost = hear(first, talking(thinker))
@@ -315,7 +315,7 @@ async def test_repeated_rebinding_changes_nothing_and_an_older_one_is_refused() 
         lost.task.cancel()
 
 
-async def test_ends_that_nobody_binds_fail_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_edges_without_a_new_peer_fail_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (inlet, outlet):
         monkeypatch.setattr(module, "REBIND_S", 0.1)
     monkeypatch.setattr(inlet_attempt, "LOST_PRODUCER_S", 0.1)
@@ -326,8 +326,8 @@ async def test_ends_that_nobody_binds_fail_after_a_while(monkeypatch: pytest.Mon
         request = talking(thinker)
         request.outputs.append(output(last, edge=1))
         request.outputs[0].edge = "talker->last"
-        heard = hear(middle, request)
-        await accepted(heard)
+        received = hear(middle, request)
+        await accepted(received)
         thought = hear(thinker, thinking(middle))
         await final.outputs(3)
         await kill(middle)
@@ -336,10 +336,10 @@ async def test_ends_that_nobody_binds_fail_after_a_while(monkeypatch: pytest.Mon
                 await one.task
             assert error_of(caught.value).reason in {reason, "PEER_DIED", "PEER_LOST"}
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        heard.task.cancel()
+        received.task.cancel()
 
 
-async def test_step_that_is_not_here_is_not_found() -> None:
+async def test_rebinding_an_unknown_step_is_not_found() -> None:
     async with stages() as (thinkers, talkers):
         thinker, talker = await thinkers.replica(), await talkers.replica()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -355,7 +355,7 @@ def _relayed(middle: Replica) -> stage_pb2.ExecuteStepRequest:
 
 
 async def _whole(thinkers: Stage) -> str:
-    """What a thinker says that nothing happens to."""
+    """Returns the output of a thinker without any failure."""
     alone = hear(await thinkers.replica(step_s=0.0), step_request())
     await alone.task
     return alone.text

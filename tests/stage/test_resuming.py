@@ -1,4 +1,4 @@
-"""A step that goes on from a checkpoint: what its caller hears is what the first one would have heard."""
+"""A step that resumes from a checkpoint: its caller receives the events that the first run would have sent."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -9,13 +9,13 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.services.engines.base import Checkpoint, EngineEvent, Task, Usage
-from stagemesh.services.stage.replica.paused_states import MAX_TOLD_BYTES
-from stagemesh.services.stage.service.conversion import event_to_wire, order_from_wire
+from stagemesh.services.stage.replica.paused_states import MAX_EVENT_BYTES
+from stagemesh.services.stage.service.conversion import event_to_wire, spec_from_wire
 from stagemesh.services.stage.step.events import Output, StepEvent
 from stagemesh.services.stage.step.spec import StepSpec
 from stagemesh.v1 import stage_pb2
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import events_of, order, ready_runtime, served_stage, stage_config, step_request
+from tests.stage.replicas import events_of, ready_runtime, served_stage, stage_config, step_request, step_spec
 
 CONFIG = stage_config(steps=5, checkpoint_steps=2)
 
@@ -25,13 +25,13 @@ def _outputs(events: list[StepEvent]) -> list[Output]:
 
 
 def _resumed(checkpoint: Checkpoint) -> StepSpec:
-    plain = order(attempt=2)
+    plain = step_spec(attempt=2)
     return replace(plain, task=replace(plain.task, resume_from=checkpoint))
 
 
-async def test_outputs_are_numbered_on() -> None:
+async def test_a_resumed_step_continues_the_numbering() -> None:
     async with ready_runtime(CONFIG) as runtime:
-        whole = await events_of(runtime, order())
+        whole = await events_of(runtime, step_spec())
         checkpoints = [event for event in whole if isinstance(event, Checkpoint)]
         assert [(one.steps, one.outputs) for one in checkpoints] == [(2, {"text": 2}), (4, {"text": 4})]
         rest = await events_of(runtime, _resumed(checkpoints[0]))
@@ -39,13 +39,13 @@ async def test_outputs_are_numbered_on() -> None:
     assert [event for event in rest if isinstance(event, Checkpoint)] == checkpoints[1:]
 
 
-async def test_what_is_not_streamed_is_not_counted() -> None:
+async def test_outputs_that_are_not_streamed_are_not_counted() -> None:
     async with ready_runtime(CONFIG) as runtime:
-        events = await events_of(runtime, order(streamed=()))
+        events = await events_of(runtime, step_spec(streamed=()))
     assert {event.steps: event.outputs for event in events if isinstance(event, Checkpoint)} == {2: {}, 4: {}}
 
 
-async def test_checkpoint_crosses_the_wire_and_back() -> None:
+async def test_a_step_resumes_from_a_checkpoint_sent_over_the_wire() -> None:
     async with served_stage(CONFIG) as replica:
         whole = [event async for event in replica.stub.ExecuteStep(step_request())]
         checkpoint = next(event.checkpoint for event in whole if event.WhichOneof("event") == "checkpoint")
@@ -56,27 +56,27 @@ async def test_checkpoint_crosses_the_wire_and_back() -> None:
     assert heard[1] == heard[0][2:]
 
 
-def test_nothing_of_a_checkpoint_is_lost_on_the_wire() -> None:
+def test_a_checkpoint_survives_conversion() -> None:
     checkpoint = Checkpoint(3, (7, 8, 9), outputs={"text": 2})
     message = event_to_wire(checkpoint).checkpoint
-    assert order_from_wire(stage_pb2.ExecuteStepRequest(resume_from=message)).task.resume_from == checkpoint
+    assert spec_from_wire(stage_pb2.ExecuteStepRequest(resume_from=message)).task.resume_from == checkpoint
 
 
-async def test_checkpoint_past_the_end_is_refused() -> None:
+async def test_a_checkpoint_past_the_end_is_rejected() -> None:
     async with ready_runtime(CONFIG) as runtime:
         with pytest.raises(InvalidRequestError, match="the checkpoint is of step 6") as caught:
             await events_of(runtime, _resumed(Checkpoint(6)))
     assert caught.value.reason == "INVALID_CHECKPOINT"
 
 
-async def test_engine_that_cannot_resume_is_not_asked_to() -> None:
+async def test_an_engine_that_cannot_resume_receives_no_checkpoint() -> None:
     async with ready_runtime(engine=GatedEngine()) as runtime:
         with pytest.raises(UnsupportedError, match="leave resume_from unset"):
             await events_of(runtime, _resumed(Checkpoint(1)))
 
 
 class SavingEngine(GatedEngine):
-    """Tells states of some sizes before it waits."""
+    """Emits checkpoints of some sizes before it waits."""
 
     def __init__(self, *sizes_bytes: int) -> None:
         super().__init__()
@@ -90,30 +90,30 @@ class SavingEngine(GatedEngine):
         yield Usage(steps=len(self._sizes_bytes))
 
 
-async def test_who_attaches_is_told_the_newest_state_alone_and_none_after_the_end() -> None:
+async def test_a_later_caller_receives_the_newest_state_and_none_after_the_end() -> None:
     engine = SavingEngine(1000, 2000, 3000)
     async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(order(), time_left_s=None)) as first:
-            while _told(await anext(first)) != (1, 3000):
+        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as first:
+            while _state_sizes(await anext(first)) != (1, 3000):
                 pass
-            async with aclosing(runtime.execute(order(), time_left_s=None)) as second:
-                assert [_told(await anext(second)) for _ in range(4)] == [None, (0, 0), (0, 0), (1, 3000)]
+            async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as second:
+                assert [_state_sizes(await anext(second)) for _ in range(4)] == [None, (0, 0), (0, 0), (1, 3000)]
             engine.gate.set()
-            assert [_told(event) async for event in first] == [None]
-        assert [_told(event) for event in await events_of(runtime, order())] == [None, *[(0, 0)] * 3, None]
+            assert [_state_sizes(event) async for event in first] == [None]
+        assert [_state_sizes(event) for event in await events_of(runtime, step_spec())] == [None, *[(0, 0)] * 3, None]
 
 
-async def test_a_state_that_no_message_would_hold_is_told_by_where_it_is() -> None:
-    for size_bytes, told in ((MAX_TOLD_BYTES - 8, (1, MAX_TOLD_BYTES - 8)), (MAX_TOLD_BYTES, (0, 0))):
+async def test_a_large_state_is_left_out_of_its_event() -> None:
+    for size_bytes, told in ((MAX_EVENT_BYTES - 8, (1, MAX_EVENT_BYTES - 8)), (MAX_EVENT_BYTES, (0, 0))):
         async with (
             ready_runtime(engine=SavingEngine(size_bytes)) as runtime,
-            aclosing(runtime.execute(order(), time_left_s=None)) as events,
+            aclosing(runtime.execute(step_spec(), time_left_s=None)) as events,
         ):
-            assert [_told(await anext(events)) for _ in range(2)] == [None, told]
+            assert [_state_sizes(await anext(events)) for _ in range(2)] == [None, told]
 
 
-def _told(event: StepEvent) -> tuple[int, int] | None:
-    """How many tokens and bytes of state an event has, if it is a checkpoint."""
+def _state_sizes(event: StepEvent) -> tuple[int, int] | None:
+    """Returns the number of tokens and of bytes in a checkpoint event; None for other events."""
     if not isinstance(event, Checkpoint):
         return None
     return len(event.token_ids), sum(tensor.nbytes for tensor in event.tensors.values())

@@ -1,4 +1,4 @@
-"""What a replica does with orders, without gRPC."""
+"""A replica that runs steps, without gRPC."""
 
 import asyncio
 from contextlib import aclosing
@@ -22,12 +22,12 @@ from stagemesh.services.stage.replica.load import ReplicaState
 from stagemesh.services.stage.step import run
 from stagemesh.services.stage.step.events import Accepted, Finished, Output
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import events_of, make_runtime, order, ready_runtime, stage_config
+from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
 
 
-async def test_step_tells_its_life_in_order() -> None:
+async def test_the_events_of_a_step_are_in_order() -> None:
     async with ready_runtime(stage_config(steps=3)) as runtime:
-        events = await events_of(runtime, order())
+        events = await events_of(runtime, step_spec())
     outputs = [event for event in events if isinstance(event, Output)]
     assert events[0] == Accepted(0)
     assert [output.seq for output in outputs] == [0, 1, 2]
@@ -35,107 +35,107 @@ async def test_step_tells_its_life_in_order() -> None:
     assert events[-1].usage.steps == 3
 
 
-async def test_timings_grow() -> None:
+async def test_timings_increase() -> None:
     async with ready_runtime(stage_config(step_s=0.01)) as runtime:
-        finished = (await events_of(runtime, order()))[-1]
+        finished = (await events_of(runtime, step_spec()))[-1]
     assert isinstance(finished, Finished)
     times = finished.timings
     assert times.first_output_s is not None
     assert 0 <= times.started_s < times.first_output_s < times.finished_s < 5
 
 
-async def test_nothing_is_streamed_unasked() -> None:
+async def test_only_requested_tensors_are_streamed() -> None:
     async with ready_runtime() as runtime:
-        events = await events_of(runtime, order(streamed=()))
+        events = await events_of(runtime, step_spec(streamed=()))
     assert not [event for event in events if isinstance(event, Output)]
 
 
-async def test_same_step_attaches_and_hears_all() -> None:
+async def test_a_second_call_attaches_and_receives_all_events() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
-        async with aclosing(runtime.execute(order(), time_left_s=None)) as first:
+        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as first:
             heard = [await anext(first), await anext(first)]
-            second = group.create_task(events_of(runtime, order()))
+            second = group.create_task(events_of(runtime, step_spec()))
             engine.gate.set()
             heard += [event async for event in first]
         assert await second == heard
     assert engine.released == ["r"]
 
 
-async def test_ended_step_is_not_run_again() -> None:
+async def test_an_ended_step_does_not_run_again() -> None:
     engine = GatedEngine()
     engine.gate.set()
     async with ready_runtime(engine=engine) as runtime:
-        assert await events_of(runtime, order()) == await events_of(runtime, order())
+        assert await events_of(runtime, step_spec()) == await events_of(runtime, step_spec())
     assert engine.released == ["r"]
 
 
-async def test_same_step_with_other_content_is_refused() -> None:
+async def test_a_step_with_other_content_is_rejected() -> None:
     async with ready_runtime() as runtime:
-        await events_of(runtime, order(content="hi"))
+        await events_of(runtime, step_spec(content="hi"))
         with pytest.raises(ExistsError, match="other content") as caught:
-            await events_of(runtime, order(content="ho"))
+            await events_of(runtime, step_spec(content="ho"))
     assert caught.value.reason == "STEP_EXISTS"
 
 
-async def test_stale_attempt_is_refused() -> None:
+async def test_a_stale_attempt_is_rejected() -> None:
     async with ready_runtime() as runtime:
-        await events_of(runtime, order(attempt=2))
-        with pytest.raises(StaleAttemptError, match="attempt 2 has taken its place") as caught:
-            await events_of(runtime, order(attempt=1))
+        await events_of(runtime, step_spec(attempt=2))
+        with pytest.raises(StaleAttemptError, match="has been replaced by attempt 2") as caught:
+            await events_of(runtime, step_spec(attempt=1))
     assert caught.value.metadata["attempt"] == "2"
 
 
-async def test_newer_attempt_stops_the_older() -> None:
+async def test_a_newer_attempt_stops_the_older() -> None:
     engine = GatedEngine()
     async with (
         ready_runtime(engine=engine) as runtime,
-        aclosing(runtime.execute(order(attempt=1), time_left_s=None)) as older,
+        aclosing(runtime.execute(step_spec(attempt=1), time_left_s=None)) as older,
     ):
         await anext(older)
-        async with aclosing(runtime.execute(order(attempt=2), time_left_s=None)) as newer:
+        async with aclosing(runtime.execute(step_spec(attempt=2), time_left_s=None)) as newer:
             await anext(newer)
             with pytest.raises(CancelledRequestError, match="attempt 2 has taken over"):
                 [event async for event in older]
 
 
-async def test_engine_lets_go_when_the_last_caller_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_engine_releases_a_step_without_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
-            await _hear_output(events)
-            async with aclosing(runtime.execute(order(), time_left_s=None)) as others:
+        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
+            await _read_first_output(events)
+            async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as others:
                 await anext(others)
             assert engine.running == ["r"]
         await _let_go(engine)
-        with pytest.raises(CancelledRequestError, match="every caller of the step has gone"):
-            await events_of(runtime, order())
+        with pytest.raises(CancelledRequestError, match="every caller of the step has left"):
+            await events_of(runtime, step_spec())
         assert engine.released == ["r"]
 
 
-async def test_caller_that_leaves_at_once_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_that_leaves_at_once_stops_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
+        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
             waiting = asyncio.ensure_future(anext(events))
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait([waiting])
         await _let_go(engine)
         with pytest.raises(CancelledRequestError):
-            await events_of(runtime, order())
+            await events_of(runtime, step_spec())
         assert engine.running == []
 
 
-async def test_caller_that_comes_back_keeps_the_step() -> None:
+async def test_a_caller_that_returns_keeps_the_step_running() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
-            await _hear_output(events)
+        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
+            await _read_first_output(events)
         engine.gate.set()
-        assert isinstance((await events_of(runtime, order()))[-1], Finished)
+        assert isinstance((await events_of(runtime, step_spec()))[-1], Finished)
 
 
 async def _let_go(engine: GatedEngine) -> None:
@@ -148,30 +148,30 @@ async def _let_go(engine: GatedEngine) -> None:
     ("error", "expected"),
     [(ValueError("bad luck"), InternalError), (UnavailableError("a peer is gone"), UnavailableError)],
 )
-async def test_engine_error_says_where(error: Exception, expected: type[StagemeshError]) -> None:
+async def test_an_engine_error_names_stage_and_replica(error: Exception, expected: type[StagemeshError]) -> None:
     engine = GatedEngine()
     engine.error = error
     engine.gate.set()
     async with ready_runtime(engine=engine) as runtime:
         with pytest.raises(expected, match=str(error)) as caught:
-            await events_of(runtime, order())
+            await events_of(runtime, step_spec())
     assert caught.value.metadata == {"stage": "thinker", "replica": "thinker-0", "request_id": "r"}
 
 
-async def test_step_ends_at_its_deadline() -> None:
+async def test_a_step_ends_at_its_deadline() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
         with pytest.raises(DeadlineError, match="allow more time"):
-            [event async for event in runtime.execute(order(), time_left_s=0.05)]
+            [event async for event in runtime.execute(step_spec(), time_left_s=0.05)]
     assert engine.released == ["r"]
 
 
-async def test_later_caller_extends_the_deadline() -> None:
+async def test_a_later_caller_extends_the_deadline() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
-        async with aclosing(runtime.execute(order(), time_left_s=1.0)) as short:
-            await _hear_output(short)
-            long = group.create_task(events_of(runtime, order()))
+        async with aclosing(runtime.execute(step_spec(), time_left_s=1.0)) as short:
+            await _read_first_output(short)
+            long = group.create_task(events_of(runtime, step_spec()))
             await asyncio.sleep(1.2)
             engine.gate.set()
         assert isinstance((await long)[-1], Finished)
@@ -180,8 +180,8 @@ async def test_later_caller_extends_the_deadline() -> None:
 async def test_cancel_waits_for_the_engine() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
-            await _hear_output(events)
+        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
+            await _read_first_output(events)
             assert await runtime.cancel("r", attempt=0, reason="the user left") == 1
             assert engine.released == ["r"]
             with pytest.raises(CancelledRequestError, match="the user left"):
@@ -189,12 +189,15 @@ async def test_cancel_waits_for_the_engine() -> None:
         assert await runtime.cancel("r", attempt=0, reason="again") == 0
 
 
-async def test_second_stop_does_not_break_into_the_first() -> None:
+async def test_a_second_stop_does_not_interrupt_the_first() -> None:
     engine = GatedEngine()
-    async with ready_runtime(engine=engine) as runtime, aclosing(runtime.execute(order(), time_left_s=None)) as events:
-        await _hear_output(events)
+    async with (
+        ready_runtime(engine=engine) as runtime,
+        aclosing(runtime.execute(step_spec(), time_left_s=None)) as events,
+    ):
+        await _read_first_output(events)
         first = asyncio.ensure_future(runtime.cancel("r", attempt=0, reason="first"))
-        # One round of the loop: the engine is in its last step now.
+        # After one iteration of the event loop the engine is in its last step.
         await asyncio.sleep(0)
         await asyncio.gather(first, runtime.cancel("r", attempt=0, reason="second"))
         assert engine.released == ["r"]
@@ -206,23 +209,23 @@ async def test_cancel_spares_later_attempts_and_other_requests() -> None:
     engine = GatedEngine()
     async with (
         ready_runtime(engine=engine) as runtime,
-        aclosing(runtime.execute(order("a", attempt=2), time_left_s=None)) as mine,
+        aclosing(runtime.execute(step_spec("a", attempt=2), time_left_s=None)) as mine,
     ):
-        await _hear_output(mine)
+        await _read_first_output(mine)
         assert await runtime.cancel("a", attempt=1, reason="") == 0
         assert await runtime.cancel("b", attempt=0, reason="") == 0
         assert engine.running == ["a"]
 
 
-async def test_full_stage_says_when_to_come_back() -> None:
+async def test_a_full_stage_says_when_to_retry() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
         for number in range(runtime.config.max_queued):
-            group.create_task(events_of(runtime, order(f"r{number}")))
+            group.create_task(events_of(runtime, step_spec(f"r{number}")))
         while len(engine.running) < runtime.config.max_queued:
             await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="max_queued") as caught:
-            await events_of(runtime, order("last"))
+            await events_of(runtime, step_spec("last"))
         assert caught.value.retry_after_s == 2.5
         engine.gate.set()
 
@@ -230,40 +233,43 @@ async def test_full_stage_says_when_to_come_back() -> None:
 async def test_steps_wait_for_the_engine_to_load() -> None:
     runtime = make_runtime()
     with pytest.raises(NotReadyError, match="is loading: starting"):
-        await events_of(runtime, order())
+        await events_of(runtime, step_spec())
     await runtime.close()
 
 
-async def test_drain_lets_steps_finish_and_takes_no_more() -> None:
+async def test_shutdown_lets_steps_finish_and_rejects_new_ones() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime, asyncio.TaskGroup() as group:
-        running = group.create_task(events_of(runtime, order("a")))
+        running = group.create_task(events_of(runtime, step_spec("a")))
         while not engine.running:
             await asyncio.sleep(0)
-        draining = group.create_task(runtime.drain(grace_s=5))
+        draining = group.create_task(runtime.finish_steps(grace_s=5))
         await asyncio.sleep(0)
         with pytest.raises(NotReadyError, match="draining"):
-            await events_of(runtime, order("b"))
+            await events_of(runtime, step_spec("b"))
         engine.gate.set()
         await draining
         assert isinstance((await running)[-1], Finished)
 
 
-async def test_drain_stops_what_does_not_finish() -> None:
+async def test_shutdown_stops_steps_that_do_not_finish() -> None:
     engine = GatedEngine()
-    async with ready_runtime(engine=engine) as runtime, aclosing(runtime.execute(order(), time_left_s=None)) as events:
-        await _hear_output(events)
-        await runtime.drain(grace_s=0.01)
+    async with (
+        ready_runtime(engine=engine) as runtime,
+        aclosing(runtime.execute(step_spec(), time_left_s=None)) as events,
+    ):
+        await _read_first_output(events)
+        await runtime.finish_steps(grace_s=0.01)
         with pytest.raises(UnavailableError, match="thinker-0 shuts down"):
             [event async for event in events]
     assert engine.closed
 
 
-async def test_dead_engine_fails_its_steps_with_the_cause() -> None:
+async def test_a_dead_engine_fails_its_steps_with_the_cause() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
-        async with aclosing(runtime.execute(order(), time_left_s=None)) as events:
-            await _hear_output(events)
+        async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as events:
+            await _read_first_output(events)
             engine.death.set()
             with pytest.raises(UnavailableError, match="the gate fell down"):
                 await runtime.watch_engine()
@@ -273,7 +279,7 @@ async def test_dead_engine_fails_its_steps_with_the_cause() -> None:
         assert (runtime.state, runtime.detail) == (ReplicaState.FAILED, "the gate fell down")
 
 
-async def test_load_failure_is_kept_for_those_who_ask() -> None:
+async def test_a_load_failure_is_reported_to_later_calls() -> None:
     engine = GatedEngine()
     engine.load_error = ValueError("no such weights")
     runtime = make_runtime(engine=engine)
@@ -283,14 +289,14 @@ async def test_load_failure_is_kept_for_those_who_ask() -> None:
     await runtime.close()
 
 
-async def test_pausing_is_refused_with_a_remedy() -> None:
+async def test_max_steps_without_the_ability_is_rejected_with_a_remedy() -> None:
     async with ready_runtime(engine=GatedEngine()) as runtime:
-        pausing = replace(order(), task=replace(order().task, max_steps=2))
+        pausing = replace(step_spec(), task=replace(step_spec().task, max_steps=2))
         with pytest.raises(UnsupportedError, match="engine fake cannot pause; leave max_steps unset"):
             await events_of(runtime, pausing)
 
 
-async def _hear_output(events: object) -> None:
-    """Accepted, then the first output: the engine works."""
+async def _read_first_output(events: object) -> None:
+    """Reads Accepted and the first output, after which the engine works."""
     assert isinstance(await anext(events), Accepted)  # type: ignore[call-overload]
     assert isinstance(await anext(events), Output)  # type: ignore[call-overload]

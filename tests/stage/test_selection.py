@@ -1,4 +1,4 @@
-"""Which rows and tensors go over which edge."""
+"""The rows and tensors that each edge carries."""
 
 from dataclasses import replace
 
@@ -9,9 +9,8 @@ from stagemesh.common.descriptors import Emitted, Signature
 from stagemesh.common.tensors import TensorSpec
 from stagemesh.connectors.edge import Packet, StepPolicy
 from stagemesh.services.engines.base import TokenSelection
-from stagemesh.services.stage.step.selection import selection_of, tokens_of, wanted_of
 from stagemesh.services.stage.step.spec import OutputBinding
-from tests.stage.replicas import order
+from tests.stage.replicas import step_spec
 
 ROWS = Emitted(TensorSpec("float32", ("tokens", "hidden")))
 TEXT = Emitted(TensorSpec("uint8", ("bytes",)), kind="text")
@@ -31,25 +30,25 @@ def rows(start: int, count: int, *, prompt_tokens: int = 5) -> Packet:
 
 
 @pytest.mark.parametrize(("start", "count", "first"), [(0, 7, 4), (4, 2, 4), (5, 1, 5)])
-def test_last_begins_at_the_last_token_of_the_prompt(start: int, count: int, first: int) -> None:
-    picked = selection_of(binding(tokens="last"))(rows(start, count))
+def test_last_starts_at_the_last_token_of_the_prompt(start: int, count: int, first: int) -> None:
+    picked = binding(tokens="last").select(rows(start, count))
     assert picked is not None
     assert picked.tensors.keys() == STATES
     assert picked.metadata["token_start"] == first
     assert picked.tensors["hidden_states"][:, 0].tolist() == list(range(first, start + count))
 
 
-def test_last_carries_nothing_of_the_prompts_first_part() -> None:
-    assert selection_of(binding(tokens="last"))(rows(0, 4)) is None
+def test_last_drops_earlier_rows_of_the_prompt() -> None:
+    assert binding(tokens="last").select(rows(0, 4)) is None
 
 
-def test_last_lets_tensors_without_rows_pass() -> None:
+def test_last_keeps_tensors_without_rows() -> None:
     packet = Packet({"text": np.zeros(3, np.uint8)})
-    assert selection_of(binding(EVERYTHING, "last"))(packet) is packet
+    assert binding(EVERYTHING, "last").select(packet) is packet
 
 
-def test_edge_carries_only_the_tensors_that_it_names() -> None:
-    assert selection_of(binding(frozenset({"text"})))(rows(0, 4)) is None
+def test_an_edge_carries_only_its_tensors() -> None:
+    assert binding(frozenset({"text"})).select(rows(0, 4)) is None
 
 
 @pytest.mark.parametrize(
@@ -63,13 +62,13 @@ def test_edge_carries_only_the_tensors_that_it_names() -> None:
         ((), ("hidden_states",), "all"),
     ],
 )
-def test_engine_makes_the_rows_that_anybody_takes(
+def test_the_engine_emits_rows_that_any_edge_takes(
     bindings: tuple[OutputBinding, ...], streamed: tuple[str, ...], tokens: TokenSelection
 ) -> None:
-    assert tokens_of(replace(order(streamed=streamed), outputs=bindings), SIGNATURE) == tokens
+    assert replace(step_spec(streamed=streamed), outputs=bindings).wanted_rows(SIGNATURE) == tokens
 
 
-def test_engine_makes_the_tensors_that_anybody_takes() -> None:
-    taken = replace(order(streamed=("text",)), outputs=(binding(),))
-    assert wanted_of(taken) == frozenset({"text", "hidden_states"})
-    assert wanted_of(replace(taken, outputs=(binding(EVERYTHING),))) is None
+def test_the_engine_emits_tensors_that_any_edge_takes() -> None:
+    taken = replace(step_spec(streamed=("text",)), outputs=(binding(),))
+    assert taken.wanted_tensors == frozenset({"text", "hidden_states"})
+    assert replace(taken, outputs=(binding(EVERYTHING),)).wanted_tensors is None

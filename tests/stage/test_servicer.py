@@ -23,20 +23,20 @@ from tests.stage.gated_engine import GatedEngine
 from tests.stage.replicas import Replica, make_runtime, served, served_stage, stage_config, step_request
 
 
-async def test_step_streams_its_events() -> None:
+async def test_a_step_streams_its_events() -> None:
     async with served_stage(stage_config(steps=2)) as replica:
         kinds = [event.WhichOneof("event") async for event in replica.stub.ExecuteStep(step_request())]
     assert kinds == ["accepted", "output", "progress", "output", "finished"]
 
 
-async def test_error_carries_reason_and_place() -> None:
+async def test_an_error_has_its_reason_and_stage() -> None:
     async with served_stage(stage_config(fail_at_step=1)) as replica:
         error = await _failure(replica, step_request())
     assert "fails at step 1" in error.message
     assert error.metadata == {"stage": "thinker", "replica": "thinker-0", "request_id": "r"}
 
 
-async def test_hanging_up_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelling_the_call_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "ABANDON_S", 0.0)
     engine = GatedEngine()
     async with served_stage(engine=engine) as replica:
@@ -47,7 +47,7 @@ async def test_hanging_up_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
         await _until(lambda: engine.released == ["r"])
 
 
-async def test_caller_that_comes_back_in_time_hears_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_that_returns_in_time_receives_all_events(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, left = GatedEngine(), asyncio.Event()
     abandoned = vars(run.StepRun)["_abandoned"]
 
@@ -67,7 +67,7 @@ async def test_caller_that_comes_back_in_time_hears_all(monkeypatch: pytest.Monk
     assert events == ["accepted", "output", "finished"]
 
 
-async def test_one_of_two_callers_may_hang_up() -> None:
+async def test_one_of_two_callers_may_leave() -> None:
     engine = GatedEngine()
     async with served_stage(engine=engine) as replica:
         leaving, staying = (replica.stub.ExecuteStep(step_request()) for _ in range(2))
@@ -79,7 +79,7 @@ async def test_one_of_two_callers_may_hang_up() -> None:
         assert [event.WhichOneof("event") async for event in events] == ["output", "finished"]
 
 
-async def test_step_ends_with_its_callers_deadline() -> None:
+async def test_a_step_ends_at_its_callers_deadline() -> None:
     engine = GatedEngine()
     async with served_stage(engine=engine) as replica:
         events = aiter(replica.stub.ExecuteStep(step_request(), timeout=2))
@@ -90,7 +90,7 @@ async def test_step_ends_with_its_callers_deadline() -> None:
         await _until(lambda: engine.released == ["r"])
 
 
-async def test_other_content_under_one_id_is_refused() -> None:
+async def test_other_content_with_the_same_id_is_rejected() -> None:
     async with served_stage() as replica:
         assert [event async for event in replica.stub.ExecuteStep(step_request(text="hi"))]
         error = await _failure(replica, step_request(text="ho"))
@@ -98,7 +98,7 @@ async def test_other_content_under_one_id_is_refused() -> None:
     assert error.reason == "STEP_EXISTS"
 
 
-async def test_cancel_answers_when_the_engine_has_let_go() -> None:
+async def test_cancel_returns_once_the_engine_has_released_the_step() -> None:
     engine = GatedEngine()
     async with served_stage(engine=engine) as replica:
         call = replica.stub.ExecuteStep(step_request())
@@ -111,7 +111,7 @@ async def test_cancel_answers_when_the_engine_has_let_go() -> None:
     assert error.message == "enough"
 
 
-async def test_describe_is_a_self_portrait() -> None:
+async def test_describe_returns_the_description_of_the_replica() -> None:
     runtime = make_runtime()
     async with served(runtime) as replica:
         said = await replica.stub.Describe(stage_pb2.DescribeRequest())
@@ -127,7 +127,7 @@ async def test_describe_is_a_self_portrait() -> None:
 
 
 @pytest.mark.parametrize(("configured", "expected"), [(None, "by environment"), ("rack-4", "rack-4"), ("", "")])
-async def test_replicas_say_where_they_stand(
+async def test_a_replica_reports_host_and_zone(
     monkeypatch: pytest.MonkeyPatch, configured: str | None, expected: str
 ) -> None:
     monkeypatch.setenv("STAGEMESH_ZONE", "by environment")
@@ -137,7 +137,7 @@ async def test_replicas_say_where_they_stand(
     assert len(said.host) == 16
 
 
-async def test_loading_replica_refuses_steps_and_says_why() -> None:
+async def test_a_loading_replica_rejects_steps_with_the_cause() -> None:
     runtime = make_runtime()
     async with served(runtime) as replica:
         error = await _failure(replica, step_request())
@@ -146,7 +146,7 @@ async def test_loading_replica_refuses_steps_and_says_why() -> None:
     assert "replica thinker-0 of stage thinker is loading: starting" in error.message
 
 
-async def test_load_is_reported_at_once_and_again() -> None:
+async def test_load_is_reported_at_once_and_periodically() -> None:
     engine = GatedEngine()
     async with served_stage(engine=engine) as replica:
         reports = aiter(replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(interval_s=0.05)))
@@ -181,7 +181,7 @@ async def test_idle_replicas_report_less_often() -> None:
 
 
 @pytest.mark.parametrize("interval_s", [0.01, -1.0, float("nan")])
-async def test_load_interval_has_a_least(interval_s: float) -> None:
+async def test_the_load_interval_has_a_minimum(interval_s: float) -> None:
     async with served_stage() as replica:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(interval_s=interval_s))))
@@ -191,7 +191,7 @@ async def test_load_interval_has_a_least(interval_s: float) -> None:
 
 
 @pytest.mark.parametrize("idle_interval_s", [float("nan"), float("inf"), 1e308])
-async def test_idle_load_interval_is_a_number(idle_interval_s: float) -> None:
+async def test_the_idle_interval_must_be_finite(idle_interval_s: float) -> None:
     async with served_stage() as replica:
         request = stage_pb2.WatchLoadRequest(interval_s=0.05, idle_interval_s=idle_interval_s)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -201,7 +201,7 @@ async def test_idle_load_interval_is_a_number(idle_interval_s: float) -> None:
     assert "it must be a number of seconds" in error.message
 
 
-async def test_closing_ends_load_reports() -> None:
+async def test_closing_ends_the_load_reports() -> None:
     runtime = make_runtime()
     async with served(runtime) as replica:
         reports = aiter(replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(interval_s=60)))
@@ -210,7 +210,7 @@ async def test_closing_ends_load_reports() -> None:
         assert [report async for report in reports] == []
 
 
-async def test_unknown_flow_is_named() -> None:
+async def test_an_unknown_flow_is_named() -> None:
     key = chunk_pb2.EdgeKey(request_id="r", edge="thinker->talker", attempt=1)
     async with served_stage() as replica:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -220,7 +220,7 @@ async def test_unknown_flow_is_named() -> None:
     assert "thinker->talker" in error.message
 
 
-async def test_oversize_message_is_refused() -> None:
+async def test_an_oversize_message_is_rejected() -> None:
     async with served_stage() as replica:
         error = await _failure(replica, step_request(text="x" * (9 << 20)))
     assert error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]

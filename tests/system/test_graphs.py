@@ -9,7 +9,7 @@ from stagemesh.client import Client, Result
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.registry import descriptors
 from stagemesh.services.engines.base import Task
-from stagemesh.services.engines.fake.outputs import frames_of, mixed, sized, source_text
+from stagemesh.services.engines.fake.outputs import mix, resize_text, source_text, text_to_frames
 from tests.deployment import Deployment, deployed, eventually
 
 GRAPH = Path(__file__).parents[2] / "examples/graph/pipeline.yaml"
@@ -32,12 +32,12 @@ def client(graph: Deployment) -> Iterator[Client]:
 
 def texts_in_a_row(seed: int) -> list[Array]:
     task = Task("r", seed, "hello")
-    return [sized(source_text(task, step), SIZE_BYTES) for step in range(STEPS)]
+    return [resize_text(source_text(task, step), SIZE_BYTES) for step in range(STEPS)]
 
 
 def frames_in_a_row(seed: int, *, words: bool) -> bytes:
     texts = texts_in_a_row(seed)
-    return b"".join(mixed(text if words else None, frames_of(text)).tobytes() for text in texts)
+    return b"".join(mix(text if words else None, text_to_frames(text)).tobytes() for text in texts)
 
 
 def frames(result: Result) -> bytes:
@@ -74,7 +74,7 @@ def test_edges_that_are_apart_bring_each_packet_once() -> None:
         result = client.generate("hello", seed=7).result()
         made = sorted(output.tensor.tobytes() for output in result.tensors["frames"])
         texts = texts_in_a_row(7)
-        apart = [mixed(text, None) for text in texts] + [mixed(None, frames_of(text)) for text in texts]
+        apart = [mix(text, None) for text in texts] + [mix(None, text_to_frames(text)) for text in texts]
         assert made == sorted(each.tobytes() for each in apart)
         eventually(up.idle, timeout_s=10)
 

@@ -1,4 +1,4 @@
-"""A request's rows in the replica: each row once and in order, whenever rows arrive."""
+"""A request's rows at the replica: each exactly once and in order, whenever they arrive."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ def push(states: RequestStates, position: int, count: int) -> None:
     states.push(position, {"hidden_states": rows})
 
 
-async def test_rows_that_arrive_while_others_are_taken_are_taken_too() -> None:
+async def test_rows_that_arrive_during_a_read_are_read_too() -> None:
     states = RequestStates(first_position=0, prompt_tokens=2)
     push(states, 0, 2)
     taken: list[float] = []
@@ -36,7 +36,7 @@ async def test_repeated_rows_are_dropped_and_rows_past_the_end_stay() -> None:
     assert [packet.metadata["token_start"] for packet in rest] == [4]
 
 
-async def test_waiting_ends_with_the_workers_error() -> None:
+async def test_waiting_raises_the_error_of_the_worker() -> None:
     states = RequestStates(first_position=0, prompt_tokens=1)
 
     async def first() -> Packet:

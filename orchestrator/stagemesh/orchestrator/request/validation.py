@@ -3,18 +3,23 @@
 import re
 import secrets
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 
-from stagemesh.common.errors import InvalidChunkError, InvalidRequestError, NotFoundError, UnsupportedError
-from stagemesh.common.tensors import read_inline
+from stagemesh.common.errors import InvalidRequestError, NotFoundError, UnsupportedError
+from stagemesh.common.request_checks import (
+    check_input,
+    check_options,
+    check_request_id,
+    check_sampling,
+    empty_prompt_error,
+    has_prompt,
+    is_medium,
+)
 from stagemesh.orchestrator.spec import Pipeline
 from stagemesh.v1 import orchestrator_pb2, request_pb2
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _CALLER = re.compile(r"[A-Za-z0-9._:@/-]{0,128}")
-_ROLES = ("system", "user", "assistant")
 _MAX_EARLIER_CALLS = 1_000_000
 _ATTEMPTS_A_CALL = 1000
 
@@ -41,16 +46,20 @@ class ValidRequest:
 def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> ValidRequest:
     """The request as the pipeline will run it; raises InvalidRequestError or NotFoundError with the remedy."""
     check_pipeline(request.pipeline, pipeline)
-    _check_request_id(request.request_id)
+    if request.request_id:
+        check_request_id(request.request_id)
     _check_caller(request.caller)
     outputs = _check_outputs(request.outputs, pipeline)
     _check_outputs(request.next_seqs, pipeline)
     _check_outputs(request.next_positions, pipeline)
     _check_earlier_calls(request.earlier_calls)
-    _check_input(request.input)
+    check_input(request.input)
+    if not has_prompt(request.input) and (request.input.WhichOneof("prompt") or not request.input.tensors):
+        raise empty_prompt_error()
     _check_media(request.input, pipeline)
     _check_negative_prompt(request.input, pipeline)
-    _check_options(request.parameters.options, pipeline)
+    check_options(request.parameters.options, pipeline.options, owner=f"pipeline {pipeline.name!r}")
+    check_sampling(request.parameters.sampling)
     if request.parameters.HasField("adapter"):
         _check_adapters(pipeline)
     parameters = request_pb2.Parameters()
@@ -75,14 +84,6 @@ def check_pipeline(name: str, pipeline: Pipeline) -> None:
             f"pipeline {name!r} is not served here; this orchestrator serves {pipeline.name!r}",
             reason="UNKNOWN_PIPELINE",
             metadata={"pipeline": name},
-        )
-
-
-def _check_request_id(request_id: str) -> None:
-    if request_id and _REQUEST_ID.fullmatch(request_id) is None:
-        raise InvalidRequestError(
-            f"request_id is {request_id[:140]!r}; use up to 128 letters, digits, '.', '_', ':' and '-', or none at all",
-            reason="INVALID_REQUEST_ID",
         )
 
 
@@ -112,41 +113,9 @@ def _check_outputs(names: Iterable[str], pipeline: Pipeline) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names)) or tuple(pipeline.outputs)
 
 
-def _check_input(given: request_pb2.Input) -> None:
-    if not _has_prompt(given) and not (given.WhichOneof("prompt") is None and given.tensors):
-        raise InvalidRequestError("the prompt is empty; give some text", reason="EMPTY_PROMPT")
-    for message in given.conversation.messages:
-        if message.role not in _ROLES:
-            raise InvalidRequestError(
-                f"a message's role is {message.role!r}; use one of {', '.join(_ROLES)}", reason="INVALID_PROMPT"
-            )
-        if message.content and message.parts:
-            raise InvalidRequestError(
-                "a message holds content and parts; put the content into a part, at its place", reason="INVALID_PROMPT"
-            )
-        for part in message.parts:
-            _check_part(part)
-    for tensor in given.tensors:
-        if tensor.WhichOneof("location") not in ("inline", None):
-            raise InvalidChunkError(f"tensor {tensor.name!r} is not inline; a request's tensors must be")
-        read_inline(tensor)
-
-
-def _check_part(part: request_pb2.Part) -> None:
-    match part.WhichOneof("content"):
-        case None:
-            raise InvalidRequestError("a message holds a part without content; leave it out", reason="INVALID_PROMPT")
-        case "audio":
-            if part.audio.samples.WhichOneof("location") not in ("inline", None):
-                raise InvalidChunkError("samples of a message are not inline; they must be")
-            read_inline(part.audio.samples)
-        case _:
-            pass
-
-
 def _check_media(given: request_pb2.Input, pipeline: Pipeline) -> None:
     """What a medium holds is for the stage to say, which decodes it."""
-    if not any(_is_medium(part) for message in given.conversation.messages for part in message.parts):
+    if not any(is_medium(part) for message in given.conversation.messages for part in message.parts):
         return
     if not any(stage.signature.media for stage in pipeline.stages.values()):
         raise UnsupportedError(
@@ -158,34 +127,6 @@ def _check_media(given: request_pb2.Input, pipeline: Pipeline) -> None:
 def _check_negative_prompt(given: request_pb2.Input, pipeline: Pipeline) -> None:
     if given.negative_prompt and not any(stage.signature.negative_prompt for stage in pipeline.stages.values()):
         raise UnsupportedError(f"no stage of pipeline {pipeline.name!r} takes a negative prompt; leave it out")
-
-
-def _is_medium(part: request_pb2.Part) -> bool:
-    return part.WhichOneof("content") not in ("text", None)
-
-
-def _has_prompt(given: request_pb2.Input) -> bool:
-    messages = given.conversation.messages
-    parts = list(chain.from_iterable(message.parts for message in messages))
-    texts = chain([given.text], (message.content for message in messages), (part.text for part in parts))
-    return bool(given.token_ids.ids) or any(map(_is_medium, parts)) or any(text.strip() for text in texts)
-
-
-def _check_options(options: Mapping[str, float], pipeline: Pipeline) -> None:
-    known = pipeline.options
-    for name, value in options.items():
-        if name not in known:
-            raise InvalidRequestError(
-                f"unknown option {name!r}; pipeline {pipeline.name!r} has {', '.join(sorted(known)) or 'none'}",
-                reason="UNKNOWN_OPTION",
-                metadata={"option": name},
-            )
-        if not known[name].minimum <= value <= known[name].maximum:
-            raise InvalidRequestError(
-                f"option {name!r} is {value}; it must be from {known[name].minimum} to {known[name].maximum}",
-                reason="INVALID_OPTION",
-                metadata={"option": name},
-            )
 
 
 def _check_adapters(pipeline: Pipeline) -> None:

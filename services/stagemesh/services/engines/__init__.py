@@ -1,1 +1,1 @@
-"""What computes: one folder an engine, each with a light card and a factory that imports the rest."""
+"""The engines, one folder each: a light descriptor, and a factory that imports the rest."""

@@ -134,7 +134,7 @@ class EngineAbilities:
     """
 
     can_pause: bool = False
-    """Whether `submit` observes a task's `max_steps` and `pause_wish`."""
+    """Whether `submit` observes a task's `max_steps` and `pause_requested`."""
     can_resume: bool = False
     """Whether `submit` yields checkpoints and accepts a task's `resume_from`."""
     use_partitions: Callable[[PartitionsArena], None] | None = None

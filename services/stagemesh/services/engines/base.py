@@ -1,5 +1,6 @@
-"""The contract between a stage's runtime and whatever computes."""
+"""The API between a stage's runtime and its engine: tasks in, events out."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
@@ -11,20 +12,20 @@ from stagemesh.services.engines.media import Medium, Part
 
 
 class ChatMessage(NamedTuple):
-    """One turn of a conversation; `role` is system, user or assistant."""
+    """One message of a conversation; `role` is system, user or assistant."""
 
     role: str
     content: str
     parts: Sequence[Part] = ()
-    """Instead of `content`: what is said and shown, in order."""
+    """Text and media in order, instead of `content`."""
 
 
 Prompt: TypeAlias = str | Sequence[ChatMessage] | Sequence[int]
-"""Text (put through the chat template as a user message), a conversation, or token ids."""
+"""Text (wrapped by the chat template as a user message), a conversation, or token ids."""
 
 
 def media_of(prompt: Prompt | None) -> Sequence[Medium]:
-    """The pictures, sounds and films of a prompt, in order."""
+    """Returns the images, audio and videos of a prompt, in order."""
     if not prompt or isinstance(prompt, str) or isinstance(prompt[0], int):
         return ()
     messages = [message for message in prompt if isinstance(message, ChatMessage)]
@@ -32,10 +33,10 @@ def media_of(prompt: Prompt | None) -> Sequence[Medium]:
 
 
 TokenSelection: TypeAlias = Literal["all", "last"]
-"""Rows for every token that goes through the model, or for those alone from which a token is sampled.
+"""Whether a tensor has rows for every token that the model processes, or only for those from which it samples a token.
 
-Packets with such rows say in their metadata at which token they start (`token_start`) and how many the prompt has
-(`prompt_tokens`).
+The metadata of packets with such rows holds the position of the first token (`token_start`) and the number of tokens in
+the prompt (`prompt_tokens`).
 """
 
 
@@ -44,7 +45,7 @@ StructureKind: TypeAlias = Literal["json_schema", "regex", "choice", "grammar"]
 
 @dataclass(frozen=True)
 class Structure:
-    """What the whole output of a task must be: `texts` are the choices, or the one schema, expression or grammar."""
+    """The format of a task's whole output. `texts` holds the choices, or the one schema, expression or grammar."""
 
     kind: StructureKind
     texts: tuple[str, ...]
@@ -52,7 +53,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are picked; None takes the stage's default."""
+    """How tokens are sampled. None stands for the stage's default."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -68,73 +69,66 @@ class SamplingOptions:
     ignore_eos: bool = False
     bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
-    """How many alternatives each sampled token's log-probability is to come with; None for no log-probabilities."""
+    """The number of alternatives to report with each token's log-probability; None for no log-probabilities."""
     structure: Structure | None = None
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Enough of a task's state to continue it, here or on another replica. An event, and a task's beginning."""
+    """The state from which this or another replica can resume a task. An event of one task, an input of the next."""
 
     steps: int
-    """Engine steps done."""
+    """The number of engine steps done."""
     token_ids: tuple[int, ...] = ()
-    """Tokens sampled so far."""
+    """The tokens sampled so far."""
     tensors: Tensors = field(default_factory=dict[str, "object"])  # type: ignore[arg-type]
     outputs: Mapping[str, int] = field(default_factory=dict[str, int])
-    """How many outputs of each name had been made; set by the stage, not by the engine."""
+    """The number of outputs so far, by name. Set by the stage, not by the engine."""
     rows: Mapping[str, int] = field(default_factory=dict[str, int])
-    """How many rows of each tensor had been emitted, along its first axis; set by the stage. A task that resumes emits
-    those after them."""
-
-
-@dataclass
-class PauseRequest:
-    """Whether a task is to pause after its present step, whatever its `max_steps`."""
-
-    asked: bool = False
+    """The number of emitted rows (first axis) so far, by tensor. Set by the stage. A resumed task emits the rows after
+    them."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One request's share of work for an engine."""
+    """The work of one request for an engine."""
 
     request_id: str
     seed: int
     prompt: Prompt | None = None
     tensors: Tensors = field(default_factory=dict[str, "object"])  # type: ignore[arg-type]
-    """The client's tensors."""
+    """The tensors of the client's input."""
     sampling: SamplingOptions = SamplingOptions()
     options: Mapping[str, float] = field(default_factory=dict[str, float])
     inlets: Mapping[str, AsyncIterable[Packet]] = field(default_factory=dict[str, AsyncIterable[Packet]])
-    """What comes over each incoming edge, transformed already, by edge name; see `joining`."""
+    """The transformed packets of each incoming edge, by edge name; `input_join` combines them."""
     apart: frozenset[str] = frozenset()
-    """The edges whose packets are inputs of their own; one packet of each of the others makes one input together."""
+    """The edges whose packets are inputs of their own. One packet from each other edge makes one input together."""
     absent: frozenset[str] = frozenset()
-    """Accepted tensors that no edge brings in this request; the stage's signature has them as optional."""
+    """The accepted tensors that no edge brings in this request. The stage's signature declares them as optional."""
     attempt: int = 1
-    """The try at this stage's share of the request, from 1. What is emitted does not depend on it."""
+    """The attempt at this stage's part of the request, from 1. Emissions do not depend on it."""
     wanted: frozenset[str] | None = None
-    """The emitted tensors that somebody takes; None for all. What costs something is not emitted for nobody."""
+    """The emitted tensors that an edge or the caller takes; None for all. An engine need not compute the others."""
     tokens: TokenSelection = "all"
-    """Of tensors with a row for each token, the rows that somebody takes."""
+    """The rows that an edge or the caller takes, for tensors with a row per token."""
     adapter: str | None = None
-    """The adapter to compute with, by name; see `abilities.AdapterControl`."""
+    """The name of the LoRA adapter to use; see `abilities.AdapterControl`."""
     negative_prompt: str = ""
-    """What the output is not to show; for engines that make pictures."""
+    """What the output must not show. For engines that generate images."""
     priority: int = 0
-    """Higher goes first where tasks wait for each other."""
+    """Waiting tasks with higher priority run first."""
     deadline_s: float | None = None
-    """When it must be done, by the event loop's clock."""
+    """The deadline in the event loop's time; None for no deadline."""
     max_steps: int | None = None
-    """Pause after so many steps; for engines with `can_pause`."""
-    pause_wish: PauseRequest = field(default_factory=PauseRequest, compare=False)
-    """Set while it runs, to have it go on elsewhere; for engines with `can_pause`, too."""
+    """The number of steps after which to pause; for engines with `can_pause`."""
+    pause_requested: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
+    """Set to pause the task after its current step, so that it can resume elsewhere; for engines with `can_pause`."""
     resume_from: Checkpoint | None = None
 
 
 class TokenLogprobs(NamedTuple):
-    """How probable a model took a sampled token to be, and the most probable ones in its place, the first one first."""
+    """The log-probability of a sampled token and those of the most probable tokens, the most probable first."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -143,16 +137,16 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Emission:
-    """Tensors made by a step, for outgoing edges and the client alike."""
+    """Tensors that a step has made, for the outgoing edges and the client."""
 
     packet: Packet
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the packet's tokens, one each, for the client alone; empty unless they were asked for."""
+    """One for each token of the packet, for the client only. Empty unless the task asks for them."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Steps done so far."""
+    """The number of steps done so far, and the total if it is known."""
 
     steps: int
     total_steps: int | None = None
@@ -160,7 +154,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Usage:
-    """Work done; the last event of a task."""
+    """The amount of work done. The last event of a task that ran to its end."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -169,7 +163,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Paused:
-    """The task has done its `max_steps`, or was asked to pause, and is not at its end; the last event then."""
+    """The task has paused before its end, after `max_steps` or on request. The last event of a task that pauses."""
 
     checkpoint: Checkpoint
 
@@ -179,7 +173,7 @@ EngineEvent: TypeAlias = Emission | Progress | Checkpoint | Usage | Paused
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What an engine has to do; `work_s` is its own estimate of the seconds left, 0 where idle."""
+    """The load of an engine. `work_s` is its estimate of the remaining seconds of work, 0 if it is idle."""
 
     running: int
     queued: int
@@ -187,44 +181,45 @@ class EngineLoad:
 
 
 class Engine(Protocol):
-    """Computes for many tasks at once, batching continuously, and never blocks the event loop."""
+    """Runs many tasks at once with continuous batching. Never blocks the event loop."""
 
     @property
     def abilities(self) -> EngineAbilities:
-        """The abilities that this engine has."""
+        """The optional abilities of this engine."""
         ...
 
     async def start(self, report: Callable[[str], None]) -> None:
-        """Loads the model; `report` takes a line for people at each phase. Called once, before anything else."""
+        """Loads the model. Called once, before any other method. `report` is called with a line for each phase."""
 
     def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        """Runs a task: an async generator that ends with Usage, or with Paused. Closing it, or cancelling whoever
-        iterates, aborts the task within one step and frees what it held. Not iterating on holds this task up and no
-        other.
+        """Runs a task; yields its events, of which the last is Usage or Paused.
 
-        Raises InvalidRequestError for a task that cannot run, UnavailableError when the engine has died.
+        Closing the generator, or cancelling the task that iterates over it, aborts the engine's task within one step
+        and frees its resources. A consumer that stops iterating blocks this task only.
+
+        Raises InvalidRequestError if the task cannot run, UnavailableError if the engine has died.
         """
         ...
 
     def load(self) -> EngineLoad:
-        """The load at this moment."""
+        """Returns the current load."""
         ...
 
     async def wait_failed(self) -> str:
-        """Returns only if the engine dies, with the cause; the process is then ended and started anew."""
+        """Returns the cause once the engine has died. The process is then restarted. Never returns otherwise."""
         ...
 
     async def close(self) -> None:
-        """Aborts all tasks and frees everything. Closing twice is harmless."""
+        """Aborts all tasks and frees all resources. Closing twice is harmless."""
 
 
 class Transform(Protocol):
-    """Turns what an edge carries into what its consumer takes; one instance a flow, without side effects."""
+    """Converts the packets of an edge to what its consumer accepts. One instance per flow, without side effects."""
 
     def push(self, packet: Packet) -> Sequence[Packet]:
-        """The packets that are complete with this one."""
+        """Returns the packets that this one completes."""
         ...
 
     def finish(self) -> Sequence[Packet]:
-        """The packets that were held back, at the flow's end."""
+        """Returns the remaining packets at the flow's end."""
         ...

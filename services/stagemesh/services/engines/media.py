@@ -1,4 +1,4 @@
-"""What a message may hold beside text."""
+"""The media of a message: images, audio and videos."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ MEDIA_TYPES: Mapping[MediaKind, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class MediaFile:
-    """An encoded picture, sound or film."""
+    """An encoded image, audio or video file."""
 
     kind: MediaKind
     data: bytes
@@ -51,17 +51,17 @@ class MediaFile:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Sound: float32 in [-1, 1], [samples] or [samples, channels]."""
+    """Decoded audio: float32[samples] or float32[samples, channels] in [-1, 1]."""
 
     samples: Array
     sample_rate_hz: int
 
     @property
     def kind(self) -> MediaKind:
-        """What it is."""
+        """The kind of medium."""
         return "audio"
 
 
 Medium: TypeAlias = MediaFile | Samples
 Part: TypeAlias = str | Medium
-"""A piece of a message: text, or a medium."""
+"""A part of a message: text or a medium."""

@@ -1,4 +1,4 @@
-"""A stage's `options` read into a dataclass, with errors that say what is allowed."""
+"""Parses the options of stages and requests, with errors that name the allowed values."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -9,14 +9,15 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from stagemesh.common.descriptors import OptionSpec
 from stagemesh.common.errors import InvalidRequestError
+from stagemesh.common.request_checks import check_options
 
 Options = TypeVar("Options")
 
 
 def parse_options(kind: type[Options], options: Mapping[str, JsonValue], *, stage: str) -> Options:
-    """The options of a stage as the dataclass `kind`; raises InvalidRequestError naming the option at fault.
+    """Returns the options of a stage as the dataclass `kind`; raises InvalidRequestError with the option at fault.
 
-    `stage` is "" where nobody needs to be told whose they are.
+    `stage` is the name for the error message, or "" to leave it out.
     """
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for name in options:
@@ -35,12 +36,11 @@ def parse_options(kind: type[Options], options: Mapping[str, JsonValue], *, stag
 
 
 def _in(stage: str) -> str:
-    """Which stage; "" where the reader is told anyway."""
     return f"stage {stage}: " if stage else ""
 
 
 def unknown_option(name: str, known: Iterable[str], *, stage: str) -> InvalidRequestError:
-    """The error for an option that nobody reads; names those that come close, or all when they are few."""
+    """Returns the error for an unknown option; it lists similar names, or up to 12 known ones if none is similar."""
     choices = sorted(known)
     near = get_close_matches(name, choices, n=3) or choices[:12]
     return InvalidRequestError(
@@ -52,14 +52,6 @@ def unknown_option(name: str, known: Iterable[str], *, stage: str) -> InvalidReq
 
 
 def request_options(given: Mapping[str, float], specs: Mapping[str, OptionSpec], *, stage: str) -> dict[str, float]:
-    """What a request set for a stage, completed with the defaults; raises InvalidRequestError where out of bounds."""
-    for name, value in given.items():
-        spec = specs.get(name)
-        if spec is None:
-            raise unknown_option(name, specs, stage=stage)
-        if not spec.minimum <= value <= spec.maximum:
-            raise InvalidRequestError(
-                f"stage {stage}: option {name} is {value:g}; it must be from {spec.minimum:g} to {spec.maximum:g}",
-                reason="INVALID_OPTION",
-            )
+    """Returns a request's options completed with the defaults; raises InvalidRequestError as `check_options` does."""
+    check_options(given, specs, owner=f"stage {stage}")
     return {name: spec.default for name, spec in specs.items()} | dict(given)

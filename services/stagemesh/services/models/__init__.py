@@ -1,1 +1,1 @@
-"""The parts of models that are ours: functions, transforms, and how weights are fetched."""
+"""The functions and transforms of models that ship with Stagemesh, and the download of their weights."""

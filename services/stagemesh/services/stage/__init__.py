@@ -1,1 +1,1 @@
-"""The stage service: a servicer that translates and a runtime that decides."""
+"""The stage service: gRPC services that convert messages, and a replica that runs steps on an engine."""

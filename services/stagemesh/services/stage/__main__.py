@@ -14,9 +14,14 @@ _EXIT_USAGE = 2
 
 
 def main() -> int:
-    """Serves what the config file says until SIGTERM or SIGINT; returns the exit status."""
+    """Serves the replica of the config file until SIGTERM or SIGINT; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m stagemesh.services.stage", description=__doc__)
-    parser.add_argument("--config", type=Path, required=True, help="a StageConfig as JSON")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        required=True,
+        help="read the replica's config, a StageConfig as JSON, from this file; required",
+    )
     path: Path = parser.parse_args().config
     try:
         config = load_stage_config(path)

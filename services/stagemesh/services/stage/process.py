@@ -1,4 +1,4 @@
-"""Puts a stage replica together and serves it to its end."""
+"""The process of a stage replica: builds the replica and serves it until it ends."""
 
 import asyncio
 import contextlib
@@ -26,16 +26,16 @@ LIVENESS = "liveness"
 _DRAIN_GRACE_S = 10.0
 _STOP_GRACE_S = 1.0
 _END_S = 60.0
-"""How long a process that ends may take: an engine that hangs may not let go."""
+"""The longest time that the process may take to end, because an engine that hangs may not release its tasks."""
 
 _log = logging.getLogger(__name__)
 
 
 async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
-    """Serves until `stopping` is set, then finishes what runs; raises what keeps the engine from working.
+    """Serves until `stopping` is set, then finishes the running steps; raises the error of an engine that fails.
 
-    The facets "" and the service's name are SERVING while steps are taken, that of the controls while the engine is
-    there, "liveness" from the start.
+    Of the health service's names, "" and StageService are SERVING while steps are accepted, StageControlService while
+    the engine is loaded, and "liveness" from the start.
     """
     bind_log_context(stage=config.stage)
     bind_forks_to_this_process()
@@ -58,19 +58,19 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
         end_within(_END_S)
         _set_serving(server, serving=False)
         server.set_health(CONTROL_NAME, serving=False)
-        await runtime.drain(grace_s=_DRAIN_GRACE_S)
+        await runtime.finish_steps(grace_s=_DRAIN_GRACE_S)
         await runtime.close()
         await server.stop(grace_s=_STOP_GRACE_S)
 
 
 async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -> None:
-    """Loads the engine and lets it work until `stopping` is set; raises what it failed with."""
+    """Loads the engine and runs it until `stopping` is set; raises the engine's error."""
     if not await _unless(stopping, runtime.start()):
         return
-    # What is loaded stays: the garbage collector need not look through it again, which takes it tens of milliseconds.
+    # The garbage collector then skips the loaded objects, which would take it tens of milliseconds each time.
     gc.collect()
     gc.freeze()
-    # It may have been drained already.
+    # The replica may have been drained already.
     _set_serving(server, serving=runtime.state is ReplicaState.READY)
     server.set_health(CONTROL_NAME, serving=True)
     _log.info("ready")
@@ -79,7 +79,7 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
 
 
 async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None]) -> bool:
-    """Whether `doing` ended before `stopping` was set; it is cancelled otherwise. Raises what it raises."""
+    """Returns whether `doing` ended before `stopping` was set; cancels it otherwise. Raises the error of `doing`."""
     working, stopped = asyncio.ensure_future(doing), asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -94,7 +94,7 @@ async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None
 
 
 def _make_runtime(config: StageConfig) -> StageRuntime:
-    card = load_engine_descriptor(config.engine)
+    descriptor = load_engine_descriptor(config.engine)
     limits = config.data_plane
     data_plane = DataPlane(
         replica=config.replica,
@@ -104,8 +104,8 @@ def _make_runtime(config: StageConfig) -> StageRuntime:
         window_bytes=limits.window_bytes,
         inline_limit_bytes=limits.inline_limit_bytes,
     )
-    engine: Engine = import_factory(card.factory)(config)
-    return StageRuntime(engine, data_plane, config, card.signature(config.function, config.options))
+    engine: Engine = import_factory(descriptor.factory)(config)
+    return StageRuntime(engine, data_plane, config, descriptor.signature(config.function, config.options))
 
 
 def _watched_loop(stall_s: float) -> contextlib.AbstractAsyncContextManager[None]:
@@ -113,5 +113,5 @@ def _watched_loop(stall_s: float) -> contextlib.AbstractAsyncContextManager[None
 
 
 def _set_serving(server: Server, *, serving: bool) -> None:
-    for facet in ("", SERVICE_NAME):
-        server.set_health(facet, serving=serving)
+    for name in ("", SERVICE_NAME):
+        server.set_health(name, serving=serving)

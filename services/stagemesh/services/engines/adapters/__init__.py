@@ -1,1 +1,1 @@
-"""LoRA adapters: which adapters an engine has loaded, and how their files are read."""
+"""LoRA adapters: the registry of loaded adapters, and the reading of their files."""

@@ -1,4 +1,4 @@
-"""A LoRA adapter's folder, read as PEFT writes it: what it says and the shapes in it, before any weight is loaded."""
+"""Reads a LoRA adapter's folder in PEFT's format: its config and the shapes of its weights, but no weight."""
 
 import json
 import struct
@@ -19,7 +19,7 @@ _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
 @dataclass(frozen=True)
 class _Config:
-    """The part of PEFT's LoraConfig that is read here."""
+    """The fields of PEFT's LoraConfig that Stagemesh uses."""
 
     r: PositiveInt
     peft_type: Literal["LORA"] = "LORA"
@@ -30,32 +30,35 @@ _CONFIG = TypeAdapter(_Config)
 
 
 class Sizes(NamedTuple):
-    """The lengths of what a layer takes and gives."""
+    """The sizes of a linear layer."""
 
     inputs: int
     outputs: int
 
 
 class Head(NamedTuple):
-    """Of a safetensors file."""
+    """The header of a safetensors file."""
 
     shapes: Mapping[str, list[int]]
-    """By the tensors' names."""
+    """The shapes of the tensors, by name."""
     metadata: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """What a folder holds."""
+    """The content of an adapter's folder."""
 
     folder: Path
     rank: int
-    """The largest in it."""
+    """The largest rank of any layer."""
     layers: Mapping[str, Sizes]
-    """The linear layers that it changes, by PEFT's name without the part after ".lora_"."""
+    """The sizes of the linear layers that it changes, by PEFT's name up to ".lora_"."""
 
     def check(self, model: Mapping[str, Sizes | None]) -> None:
-        """Raises InvalidRequestError where a layer is not in `model` (name to sizes, None: unknown), or differs."""
+        """Raises InvalidRequestError if a layer is missing in the model or has other sizes there.
+
+        `model` maps the model's layer names to their sizes, or to None if the sizes are unknown.
+        """
         for name, sizes in self.layers.items():
             if name not in model:
                 raise invalid(self.folder, f"it changes {name}, which the model does not have; it belongs to another")
@@ -69,7 +72,7 @@ class AdapterFiles:
 
 
 def read_adapter(path: str) -> AdapterFiles:
-    """Reads a folder's config and the head of its weights; raises InvalidRequestError saying what is wrong with it."""
+    """Reads a folder's config and the header of its weights; raises InvalidRequestError with the problem found."""
     folder = Path(path)
     if not folder.is_absolute() or not folder.is_dir():
         raise invalid(folder, "it must be an absolute path of a folder on this machine")
@@ -87,11 +90,11 @@ def _read_config(folder: Path) -> _Config:
     except ValidationError as exc:
         first = exc.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise invalid(folder, f"its {CONFIG} describes no LoRA: {field} {first['msg']}") from exc
+        raise invalid(folder, f"its {CONFIG} does not describe a LoRA: {field} {first['msg']}") from exc
 
 
 def read_head(path: Path) -> Head:
-    """What a file of weights says of itself: it begins with the length of a JSON object, and that object."""
+    """Reads the header of a safetensors file: the length of a JSON object, then that object."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -101,11 +104,11 @@ def read_head(path: Path) -> Head:
     except OSError as exc:
         raise invalid(path.parent, f"it has no readable {path.name} ({exc.strerror})") from exc
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as exc:
-        raise invalid(path.parent, f"its {path.name} is no safetensors file") from exc
+        raise invalid(path.parent, f"its {path.name} is not a safetensors file") from exc
 
 
 def layers_of(folder: Path, shapes: Mapping[str, list[int]]) -> dict[str, Sizes]:
-    """The layers that low-rank matrices of these names and shapes change."""
+    """Returns the layers that low-rank matrices with these names and shapes change."""
     names = {name.removesuffix(end) for name in shapes for end in (_DOWN, _UP) if name.endswith(end)}
     layers: dict[str, Sizes] = {}
     for name in sorted(names):
@@ -119,5 +122,5 @@ def layers_of(folder: Path, shapes: Mapping[str, list[int]]) -> dict[str, Sizes]
 
 
 def invalid(folder: Path, problem: str) -> InvalidRequestError:
-    """The error for what is no adapter."""
-    return InvalidRequestError(f"{folder} is no adapter for this stage: {problem}", reason="INVALID_ADAPTER")
+    """Returns the error for a folder that holds no valid adapter."""
+    return InvalidRequestError(f"{folder} is not an adapter for this stage: {problem}", reason="INVALID_ADAPTER")

@@ -172,9 +172,9 @@ class DiffusionEngine:
             async with aclosing(self._stepper.turns(course, upto)) as steps:
                 async for done in steps:
                     yield Progress(done, begun.total_steps)
-                    if task.pause_wish.asked:
+                    if task.pause_requested.is_set():
                         course.cut()
-            if task.pause_wish.asked:
+            if task.pause_requested.is_set():
                 break
             if course.done < last:
                 async with aclosing(self._at_stop(name, task, course.done)) as events:

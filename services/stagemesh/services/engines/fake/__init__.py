@@ -1,14 +1,13 @@
-"""The fake engine: no model and no computing, to rehearse a deployment with, and for tests and benchmarks.
+"""The fake engine, which has no model: for tests, benchmarks, and rehearsals of a deployment.
 
-A stage's `function` picks what it takes and makes; its options, how long that takes, how much comes of it, and what
-goes wrong.
+A stage's `function` selects its inputs and outputs. Its options set the timing, the sizes and the faults.
 
 =======  =========================  ===========================================
 source   the client's prompt        text
 relay    text                       the same text
-frames   text                       float32 frames, one for each byte
-mix      text and frames, or one    the frames, shifted by what the text says
-sound    frames                     audio at 24 kHz, 8 samples a frame
+frames   text                       float32 frames, one per byte
+mix      text and frames, or one    the frames plus the sum of the text's bytes
+sound    frames                     audio at 24 kHz, 8 samples per frame
 =======  =========================  ===========================================
 """
 
@@ -27,7 +26,7 @@ SAMPLE_RATE_HZ = 24_000
 
 _TEXT = TensorSpec("uint8", ("bytes",))
 _FRAMES = TensorSpec("float32", ("frames", FRAME_WIDTH))
-_SOUND = Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)
+_AUDIO = Emitted(TensorSpec("float32", ("samples",)), kind="audio", sample_rate_hz=SAMPLE_RATE_HZ)
 _SIGNATURES = {
     "source": Signature(emits={"text": Emitted(_TEXT, kind="text")}),
     "relay": Signature(accepts={"text": _TEXT}, emits={"text": Emitted(_TEXT, kind="text")}),
@@ -37,12 +36,12 @@ _SIGNATURES = {
         emits={"frames": Emitted(_FRAMES)},
         optional=frozenset({"text", "frames"}),
     ),
-    "sound": Signature(accepts={"frames": _FRAMES}, emits={"audio": _SOUND}),
+    "sound": Signature(accepts={"frames": _FRAMES}, emits={"audio": _AUDIO}),
 }
 
 
 def signature(function: str | None) -> Signature:
-    """The signature of a fake stage; raises NotFoundError naming those known."""
+    """Returns the signature of a fake stage; raises NotFoundError with the known functions."""
     found = _SIGNATURES.get(function or "source")
     if found is None:
         raise NotFoundError(

@@ -1,4 +1,4 @@
-"""How much of something: a number, or a distribution from which a request's seed draws."""
+"""Amounts that are numbers or distributions, and the seeded random generator that draws from them."""
 
 import hashlib
 import math
@@ -11,24 +11,24 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 Number: TypeAlias = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 
 _MAX_SIGMA = 10
-"""Of the logarithm; beyond it, no draw is of any use, and soon none is finite."""
+"""The largest standard deviation of the logarithm. Larger ones yield useless and finally infinite draws."""
 
 
 @dataclass(frozen=True)
 class Amount:
-    """One of these; in options a plain number is a fixed amount."""
+    """A fixed number or one distribution; exactly one field is set. In options, a plain number is a fixed amount."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     fixed: Number | None = None
     uniform: tuple[Number, Number] | None = None
-    """From the first to the second."""
+    """Uniform from the first to the second number."""
     exponential: Number | None = None
-    """With this mean."""
+    """Exponential with this mean."""
     lognormal: tuple[Number, Number] | None = None
-    """With this median, and this standard deviation of the logarithm."""
+    """Log-normal with this median and this standard deviation of the logarithm."""
     one_of: Annotated[tuple[Number, ...], Field(min_length=1)] | None = None
-    """Each as probable as any other."""
+    """One of these numbers, all equally probable."""
 
     def __post_init__(self) -> None:
         given = (self.fixed, self.uniform, self.exponential, self.lognormal, self.one_of)
@@ -40,7 +40,7 @@ class Amount:
             raise ValueError(f"lognormal's second number is a deviation of the logarithm, at most {_MAX_SIGMA}")
 
     def at(self, quantile: float) -> float:
-        """The amount that this part of all draws, over 0 and under 1, stays under."""
+        """Returns the amount at a quantile, which must be over 0 and under 1."""
         if self.uniform is not None:
             low, high = self.uniform
             return low + (high - low) * quantile
@@ -51,12 +51,12 @@ class Amount:
             return median * math.exp(sigma * NormalDist().inv_cdf(quantile))
         if self.one_of is not None:
             return self.one_of[int(quantile * len(self.one_of))]
-        assert self.fixed is not None, "one is given"
+        assert self.fixed is not None, "exactly one field is set"
         return self.fixed
 
     @property
     def mean(self) -> float:
-        """What many draws come to, on average."""
+        """The mean of the distribution."""
         if self.uniform is not None:
             return sum(self.uniform) / 2
         if self.exponential is not None:
@@ -66,7 +66,7 @@ class Amount:
             return median * math.exp(sigma * sigma / 2)
         if self.one_of is not None:
             return sum(self.one_of) / len(self.one_of)
-        assert self.fixed is not None, "one is given"
+        assert self.fixed is not None, "exactly one field is set"
         return self.fixed
 
 
@@ -77,7 +77,7 @@ def _from_number(value: object) -> object:
     if isinstance(value, int | float):
         return {"fixed": value}
     if not isinstance(value, dict | Amount):
-        raise ValueError(f"it must be {_FORMS}")  # noqa: TRY004 - pydantic tells a ValueError apart
+        raise ValueError(f"it must be {_FORMS}")  # noqa: TRY004 - pydantic reports ValueError only
     return cast("object", value)
 
 
@@ -89,26 +89,26 @@ def _whole(amount: Amount) -> Amount:
 
 AmountOption: TypeAlias = Annotated[Amount, BeforeValidator(_from_number)]
 CountOption: TypeAlias = Annotated[Amount, BeforeValidator(_from_number), AfterValidator(_whole)]
-"""A number of things: draws are rounded."""
+"""An amount of which draws are rounded to whole numbers."""
 
 
 @dataclass(frozen=True)
 class SeededRandom:
-    """Draws that depend on the request's seed, the stage and what is drawn, and on nothing else."""
+    """A random generator whose draws depend only on the request's seed, the stage and the key of the draw."""
 
     seed: int
     stage: str
 
-    def quantile(self, *what: str | int) -> float:
-        """A number over 0 and under 1, evenly spread."""
-        digest = hashlib.blake2b(repr((self.seed, self.stage, what)).encode(), digest_size=8).digest()
-        # As many bits as a float holds beside the half, so that none is rounded up to 1.
+    def quantile(self, *key: str | int) -> float:
+        """Returns a number over 0 and under 1, uniformly distributed."""
+        digest = hashlib.blake2b(repr((self.seed, self.stage, key)).encode(), digest_size=8).digest()
+        # 52 bits plus the half fit in a float, so that no number is rounded up to 1.
         return ((int.from_bytes(digest) >> 12) + 0.5) / (1 << 52)
 
-    def draw(self, amount: Amount, *what: str | int) -> float:
-        """An amount."""
-        return amount.fixed if amount.fixed is not None else amount.at(self.quantile(*what))
+    def draw(self, amount: Amount, *key: str | int) -> float:
+        """Draws from an amount."""
+        return amount.fixed if amount.fixed is not None else amount.at(self.quantile(*key))
 
-    def count(self, amount: Amount, *what: str | int) -> int:
-        """An amount of things."""
-        return round(self.draw(amount, *what))
+    def count(self, amount: Amount, *key: str | int) -> int:
+        """Draws from an amount and rounds to a whole number."""
+        return round(self.draw(amount, *key))

@@ -1,4 +1,4 @@
-"""An engine whose output is a function of seed, prompt and step alone, so that runs can be compared byte by byte."""
+"""An engine whose output depends only on seed, prompt and step, so that runs can be compared byte by byte."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -12,7 +12,7 @@ from stagemesh.services.engines.fake.task_run import FakeRun, hold_memory
 
 
 class FakeEngine:
-    """See `stagemesh.services.engines.base.Engine`."""
+    """Runs fake tasks."""
 
     def __init__(self, config: StageConfig) -> None:
         self._stage, self._function = config.stage, config.function or "source"
@@ -27,7 +27,7 @@ class FakeEngine:
         return EngineAbilities(can_pause=True, can_resume=True)
 
     async def start(self, report: Callable[[str], None]) -> None:
-        report("loading nothing")
+        report("loading the fake engine")
         self._memory = hold_memory(self._options.memory_bytes)
         await asyncio.sleep(self._options.start_s)
 
@@ -47,7 +47,7 @@ class FakeEngine:
 
     async def wait_failed(self) -> str:
         await asyncio.Event().wait()
-        raise AssertionError("a fake engine never dies by itself")
+        raise AssertionError("a fake engine never dies")
 
     async def close(self) -> None:
         self._closed.set()

@@ -1,4 +1,4 @@
-"""What a fake stage is like."""
+"""The options of a fake stage."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,52 +17,51 @@ _NONE, _ONE, _FOUR = Amount(fixed=0), Amount(fixed=1), Amount(fixed=4)
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong with some requests; their seeds say with which."""
+    """A fault that strikes some requests, chosen by their seeds."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     kind: FaultKind
-    """error: the stage fails the request. hang: it goes on no more, and says nothing. slow: each further step takes
-    `slow_s` longer. exit: the process is gone at once, as by kill -9. disorder: two outputs come in each other's
-    place."""
+    """error: the stage fails the request. hang: the task makes no more progress. slow: each further step takes `slow_s`
+    longer. exit: the process is killed by SIGKILL. disorder: two outputs are swapped."""
     probability: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Of the requests, and of each attempt anew."""
+    """The probability for each attempt of each request."""
     after_steps: CountOption = _NONE
-    """Steps that are done first; a request that has fewer is spared."""
+    """The number of steps before the fault. A request with fewer steps is not struck."""
     attempts: Count = 1
-    """It strikes attempts up to this number; 0 for all, so that no attempt succeeds."""
+    """The fault strikes attempts up to this number; 0 for all attempts."""
     slow_s: AmountOption = _ONE
-    """Seconds, drawn for each step."""
+    """The added seconds of a slow step, drawn for each step."""
 
 
 @dataclass(frozen=True)
 class FakeOptions:
-    """How a fake stage behaves. Amounts are numbers or distributions (`Amount`), drawn by the request's seed."""
+    """The behaviour of a fake stage. An `Amount` is a number or a distribution, sampled by the request's seed."""
 
     steps: CountOption = _FOUR
-    """Steps of a source where the request sets no max_tokens; of other stages, how many they expect."""
+    """The steps of a source if the request sets no max_tokens; for other stages, the expected number of steps."""
     step_s: AmountOption = _NONE
-    """How long a step takes, drawn for each; 0.02 makes 50 outputs a second."""
+    """The seconds of a step, drawn for each step. 0.02 yields 50 outputs per second."""
     first_step_s: AmountOption | None = None
-    """How long the first step takes, where that is another time."""
+    """The seconds of the first step; None for `step_s`."""
     size_bytes: CountOption = _NONE
-    """Text is padded or cut to this size, drawn for each step; 0 leaves it as it is."""
+    """The size to which text is padded or cut, drawn for each step; 0 leaves it unchanged."""
     fail_at_step: int | None = None
-    """The step, from 0, that raises, whatever the request."""
+    """The step, from 0, that raises for every request."""
     faults: tuple[Fault, ...] = ()
-    """What else goes wrong."""
+    """The other faults."""
     start_s: Annotated[float, Field(ge=0)] = 0.0
-    """How long loading takes."""
+    """The seconds of loading."""
     max_running: Annotated[int, Field(ge=1)] = 256
-    """Tasks run at once; more are queued."""
+    """The number of tasks that run at once; more tasks are queued."""
     checkpoint_steps: Count = 0
-    """Steps between two checkpoints; 0 for none."""
+    """The number of steps between two checkpoints; 0 for no checkpoints."""
     memory_bytes: Count = 0
-    """Memory that is held from the start."""
+    """The bytes of memory that the engine allocates at its start."""
     request_memory_bytes: Count = 0
-    """Memory that each running task holds."""
+    """The bytes of memory that each running task allocates."""
 
 
 def fake_options(options: Mapping[str, JsonValue], *, stage: str = "") -> FakeOptions:
-    """A stage's options; raises InvalidRequestError naming the one at fault."""
+    """Returns a stage's options; raises InvalidRequestError with the option at fault."""
     return parse_options(FakeOptions, options, stage=stage)

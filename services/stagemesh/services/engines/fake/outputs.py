@@ -1,4 +1,4 @@
-"""What a fake stage makes of what it is given: a function of seed, prompt and step alone."""
+"""The outputs of fake stages: a deterministic function of seed, prompt and step."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -9,77 +9,77 @@ from stagemesh.common.tensors import Array, Tensors
 from stagemesh.services.engines.base import Task
 from stagemesh.services.engines.fake import FRAME_WIDTH
 
-_LENGTHS, _LACKS = ".lengths", -1
+_LENGTHS, _ABSENT = ".lengths", -1
 _STEP = "step"
 
 
 def source_text(task: Task, step: int) -> Array:
-    """What a source emits at `step`: a short ASCII sentence."""
+    """Returns the output of a source at `step`: a short ASCII sentence."""
     digest = hashlib.sha256(f"{task.seed}/{task.prompt}/{step}".encode()).hexdigest()[:8]
     return np.frombuffer(f"Step {step} is {digest}. ".encode(), np.uint8)
 
 
-def sized(text: Array, size_bytes: int) -> Array:
-    """Text repeated or cut to a size; 0 leaves it as it is."""
+def resize_text(text: Array, size_bytes: int) -> Array:
+    """Returns the text repeated or cut to a size; 0 leaves it unchanged."""
     return np.resize(text, size_bytes) if size_bytes and text.size else text
 
 
-def made_of(function: str, given: Tensors) -> Mapping[str, Array]:
-    """What a stage emits for one input."""
+def compute_output(function: str, given: Tensors) -> Mapping[str, Array]:
+    """Returns the tensors that a stage emits for one input."""
     match function:
         case "frames":
-            return {"frames": frames_of(given["text"])}
+            return {"frames": text_to_frames(given["text"])}
         case "mix":
-            return {"frames": mixed(given.get("text"), given.get("frames"))}
+            return {"frames": mix(given.get("text"), given.get("frames"))}
         case "sound":
             return {"audio": np.divide(given["frames"].reshape(-1), 256 * FRAME_WIDTH, dtype=np.float32)}
         case _:
             return {"text": given["text"]}
 
 
-def frames_of(text: Array) -> Array:
-    """One frame for each byte: the byte's value times 1, 2, 3 …"""
+def text_to_frames(text: Array) -> Array:
+    """Returns one frame for each byte: the byte's value times 1, 2, 3 …"""
     return text[:, None].astype(np.float32) * np.arange(1, FRAME_WIDTH + 1, dtype=np.float32)
 
 
-def mixed(text: Array | None, frames: Array | None) -> Array:
-    """Frames, or those of the text, shifted by the sum of the text's bytes (modulo 256)."""
+def mix(text: Array | None, frames: Array | None) -> Array:
+    """Returns the frames, or those of the text, plus the sum of the text's bytes (modulo 256)."""
     if frames is None:
-        assert text is not None, "an input holds something"
-        frames = frames_of(text)
+        assert text is not None, "an input has at least one tensor"
+        frames = text_to_frames(text)
     shift = int(text.sum(dtype=np.int64)) % 256 if text is not None else 0
     return np.add(frames, shift, dtype=np.float32)
 
 
 def pack(inputs: Sequence[Tensors]) -> Tensors:
-    """Inputs that are still to come, as the tensors of a checkpoint; one that an input lacks has length -1."""
+    """Returns the remaining inputs as tensors of a checkpoint. A tensor that an input lacks has length -1."""
     names = {name: tensor for given in inputs for name, tensor in given.items()}
     packed: dict[str, Array] = {}
     for name, like in names.items():
         packed[name] = np.concatenate([given.get(name, like[:0]) for given in inputs])
-        lengths = [len(given[name]) if name in given else _LACKS for given in inputs]
+        lengths = [len(given[name]) if name in given else _ABSENT for given in inputs]
         packed[name + _LENGTHS] = np.array(lengths, np.int64)
     return packed
 
 
 def is_packed(tensors: Tensors) -> bool:
-    """Whether a checkpoint's tensors hold inputs."""
+    """Returns whether a checkpoint's tensors hold inputs."""
     return any(name.endswith(_LENGTHS) for name in tensors)
 
 
-def at_step(step: int) -> Tensors:
-    """The state of a stage that has made so many steps, and to which its inputs come again."""
+def step_state(step: int) -> Tensors:
+    """Returns the state of a stage after `step` steps. A stage that resumes from it receives all inputs again."""
     return {_STEP: np.array([step], np.int64)}
 
 
 def unpack(packed: Tensors) -> list[Tensors]:
-    """The inputs again."""
+    """Returns the inputs that `pack` packed."""
     inputs: list[dict[str, Array]] = []
     for name in [name for name in packed if name + _LENGTHS in packed]:
         end, lengths = 0, [int(length) for length in packed[name + _LENGTHS]]
         inputs += [{} for _ in lengths[len(inputs) :]]
         for given, length in zip(inputs, lengths, strict=True):
-            if length != _LACKS:
+            if length != _ABSENT:
                 given[name] = packed[name][end : end + length]
                 end += length
     return list(inputs)

@@ -1,7 +1,10 @@
-"""One task of a fake stage, step by step."""
+"""One task of a fake stage: its steps, their timing, and the faults that strike it."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+import math
+import os
+import signal
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 import numpy as np
@@ -18,77 +21,83 @@ from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, Paused, Progress, Task, Usage
 from stagemesh.services.engines.fake import signature
 from stagemesh.services.engines.fake.distributions import SeededRandom
-from stagemesh.services.engines.fake.faults import TaskFaults
-from stagemesh.services.engines.fake.options import FakeOptions
-from stagemesh.services.engines.fake.outputs import at_step, is_packed, made_of, pack, sized, source_text, unpack
-from stagemesh.services.engines.fake.pace import Pace
+from stagemesh.services.engines.fake.options import FakeOptions, Fault, FaultKind
+from stagemesh.services.engines.fake.outputs import (
+    compute_output,
+    is_packed,
+    pack,
+    resize_text,
+    source_text,
+    step_state,
+    unpack,
+)
 from stagemesh.services.engines.input_join import packets_of
 
 
 class FakeRun:
-    """Turns each input into an emission, in its time. `events` once."""
+    """Turns each input into an emission, with the configured timing and faults. Call `events` once."""
 
     def __init__(self, task: Task, *, stage: str, function: str, options: FakeOptions, closed: asyncio.Event) -> None:
-        """`closed` says that the engine gives up."""
+        """`closed` is set when the engine closes."""
         self._task, self._stage, self._function, self._options = task, stage, function, options
         self._signature = signature(function)
-        self._dice = SeededRandom(task.seed, stage)
-        self._faults = TaskFaults(options.faults, task, self._dice)
+        self._random = SeededRandom(task.seed, stage)
+        self._faults = TaskFaults(options.faults, task, self._random)
         self._closed = closed
         self._resumed = task.resume_from.steps if task.resume_from is not None else 0
-        self._rows_behind: dict[str, int] = {}
-        """By tensor, the rows that were made before the checkpoint and are to come by again."""
+        self._rows_to_skip: dict[str, int] = {}
+        """The number of rows before the checkpoint, by tensor, which must be skipped when they are made again."""
         self._step = 0
         if task.resume_from is not None and task.resume_from.rows and not is_packed(task.resume_from.tensors):
-            # The inputs may be cut in other places than before: it is the rows that say where the task was.
-            self._resumed, self._rows_behind = 0, dict(task.resume_from.rows)
-        self._pace = Pace(keeps=self._is_source, clock=asyncio.get_running_loop().time)
+            # The inputs may be cut in other places than before, so the task resumes at a row, not at a step.
+            self._resumed, self._rows_to_skip = 0, dict(task.resume_from.rows)
+        self._clock = StepClock(keeps_rate=self._is_source, clock=asyncio.get_running_loop().time)
         self._memory = hold_memory(0)
 
     @property
     def left_s(self) -> float:
-        """The seconds that it has yet to work, by estimate."""
+        """The estimated remaining seconds of work."""
         expected = self._source_steps if self._is_source else self._options.steps.mean
         return max(0.0, expected - self._step) * self._options.step_s.mean
 
     async def events(self) -> AsyncGenerator[EngineEvent, None]:
-        """See `Engine.submit`."""
+        """Yields the events of the task, as `Engine.submit`."""
         self._memory = hold_memory(self._options.request_memory_bytes)
-        size_bytes, late = 0, list[Emission]()
+        size_bytes, delayed = 0, list[Emission]()
         async with aclosing(self._inputs()) as inputs:
             async for given in inputs:
                 size_bytes += sum(tensor.nbytes for tensor in given.values())
-                made = self._rest(made_of(self._function, given))
+                made = self._after_checkpoint(compute_output(self._function, given))
                 if made is None:
                     self._step += 1
                     continue
                 await self._compute()
                 emission = Emission(Packet(made, {"step": self._step}))
-                disordered = self._faults.disorders(self._step)
+                disordered = self._faults.swaps_outputs(self._step)
                 self._step += 1
-                pauses = self._step - self._resumed == self._task.max_steps or self._task.pause_wish.asked
-                # What comes late comes before a pause: nobody would emit it afterwards.
+                pauses = self._step - self._resumed == self._task.max_steps or self._task.pause_requested.is_set()
+                # A delayed output is emitted before a pause, because it would be lost afterwards.
                 if disordered and not pauses:
-                    late.append(emission)
+                    delayed.append(emission)
                     continue
-                for each in (emission, *late):
+                for each in (emission, *delayed):
                     yield each
-                late.clear()
+                delayed.clear()
                 yield Progress(self._step)
                 if self._options.checkpoint_steps and not self._step % self._options.checkpoint_steps:
-                    yield Checkpoint(self._step, tensors=at_step(self._step))
+                    yield Checkpoint(self._step, tensors=step_state(self._step))
                 if pauses:
                     left = await self._state(inputs)
                     if left is not None:
                         yield Paused(left)
                         return
-        for each in late:
+        for each in delayed:
             yield each
-        if self._is_behind:
-            assert self._task.resume_from is not None, "who begins at the start is not behind"
+        if self._before_checkpoint:
+            assert self._task.resume_from is not None, "a task without a checkpoint starts at step 0"
             raise InvalidRequestError(
-                f"stage {self._stage}: the checkpoint is of step {self._task.resume_from.steps}, and all is done at "
-                f"{self._step}",
+                f"stage {self._stage}: the checkpoint is of step {self._task.resume_from.steps}, but the task ends at "
+                f"step {self._step}",
                 reason="INVALID_CHECKPOINT",
             )
         yield Usage(prompt_tokens=len(self._task.prompt or ""), output_tokens=size_bytes, steps=self._step)
@@ -100,26 +109,26 @@ class FakeRun:
     @property
     def _source_steps(self) -> int:
         asked = self._task.sampling.max_tokens
-        return self._dice.count(self._options.steps, "steps") if asked is None else asked
+        return self._random.count(self._options.steps, "steps") if asked is None else asked
 
     @property
-    def _is_behind(self) -> bool:
-        """Whether it has yet to come to where it resumes."""
-        return self._step < self._resumed or any(self._rows_behind.values())
+    def _before_checkpoint(self) -> bool:
+        """Whether the task has not reached the position from which it resumes."""
+        return self._step < self._resumed or any(self._rows_to_skip.values())
 
-    def _rest(self, made: Tensors) -> Tensors | None:
-        """What of a step's tensors comes after the checkpoint that the task resumes from; None where nothing does."""
-        if not any(self._rows_behind.values()):
-            return None if self._is_behind else made
-        skips = {name: min(len(tensor), self._rows_behind.get(name, 0)) for name, tensor in made.items()}
+    def _after_checkpoint(self, made: Tensors) -> Tensors | None:
+        """Returns the part of a step's tensors after the checkpoint, or None if there is none."""
+        if not any(self._rows_to_skip.values()):
+            return None if self._before_checkpoint else made
+        skips = {name: min(len(tensor), self._rows_to_skip.get(name, 0)) for name, tensor in made.items()}
         for name, skipped in skips.items():
-            self._rows_behind[name] = self._rows_behind.get(name, 0) - skipped
+            self._rows_to_skip[name] = self._rows_to_skip.get(name, 0) - skipped
         rest = {name: tensor[skips[name] :] for name, tensor in made.items()}
         self._resumed = self._step if any(map(len, rest.values())) else self._step + 1
         return rest if self._resumed == self._step else None
 
     async def _inputs(self) -> AsyncGenerator[Tensors, None]:
-        """What each step works on, from the first one on, or from where a state that was paused left off."""
+        """Yields the input of each step, from the first step or from the paused state that the task resumes."""
         if self._is_source:
             for step in range(self._source_steps):
                 yield {"text": self._sized(source_text(self._task, step), step)}
@@ -133,7 +142,7 @@ class FakeRun:
         step, last = 0, -1
         async with aclosing(packets_of(self._task, self._signature)) as packets:
             async for packet in packets:
-                last = self._ordered(packet, last)
+                last = self._check_order(packet, last)
                 yield {
                     name: self._sized(tensor, step) if name == "text" else tensor
                     for name, tensor in packet.tensors.items()
@@ -141,37 +150,38 @@ class FakeRun:
                 step += 1
 
     def _sized(self, text: Array, step: int) -> Array:
-        return sized(text, self._dice.count(self._options.size_bytes, "size", step))
+        return resize_text(text, self._random.count(self._options.size_bytes, "size", step))
 
-    def _ordered(self, packet: Packet, last: int) -> int:
-        """The step that a packet is of, where it says so; raises InvalidChunkError where a later one came before."""
+    def _check_order(self, packet: Packet, last: int) -> int:
+        """Returns the packet's step, or `last` if it has none; raises InvalidChunkError if it is lower than `last`."""
         step = packet.metadata.get("step")
         if not isinstance(step, int) or len(self._task.inlets) > 1:
             return last
         if step < last:
             raise InvalidChunkError(
-                f"stage {self._stage}: what its producer made at step {step} came after what it made at step {last}",
+                f"stage {self._stage}: its producer's output of step {step} arrived after that of step {last}",
                 reason="OUT_OF_ORDER",
             )
         return step
 
     async def _state(self, inputs: AsyncGenerator[Tensors, None]) -> Checkpoint | None:
-        """What is needed to go on, what has yet to come included; None where nothing is left to do.
+        """Returns the state to resume from, with the remaining inputs, or None if no work is left.
 
-        Who is asked to pause does not wait for what has yet to come: whoever goes on is fed from the start.
+        A task that is asked to pause does not wait for its remaining inputs: the replica that resumes it receives all
+        inputs from the start.
         """
-        if self._task.pause_wish.asked:
-            return Checkpoint(self._step, tensors=at_step(self._step))
+        if self._task.pause_requested.is_set():
+            return Checkpoint(self._step, tensors=step_state(self._step))
         if self._is_source:
-            return Checkpoint(self._step, tensors=at_step(self._step)) if self._step < self._source_steps else None
+            return Checkpoint(self._step, tensors=step_state(self._step)) if self._step < self._source_steps else None
         left = [{name: np.array(tensor) for name, tensor in given.items()} async for given in inputs]
         return Checkpoint(self._step, tensors=pack(left)) if left else None
 
     async def _compute(self) -> None:
-        """Spends the time of a step, and fails where that is asked for."""
+        """Waits for the duration of a step, and fails if a fault strikes."""
         step = self._step
         await self._faults.strike(step, stage=self._stage)
-        await asyncio.sleep(self._pace.pause_s(self._duration_s(step) + self._faults.slowness_s(step)))
+        await asyncio.sleep(self._clock.pause_s(self._duration_s(step) + self._faults.slowness_s(step)))
         if self._closed.is_set():
             raise CancelledRequestError(f"stage {self._stage} is closing")
         if step == self._options.fail_at_step:
@@ -179,11 +189,69 @@ class FakeRun:
 
     def _duration_s(self, step: int) -> float:
         first_s = self._options.first_step_s if step == 0 else None
-        return self._dice.draw(first_s or self._options.step_s, "duration", step)
+        return self._random.draw(first_s or self._options.step_s, "duration", step)
+
+
+class TaskFaults:
+    """The faults that strike one attempt of a request, and the steps before which they strike."""
+
+    def __init__(self, faults: Sequence[Fault], task: Task, random: SeededRandom) -> None:
+        self._random = random
+        self._faults = {
+            number: (fault, random.count(fault.after_steps, "after", number, task.attempt))
+            for number, fault in enumerate(faults)
+            if fault.attempts == 0 or task.attempt <= fault.attempts
+            if random.quantile("fault", number, task.attempt) < fault.probability
+        }
+
+    def swaps_outputs(self, step: int) -> bool:
+        """Returns whether the outputs of this step and the next are swapped."""
+        return bool(self._now("disorder", step))
+
+    def slowness_s(self, step: int) -> float:
+        """Returns the seconds that are added to this step."""
+        return sum(
+            self._random.draw(fault.slow_s, "slow", number, step)
+            for number, (fault, after) in self._faults.items()
+            if fault.kind == "slow" and step >= after
+        )
+
+    async def strike(self, step: int, *, stage: str) -> None:
+        """Kills the process, hangs or raises InternalError if such a fault strikes before this step."""
+        if self._now("exit", step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._now("hang", step):
+            await asyncio.Event().wait()
+        if self._now("error", step):
+            raise InternalError(f"stage {stage} fails at step {step}, as its option faults asks", reason="FAKE_FAULT")
+
+    def _now(self, kind: FaultKind, step: int) -> bool:
+        return any(fault.kind == kind and step == after for fault, after in self._faults.values())
+
+
+class StepClock:
+    """Computes when the steps of a task end, by a clock in seconds.
+
+    With `keeps_rate`, a step that starts late ends on the original schedule, so that the average rate is kept. After a
+    longer wait, steps do not catch up but rejoin the schedule at its next point, so that tasks that were blocked
+    together do not resume in lockstep. Without `keeps_rate`, each step takes its duration from its start.
+    """
+
+    def __init__(self, *, keeps_rate: bool, clock: Callable[[], float]) -> None:
+        self._keeps_rate, self._now_s = keeps_rate, clock
+        self._due_s = -math.inf
+
+    def pause_s(self, duration_s: float) -> float:
+        """Returns the seconds until a step that starts now ends."""
+        now_s = self._now_s()
+        late_s = now_s - self._due_s
+        keeps = self._keeps_rate and math.isfinite(late_s)
+        self._due_s = (now_s - math.fmod(late_s, duration_s) if keeps and duration_s else now_s) + duration_s
+        return self._due_s - now_s
 
 
 def hold_memory(size_bytes: int) -> Array:
-    """Memory that is taken as long as somebody holds this; raises OverloadedError where there is not so much."""
+    """Allocates memory that is freed with the returned array; raises OverloadedError if there is too little."""
     try:
         return np.ones(size_bytes, np.uint8)
     except MemoryError as exc:

@@ -1,4 +1,4 @@
-"""The function engine: any callable on batches of tensors."""
+"""The function engine: runs any callable on batches of packets."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from stagemesh.common.descriptors import EngineDescriptor, Signature, load_funct
 
 
 def _signature(function: str | None, _options: Mapping[str, JsonValue]) -> Signature:
-    assert function is not None, "the pipeline file requires `function` of this engine"
+    assert function is not None, "the pipeline file must set `function` for this engine"
     return load_function_descriptor(function).signature
 
 

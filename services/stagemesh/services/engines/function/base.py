@@ -1,4 +1,4 @@
-"""What a function stage is written as."""
+"""The API of a function stage."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,28 +16,28 @@ class Call(Generic[State]):
 
     state: State
     packet: Packet | None
-    """What came over the edges, without optional tensors that did not; None once, after the last, to flush."""
+    """The input, without optional tensors that are absent. None once, after the last input, to flush."""
 
 
 class Function(Protocol[State]):
-    """A callable on batches of packets with state per request. Runs in one thread, off the event loop."""
+    """A callable on batches of packets with a state per request. Runs on a thread of its own."""
 
     def open(self, *, seed: int, options: Mapping[str, float]) -> State:
-        """The state of a new request; dropped at its end."""
+        """Returns the state of a new request. It is dropped when the request ends."""
         ...
 
     def __call__(self, batch: Sequence[Call[State]]) -> Sequence[Sequence[Packet]]:
-        """For each call the packets that it makes, none or more, in order.
+        """Returns a sequence of packets for each call, in the order of the calls.
 
-        Raises InvalidRequestError for the batch before it has changed any state; the engine then retries its calls
-        one by one, so that only the guilty request fails.
+        Raises an error for the whole batch before it has changed any state; the engine then retries the calls one by
+        one, so that only the request at fault fails.
         """
         ...
 
 
 class OpensWithout(ABC, Generic[State]):
-    """An ability of a function: it is told, when a request begins, which of its optional tensors will not come."""
+    """Implemented by a function that must know at a request's start which optional tensors are absent."""
 
     @abstractmethod
     def open_without(self, absent: frozenset[str], *, seed: int, options: Mapping[str, float]) -> State:
-        """Called instead of `open`; nothing may be absent."""
+        """Called instead of `open`. `absent` may be empty."""

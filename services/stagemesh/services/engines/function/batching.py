@@ -1,4 +1,4 @@
-"""Runs a function in its one thread on whatever calls are ready, so that many requests share a batch."""
+"""Batches the waiting calls of all requests and runs the function on them, in one thread."""
 
 import asyncio
 import logging
@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from stagemesh.common.errors import InternalError, StagemeshError, UnavailableError
@@ -24,20 +23,10 @@ class _Waiting(NamedTuple):
     done: asyncio.Future[Sequence[Packet]]
 
 
-@dataclass
-class _Pace:
-    """Seconds a call takes, averaged with more weight on the latest."""
-
-    call_s: float = 0.0
-
-    def add(self, call_s: float) -> None:
-        self.call_s += (call_s - self.call_s) * (_EWMA_WEIGHT if self.call_s else 1.0)
-
-
 class Batcher:
-    """Hands calls to a function, at most `max_batch` at a time and in the order they came.
+    """Passes calls to a function in arrival order, at most `max_batch` at a time.
 
-    A request has at most one call in it, since whoever makes the next waits for the last.
+    A request has at most one waiting call, because it awaits each call before the next.
     """
 
     def __init__(self, function: Function[object], *, name: str, thread: ThreadPoolExecutor, max_batch: int) -> None:
@@ -47,21 +36,22 @@ class Batcher:
         self._max_batch = max_batch
         self._waiting: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
-        self._pace = _Pace()
+        self._call_s = 0.0
+        """The seconds per call, as an exponentially weighted moving average."""
         self._closed = False
 
     @property
     def waiting(self) -> int:
-        """Calls not begun."""
+        """The number of calls that have not started."""
         return len(self._waiting)
 
     @property
     def work_s(self) -> float:
-        """Seconds that the waiting calls should take."""
-        return len(self._waiting) * self._pace.call_s
+        """The estimated seconds of work of the waiting calls."""
+        return len(self._waiting) * self._call_s
 
     async def call(self, call: Call[object]) -> Sequence[Packet]:
-        """What the function makes of a call. Cancelling drops the call, or its result where it has begun."""
+        """Returns the function's packets for a call. Cancelling drops the call, or its result if it has started."""
         if self._closed:
             raise UnavailableError(f"function {self._name} is closed")
         waiting = _Waiting(call, asyncio.get_running_loop().create_future())
@@ -70,7 +60,7 @@ class Batcher:
         return await waiting.done
 
     async def run(self) -> None:
-        """Serves calls until it is cancelled; those still waiting then fail."""
+        """Runs calls until it is cancelled; the waiting calls then fail."""
         try:
             while True:
                 await self._arrived.wait()
@@ -78,7 +68,7 @@ class Batcher:
         finally:
             self._closed = True
             for waiting in self._waiting:
-                _settle(waiting, UnavailableError(f"function {self._name} is closed"))
+                _set_outcome(waiting, UnavailableError(f"function {self._name} is closed"))
 
     def _take(self) -> list[_Waiting]:
         batch: list[_Waiting] = []
@@ -100,24 +90,25 @@ class Batcher:
         began_s = time.monotonic()
         try:
             outcomes = await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, calls)
-            self._pace.add((time.monotonic() - began_s) / len(batch))
+            call_s = (time.monotonic() - began_s) / len(batch)
+            self._call_s += (call_s - self._call_s) * (_EWMA_WEIGHT if self._call_s else 1.0)
         finally:
             for waiting, outcome in zip(batch, outcomes, strict=True):
-                _settle(waiting, outcome)
+                _set_outcome(waiting, outcome)
 
     def _compute(self, calls: Sequence[Call[object]]) -> Sequence[Sequence[Packet] | StagemeshError]:
         try:
             made = self._function(calls)
-        except Exception as exc:  # noqa: BLE001  # the function is a user's: whatever it raises ends its request only
+        except Exception as exc:  # noqa: BLE001  # user code: any exception ends its own request only
             if len(calls) == 1:
-                return [self._blame(exc)]
+                return [self._to_error(exc)]
             return [self._compute([call])[0] for call in calls]
         if len(made) != len(calls):
-            error = InternalError(f"function {self._name} gave {len(made)} results for {len(calls)} calls")
+            error = InternalError(f"function {self._name} returned {len(made)} results for {len(calls)} calls")
             return [error] * len(calls)
         return made
 
-    def _blame(self, exc: Exception) -> StagemeshError:
+    def _to_error(self, exc: Exception) -> StagemeshError:
         if isinstance(exc, StagemeshError):
             return exc
         _logger.error("function %s raised", self._name, exc_info=exc)
@@ -128,7 +119,7 @@ class Batcher:
         )
 
 
-def _settle(waiting: _Waiting, outcome: Sequence[Packet] | StagemeshError) -> None:
+def _set_outcome(waiting: _Waiting, outcome: Sequence[Packet] | StagemeshError) -> None:
     if waiting.done.done():
         return
     if isinstance(outcome, StagemeshError):

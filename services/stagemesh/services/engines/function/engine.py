@@ -1,4 +1,4 @@
-"""The function engine: one callable, one thread, all requests batched as their packets come."""
+"""The function engine: one callable on one thread; the packets of all requests are batched as they arrive."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -26,14 +26,14 @@ Result = TypeVar("Result")
 
 
 class FunctionEngine:
-    """See `stagemesh.services.engines.base.Engine`. The option `max_batch` is the engine's; the rest the function's."""
+    """Runs a function. The engine reads the option `max_batch` and passes all other options to the function."""
 
-    def __init__(self, config: StageConfig, *, card: FunctionDescriptor | None = None) -> None:
+    def __init__(self, config: StageConfig, *, descriptor: FunctionDescriptor | None = None) -> None:
         if config.function is None:
             raise InvalidRequestError(f"stage {config.stage}: the function engine needs `function`")
         self._stage = config.stage
         self._name = config.function
-        self._card = card or load_function_descriptor(config.function)
+        self._descriptor = descriptor or load_function_descriptor(config.function)
         self._model = Path(config.model) if config.model is not None else None
         self._max_batch, self._options = _split_options(config)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=config.function)
@@ -54,10 +54,10 @@ class FunctionEngine:
 
     def _load(self) -> Function[object]:
         try:
-            function: Function[object] = import_factory(self._card.factory)(self._model, self._options)
+            function: Function[object] = import_factory(self._descriptor.factory)(self._model, self._options)
         except ImportError as exc:
             raise NotReadyError(
-                f"function {self._name} needs the module {exc.name}; install the extra of Stagemesh that brings it",
+                f"function {self._name} needs the module {exc.name}; install the Stagemesh extra that contains it",
                 reason="MISSING_MODULE",
             ) from exc
         return function
@@ -67,12 +67,12 @@ class FunctionEngine:
             raise NotReadyError(f"stage {self._stage} is still loading {self._name}")
         if task.max_steps is not None or task.resume_from is not None:
             raise UnsupportedError(f"stage {self._stage}: a function stage can neither pause nor resume")
-        options = request_options(task.options, self._card.signature.options, stage=self._stage)
+        options = request_options(task.options, self._descriptor.signature.options, stage=self._stage)
         self._held += 1
         try:
             state = await self._in_thread(partial(_open, self._function, task, options))
             steps = 0
-            async with aclosing(packets_of(task, self._card.signature)) as packets:
+            async with aclosing(packets_of(task, self._descriptor.signature)) as packets:
                 async for packet in packets:
                     for made in await self._batcher.call(Call(state, packet)):
                         yield Emission(made)

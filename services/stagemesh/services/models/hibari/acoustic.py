@@ -1,4 +1,4 @@
-"""The acoustic stage: a sentence in, frames out."""
+"""The acoustic stage: turns a sentence into spectral frames."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +12,11 @@ from stagemesh.services.engines.function.base import Call
 
 MODEL_FILE = "hibari.onnx"
 _MIN_IDS = 3
-"""Fewer ids than this are the two pads and nothing between."""
+"""A sentence with fewer ids holds only the two pads."""
 
 
 class AcousticModel:
-    """A `Function`. Its state is the request's speed; each packet's text is taken as one sentence."""
+    """A `Function` whose state is the request's speed. The text of each packet is one sentence."""
 
     def __init__(self, model: Path | None, options: Mapping[str, object]) -> None:
         if options:
@@ -25,15 +25,13 @@ class AcousticModel:
             )
         path = model / MODEL_FILE if model is not None and model.is_dir() else model
         self._hibari = Hibari(model=None if path is None else str(path), threads=1)
-        # The lexicon takes half a second; load it here and not under the first request.
+        # Loading the lexicon takes half a second, so it is loaded here and not during the first request.
         self._hibari.phonemize("Hello.")
 
     def open(self, *, seed: int, options: Mapping[str, float]) -> float:  # noqa: ARG002
-        """See `Function`."""
         return options.get("speed", 1.0)
 
     def __call__(self, batch: Sequence[Call[float]]) -> Sequence[Sequence[Packet]]:
-        """See `Function`."""
         return [[] if call.packet is None else self._speak(call.packet, speed=call.state) for call in batch]
 
     def _speak(self, packet: Packet, *, speed: float) -> list[Packet]:

@@ -1,4 +1,4 @@
-"""The vocoder's source: a band-limited pulse train that follows the pitch, made as the pitch comes."""
+"""The vocoder's source: a band-limited pulse train that follows the pitch, computed as a stream."""
 
 from typing import TypeAlias
 
@@ -15,16 +15,16 @@ _NEAR_POLE = 2e-3
 
 
 class PulseTrain:
-    """All harmonics below 11 kHz at unit amplitude, silent where the pitch is below 40 Hz; a frame behind its input."""
+    """Sums all harmonics below 11 kHz at unit amplitude. Silent if the pitch is below 40 Hz. Lags one frame behind."""
 
     def __init__(self) -> None:
         self._f0: Floats = np.empty(0, np.float32)
-        """Frames not yet turned into samples, with the one before them in front."""
+        """The frames that have not been turned into samples, after the one before them."""
         self._cycles_hz = 0.0
-        """The sum of the pitch over all samples so far: the phase, times the sample rate."""
+        """The sum of the pitch over all samples so far, which is the phase times the sample rate."""
 
     def push(self, f0: Floats, *, last: bool) -> Floats:
-        """The samples that are known with these frames' pitch in Hz, [frames * hop]."""
+        """Returns the samples that these frames' pitch (in Hz) completes, as float32[frames * hop]."""
         before = f0[:1] if not len(self._f0) else self._f0[:0]
         known = np.concatenate([before, self._f0, f0])
         if last:
@@ -34,10 +34,13 @@ class PulseTrain:
         return self._pulses(_interpolate(known)) if count else np.empty(0, np.float32)
 
     def _pulses(self, pitch_hz: Floats) -> Floats:
-        """Sum over h of cos(h t) = sin((H + 1/2) t) / (2 sin(t / 2)) - 1/2, for the H harmonics below the limit."""
+        """Returns the sum over h of cos(h t) = sin((H + 1/2) t) / (2 sin(t / 2)) - 1/2, for the H harmonics.
+
+        H is the number of harmonics below the limit.
+        """
         voiced = pitch_hz > _VOICED_HZ
         pitch_hz = np.maximum(pitch_hz, np.float32(_VOICED_HZ))
-        # A running sum adds one sample after the other, so that carrying it on changes no bit.
+        # A running sum adds one sample after the other, so that splitting the input changes no bit.
         cycles = np.cumsum(np.concatenate([[self._cycles_hz], pitch_hz]), dtype=np.float64)[1:]
         self._cycles_hz = float(cycles[-1])
         phase = (np.modf(cycles / dsp.SR)[0] * (2 * np.pi)).astype(np.float32)
@@ -50,7 +53,7 @@ class PulseTrain:
 
 
 def _interpolate(f0: Floats) -> Floats:
-    """The pitch at each sample of the inner frames, linear between frame centres."""
+    """Returns the pitch at each sample of the inner frames, interpolated linearly between frame centres."""
     offset = ((np.arange(_HOP) + 0.5) / _HOP - 0.5).astype(np.float32)
     half = _HOP // 2
     rising, falling = offset[half:], offset[:half]

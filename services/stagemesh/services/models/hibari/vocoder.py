@@ -1,8 +1,8 @@
-"""The vocoder stage: frames in, sound out, the same samples however the frames are cut into packets.
+"""The vocoder stage: turns spectral frames into audio. The samples do not depend on how frames are split into packets.
 
-It computes what `hibari.dsp.synth` computes for a whole sentence, as a stream: the phase of the pulse train, the
-samples that the next transform still needs, and the frames that still overlap are carried from packet to packet. It
-runs four frames behind its input. The noise is drawn a frame at a time, so its order does not depend on the cut either.
+It computes the same as `hibari.dsp.synth` for a whole sentence, as a stream. From packet to packet it keeps the phase
+of the pulse train, the samples that the next transform needs, and the frames that still overlap. It lags four frames
+behind its input. Noise is generated frame by frame, so that it does not depend on the packets either.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,30 +28,28 @@ _HALF = _WINDOW // 2
 
 
 class Vocoder:
-    """A `Function`; its state is the request's stream."""
+    """A `Function` whose state is the request's stream."""
 
     def __init__(self, model: Path | None, options: Mapping[str, object]) -> None:
         if model is not None or options:
             raise InvalidRequestError("hibari.vocoder takes neither a model nor options", reason="UNKNOWN_OPTION")
 
     def open(self, *, seed: int, options: Mapping[str, float]) -> "VocoderStream":  # noqa: ARG002
-        """See `Function`."""
         return VocoderStream(seed)
 
     def __call__(self, batch: Sequence[Call["VocoderStream"]]) -> Sequence[Sequence[Packet]]:
-        """See `Function`."""
         return [list(call.state.push(call.packet)) if call.packet else [] for call in batch]
 
 
 class VocoderStream:
-    """One request's frames to sound, sentence after sentence."""
+    """Turns the frames of one request into audio, sentence by sentence."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
         self._sentence = SentenceStream(self._rng)
 
     def push(self, packet: Packet) -> Iterator[Packet]:
-        """The samples that are final with these frames, a packet for each sentence that they belong to."""
+        """Yields the samples that these frames complete, one packet for each sentence."""
         spectrum, f0 = (packet.tensors[name].astype(np.float32, copy=False) for name in ("spectrum", "f0"))
         ends = [int(end) + 1 for end in np.flatnonzero(packet.tensors["boundary"])]
         start = 0
@@ -68,21 +66,21 @@ class VocoderStream:
 
 
 class SentenceStream:
-    """One sentence's frames to sound."""
+    """Turns the frames of one sentence into audio."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
         self._pulses = PulseTrain()
         self._source: Floats | None = None
-        """Pulse samples from the next frame's window on, the reflection before the first sample included."""
+        """The pulse samples from the next frame's window on, including the reflection before the first sample."""
         self._early: Floats = np.empty(0, np.float32)
-        """Pulse samples while there are too few to reflect."""
+        """The pulse samples while there are too few to reflect."""
         self._spectrum: Floats = np.empty((0, 5, BINS), np.float32)
         self._overlapping: Floats = np.zeros((_OVERLAP - 1, _OVERLAP, _HOP), np.float32)
         self._frames_done = 0
 
     def push(self, spectrum: Floats, f0: Floats, *, last: bool) -> Floats:
-        """The samples that are final with these frames; `last` ends the sentence."""
+        """Returns the samples that these frames complete; `last` ends the sentence."""
         self._spectrum = np.concatenate([self._spectrum, spectrum])
         self._extend_source(self._pulses.push(f0, last=last), last=last)
         frames = self._inverse(self._next_windows())
@@ -95,7 +93,7 @@ class SentenceStream:
         return _overlap_add(blocks, first=first, total=total if last else None)
 
     def _extend_source(self, samples: Floats, *, last: bool) -> None:
-        """Adds pulse samples, with the reflection at the sentence's ends that the transform expects."""
+        """Adds pulse samples, with the reflections at both ends of the sentence that the transform expects."""
         if self._source is not None:
             self._source = np.concatenate([self._source, samples])
         else:
@@ -107,7 +105,7 @@ class SentenceStream:
             self._source = np.pad(self._source, (0, _HALF), mode="reflect")
 
     def _next_windows(self) -> Floats:
-        """The windows of pulse samples that are complete, [frames, window]."""
+        """Returns the complete windows of pulse samples as float32[frames, window]."""
         if self._source is None or len(self._source) < _WINDOW:
             return np.empty((0, _WINDOW), np.float32)
         windows = np.lib.stride_tricks.sliding_window_view(self._source, _WINDOW)[::_HOP][: len(self._spectrum)]
@@ -115,7 +113,7 @@ class SentenceStream:
         return windows
 
     def _inverse(self, windows: Floats) -> Floats:
-        """The windowed frames in time, [frames, overlap, hop]."""
+        """Returns the windowed frames in the time domain as float32[frames, overlap, hop]."""
         count = len(windows)
         if not count:
             return np.empty((0, _OVERLAP, _HOP), np.float32)
@@ -139,25 +137,25 @@ def _polar(magnitude: Floats, angle: Floats) -> npt.NDArray[np.complex64]:
 
 
 def _overlap_add(blocks: Floats, *, first: int, total: int | None) -> Floats:
-    """The sum of what overlaps, normalised. `blocks` begins with the frames before `first` that still overlap."""
+    """Returns the normalised sum of overlapping frames. `blocks` starts with the frames before `first` that overlap."""
     count = len(blocks) - (_OVERLAP - 1)
-    places = [blocks[_OVERLAP - 1 - k : _OVERLAP - 1 - k + count, k] for k in range(_OVERLAP)]
-    # Newest first, for every sample alike.
-    samples = ((places[0] + places[1]) + places[2]) + places[3]
+    terms = [blocks[_OVERLAP - 1 - k : _OVERLAP - 1 - k + count, k] for k in range(_OVERLAP)]
+    # The newest frame first, so that every sample is summed in the same order.
+    samples = ((terms[0] + terms[1]) + terms[2]) + terms[3]
     for row in range(count):
         samples[row] *= _norm(
             tuple(first + row - k >= 0 and (total is None or first + row - k < total) for k in range(_OVERLAP))
         )
-    # The transform is centred: the first half window lies before the sentence.
+    # The transform is centred: the first half window precedes the sentence.
     return samples[max(0, _OVERLAP // 2 - first) :].reshape(-1)
 
 
 @cache
 def _norm(present: tuple[bool, ...]) -> Floats:
-    """1 / the sum of the squared windows of those frames that are there."""
+    """Returns 1 / (the sum of the squared windows of the present frames)."""
     squares = (dsp.WIN * dsp.WIN).reshape(_OVERLAP, _HOP)
     total = np.zeros(_HOP, np.float32)
-    for k, there in enumerate(present):
-        if there:
+    for k, is_present in enumerate(present):
+        if is_present:
             total += squares[k]
     return (1.0 / np.maximum(total, 1e-11)).astype(np.float32)

@@ -1,1 +1,1 @@
-"""The replica: which steps it runs, its controls, its load, and hang detection."""
+"""The replica of a stage: the steps that it runs, its controls, its load, and hang detection."""

@@ -1,9 +1,10 @@
-"""The controls of a running replica, free of gRPC: adapters, sleep, profiles, caches, draining, and its steps."""
+"""The controls of a running replica, free of gRPC: adapters, sleep, profiles, caches, and lists of steps."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from operator import attrgetter
+from typing import Generic, TypeVar
 
 from stagemesh.common.errors import UnsupportedError
 from stagemesh.services.engines.abilities import (
@@ -13,19 +14,27 @@ from stagemesh.services.engines.abilities import (
     SleepControl,
 )
 from stagemesh.services.stage.replica.runtime import StageRuntime
-from stagemesh.services.stage.step.reports import StepPage, page_of
+from stagemesh.services.stage.step.events import StepReport
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
 AbilityT = TypeVar("AbilityT")
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True)
-class AdapterPage:
-    """One page of the loaded adapters, sorted by name; `next_token` is empty on the last page."""
+class Page(Generic[ItemT]):
+    """One page of a sorted list; `next_token` is empty on the last page."""
 
-    adapters: Sequence[Adapter]
+    items: Sequence[ItemT]
     next_token: str
+
+
+def page_of(items: Iterable[ItemT], key: Callable[[ItemT], str], *, page_size: int, page_token: str) -> Page[ItemT]:
+    """Sorts items by key; returns at most `page_size` whose keys follow `page_token`. 0 stands for DEFAULT_PAGE."""
+    left = sorted((item for item in items if key(item) > page_token), key=key)
+    page = left[: min(page_size or DEFAULT_PAGE, MAX_PAGE)]
+    return Page(page, key(page[-1]) if len(page) < len(left) else "")
 
 
 class StageControls:
@@ -53,12 +62,10 @@ class StageControls:
         """Reserves a slot for an adapter."""
         return await self._require(self._abilities.adapters, "adapters").pin(name)
 
-    def list_adapters(self, *, page_size: int, page_token: str) -> AdapterPage:
-        """Returns at most `page_size` adapters whose names follow `page_token`; 0 stands for DEFAULT_PAGE."""
+    def list_adapters(self, *, page_size: int, page_token: str) -> Page[Adapter]:
+        """Returns the loaded adapters whose names follow `page_token`."""
         adapters = self._require(self._abilities.adapters, "adapters", ready=False).list_adapters()
-        left = [adapter for adapter in adapters if adapter.name > page_token]
-        page = left[: min(page_size or DEFAULT_PAGE, MAX_PAGE)]
-        return AdapterPage(page, page[-1].name if len(page) < len(left) else "")
+        return page_of(adapters, attrgetter("name"), page_size=page_size, page_token=page_token)
 
     # -- sleep
 
@@ -114,25 +121,12 @@ class StageControls:
         """Returns the statistics of the engine's cache."""
         return self._require(self._abilities.caches, "caches", ready=False).cache_statistics()
 
-    # -- draining
-
-    def drain(self, *, move_after_s: float | None = None) -> int:
-        """Drains the replica and returns the number of running steps; see `StageRuntime.hold`."""
-        return self._runtime.hold(move_after_s=move_after_s)
-
-    def resume(self) -> None:
-        """Ends a drain."""
-        self._runtime.release()
-
-    def shut_down(self) -> None:
-        """Ends the process as SIGTERM does, after this call."""
-        self._runtime.on_shutdown()
-
     # -- steps
 
-    def list_steps(self, request_id: str, *, page_size: int, page_token: str) -> StepPage:
+    def list_steps(self, request_id: str, *, page_size: int, page_token: str) -> Page[StepReport]:
         """Returns the running steps, of one request or of all, whose ids follow `page_token`."""
-        return page_of(self._runtime.reports(request_id), page_size=page_size, page_token=page_token)
+        reports = self._runtime.reports(request_id)
+        return page_of(reports, attrgetter("step_id"), page_size=page_size, page_token=page_token)
 
     # -- internal
 

@@ -1,4 +1,4 @@
-"""What a replica reports about itself."""
+"""The state and the load that a replica reports."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -11,7 +11,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 class ReplicaState(Enum):
-    """Where a replica stands in its life."""
+    """The state of a replica."""
 
     LOADING = "loading"
     READY = "ready"
@@ -22,7 +22,7 @@ class ReplicaState(Enum):
 
 @dataclass(frozen=True)
 class StageLoad:
-    """A replica's load at one moment; see WatchLoadResponse."""
+    """A replica's load at one moment, with the fields of WatchLoadResponse."""
 
     running: int
     queued: int
@@ -38,7 +38,7 @@ class StageLoad:
 
 
 def free_memory_bytes() -> int:
-    """Host memory that this process may still take: what its control group leaves it, or the host has; 0 if unknown."""
+    """Returns the host memory still available to this process, limited by its control group; 0 if unknown."""
     try:
         available = _available_bytes()
         limit = _MEMORY_MAX.read_text().strip() if _MEMORY_MAX.exists() else "max"

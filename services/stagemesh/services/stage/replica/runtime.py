@@ -1,4 +1,4 @@
-"""What a stage replica does, free of gRPC: takes orders, keeps runs, reports its state and its load."""
+"""A stage replica, free of gRPC: runs steps, and reports its state and its load."""
 
 import asyncio
 import contextlib
@@ -14,6 +14,7 @@ from stagemesh.common.errors import (
     StagemeshError,
     UnavailableError,
 )
+from stagemesh.common.request_checks import check_request_id
 from stagemesh.common.stage_config import StageConfig
 from stagemesh.connectors.arena.pinning import can_pin, pin
 from stagemesh.connectors.data_plane import DataPlane
@@ -21,17 +22,18 @@ from stagemesh.services.engines.base import Engine, EngineLoad
 from stagemesh.services.stage.replica.hang_detection import StallWatch
 from stagemesh.services.stage.replica.load import ReplicaState, StageLoad, free_memory_bytes
 from stagemesh.services.stage.replica.paused_states import PausedStates
-from stagemesh.services.stage.step.checks import check_order, check_rebinding, check_request_id
-from stagemesh.services.stage.step.events import StepEvent
+from stagemesh.services.stage.step.checks import check_rebinding, check_spec
+from stagemesh.services.stage.step.events import StepEvent, StepReport
 from stagemesh.services.stage.step.registry import RunRegistry
-from stagemesh.services.stage.step.reports import StepReport
-from stagemesh.services.stage.step.run import StepRun, handed_on
+from stagemesh.services.stage.step.run import StepRun, drained_error
 from stagemesh.services.stage.step.spec import Rebinding, StepSpec
 
 _log = logging.getLogger(__name__)
 
-_LET_GO_S = 5.0
+_RELEASE_S = 5.0
+"""Seconds that a failed engine has to release its steps."""
 _PAUSE_S = 2.0
+"""Seconds that running steps have to pause when they are handed over to other replicas."""
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 10.0
 
 
@@ -44,29 +46,29 @@ class StageRuntime:
         self.detail = "starting"
         self.closed = asyncio.Event()
         self.on_serving: Callable[[bool], None] = lambda _: None
-        """Told when a READY replica stops taking steps, and when it takes them again."""
+        """Called with False when a READY replica stops accepting steps, and with True when it accepts them again."""
         self.on_shutdown: Callable[[], None] = lambda: None
-        """Asked to have the process end as SIGTERM does."""
+        """Called to end the process as SIGTERM does."""
         self._engine = engine
         self._where = {"stage": config.stage, "replica": config.replica}
-        self._book = RunRegistry()
+        self._runs = RunRegistry()
         self.states = PausedStates()
-        """Of requests that can go on."""
-        self._held = False
-        """Whether it drains because somebody asked it to, and not because it shuts down."""
-        self._moved = False
-        """Whether what it ran has been handed on meanwhile."""
-        self._moving: asyncio.Task[None] | None = None
+        """The states of paused requests."""
+        self._drained_by_operator = False
+        """Whether the replica drains because an operator asked for it, not because it shuts down."""
+        self._handed_over = False
+        """Whether the running steps have been handed over to other replicas during the drain."""
+        self._handing_over: asyncio.Task[None] | None = None
 
     @property
     def engine(self) -> Engine:
-        """What computes."""
+        """The engine of this replica."""
         return self._engine
 
-    # -- its life
+    # -- lifecycle
 
     async def start(self) -> None:
-        """Loads the engine, which makes the replica READY; raises NotReadyError (LOAD_FAILED) and is FAILED then."""
+        """Loads the engine; the state becomes READY, or FAILED with NotReadyError (LOAD_FAILED)."""
         try:
             if use_partitions := self._engine.abilities.use_partitions:
                 use_partitions(self.data_plane)
@@ -75,7 +77,7 @@ class StageRuntime:
             self._fail(exc.message)
             raise exc.located(**self._where) from exc
         except Exception as exc:
-            _log.exception("the engine failed to load in a way that it does not name")
+            _log.exception("the engine failed to load with an unexpected exception")
             self._fail(f"{type(exc).__name__}: {exc}")
             message = f"engine {self.config.engine} of stage {self.config.stage} failed to load: {self.detail}"
             raise NotReadyError(message, reason="LOAD_FAILED", metadata=self._where) from exc
@@ -84,65 +86,67 @@ class StageRuntime:
             self.state, self.detail = ReplicaState.READY, ""
 
     async def watch_engine(self) -> None:
-        """Runs until the engine dies or hangs: fails every run, and raises UnavailableError with the cause."""
-        cause = await self._end_of_engine()
+        """Waits until the engine dies or hangs, then fails all runs and raises UnavailableError with the cause."""
+        cause = await self._wait_engine_failed()
         self._fail(cause)
         self.on_serving(False)
         error = UnavailableError(f"stage {self.config.stage}: {cause}", reason="ENGINE_DIED", metadata=self._where)
         with contextlib.suppress(TimeoutError):
-            # One that hangs may not let go of them; they end with the process then.
-            async with asyncio.timeout(_LET_GO_S):
-                await self._stop(self._book.running(), error)
+            # An engine that hangs may not release them; they end with the process.
+            async with asyncio.timeout(_RELEASE_S):
+                await self._stop(self._runs.running(), error)
         raise error
 
-    async def drain(self, *, grace_s: float) -> None:
-        """Refuses new steps, gives those that run `grace_s`, the last of it for pausing, and stops the rest."""
-        self._held = False
+    async def finish_steps(self, *, grace_s: float) -> None:
+        """Rejects new steps and waits `grace_s` for the running ones; pauses or stops those that do not end."""
+        self._drained_by_operator = False
         if self.state is not ReplicaState.FAILED:
-            self.state, self.detail = ReplicaState.DRAINING, "finishing what runs"
-        running = self._book.running()
+            self.state, self.detail = ReplicaState.DRAINING, "finishing its steps"
+        running = self._runs.running()
         if running:
-            _log.info("%d steps run still; they have %.0f s", len(running), grace_s)
+            _log.info("%d steps still run; they have %.0f s to end", len(running), grace_s)
             pause_s = min(_PAUSE_S, grace_s / 5) if self._can_pause else 0.0
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s - pause_s):
-                    await _ended(running)
+                    await _wait_ended(running)
             if pause_s:
-                await self._hand_on(pause_s)
-        left = self._book.running()
+                await self._pause_runs(pause_s)
+        left = self._runs.running()
         await self._stop(left, UnavailableError(f"replica {self.config.replica} shuts down", reason="SHUTDOWN"))
 
-    def hold(self, *, move_after_s: float | None = None) -> int:
-        """Says that it drains, so that nothing more is planned here; steps that come still are taken, for they were
-        planned before. What runs after `move_after_s` is handed on, and what comes then is refused; None for never.
-        Returns how many run. `release` ends it; holding twice is harmless, and the latter time counts.
+    def start_drain(self, *, move_after_s: float | None = None) -> int:
+        """Drains the replica for an operator, until `end_drain`; returns the number of running steps.
+
+        The state is DRAINING, so that orchestrators plan no steps here. Steps that they planned before are accepted.
+        After `move_after_s` seconds (None for never) the running steps are handed over to other replicas and new ones
+        are rejected. A second call replaces `move_after_s`.
         """
         if move_after_s is not None and not move_after_s >= 0:
-            raise InvalidRequestError(f"move_after_s is {move_after_s:g}; it must be 0 for at once, or more")
-        if not self._held:
+            raise InvalidRequestError(f"move_after_s is {move_after_s:g}; it must be 0 (at once) or more")
+        if not self._drained_by_operator:
             self.check_ready()
-            self.state, self.detail, self._held = ReplicaState.DRAINING, "drained by an operator", True
+            self.state, self.detail, self._drained_by_operator = ReplicaState.DRAINING, "drained by an operator", True
             self.on_serving(False)
-        self._move_later(move_after_s)
-        return len(self._book.running())
+        self._hand_over_later(move_after_s)
+        return len(self._runs.running())
 
-    def release(self) -> None:
-        """Ends `hold`; harmless where there was none. Raises NotReadyError where the replica shuts down."""
-        if self._held:
-            self._held = self._moved = False
-            self._move_later(None)
+    def end_drain(self) -> None:
+        """Ends `start_drain`; does nothing without one. Raises NotReadyError if the replica shuts down."""
+        if self._drained_by_operator:
+            self._drained_by_operator = self._handed_over = False
+            self._hand_over_later(None)
             self.state, self.detail = ReplicaState.READY, ""
             self.on_serving(True)
         elif self.state is ReplicaState.DRAINING:
             self.check_ready()
 
     async def pause(self, why: str, *, drain: bool) -> None:
-        """Takes no more steps, and returns when none runs; `resume` ends it.
+        """Rejects new steps, and returns when none runs; `resume` ends it.
 
-        Raises NotReadyError (STEPS_RUNNING) where some run and `drain` is not set.
+        Raises NotReadyError (STEPS_RUNNING) if steps run and `drain` is False.
         """
         self.check_ready()
-        running = self._book.running()
+        running = self._runs.running()
         if running and not drain:
             raise NotReadyError(
                 f"{len(running)} steps run on replica {self.config.replica} of stage {self.config.stage}; wait for "
@@ -152,10 +156,10 @@ class StageRuntime:
             )
         self.state, self.detail = ReplicaState.ASLEEP, why
         self.on_serving(False)
-        await _ended(running)
+        await _wait_ended(running)
 
     def resume(self) -> None:
-        """Takes steps again after `pause`, unless the replica shuts down or has failed meanwhile."""
+        """Accepts steps again after `pause`, unless the replica shuts down or has failed."""
         if self.state is ReplicaState.ASLEEP:
             self.state, self.detail = ReplicaState.READY, ""
             self.on_serving(True)
@@ -165,43 +169,43 @@ class StageRuntime:
         if self.closed.is_set():
             return
         self.closed.set()
-        self._move_later(None)
-        await self.drain(grace_s=0)
-        self._book.close()
+        self._hand_over_later(None)
+        await self.finish_steps(grace_s=0)
+        self._runs.close()
         await self._engine.close()
         await self.data_plane.close()
 
     # -- steps
 
-    def execute(self, order: StepSpec, *, time_left_s: float | None) -> AsyncGenerator[StepEvent]:
-        """The events of a step, from its first one; starts it unless it is known. Raises what it failed with.
+    def execute(self, spec: StepSpec, *, time_left_s: float | None) -> AsyncGenerator[StepEvent]:
+        """Starts a step, or attaches to it if it is known; yields its events from the first one, raises its error.
 
-        Iterate at once, within `contextlib.aclosing`: the step is cancelled when its last caller leaves.
+        Iterate at once, within `contextlib.aclosing`: the step is cancelled some seconds after its last caller left.
         """
         deadline_s = None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s
-        return self._admit(order, deadline_s=deadline_s).journal.follow()
+        return self._admit(spec, deadline_s=deadline_s).journal.follow()
 
     async def cancel(self, request_id: str, *, attempt: int, reason: str) -> int:
-        """Stops a request's steps of this attempt and those before it (0: all); returns, once they ended, how many."""
+        """Stops the steps of a request up to an attempt (0 for all), waits for their end and returns their number."""
         check_request_id(request_id)
         self.states.forget(request_id)
-        self._book.release(request_id, up_to_attempt=attempt)
-        runs = list(self._book.of_request(request_id, up_to_attempt=attempt))
+        self._runs.release_edges(request_id, up_to_attempt=attempt)
+        runs = list(self._runs.of_request(request_id, up_to_attempt=attempt))
         await self._stop(runs, CancelledRequestError(reason or "the step was cancelled", metadata=self._where))
         return len(runs)
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """Binds edges of a step that runs, or has left something to be sent again, to other replicas; see `StepEdges`.
+        """Binds edges of a running step, or edges that an ended step has left open, to other replicas.
 
-        Raises NotFoundError (UNKNOWN_STEP) where there is no such step.
+        Raises NotFoundError (UNKNOWN_STEP) if there is no such step.
         """
         check_rebinding(rebinding)
-        self._book.of_step(rebinding).rebind(rebinding)
+        self._runs.find_edges(rebinding).rebind(rebinding)
 
-    # -- figures
+    # -- load and reports
 
     def load(self) -> StageLoad:
-        """The load at this moment."""
+        """Returns the current load."""
         engine = EngineLoad(0, 0) if self.state is ReplicaState.LOADING else self._engine.load()
         plane = self.data_plane
         arena, landing = plane.arena_stats, plane.landing_stats
@@ -220,44 +224,44 @@ class StageRuntime:
         )
 
     def reports(self, request_id: str = "") -> list[StepReport]:
-        """Where the steps that run stand, of one request or of all."""
-        runs = self._book.of_request(request_id) if request_id else self._book.running()
+        """Returns the status of the running steps, of one request or of all."""
+        runs = self._runs.of_request(request_id) if request_id else self._runs.running()
         return [run.report for run in runs]
 
-    # -- inner workings
+    # -- internal
 
-    def _move_later(self, move_after_s: float | None) -> None:
-        if self._moving is not None:
-            self._moving.cancel()
-        self._moving = None
+    def _hand_over_later(self, move_after_s: float | None) -> None:
+        if self._handing_over is not None:
+            self._handing_over.cancel()
+        self._handing_over = None
         if move_after_s is not None:
-            self._moving = asyncio.create_task(self._move(move_after_s), name="hand on what runs")
+            self._handing_over = asyncio.create_task(self._hand_over(move_after_s), name="hand over running steps")
 
-    async def _move(self, after_s: float) -> None:
+    async def _hand_over(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        self._moved = True
+        self._handed_over = True
         if self._can_pause:
-            await self._hand_on(_PAUSE_S)
-        await self._stop(self._book.running(), handed_on(self._where))
+            await self._pause_runs(_PAUSE_S)
+        await self._stop(self._runs.running(), drained_error(self._where))
 
     @property
     def _can_pause(self) -> bool:
         return self._engine.abilities.can_pause and self.state is not ReplicaState.FAILED
 
-    async def _hand_on(self, within_s: float) -> None:
-        """Has what runs pause, so that it goes on elsewhere from there."""
-        runs = self._book.running()
+    async def _pause_runs(self, within_s: float) -> None:
+        """Pauses the running steps, so that other replicas can resume them."""
+        runs = self._runs.running()
         for run in runs:
-            run.hand_on()
+            run.request_pause()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                await _ended(runs)
+                await _wait_ended(runs)
 
-    async def _end_of_engine(self) -> str:
-        """Why the engine is of no use any more, once it is not."""
+    async def _wait_engine_failed(self) -> str:
+        """Returns the cause once the engine has died or hangs."""
         waits = [asyncio.ensure_future(self._engine.wait_failed())]
         if self.config.stall_s:
-            watch = StallWatch(self._book.running, stall_s=self.config.stall_s, on_hung=self._give_up)
+            watch = StallWatch(self._runs.running, stall_s=self.config.stall_s, on_hung=self._stop_hung)
             waits.append(asyncio.ensure_future(watch.wait_stalled()))
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -267,55 +271,55 @@ class StageRuntime:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
-    def _give_up(self, run: StepRun) -> None:
-        """A step hangs by itself; elsewhere it may not."""
-        what = f"the engine has said nothing of the step for {self.config.stall_s:g} s (the stage's stall_s)"
-        _log.error("step %s hangs: %s, and gets on with later ones", run.order.step_id, what)
-        run.stop(UnavailableError(f"{what}, and got on with later ones", reason="STEP_HANGS"))
+    def _stop_hung(self, run: StepRun) -> None:
+        """Stops a step that hangs while others progress. It may succeed on another replica."""
+        what = f"the engine has made no progress on the step for {self.config.stall_s:g} s (the stage's stall_s)"
+        _log.error("step %s hangs: %s, but progresses on later ones", run.spec.step_id, what)
+        run.stop(UnavailableError(f"{what}, but progressed on later ones", reason="STEP_HANGS"))
 
     def _pin_arena(self) -> None:
-        """Where the engine computes on a GPU, tensors leave it for the arena without a detour."""
+        """Page-locks the arena if there is a GPU, so that tensors are copied into it directly."""
         if can_pin():
             try:
                 pin(self.data_plane.arena)
             except NotReadyError as exc:
                 _log.warning("the arena is not page-locked: %s", exc.message)
 
-    def _admit(self, order: StepSpec, *, deadline_s: float | None) -> StepRun:
-        check_order(
-            order,
+    def _admit(self, spec: StepSpec, *, deadline_s: float | None) -> StepRun:
+        check_spec(
+            spec,
             self.signature,
             engine=self.config.engine,
             resumable=self._engine.abilities.can_resume,
             pausable=self._engine.abilities.can_pause,
         )
-        known = self._book.find(order)
+        known = self._runs.find(spec)
         if known is not None:
             known.extend(deadline_s=deadline_s)
             return known
-        if not self._held or self._moved:
+        if not self._drained_by_operator or self._handed_over:
             self.check_ready()
-        self._check_room()
+        self._check_capacity()
         run = StepRun(
-            self.states.completed(order),
+            self.states.with_state(spec),
             engine=self._engine,
             data_plane=self.data_plane,
             signature=self.signature,
             where=self._where,
             on_state=self.states.keep,
-            on_left=self._book.leave,
+            on_left=self._runs.keep_edges,
         )
-        self._book.add(run)
+        self._runs.add(run)
         run.start(deadline_s=deadline_s, on_ended=self._ended)
         return run
 
     def _ended(self, run: StepRun) -> None:
-        self._book.retire(run)
+        self._runs.retire(run)
         if run.paused is None and not run.failed:
-            self.states.forget(run.order.request_id)
+            self.states.forget(run.spec.request_id)
 
     def check_ready(self) -> None:
-        """Raises NotReadyError, with the state, unless steps are taken."""
+        """Raises NotReadyError with the state unless steps are accepted."""
         if self.state is not ReplicaState.READY:
             raise NotReadyError(
                 f"replica {self.config.replica} of stage {self.config.stage} is {self.state.value}"
@@ -323,12 +327,12 @@ class StageRuntime:
             )
 
     def check_loaded(self) -> None:
-        """Raises NotReadyError while there is no engine to ask."""
+        """Raises NotReadyError unless the engine is loaded and open."""
         if self.closed.is_set() or self.state in {ReplicaState.LOADING, ReplicaState.FAILED}:
             self.check_ready()
 
-    def _check_room(self) -> None:
-        held = len(self._book.running())
+    def _check_capacity(self) -> None:
+        held = len(self._runs.running())
         if held >= self.config.max_queued:
             retry_after_s = min(_MAX_RETRY_S, max(_MIN_RETRY_S, self._engine.load().work_s))
             raise OverloadedError(
@@ -341,14 +345,14 @@ class StageRuntime:
         _log.info("%s", line)
 
     def _fail(self, detail: str) -> None:
-        self._held = False
+        self._drained_by_operator = False
         self.state, self.detail = ReplicaState.FAILED, detail
 
     async def _stop(self, runs: Sequence[StepRun], cause: StagemeshError) -> None:
         for run in runs:
             run.stop(cause)
-        await _ended(runs)
+        await _wait_ended(runs)
 
 
-async def _ended(runs: Sequence[StepRun]) -> None:
+async def _wait_ended(runs: Sequence[StepRun]) -> None:
     await asyncio.gather(*(run.ended() for run in runs))

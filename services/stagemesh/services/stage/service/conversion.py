@@ -1,15 +1,23 @@
-"""The contract's messages to the runtime's nouns, and back."""
+"""Conversion between the messages of StageService and the domain types of a stage."""
 
 import hashlib
-from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
 
 from stagemesh.common import settings
 from stagemesh.common.descriptors import Signature
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.common.host import host_token
+from stagemesh.common.request_checks import (
+    check_input,
+    check_sampling,
+    has_prompt,
+    read_samples,
+    read_tensors,
+)
 from stagemesh.common.stage_config import StageConfig
-from stagemesh.common.tensors import Array, inline_tensor, read_inline, spec_to_wire
-from stagemesh.connectors.edge import ChunkPolicy, FlowUsage, FramesPolicy, StepPolicy, WholePolicy
+from stagemesh.common.tensors import inline_tensor, spec_to_wire
+from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, StepPolicy, WholePolicy
 from stagemesh.connectors.registry import descriptors, name_of, number_of
 from stagemesh.services.engines.base import (
     ChatMessage,
@@ -27,7 +35,6 @@ from stagemesh.services.stage.replica.load import ReplicaState, StageLoad
 from stagemesh.services.stage.step.events import (
     Accepted,
     AudioOutput,
-    Content,
     Finished,
     ImageOutput,
     Output,
@@ -35,16 +42,18 @@ from stagemesh.services.stage.step.events import (
     Tokens,
 )
 from stagemesh.services.stage.step.spec import InputBinding, InputRebinding, OutputBinding, Rebinding, StepSpec
-from stagemesh.v1 import request_pb2, stage_pb2, tensor_pb2
+from stagemesh.v1 import request_pb2, stage_pb2
 
 WIRE_VERSION = 1
+_REPEATED = frozenset({"stop", "stop_token_ids", "bad_words"})
 
 
-# -- what comes in
+# -- requests
 
 
-def order_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepSpec:
-    """The order of a request; raises InvalidRequestError for what has no meaning on its own."""
+def spec_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepSpec:
+    """Returns the spec of a step. Raises InvalidRequestError for a value that no stage accepts."""
+    check_input(request.input)
     return StepSpec(
         step_id=request.step_id,
         attempt=request.attempt,
@@ -62,7 +71,7 @@ def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
         request_id=request.request_id,
         seed=parameters.seed,
         prompt=_prompt(request.input),
-        tensors=_tensors(request.input.tensors),
+        tensors=read_tensors(request.input.tensors),
         sampling=_sampling(parameters.sampling),
         options=dict(parameters.options),
         negative_prompt=request.input.negative_prompt,
@@ -76,6 +85,9 @@ def _task(request: stage_pb2.ExecuteStepRequest) -> Task:
 
 
 def _prompt(message: request_pb2.Input) -> Prompt | None:
+    """Returns the prompt, or None if it is empty."""
+    if not has_prompt(message):
+        return None
     match message.WhichOneof("prompt"):
         case "text":
             return message.text
@@ -88,10 +100,6 @@ def _prompt(message: request_pb2.Input) -> Prompt | None:
 
 
 def _message(message: request_pb2.Message) -> ChatMessage:
-    if message.content and message.parts:
-        raise InvalidRequestError(
-            "a message holds content and parts; put the content into a part, at its place", reason="INVALID_PROMPT"
-        )
     return ChatMessage(message.role, message.content, tuple(map(_part, message.parts)))
 
 
@@ -102,50 +110,23 @@ def _part(message: request_pb2.Part) -> Part:
         case "image":
             return MediaFile("image", message.image.data, message.image.media_type)
         case "audio":
-            return _samples(message.audio)
+            return Samples(read_samples(message.audio), message.audio.sample_rate_hz)
         case "audio_file":
             return MediaFile("audio", message.audio_file.data, message.audio_file.media_type)
         case "video_file":
             return MediaFile("video", message.video_file.data, message.video_file.media_type)
         case None:
-            raise InvalidRequestError("a message holds a part without content; leave it out", reason="INVALID_PROMPT")
-
-
-def _samples(message: request_pb2.Audio) -> Samples:
-    if message.samples.WhichOneof("location") not in {"inline", None}:
-        raise InvalidRequestError("samples of a message must be sent inline", reason="INVALID_MEDIA")
-    return Samples(read_inline(message.samples), message.sample_rate_hz)
-
-
-def _tensors(messages: Iterable[tensor_pb2.Tensor]) -> dict[str, Array]:
-    tensors: dict[str, Array] = {}
-    for message in messages:
-        if message.name in tensors:
-            raise InvalidRequestError(f"the input holds tensor {message.name!r} twice")
-        if message.WhichOneof("location") not in {"inline", None}:
-            raise InvalidRequestError(f"input tensor {message.name!r} must be sent inline")
-        tensors[message.name] = read_inline(message)
-    return tensors
+            raise AssertionError("check_input comes first")
 
 
 def _sampling(message: request_pb2.Sampling) -> SamplingOptions:
-    return SamplingOptions(
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
-        temperature=message.temperature if message.HasField("temperature") else None,
-        top_p=message.top_p if message.HasField("top_p") else None,
-        top_k=message.top_k if message.HasField("top_k") else None,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else None,
-        stop=tuple(message.stop),
-        min_p=message.min_p if message.HasField("min_p") else None,
-        presence_penalty=message.presence_penalty if message.HasField("presence_penalty") else None,
-        frequency_penalty=message.frequency_penalty if message.HasField("frequency_penalty") else None,
-        stop_token_ids=tuple(message.stop_token_ids),
-        min_tokens=message.min_tokens,
-        ignore_eos=message.ignore_eos,
-        bad_words=tuple(message.bad_words),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        structure=_structure(message),
-    )
+    check_sampling(message)
+    fields: dict[str, Any] = {
+        field.name: tuple(value) if field.name in _REPEATED else value
+        for field, value in message.ListFields()
+        if field.containing_oneof is None or field.containing_oneof.name != "structure"
+    }
+    return SamplingOptions(**fields, structure=_structure(message))
 
 
 def _structure(message: request_pb2.Sampling) -> Structure | None:
@@ -162,14 +143,14 @@ def _checkpoint(message: stage_pb2.Checkpoint) -> Checkpoint:
     return Checkpoint(
         steps=message.steps,
         token_ids=tuple(message.token_ids),
-        tensors=_tensors(message.tensors),
+        tensors=read_tensors(message.tensors),
         outputs=dict(message.outputs),
         rows=dict(message.rows),
     )
 
 
 def rebinding_from_wire(request: stage_pb2.RebindStepRequest) -> Rebinding:
-    """The rebinding of a request; raises InvalidRequestError for what has no meaning on its own."""
+    """Returns the rebinding of a step. Raises InvalidRequestError for a value that no stage accepts."""
     return Rebinding(
         request_id=request.request_id,
         step_id=request.step_id,
@@ -179,13 +160,7 @@ def rebinding_from_wire(request: stage_pb2.RebindStepRequest) -> Rebinding:
 
 
 def _input_binding(message: stage_pb2.InputBinding) -> InputBinding:
-    return InputBinding(
-        edge=message.edge,
-        producer=message.producer,
-        transform=message.transform,
-        apart=message.apart,
-        attempt=message.attempt,
-    )
+    return InputBinding(message.edge, message.producer, message.transform, message.apart, message.attempt)
 
 
 def _output_binding(message: stage_pb2.OutputBinding) -> OutputBinding:
@@ -209,7 +184,7 @@ def _token_selection(message: stage_pb2.OutputBinding) -> TokenSelection:
             return "last"
         case _:
             raise InvalidRequestError(
-                f"edge {message.edge} carries token selection {message.tokens}; this stage knows 1 (all) and 2 (last)",
+                f"edge {message.edge} carries token selection {message.tokens}; use 1 (all) or 2 (last)",
                 reason="INVALID_EDGE",
             )
 
@@ -228,13 +203,13 @@ def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
             return StepPolicy()
 
 
-# -- what goes out
+# -- responses
 
 
 def event_to_wire(event: StepEvent) -> stage_pb2.ExecuteStepResponse:
-    """The message of an event."""
+    """Returns the message of an event."""
     if isinstance(event, Output):
-        # In place: there is one for every token.
+        # Filled in place, because there is one for every token.
         response = stage_pb2.ExecuteStepResponse()
         _fill(response.output, event)
         return response
@@ -252,11 +227,7 @@ def event_to_wire(event: StepEvent) -> stage_pb2.ExecuteStepResponse:
 
 
 def _fill(output: request_pb2.Output, event: Output) -> None:
-    output.name, output.seq = event.name, event.seq
-    _set_content(output, event.content)
-
-
-def _set_content(output: request_pb2.Output, content: Content) -> None:
+    output.name, output.seq, content = event.name, event.seq, event.content
     if isinstance(content, str):
         output.text = content
     elif isinstance(content, Tokens):
@@ -275,15 +246,10 @@ def _set_content(output: request_pb2.Output, content: Content) -> None:
 
 
 def _finished(event: Finished) -> stage_pb2.StepFinished:
-    usage, timings = event.usage, event.timings
     return stage_pb2.StepFinished(
-        usage=request_pb2.Usage(
-            prompt_tokens=usage.prompt_tokens, output_tokens=usage.output_tokens, steps=usage.steps
-        ),
-        timings=request_pb2.Timings(
-            started_s=timings.started_s, first_output_s=timings.first_output_s, finished_s=timings.finished_s
-        ),
-        edges=[_edge_usage(each) for each in event.edges],
+        usage=request_pb2.Usage(**asdict(event.usage)),
+        timings=request_pb2.Timings(**asdict(event.timings)),
+        edges=[request_pb2.EdgeUsage(**asdict(each)) for each in event.edges],
     )
 
 
@@ -297,33 +263,15 @@ def _checkpoint_message(event: Checkpoint) -> stage_pb2.Checkpoint:
     )
 
 
-def _edge_usage(usage: FlowUsage) -> request_pb2.EdgeUsage:
-    return request_pb2.EdgeUsage(
-        edge=usage.edge, connector=usage.connector, chunks=usage.chunks, size_bytes=usage.size_bytes
-    )
-
-
 def load_to_wire(load: StageLoad) -> stage_pb2.WatchLoadResponse:
-    """The message of a load."""
-    return stage_pb2.WatchLoadResponse(
-        running=load.running,
-        queued=load.queued,
-        work_s=load.work_s,
-        arena_used_bytes=load.arena_used_bytes,
-        arena_size_bytes=load.arena_size_bytes,
-        credit_bytes=load.credit_bytes,
-        free_memory_bytes=load.free_memory_bytes,
-        arena_largest_free_bytes=load.arena_largest_free_bytes,
-        arena_waiting=load.arena_waiting,
-        landing_used_bytes=load.landing_used_bytes,
-        landing_size_bytes=load.landing_size_bytes,
-    )
+    """Returns the message of a load."""
+    return stage_pb2.WatchLoadResponse(**asdict(load))
 
 
 def description_to_wire(
     config: StageConfig, signature: Signature, *, state: ReplicaState, detail: str, incarnation: str
 ) -> stage_pb2.DescribeResponse:
-    """A replica's self-portrait."""
+    """Returns the description of a replica."""
     return stage_pb2.DescribeResponse(
         pipeline=config.pipeline,
         generation=config.generation,

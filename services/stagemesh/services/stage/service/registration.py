@@ -1,4 +1,4 @@
-"""Tells the orchestrators that the config names that this replica is there, and keeps telling them."""
+"""Registers the replica with the orchestrators that its config names, and renews the registrations."""
 
 import asyncio
 import contextlib
@@ -21,25 +21,26 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[membership_pb2.RegisterRequest, me
 _log = logging.getLogger(__name__)
 
 _RENEWALS = 3
-"""In the time of a lease."""
+"""The number of renewals within the duration of a lease."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.2, 2.0
-_REFUSED_PAUSE_S = 10.0
-_GOODBYE_S = 1.0
+_REJECTED_PAUSE_S = 10.0
+_DEREGISTER_S = 1.0
 _PASSING = frozenset({"NOT_RUNNING", "LEASE_ENDED"})
-"""Reasons why an orchestrator has it register again, at once."""
+"""Error reasons after which the replica registers again at once."""
 _ANYWHERE = frozenset({"", "0.0.0.0", "[::]", "*"})  # noqa: S104
 
 
 @asynccontextmanager
 async def registered(config: StageConfig, *, incarnation: str, port: int) -> AsyncGenerator[None]:
-    """Keeps the replica registered within the block, and takes it off the orchestrators' lists at its end.
+    """Keeps the replica registered within the block, and deregisters it at its end.
 
-    `port` is the one it listens on. Raises InvalidRequestError (INVALID_CONFIG) where no address to advertise is known.
+    `port` is the port of the replica's server. Raises InvalidRequestError (INVALID_CONFIG) if other hosts cannot reach
+    the configured address.
     """
     if not config.orchestrators:
         yield
         return
-    who = membership_pb2.ReplicaIdentity(
+    identity = membership_pb2.ReplicaIdentity(
         wire_version=WIRE_VERSION,
         pipeline=config.pipeline,
         generation=config.generation,
@@ -48,73 +49,73 @@ async def registered(config: StageConfig, *, incarnation: str, port: int) -> Asy
         incarnation=incarnation,
         endpoint=_advertised(config, port),
     )
-    registrars = [Registration(orchestrator, who) for orchestrator in config.orchestrators]
+    registrations = [Registration(orchestrator, identity) for orchestrator in config.orchestrators]
     failure: Exception | None = None
     async with asyncio.TaskGroup() as group:
-        for registrar in registrars:
-            group.create_task(registrar.run(), name=f"register with {registrar.orchestrator}")
+        for registration in registrations:
+            group.create_task(registration.run(), name=f"register with {registration.orchestrator}")
         try:
             yield
         except Exception as exc:  # noqa: BLE001
-            # Raised below: the group would wrap it, and cancel those who are about to leave.
+            # Raised below. The group would wrap it, and would cancel the registrations while they deregister.
             failure = exc
         finally:
-            for registrar in registrars:
-                registrar.leave()
+            for registration in registrations:
+                registration.leave()
     if failure is not None:
         raise failure
 
 
 class Registration:
-    """Keeps one replica registered with one orchestrator, until it is told to leave."""
+    """Keeps the replica registered with one orchestrator until `leave` is called."""
 
-    def __init__(self, orchestrator: str, who: membership_pb2.ReplicaIdentity) -> None:
+    def __init__(self, orchestrator: str, identity: membership_pb2.ReplicaIdentity) -> None:
         self.orchestrator = orchestrator
-        self._who = who
+        self._identity = identity
         self._leaving = asyncio.Event()
         self._bound: asyncio.Timeout | None = None
-        """Of the registration that is held."""
+        """The time limit of the current registration."""
         self._pause_s = _FIRST_PAUSE_S
-        self._registered, self._complaint = False, ""
+        self._registered, self._last_failure = False, ""
 
     def leave(self) -> None:
-        """Has `run` take the replica off the list and return."""
+        """Makes `run` deregister the replica and return."""
         if not self._leaving.is_set():
             self._leaving.set()
             if self._bound is not None:
-                self._bound.reschedule(asyncio.get_running_loop().time() + _GOODBYE_S)
+                self._bound.reschedule(asyncio.get_running_loop().time() + _DEREGISTER_S)
 
     async def run(self) -> None:
-        """Registers, and again whenever that is lost; returns, within a second, once it has left."""
+        """Registers, and registers again if the registration is lost; returns within a second after `leave`."""
         async with open_channel(self.orchestrator, keepalive_s=20) as channel:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)
             while not self._leaving.is_set():
                 try:
                     async with asyncio.timeout(None) as self._bound:
-                        await self._hold(stub)
+                        await self._stay_registered(stub)
                 except TimeoutError:
-                    _log.warning("orchestrator %s was silent when this replica left", self.orchestrator)
+                    _log.warning("orchestrator %s did not confirm that this replica deregistered", self.orchestrator)
                 except StagemeshError as exc:
                     self._note_failure(exc)
                 finally:
                     self._bound = None
                 await self._pause()
 
-    async def _hold(self, stub: "membership_pb2_grpc.MembershipServiceAsyncStub") -> None:
-        """Is registered, until that is lost or the replica leaves; raises why it was refused or lost."""
+    async def _stay_registered(self, stub: "membership_pb2_grpc.MembershipServiceAsyncStub") -> None:
+        """Registers and renews until `leave`; raises the error with which the registration was rejected or lost."""
         call = stub.Register()
         woken = asyncio.Event()
         call.add_done_callback(lambda _: woken.set())
         leaving = asyncio.ensure_future(self._leaving.wait())
         leaving.add_done_callback(lambda _: woken.set())
         try:
-            await call.write(membership_pb2.RegisterRequest(replica=self._who))
+            await call.write(membership_pb2.RegisterRequest(replica=self._identity))
             while isinstance(answer := await call.read(), membership_pb2.RegisterResponse):
                 self._note_registered()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(woken.wait(), answer.lease_s / _RENEWALS)
                 if self._leaving.is_set():
-                    await _say_goodbye(call)
+                    await _deregister(call)
                     return
                 if not call.done():
                     await call.write(membership_pb2.RegisterRequest())
@@ -128,25 +129,25 @@ class Registration:
     def _note_registered(self) -> None:
         if not self._registered:
             _log.info("registered with orchestrator %s", self.orchestrator)
-        self._registered, self._complaint, self._pause_s = True, "", _FIRST_PAUSE_S
+        self._registered, self._last_failure, self._pause_s = True, "", _FIRST_PAUSE_S
 
     def _note_failure(self, error: StagemeshError) -> None:
-        """Says once why it is not registered; an orchestrator that refuses it is asked again only now and then."""
+        """Logs a new cause once. After a rejection the replica waits longer before it registers again."""
         self._registered = False
-        refused = not isinstance(error, UnavailableError | DeadlineError) and error.reason not in _PASSING
-        self._pause_s = _REFUSED_PAUSE_S if refused else min(_LAST_PAUSE_S, 2 * self._pause_s)
-        if error.message != self._complaint:
-            level = logging.ERROR if refused else logging.WARNING
+        rejected = not isinstance(error, UnavailableError | DeadlineError) and error.reason not in _PASSING
+        self._pause_s = _REJECTED_PAUSE_S if rejected else min(_LAST_PAUSE_S, 2 * self._pause_s)
+        if error.message != self._last_failure:
+            level = logging.ERROR if rejected else logging.WARNING
             _log.log(level, "not registered with orchestrator %s: %s", self.orchestrator, error.message)
-        self._complaint = error.message
+        self._last_failure = error.message
 
     async def _pause(self) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._leaving.wait(), self._pause_s)
 
 
-async def _say_goodbye(call: _Call) -> None:
-    """Ends our side, and waits a moment for the orchestrator to have taken that in."""
+async def _deregister(call: _Call) -> None:
+    """Ends the stream and waits until the orchestrator has ended it too."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         await call.done_writing()
         while await call.read() is not grpc.aio.EOF:
@@ -157,7 +158,7 @@ def _advertised(config: StageConfig, port: int) -> str:
     host, _, wanted = (config.advertise or config.listen).rpartition(":")
     if host in _ANYWHERE:
         raise InvalidRequestError(
-            f"replica {config.replica} listens on {config.listen}, where nobody can reach it by that name, and is to "
+            f"replica {config.replica} listens on {config.listen}, which other hosts cannot reach, but must "
             'register: set `advertise` to "host:port" in its config',
             reason="INVALID_CONFIG",
         )

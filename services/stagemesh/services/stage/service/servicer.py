@@ -1,4 +1,4 @@
-"""StageService: translates, and leaves every decision to the runtime."""
+"""The gRPC service StageService: converts messages and calls `StageRuntime`."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,8 @@ from stagemesh.services.stage.service.conversion import (
     description_to_wire,
     event_to_wire,
     load_to_wire,
-    order_from_wire,
     rebinding_from_wire,
+    spec_from_wire,
 )
 from stagemesh.services.stage.service.step_session import StepSession
 from stagemesh.services.stage.step.spec import STATE_EDGE
@@ -33,7 +33,7 @@ _DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.05
 
 
 class StageServicer(stage_pb2_grpc.StageServiceServicer):
-    """Serves one replica."""
+    """Serves the steps of one replica."""
 
     def __init__(self, runtime: StageRuntime) -> None:
         self._runtime = runtime
@@ -43,7 +43,6 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     async def ExecuteStep(  # noqa: N802
         self, request: stage_pb2.ExecuteStepRequest, context: _Context
     ) -> AsyncIterator[stage_pb2.ExecuteStepResponse]:
-        """See the proto."""
         async with (
             answering(context, **self._where, request_id=request.request_id),
             contextlib.aclosing(self._execute(request, time_left_s=time_left_s(context))) as events,
@@ -55,7 +54,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     async def ExecuteSteps(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> AsyncIterator[bytes]:
-        """See the proto; the messages come and go serialized (`add_stage_service`)."""
+        """Receives and yields serialized messages; see `add_stage_service`."""
         async with answering(context, **self._where):
             session = StepSession(self._execute, closing=self._runtime.closed, where=self._where)
             async with contextlib.aclosing(session.serve(request_iterator)) as messages:
@@ -66,7 +65,6 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     async def RebindStep(  # noqa: N802
         self, request: stage_pb2.RebindStepRequest, context: _Context
     ) -> stage_pb2.RebindStepResponse:
-        """See the proto."""
         async with answering(context, **self._where, request_id=request.request_id):
             self._runtime.rebind(rebinding_from_wire(request))
             return stage_pb2.RebindStepResponse()
@@ -75,7 +73,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     async def PutChunk(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> AsyncIterator[bytes]:
-        """See the proto; the messages come and go serialized (`add_stage_service`)."""
+        """Receives and yields serialized messages; see `add_stage_service`."""
         async with answering(context, **self._where):
             replies = self._runtime.data_plane.serve_put(request_iterator)
             async with contextlib.aclosing(replies):
@@ -86,7 +84,6 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     async def GetChunk(  # noqa: N802
         self, request: stage_pb2.GetChunkRequest, context: _Context
     ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
-        """See the proto."""
         async with answering(context, **self._where, request_id=request.key.request_id):
             key = key_from_wire(request.key)
             if key.edge == STATE_EDGE:
@@ -102,7 +99,6 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
         request: stage_pb2.DescribeRequest,  # noqa: ARG002
         context: _Context,
     ) -> stage_pb2.DescribeResponse:
-        """See the proto."""
         runtime = self._runtime
         async with answering(context, **self._where):
             return description_to_wire(
@@ -117,20 +113,18 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     async def WatchLoad(  # noqa: N802
         self, request: stage_pb2.WatchLoadRequest, context: _Context
     ) -> AsyncIterator[stage_pb2.WatchLoadResponse]:
-        """See the proto."""
         async with answering(context, **self._where):
-            pace = _Pace(request)
+            timer = _ReportTimer(request)
             while not self._runtime.closed.is_set():
                 load = self._runtime.load()
-                if pace.is_due(busy=bool(load.running or load.queued)):
+                if timer.is_due(busy=bool(load.running or load.queued)):
                     yield load_to_wire(load)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._runtime.closed.wait(), pace.interval_s)
+                    await asyncio.wait_for(self._runtime.closed.wait(), timer.interval_s)
 
     async def CancelStep(  # noqa: N802
         self, request: stage_pb2.CancelStepRequest, context: _Context
     ) -> stage_pb2.CancelStepResponse:
-        """See the proto."""
         async with answering(context, **self._where, request_id=request.request_id):
             stopped = await self._runtime.cancel(request.request_id, attempt=request.attempt, reason=request.reason)
             return stage_pb2.CancelStepResponse(stopped=stopped)
@@ -138,7 +132,6 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     async def ProbeEdge(  # noqa: N802
         self, request: stage_pb2.ProbeEdgeRequest, context: _Context
     ) -> stage_pb2.ProbeEdgeResponse:
-        """See the proto."""
         async with answering(context, **self._where, edge=request.edge):
             found = await self._runtime.data_plane.probe(
                 consumer=request.consumer, endpoint=request.endpoint, connector=name_of(request.connector)
@@ -148,14 +141,14 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     async def _execute(
         self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-        events = self._runtime.execute(order_from_wire(request), time_left_s=time_left_s)
+        events = self._runtime.execute(spec_from_wire(request), time_left_s=time_left_s)
         async with contextlib.aclosing(events):
             async for event in events:
                 yield event_to_wire(event)
 
 
-class _Pace:
-    """When WatchLoad reports."""
+class _ReportTimer:
+    """Decides when WatchLoad reports: each interval while the replica is busy, less often while it is idle."""
 
     def __init__(self, request: stage_pb2.WatchLoadRequest) -> None:
         self.interval_s = request.interval_s or _DEFAULT_INTERVAL_S
@@ -163,21 +156,21 @@ class _Pace:
             raise InvalidRequestError(
                 f"interval_s is {self.interval_s:g}; it must be {_MIN_INTERVAL_S:g} or more, or 0 for 1"
             )
-        rests = request.idle_interval_s / self.interval_s
-        if not math.isfinite(rests):
+        ratio = request.idle_interval_s / self.interval_s
+        if not math.isfinite(ratio):
             raise InvalidRequestError(
                 f"idle_interval_s is {request.idle_interval_s:g}; it must be a number of seconds, or 0 for interval_s"
             )
-        self._rests = max(1, round(rests))
-        """Intervals between reports while there is nothing to do."""
-        self._rested = self._rests
+        self._idle_intervals = max(1, round(ratio))
+        """The number of intervals between reports while the replica is idle."""
+        self._intervals = self._idle_intervals
         self._was_busy = False
 
     def is_due(self, *, busy: bool) -> bool:
-        """Whether to report now, at the end of an interval: also that the work is done."""
-        self._rested += 1
-        due = busy or self._was_busy or self._rested >= self._rests
+        """Returns whether to report after this interval. A change from busy to idle is always reported."""
+        self._intervals += 1
+        due = busy or self._was_busy or self._intervals >= self._idle_intervals
         self._was_busy = busy
         if due:
-            self._rested = 0
+            self._intervals = 0
         return due

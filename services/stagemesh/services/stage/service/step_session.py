@@ -1,4 +1,4 @@
-"""The serving end of ExecuteSteps: the calls that one caller has of many steps, over one stream."""
+"""The server side of ExecuteSteps: the calls of many steps by one caller, over one stream."""
 
 import asyncio
 import logging
@@ -20,45 +20,45 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 _log = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 256 << 10
-# A caller that does not read holds up its calls from here on; what they have made by then is in the steps' journals.
+# Beyond this, a caller that does not read blocks its calls. Their events stay in the steps' journals.
 _WAITING_BYTES = 1 << 20
-# How long a caller has to read all that was said, and to end the stream; less than a process gives what it serves.
+# The time that a caller has to read all responses and end the stream. Shorter than the grace of the server's stop.
 _READ_S = 0.5
 
 
 class Execute(Protocol):
-    """Runs a step, as ExecuteStep does."""
+    """Runs a step as ExecuteStep does."""
 
     def __call__(
         self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-        """Its events; closing them hangs up."""
+        """Yields the step's events; closing the generator ends the call."""
         ...
 
 
 class StepSession:
-    """Implements `LaneUser`. One message carries what all calls have to say within one turn of the event loop."""
+    """The `StreamHandler` of one stream. One message carries the responses of all calls of one event loop iteration."""
 
     def __init__(self, execute: Execute, *, closing: asyncio.Event, where: Mapping[str, str]) -> None:
-        """`closing` has the stream end after its last call; errors say `where` they come from."""
+        """If `closing` is set, the stream ends after its last call. `where` is added to the metadata of errors."""
         self._execute, self._closing, self._where = execute, closing, where
         self._loop = asyncio.get_running_loop()
-        self._lane = ServerStream(self)
+        self._stream = ServerStream(self)
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._waiting: deque[bytes] = deque()
-        """Serialized responses, each of one message. One behind the other they are one response of all these."""
+        """Serialized responses of one message each. Concatenated, they are one response with all these messages."""
         self._waiting_bytes = 0
-        self._room = asyncio.Event()
-        self._pump_is_due = False
+        self._has_space = asyncio.Event()
+        self._write_is_due = False
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-        """The messages for the caller, until it or the replica ends the stream; raises what it did wrong."""
+        """Yields the messages for the caller until either side ends the stream; raises an error of the caller."""
         ending = asyncio.create_task(self._end_in_order())
         try:
-            async with aclosing(self._lane.serve(requests)) as messages:
+            async with aclosing(self._stream.serve(requests)) as messages:
                 async for message in messages:
                     yield message
-                    # It may be large, and the next one far away.
+                    # Dropped, because it may be large and the next message may take long.
                     del message
         finally:
             tasks = [ending, *self._calls.values()]
@@ -66,14 +66,13 @@ class StepSession:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    # -- for the lane
+    # -- StreamHandler
 
     def received(self, data: bytes) -> None:
-        """See `LaneUser`."""
         try:
             request = stage_pb2.ExecuteStepsRequest.FromString(data)
         except DecodeError as exc:
-            raise InvalidRequestError("what came is no ExecuteStepsRequest") from exc
+            raise InvalidRequestError("the message is not an ExecuteStepsRequest") from exc
         number = request.call
         running = self._calls.get(number)
         if not request.HasField("step"):
@@ -86,13 +85,12 @@ class StepSession:
         task.add_done_callback(lambda _: self._calls.pop(number))
 
     def writable(self) -> None:
-        """See `LaneUser`."""
-        self._pump()
+        self._write_waiting()
 
     def closed(self, error: object) -> None:
-        """See `LaneUser`: `serve` ends, and the calls with it."""
+        """Does nothing: `serve` ends, and with it the calls."""
 
-    # -- inner workings
+    # -- internal
 
     async def _run(self, request: stage_pb2.ExecuteStepsRequest) -> None:
         where = {**self._where, "request_id": request.step.request_id}
@@ -102,7 +100,7 @@ class StepSession:
             await self._follow(request)
         except Exception as exc:  # noqa: BLE001
             error = _error_of(exc, where)
-        self._say(_serialized(stage_pb2.StepMessage(call=request.call, ended=stage_pb2.StepEnded(error=error))))
+        self._respond(_serialized(stage_pb2.StepMessage(call=request.call, ended=stage_pb2.StepEnded(error=error))))
 
     async def _follow(self, request: stage_pb2.ExecuteStepsRequest) -> None:
         time_left_s = checked_time_left_s(request.timeout_s if request.HasField("timeout_s") else None)
@@ -113,11 +111,11 @@ class StepSession:
             ):
                 async for event in events:
                     while self._waiting_bytes >= _WAITING_BYTES:
-                        self._room.clear()
-                        await self._room.wait()
+                        self._has_space.clear()
+                        await self._has_space.wait()
                     response = _serialized(stage_pb2.StepMessage(call=request.call, event=event))
                     _check_size(response, event)
-                    self._say(response)
+                    self._respond(response)
         except TimeoutError as exc:
             raise DeadlineError(f"the call took longer than its {time_left_s:g} s; allow more time") from exc
 
@@ -126,32 +124,32 @@ class StepSession:
         while self._calls:
             await asyncio.wait(self._calls.values())
         while self._waiting:
-            self._lane.write(self._next_message())
-        self._lane.write(stage_pb2.ExecuteStepsResponse(closing=True).SerializeToString())
-        # The stream is over before, once the caller has ended it.
+            self._stream.write(self._next_message())
+        self._stream.write(stage_pb2.ExecuteStepsResponse(closing=True).SerializeToString())
+        # The stream ends earlier if the caller ends it.
         await asyncio.sleep(_READ_S)
-        self._lane.close()
+        self._stream.close()
 
-    def _say(self, response: bytes) -> None:
+    def _respond(self, response: bytes) -> None:
         self._waiting.append(response)
         self._waiting_bytes += len(response)
-        if not self._pump_is_due:
-            self._pump_is_due = True
-            self._loop.call_soon(self._pump)
+        if not self._write_is_due:
+            self._write_is_due = True
+            self._loop.call_soon(self._write_waiting)
 
-    def _pump(self) -> None:
-        self._pump_is_due = False
-        while self._waiting and self._lane.is_writable:
-            self._lane.write(self._next_message())
+    def _write_waiting(self) -> None:
+        self._write_is_due = False
+        while self._waiting and self._stream.is_writable:
+            self._stream.write(self._next_message())
 
     def _next_message(self) -> bytes:
-        """As much of what waits as goes in one message, at least one response."""
+        """Returns as many waiting responses as fit in one message, at least one."""
         size_bytes, responses = 0, list[bytes]()
         while self._waiting and (not responses or size_bytes + len(self._waiting[0]) <= _MESSAGE_BYTES):
             responses.append(self._waiting.popleft())
             size_bytes += len(responses[-1])
         self._waiting_bytes -= size_bytes
-        self._room.set()
+        self._has_space.set()
         return b"".join(responses)
 
 
@@ -163,16 +161,16 @@ def _error_of(exc: Exception, where: Mapping[str, str]) -> chunk_pb2.Error:
     try:
         return error_to_wire(to_error(exc, where))
     except Exception:  # noqa: BLE001
-        # A caller that hears nothing waits.
-        _log.exception("what a call failed with cannot be told")
-        unspeakable = InternalError(
-            "the call failed with what cannot be told; the service's log has it", metadata=where
+        # Without an error the caller would wait until its deadline.
+        _log.exception("the error of a call cannot be converted")
+        unknown = InternalError(
+            "the call failed with an error that cannot be sent; the service's log has it", metadata=where
         )
-        return error_to_wire(unspeakable)
+        return error_to_wire(unknown)
 
 
 def _check_size(response: bytes, event: stage_pb2.ExecuteStepResponse) -> None:
-    """Ends the one call whose message nobody would take; the stream is that of others, too."""
+    """Raises UnsupportedError if the message is too large, which ends this call only: other calls share the stream."""
     if len(response) > MAX_MESSAGE_BYTES:
         raise UnsupportedError(
             f"the step's {event.WhichOneof('event')} takes {len(response)} bytes, and {MAX_MESSAGE_BYTES} can be sent; "

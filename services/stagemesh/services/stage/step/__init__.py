@@ -1,1 +1,1 @@
-"""Steps: one step from its request to the end of its flows."""
+"""One step of a stage, from its spec to the end of its flows."""

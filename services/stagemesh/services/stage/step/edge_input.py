@@ -1,4 +1,4 @@
-"""An incoming edge as an engine sees it: transformed, and checked against what the stage accepts."""
+"""The packets of an incoming edge for an engine: transformed, and checked against the stage's signature."""
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -11,7 +11,7 @@ from stagemesh.services.engines.base import Transform
 
 
 class EdgeInput:
-    """Iterates over an inlet's packets; an engine sees none that does not fit. Calls `on_first` before the first."""
+    """Iterates over the transformed and checked packets of an inlet. Calls `on_first` before the first one."""
 
     def __init__(
         self,
@@ -25,25 +25,25 @@ class EdgeInput:
         self._packets = aiter(inlet)
         self._edge, self._accepts, self._transform = edge, accepts, transform
         self._on_first: Callable[[], None] | None = on_first
-        self._ready: deque[Packet] = deque()
+        self._pending: deque[Packet] = deque()
         self.waits = False
-        """Whether somebody waits for a packet that has yet to come."""
+        """Whether the engine waits for a packet that has not arrived."""
         self._ended = False
 
     def __aiter__(self) -> AsyncIterator[Packet]:
-        """Itself: a flow is read once."""
+        """Returns itself: a flow is read once."""
         return self
 
     async def __anext__(self) -> Packet:
-        """The next packet; not a generator, whose frame would hold on to the last one and so to its lease."""
-        while not self._ready:
+        """Returns the next packet. Not a generator, because its frame would retain the last packet and its lease."""
+        while not self._pending:
             if self._ended:
                 raise StopAsyncIteration
             await self._pull()
         if self._on_first is not None:
             self._on_first()
             self._on_first = None
-        return self._ready.popleft()
+        return self._pending.popleft()
 
     async def _pull(self) -> None:
         self.waits = True
@@ -56,26 +56,26 @@ class EdgeInput:
             made = self._transform.finish() if packet is None else self._transform.push(packet)
         else:
             made = [] if packet is None else [packet]
-        self._ready.extend(fitting(one, self._accepts, edge=self._edge) for one in made)
+        self._pending.extend(accepted_part(each, self._accepts, edge=self._edge) for each in made)
 
 
 def make_transform(name: str) -> Transform | None:
-    """A new instance of a transform, None for the empty name; raises NotFoundError naming those known."""
+    """Returns a new instance of a transform, or None for an empty name; raises NotFoundError with the known names."""
     if not name:
         return None
     transform: Transform = import_factory(load_transform_descriptor(name).factory)()
     return transform
 
 
-def fitting(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: str) -> Packet:
-    """The part of `packet` that a stage accepts; raises InvalidChunkError where its tensors are not of those types.
+def accepted_part(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: str) -> Packet:
+    """Returns the accepted tensors of a packet; raises InvalidChunkError if their types do not match.
 
-    A symbol in the shapes stands for one length throughout the packet.
+    A symbol in the shapes stands for the same length in all tensors of the packet.
     """
     taken = {name: tensor for name, tensor in packet.tensors.items() if name in accepts}
     if not taken:
         raise InvalidChunkError(
-            f"edge {edge} brings {', '.join(packet.tensors) or 'no tensor'}; this stage takes {', '.join(accepts)}",
+            f"edge {edge} brings {', '.join(packet.tensors) or 'no tensor'}; this stage accepts {', '.join(accepts)}",
             metadata={"edge": edge},
         )
     lengths: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""A step's edges: the flows that feed it and that it feeds, and who is at their other ends."""
+"""The edges of a step: its incoming and outgoing flows and their peer replicas."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -12,8 +12,7 @@ from stagemesh.connectors.flow.inlet_attempt import InletAttempt
 from stagemesh.connectors.flow.outlet import RebindingOutlet
 from stagemesh.connectors.flow.outlet_attempt import OutletAttempt
 from stagemesh.connectors.flow.reconnect_policy import mendable
-from stagemesh.services.stage.step.reports import FlowReport
-from stagemesh.services.stage.step.selection import selection_of
+from stagemesh.services.stage.step.events import FlowReport
 from stagemesh.services.stage.step.spec import (
     STATE_EDGE,
     InputBinding,
@@ -25,24 +24,24 @@ from stagemesh.services.stage.step.spec import (
 
 
 class StepEdges:
-    """Opened by a run, and let go of at its end; outgoing ones may outlive it, for consumers that are replaced."""
+    """The edges of one run. Outgoing edges may outlive the run, for consumers that are replaced."""
 
-    def __init__(self, order: StepSpec, data_plane: DataPlane) -> None:
-        self.request_id, self.step_id, self.attempt = order.request_id, order.step_id, order.attempt
+    def __init__(self, spec: StepSpec, data_plane: DataPlane) -> None:
+        self.request_id, self.step_id, self.attempt = spec.request_id, spec.step_id, spec.attempt
         self.outlets = data_plane.fan_out()
-        """The pipeline's edges."""
+        """The outgoing edges of the pipeline."""
         self.on_over: Callable[[], None] = lambda: None
-        """Told when the last of the outgoing edges is over."""
+        """Called when no outgoing edge can be bound to another consumer any more."""
         self._plane = data_plane
-        self._inputs = {binding.edge: binding for binding in order.inputs}
-        self._outputs = {binding.edge: binding for binding in order.outputs}
+        self._inputs = {binding.edge: binding for binding in spec.inputs}
+        self._outputs = {binding.edge: binding for binding in spec.outputs}
         self._inlets: dict[str, RebindingInlet] = {}
         self._by_edge: dict[str, RebindingOutlet] = {}
         self._state_inlet: Inlet | None = None
         self._state_outlet: Outlet | None = None
 
     def open(self) -> None:
-        """Expects the incoming flows and begins the outgoing ones."""
+        """Opens all inlets and outlets."""
         for binding in self._inputs.values():
             flow = self._open_inlet(binding)
             if binding.edge == STATE_EDGE:
@@ -55,21 +54,21 @@ class StepEdges:
                 continue
             outlet = RebindingOutlet(self._open_outlet(target), policy=target.policy, on_over=self._over)
             self._by_edge[target.edge] = outlet
-            self.outlets.add(outlet, selection_of(target))
+            self.outlets.add(outlet, target.select)
 
     @property
     def inlets(self) -> dict[str, Inlet]:
-        """What comes over the pipeline's edges."""
+        """The inlets of the pipeline's edges, by edge name."""
         return dict(self._inlets)
 
     @property
     def state_inlet(self) -> Inlet | None:
-        """Brings the state that the step goes on from."""
+        """The inlet of the state from which the step resumes."""
         return self._state_inlet
 
     @property
     def state_outlet(self) -> Outlet | None:
-        """Takes the state that the step leaves."""
+        """The outlet of the state at which the step pauses."""
         return self._state_outlet
 
     @property
@@ -78,7 +77,7 @@ class StepEdges:
         return all(outlet.is_over for outlet in self._by_edge.values())
 
     def reports(self) -> tuple[tuple[FlowReport, ...], tuple[FlowReport, ...]]:
-        """Where the incoming and the outgoing flows stand."""
+        """Returns the status of the incoming and of the outgoing flows."""
         inlets = tuple(
             FlowReport(self._inputs[edge].producer, inlet.standing) for edge, inlet in self._all_inlets().items()
         )
@@ -86,10 +85,10 @@ class StepEdges:
         return inlets, tuple(FlowReport(self._outputs[each.edge].consumer, each) for each in standings)
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """Binds edges to other replicas, all of those named or, raising, none.
+        """Binds edges to other replicas: all of the named ones, or none if it raises.
 
-        Raises NotReadyError (CHUNK_GONE, ROWS_MISSING) where an edge cannot go on so, StaleAttemptError where it has
-        gone on already, NotFoundError for an edge that the step does not have.
+        Raises NotReadyError (CHUNK_GONE, ROWS_MISSING) if an edge cannot continue with the new peer, StaleAttemptError
+        if it is bound in a newer attempt, NotFoundError for an edge that the step does not have.
         """
         inputs = [each for each in rebinding.inputs if self._is_new_producer(each.binding)]
         outputs = [each for each in rebinding.outputs if self._is_new_consumer(each)]
@@ -104,7 +103,7 @@ class StepEdges:
             self._by_edge[target.edge].rebind(partial(self._open_outlet, target))
 
     async def close(self, error: StagemeshError | None, *, left_state: bool) -> None:
-        """Lets go of everything but, after a run that ended well, what consumers may have to be sent again."""
+        """Closes all flows; after a run without an error, outlets keep the chunks that consumers may need again."""
         if error is not None:
             await self.outlets.abort(error)
         if self._state_outlet is not None and (error is not None or not left_state):
@@ -115,11 +114,11 @@ class StepEdges:
         self._inlets, self._state_inlet, self._state_outlet = {}, None, None
 
     def release(self, error: StagemeshError) -> None:
-        """Lets go of what the run has left."""
+        """Releases the outlets that the run has left open."""
         for outlet in self._by_edge.values():
             outlet.release(error)
 
-    # -- inner workings
+    # -- internal
 
     def _all_inlets(self) -> dict[str, Inlet]:
         return self.inlets if self._state_inlet is None else {**self._inlets, STATE_EDGE: self._state_inlet}
@@ -134,7 +133,7 @@ class StepEdges:
             endpoint=target.endpoint,
             consumer=target.consumer,
             connector=target.connector,
-            # The chunks of an edge are cut before, once for all its flows.
+            # RebindingOutlet cuts the chunks of a pipeline edge, once for all its flows.
             policy=target.policy if state else StepPolicy(),
         )
 
@@ -150,27 +149,27 @@ class StepEdges:
         self._inlets[binding.edge].rebind(partial(self._open_inlet, binding), first_rows=rebinding.first_rows)
 
     def _is_new_producer(self, binding: InputBinding) -> bool:
-        former, inlet = self._inputs.get(binding.edge), self._inlets.get(binding.edge)
-        if inlet is None or former is None:
+        current, inlet = self._inputs.get(binding.edge), self._inlets.get(binding.edge)
+        if inlet is None or current is None:
             raise self._unknown(binding.edge, self._inlets)
-        same = former.producer == binding.producer
-        return self._is_new(former, binding, repeats=same and not inlet.is_lost)
+        same = current.producer == binding.producer
+        return self._is_new(current, binding, repeats=same and not inlet.is_lost)
 
     def _is_new_consumer(self, target: OutputBinding) -> bool:
-        former, outlet = self._outputs.get(target.edge), self._by_edge.get(target.edge)
-        if outlet is None or former is None:
+        current, outlet = self._outputs.get(target.edge), self._by_edge.get(target.edge)
+        if outlet is None or current is None:
             raise self._unknown(target.edge, self._by_edge)
-        same = (former.consumer, former.endpoint) == (target.consumer, target.endpoint)
-        return self._is_new(former, target, repeats=same and not outlet.is_lost)
+        same = (current.consumer, current.endpoint) == (target.consumer, target.endpoint)
+        return self._is_new(current, target, repeats=same and not outlet.is_lost)
 
     def _is_new(
-        self, former: InputBinding | OutputBinding, binding: InputBinding | OutputBinding, *, repeats: bool
+        self, current: InputBinding | OutputBinding, binding: InputBinding | OutputBinding, *, repeats: bool
     ) -> bool:
-        """Whether a binding is to be carried out; not where it `repeats` the one that holds."""
-        attempt, wanted = self._attempt_of(former), self._attempt_of(binding)
+        """Returns whether a binding must be applied. One that `repeats` the current binding is not."""
+        attempt, wanted = self._attempt_of(current), self._attempt_of(binding)
         if wanted < attempt:
             raise StaleAttemptError(
-                f"edge {binding.edge} of step {self.step_id} is bound in attempt {attempt}; {wanted} is over",
+                f"edge {binding.edge} of step {self.step_id} is bound in attempt {attempt}, newer than {wanted}",
                 metadata={"edge": binding.edge, "attempt": str(attempt)},
             )
         return wanted > attempt or not repeats
@@ -178,7 +177,7 @@ class StepEdges:
     def _unknown(self, edge: str, known: Iterable[str]) -> StagemeshError:
         names = ", ".join(known) or "none"
         return NotFoundError(
-            f"step {self.step_id} has no edge {edge} that could be bound anew; it has {names}", reason="UNKNOWN_EDGE"
+            f"step {self.step_id} has no edge {edge} that can be rebound; it has {names}", reason="UNKNOWN_EDGE"
         )
 
     def _over(self) -> None:

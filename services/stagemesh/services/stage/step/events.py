@@ -1,25 +1,26 @@
-"""What a caller of ExecuteStep hears, free of the wire."""
+"""The events of a step for its callers, its timings, and reports on its status, free of protobuf."""
 
+import time
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
 
 from stagemesh.common.tensors import Array
-from stagemesh.connectors.edge import FlowUsage
+from stagemesh.connectors.edge import FlowStatus, FlowUsage
 from stagemesh.services.engines.base import Checkpoint, Paused, Progress, TokenLogprobs, Usage
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """The step is known, its inlets are open."""
+    """The step has been accepted and its inlets are open."""
 
     queue_position: int
 
 
 @dataclass(frozen=True)
 class AudioOutput:
-    """Samples to append."""
+    """Audio samples to append."""
 
     samples: Array
     sample_rate_hz: int
@@ -27,14 +28,14 @@ class AudioOutput:
 
 @dataclass(frozen=True)
 class ImageOutput:
-    """An encoded picture."""
+    """An encoded image."""
 
     data: bytes
     media_type: str
 
 
 class Tokens(msgspec.Struct, frozen=True, gc=False):
-    """Vocabulary positions to append, with their log-probabilities where those were asked for."""
+    """Token ids to append, with their log-probabilities if the request asks for them."""
 
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -44,9 +45,9 @@ Content: TypeAlias = str | Tokens | AudioOutput | ImageOutput | Array
 
 
 class Output(msgspec.Struct, frozen=True, gc=False):
-    """A piece of a streamed tensor, numbered by name from 0.
+    """A fragment of a streamed tensor; `seq` counts from 0 for each name.
 
-    There is one for every token, kept beyond the run's end: the garbage collector need not look at them.
+    Excluded from garbage collection, because there is one for every token and it is kept after the run's end.
     """
 
     name: str
@@ -63,6 +64,41 @@ class Timings:
     finished_s: float
 
 
+class Stopwatch:
+    """Measures the timings of a step on the monotonic clock. Starts when it is constructed."""
+
+    def __init__(self) -> None:
+        self._accepted_s = time.monotonic()
+        self._started_s: float | None = None
+        self._first_output_s: float | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the step was accepted."""
+        return time.monotonic() - self._accepted_s
+
+    @property
+    def started(self) -> bool:
+        """Whether the engine has received an input."""
+        return self._started_s is not None
+
+    def start(self) -> None:
+        """Records that the engine has received an input; only the first call counts."""
+        if self._started_s is None:
+            self._started_s = self.age_s
+
+    def first_output(self) -> None:
+        """Records that the engine has emitted an output; only the first call counts."""
+        if self._first_output_s is None:
+            self._first_output_s = self.age_s
+
+    def timings(self) -> Timings:
+        """Returns the timings of a step that finishes now."""
+        now_s = self.age_s
+        started_s = now_s if self._started_s is None else self._started_s
+        return Timings(started_s, self._first_output_s, now_s)
+
+
 @dataclass(frozen=True)
 class Finished:
     """The engine is done and all chunks have arrived."""
@@ -73,3 +109,26 @@ class Finished:
 
 
 StepEvent: TypeAlias = Accepted | Progress | Output | Checkpoint | Paused | Finished
+
+
+@dataclass(frozen=True)
+class FlowReport:
+    """The status of one end of a flow, and the replica at the other end."""
+
+    peer: str
+    standing: FlowStatus
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The status of a running step at one moment."""
+
+    request_id: str
+    step_id: str
+    attempt: int
+    age_s: float
+    """Seconds since the step was accepted."""
+    started: bool
+    """Whether the engine has received an input."""
+    inlets: tuple[FlowReport, ...]
+    outlets: tuple[FlowReport, ...]

@@ -1,7 +1,9 @@
-"""What an engine emits, as pieces for a client."""
+"""The outputs that a step streams to its caller, and how often it reports progress."""
 
 import codecs
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -10,14 +12,15 @@ from stagemesh.common.errors import UnsupportedError
 from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import Packet
 from stagemesh.rpc.channels import MAX_MESSAGE_BYTES
-from stagemesh.services.engines.base import TokenLogprobs
+from stagemesh.services.engines.base import Progress, TokenLogprobs
 from stagemesh.services.stage.step.events import AudioOutput, Content, ImageOutput, Output, Tokens
 
-_SOUND_PIECE_BYTES = 1 << 20
-# A message holds more than the tensor alone.
+_AUDIO_FRAGMENT_BYTES = 1 << 20
+# A message holds more than the tensor.
 _MAX_TENSOR_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
-# A token and the logarithm of its probability.
+# A token id and its log-probability.
 _LOGPROB_BYTES = 8
+PROGRESS_INTERVAL_S = 0.5
 _MEDIA_TYPES: Mapping[bytes, str] = {
     b"\x89PNG": "image/png",
     b"\xff\xd8\xff": "image/jpeg",
@@ -26,30 +29,30 @@ _MEDIA_TYPES: Mapping[bytes, str] = {
 
 
 class StreamedOutputs:
-    """Turns one run's emissions into numbered pieces of the tensors that its caller hears."""
+    """Cuts the emissions of one run into numbered fragments of the tensors that its caller asked for."""
 
     def __init__(
         self, names: Sequence[str], emits: Mapping[str, Emitted], *, made: Mapping[str, int] | None = None
     ) -> None:
-        """`made` is how many pieces of each name an earlier run has made: this one numbers on from there."""
+        """`made` is the number of fragments of each name that earlier runs have made; numbering continues from it."""
         self.size_bytes = 0
-        """Of all that was pushed."""
+        """The size of all pushed tensors."""
         self._emitted = {name: emits[name] for name in names}
         self._next_seqs = {name: (made or {}).get(name, 0) for name in names}
-        # An emission may end within a character.
+        # An emission may end within a UTF-8 character.
         self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in names}
 
     @property
     def made(self) -> dict[str, int]:
-        """How many pieces of each name there are, those of earlier runs counted."""
+        """The number of fragments of each name, including those of earlier runs."""
         return dict(self._next_seqs)
 
     def push(self, packet: Packet, logprobs: tuple[TokenLogprobs, ...] = ()) -> list[Output]:
-        """The pieces that `packet` brings, `logprobs` going with its tokens.
+        """Returns the fragments of a packet; `logprobs` belong to its tokens.
 
-        Raises UnsupportedError for what no message can hold.
+        Raises UnsupportedError for a tensor that does not fit in a message.
         """
-        pieces: list[Output] = []
+        fragments: list[Output] = []
         for name, emitted in self._emitted.items():
             tensor = packet.tensors.get(name)
             if tensor is not None and tensor.size:
@@ -59,23 +62,23 @@ class StreamedOutputs:
                     contents: Iterable[Content] = [Tokens(tuple(tensor.tolist()), logprobs)]
                 else:
                     contents = self._contents(name, emitted, tensor)
-                self._number(name, contents, pieces)
-        return pieces
+                self._number(name, contents, fragments)
+        return fragments
 
     def finish(self) -> list[Output]:
-        """What was held back."""
-        pieces: list[Output] = []
+        """Returns the text that ended within a character, decoded with replacement characters."""
+        fragments: list[Output] = []
         for name, decoder in self._decoders.items():
             rest = decoder.decode(b"", final=True)
-            self._number(name, [rest] if rest else [], pieces)
-        return pieces
+            self._number(name, [rest] if rest else [], fragments)
+        return fragments
 
     def _contents(self, name: str, emitted: Emitted, tensor: Array) -> Iterable[Content]:
         if emitted.kind == "text":
             text = self._decoders[name].decode(tensor.tobytes())
             return [text] if text else []
         if emitted.kind == "audio":
-            return [AudioOutput(samples, emitted.sample_rate_hz) for samples in _cut(tensor)]
+            return [AudioOutput(samples, emitted.sample_rate_hz) for samples in _slices(tensor)]
         if tensor.nbytes > _MAX_TENSOR_BYTES:
             raise UnsupportedError(
                 f"output {name} is {tensor.nbytes} bytes; a client can be sent {_MAX_TENSOR_BYTES}: "
@@ -85,23 +88,42 @@ class StreamedOutputs:
         if emitted.kind == "image":
             data = tensor.tobytes()
             return [ImageOutput(data, _media_type(data))]
-        return [_own(tensor)]
+        return [_copy(tensor)]
 
-    def _number(self, name: str, contents: Iterable[Content], pieces: list[Output]) -> None:
+    def _number(self, name: str, contents: Iterable[Content], fragments: list[Output]) -> None:
         for content in contents:
-            pieces.append(Output(name, self._next_seqs[name], content))
+            fragments.append(Output(name, self._next_seqs[name], content))
             self._next_seqs[name] += 1
 
 
-def _cut(samples: Array) -> Iterator[Array]:
-    """Stretches that fit in a message."""
-    step = max(1, _SOUND_PIECE_BYTES * len(samples) // max(1, samples.nbytes))
+class ProgressThrottle:
+    """Passes all progress of an engine that knows its number of steps; otherwise one report per PROGRESS_INTERVAL_S.
+
+    An engine that emits tokens reports progress for each token, which would double the number of messages.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._reported_s = -math.inf
+
+    def is_due(self, progress: Progress) -> bool:
+        """Returns whether to report this progress. A later report or the step's end replaces one that is skipped."""
+        now_s = self._clock()
+        if progress.total_steps is None and now_s - self._reported_s < PROGRESS_INTERVAL_S:
+            return False
+        self._reported_s = now_s
+        return True
+
+
+def _slices(samples: Array) -> Iterator[Array]:
+    """Yields slices that fit in a message."""
+    step = max(1, _AUDIO_FRAGMENT_BYTES * len(samples) // max(1, samples.nbytes))
     for start in range(0, len(samples), step):
-        yield _own(samples[start : start + step])
+        yield _copy(samples[start : start + step])
 
 
-def _own(tensor: Array) -> Array:
-    """A copy: a view may hold a lease on another replica's arena, and outputs are kept for callers to come."""
+def _copy(tensor: Array) -> Array:
+    """Returns a copy. A view could hold a lease on another replica's arena, and outputs are kept for later callers."""
     return np.array(tensor)
 
 

@@ -1,4 +1,4 @@
-"""One step's run: from its order to the end of its flows."""
+"""The run of one step: from its spec to the end of its flows."""
 
 import asyncio
 import itertools
@@ -21,44 +21,43 @@ from stagemesh.common.logs import bind_log_context
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import Inlet, Packet
 from stagemesh.connectors.flow.row_position import add_rows
-from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, PauseRequest, Progress, Task, Usage
-from stagemesh.services.stage.replica.paused_states import place_of, size_bytes, told
+from stagemesh.services.engines.base import Checkpoint, Emission, Engine, Paused, Progress, Task, Usage
+from stagemesh.services.stage.replica.paused_states import size_bytes, without_large_state, without_state
 from stagemesh.services.stage.step.edge_input import EdgeInput, make_transform
 from stagemesh.services.stage.step.edges import StepEdges
-from stagemesh.services.stage.step.events import Accepted, Finished, StepEvent
-from stagemesh.services.stage.step.outputs import StreamedOutputs
-from stagemesh.services.stage.step.progress_pace import ProgressPace
-from stagemesh.services.stage.step.reports import StepReport
-from stagemesh.services.stage.step.selection import rows_are_those_of_edges, tokens_of, wanted_of
+from stagemesh.services.stage.step.events import Accepted, Finished, StepEvent, StepReport, Stopwatch
+from stagemesh.services.stage.step.outputs import ProgressThrottle, StreamedOutputs
 from stagemesh.services.stage.step.spec import STATE_EDGE, Rebinding, StepSpec
-from stagemesh.services.stage.step.stopwatch import Stopwatch
 
 _log = logging.getLogger(__name__)
 
 ABANDON_S = 5.0
-"""How long a run goes on without a caller."""
+"""Seconds that a run continues without a caller."""
+ABORT_S = 1.0
+"""Seconds within which the engine must release a stopped task. Then callers and edges get the error regardless."""
 
 _numbers = itertools.count(1)
 
 
-def handed_on(where: Mapping[str, str]) -> UnavailableError:
-    """What a step ends with that is to go on elsewhere."""
+def drained_error(where: Mapping[str, str]) -> UnavailableError:
+    """Returns the error of a step that must continue on another replica because this one is drained."""
     return UnavailableError(
-        f"replica {where['replica']} of stage {where['stage']} is drained, and hands on what it runs",
+        f"replica {where['replica']} of stage {where['stage']} is drained and hands its steps over to other replicas",
         reason="DRAINED",
         metadata=where,
     )
 
 
 class StepRun:
-    """Runs an order on the engine, between its inlets and its outlets, and tells its journal.
+    """Runs a step on the engine, between its inlets and its outlets, and appends its events to `journal`.
 
-    `start` once; whoever starts it awaits `ended`. The journal closes when the engine has let go.
+    Call `start` once, and await `ended`. The journal closes when the engine has released the task, but at most ABORT_S
+    after a stop: callers and neighbouring stages do not wait for an engine that ignores an abort.
     """
 
     def __init__(
         self,
-        order: StepSpec,
+        spec: StepSpec,
         *,
         engine: Engine,
         data_plane: DataPlane,
@@ -67,77 +66,79 @@ class StepRun:
         on_state: Callable[[str, Checkpoint], None],
         on_left: Callable[[StepEdges], None] = lambda _: None,
     ) -> None:
-        """`on_state` is told each state that the request can go on from.
+        """`on_state` is called with the request id and each state from which the request can resume.
 
-        `on_left` takes what a run that ended well leaves: flows whose consumers may have to be replaced yet.
+        `on_left` is called with the edges of a successful run if their consumers may still be replaced.
         """
-        self.order = order
+        self.spec = spec
         self.journal = Journal[StepEvent](on_abandoned=self._abandoned)
         self._engine, self._data_plane, self._signature = engine, data_plane, signature
-        self._where = {**where, "request_id": order.request_id}
-        resume_from = order.task.resume_from
+        self._where = {**where, "request_id": spec.request_id}
+        resume_from = spec.task.resume_from
         self._outputs = StreamedOutputs(
-            order.streamed, signature.emits, made=resume_from.outputs if resume_from is not None else None
+            spec.streamed, signature.emits, made=resume_from.outputs if resume_from is not None else None
         )
         self.paused: Checkpoint | None = None
-        """Where it was left, once it has ended there."""
+        """The state at which the run paused, once it has."""
         self.failed = False
-        """Whether it has ended by an error."""
-        self._told: tuple[int, Checkpoint] | None = None
-        """The newest state that was told, with its index in the journal."""
+        """Whether the run has ended with an error."""
+        self._journaled: tuple[int, Checkpoint] | None = None
+        """The newest checkpoint in the journal, with its index."""
         self._rows = dict(resume_from.rows) if resume_from is not None else dict[str, int]()
-        self._rows_can_be_told = rows_are_those_of_edges(order, signature)
-        self._edges = StepEdges(order, data_plane)
+        self._edges_take_all_rows = spec.edges_take_all_rows(signature)
+        self._edges = StepEdges(spec, data_plane)
         self._on_state, self._on_left = on_state, on_left
-        self._stopwatch, self._progress_pace = Stopwatch(), ProgressPace()
+        self._stopwatch, self._progress = Stopwatch(), ProgressThrottle()
         self._usage = Usage()
         self._timer: asyncio.TimerHandle | None = None
         self._abandoning: asyncio.TimerHandle | None = None
+        self._aborting: asyncio.TimerHandle | None = None
         self._cause: StagemeshError | None = None
         self._task: asyncio.Task[None] | None = None
-        self._interruptible = False
-        self._pause_wish = PauseRequest()
-        self._feeds: list[EdgeInput] = []
+        self._early_close: asyncio.Task[None] | None = None
+        self._closing = self._interruptible = False
+        self._pause_requested = asyncio.Event()
+        self._inputs: list[EdgeInput] = []
         self._with_engine = False
-        self.heard = 0
-        """How often the engine has said something."""
+        self.event_count = 0
+        """The number of events received from the engine."""
         self.number = next(_numbers)
-        """Of this process's runs, the later has the higher."""
+        """Increases from run to run of this process."""
 
     @property
     def computes(self) -> bool:
-        """Whether it waits for nothing but its engine: neither for what feeds it nor for who takes what it makes."""
-        return self._with_engine and not any(feed.waits for feed in self._feeds)
+        """Whether the run waits only for its engine: neither for input nor for credit of a consumer."""
+        return self._with_engine and not any(each.waits for each in self._inputs)
 
     @property
     def priority(self) -> int:
-        """The request's: the higher goes first."""
-        return self.order.task.priority
+        """The request's priority; higher runs first."""
+        return self.spec.task.priority
 
     @property
     def request_id(self) -> str:
-        """The request."""
-        return self.order.request_id
+        """The id of the request."""
+        return self.spec.request_id
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the journal is open."""
         return not self.journal.closed
 
     @property
     def kept_bytes(self) -> int:
-        """What its outputs and checkpoints take in memory."""
-        return self._outputs.size_bytes + (size_bytes(self._told[1]) if self._told is not None else 0)
+        """The memory of the run's outputs and of its newest checkpoint, in bytes."""
+        return self._outputs.size_bytes + (size_bytes(self._journaled[1]) if self._journaled is not None else 0)
 
     @property
     def report(self) -> StepReport:
-        """Where it stands now."""
-        order = self.order
+        """The current status of the step and its flows."""
+        spec = self.spec
         inlets, outlets = self._edges.reports()
         return StepReport(
-            request_id=order.request_id,
-            step_id=order.step_id,
-            attempt=order.attempt,
+            request_id=spec.request_id,
+            step_id=spec.step_id,
+            attempt=spec.attempt,
             age_s=self._stopwatch.age_s,
             started=self._stopwatch.started,
             inlets=inlets,
@@ -145,38 +146,45 @@ class StepRun:
         )
 
     def start(self, *, deadline_s: float | None, on_ended: Callable[["StepRun"], None]) -> None:
-        """Begins. `deadline_s` is in the event loop's time, None for none."""
+        """Starts the run. `deadline_s` is in the event loop's time, None for no deadline."""
         self._set_deadline(deadline_s)
-        self._task = asyncio.create_task(self._run(on_ended), name=f"step {self.order.step_id}")
+        self._task = asyncio.create_task(self._run(on_ended), name=f"step {self.spec.step_id}")
 
     def extend(self, *, deadline_s: float | None) -> None:
-        """Lets a caller that came later wait longer than those before."""
+        """Moves the deadline to that of a later caller, unless the deadline is later already."""
         if self._timer is not None and (deadline_s is None or deadline_s > self._timer.when()):
             self._set_deadline(deadline_s)
 
     def stop(self, cause: StagemeshError) -> None:
-        """Has the run end with `cause` within one engine step; an earlier cause stands."""
+        """Stops the run: it ends with `cause` after the engine's current step, or after ABORT_S.
+
+        Does nothing if the run has been stopped before: the first cause counts.
+        """
         assert self._task is not None, "start comes first"
-        if self._cause is None and self.running:
+        if self._cause is None and not self._closing:
             self._cause = cause
             if self._interruptible:
                 self._task.cancel()
+            self._aborting = asyncio.get_running_loop().call_later(ABORT_S, self._close_early)
 
-    def hand_on(self) -> None:
-        """Has the engine pause it after its present step; the request goes on elsewhere. For engines that can."""
-        self._pause_wish.asked = True
+    def request_pause(self) -> None:
+        """Asks the engine to pause after its current step, so that another replica can resume the request.
+
+        Only for engines with the ability `can_pause`.
+        """
+        self._pause_requested.set()
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """See `StepEdges.rebind`."""
+        """Binds edges to other replicas; see `StepEdges.rebind`."""
         self._edges.rebind(rebinding)
 
     async def ended(self) -> None:
-        """Returns when the engine has let go and the journal is closed. Never raises the run's error."""
+        """Returns when the engine has released the task and the journal is closed. Never raises the run's error."""
         assert self._task is not None, "start comes first"
         await asyncio.wait([self._task])
 
     def _abandoned(self) -> None:
-        """The last caller has gone; it may come back, as after a connection that broke."""
+        """Called when the last caller has left. A caller may return, for instance after a broken connection."""
         if self._abandoning is None:
             loop = asyncio.get_running_loop()
             self._abandoning = loop.call_later(ABANDON_S, self._stop_abandoned)
@@ -184,7 +192,7 @@ class StepRun:
     def _stop_abandoned(self) -> None:
         self._abandoning = None
         if not self.journal.readers:
-            self.stop(CancelledRequestError("every caller of the step has gone"))
+            self.stop(CancelledRequestError("every caller of the step has left"))
 
     def _set_deadline(self, deadline_s: float | None) -> None:
         if self._timer is not None:
@@ -196,16 +204,16 @@ class StepRun:
     async def _run(self, on_ended: Callable[["StepRun"], None]) -> None:
         bind_log_context(**self._where)
         error = await self._outcome()
-        self.failed = error is not None
-        if error is not None:
-            # A copy: one cause may end several runs.
-            error = copy(error).located(**self._where)
-        await self._let_go(error)
-        self.journal.close(error)
+        if self._early_close is None:
+            await self._close(error)
+        else:
+            await self._early_close
+        # An exception refers to the frames that it passed through, and so to a packet and its lease.
+        self._cause = None
         on_ended(self)
 
     async def _outcome(self) -> StagemeshError | None:
-        """Executes, and returns what it failed with: the one place where whatever an engine raises gets its name."""
+        """Runs the step and returns its error, or None. Maps all exceptions of an engine to a StagemeshError."""
         try:
             await self._execute()
         except StagemeshError as exc:
@@ -213,7 +221,7 @@ class StepRun:
         except asyncio.CancelledError:
             return self._cause or CancelledRequestError("the stage is shutting down")
         except Exception as exc:  # noqa: BLE001
-            _log.exception("the engine failed in a way that it does not name")
+            _log.exception("the engine failed with an unexpected exception")
             return InternalError(f"the engine failed: {type(exc).__name__}: {exc}")
         finally:
             self._interruptible = False
@@ -224,28 +232,28 @@ class StepRun:
         self._interruptible = True
         self._edges.open()
         self.journal.append(Accepted(self._engine.load().queued))
-        order, inlets = self.order, self._edges.inlets
-        if not order.inputs:
+        spec, inlets = self.spec, self._edges.inlets
+        if not spec.inputs:
             self._stopwatch.start()
-        feeds = {edge: self._feed(edge, inlet) for edge, inlet in inlets.items()}
-        self._feeds = list(feeds.values())
+        inputs = {edge: self._input(edge, inlet) for edge, inlet in inlets.items()}
+        self._inputs = list(inputs.values())
         await self._compute(
             replace(
-                order.task,
-                inlets=feeds,
-                apart=frozenset(binding.edge for binding in order.inputs if binding.apart),
+                spec.task,
+                inlets=inputs,
+                apart=frozenset(binding.edge for binding in spec.inputs if binding.apart),
                 resume_from=await self._resumed_from(),
-                pause_wish=self._pause_wish,
-                wanted=wanted_of(order),
-                tokens=tokens_of(order, self._signature),
+                pause_requested=self._pause_requested,
+                wanted=spec.wanted_tensors,
+                tokens=spec.wanted_rows(self._signature),
                 deadline_s=self._timer.when() if self._timer is not None else None,
             )
         )
         await self._finish()
 
     async def _resumed_from(self) -> Checkpoint | None:
-        """Where the task goes on; its state may come over an edge."""
-        resume_from = self.order.task.resume_from
+        """Returns the checkpoint from which the task resumes; its tensors may arrive over an edge."""
+        resume_from = self.spec.task.resume_from
         inlet = self._edges.state_inlet
         if resume_from is None or inlet is None:
             return resume_from
@@ -263,25 +271,27 @@ class StepRun:
         self._with_engine = True
         try:
             async for event in events:
-                self.heard += 1
+                # An engine that swallows the cancellation must not emit anything more.
+                self._raise_cause()
+                self.event_count += 1
                 if isinstance(event, Emission):
-                    self._tell(event)
+                    self._append_outputs(event)
                     add_rows(self._rows, event.packet)
-                    if self.order.outputs:
+                    if self.spec.outputs:
                         self._with_engine = False
                         await self._edges.outlets.send(event.packet)
                         self._with_engine = True
                 elif isinstance(event, Progress):
-                    if self._progress_pace.is_due(event):
+                    if self._progress.is_due(event):
                         self.journal.append(event)
                 elif isinstance(event, Checkpoint):
-                    self._keep(event)
+                    self._append_checkpoint(event)
                 elif isinstance(event, Paused):
-                    self.paused = self._counted(event.checkpoint)
+                    self.paused = self._with_counts(event.checkpoint)
                 else:
                     self._usage = event
         finally:
-            # An engine that lets go is not to be broken into.
+            # An engine that releases a task must not be interrupted.
             self._interruptible = False
             self._with_engine = True
             await events.aclose()
@@ -290,12 +300,12 @@ class StepRun:
         self._raise_cause()
 
     def _raise_cause(self) -> None:
-        """For a stop that came where it could not break in."""
+        """Raises the cause of a stop that could not interrupt the run."""
         if self._cause is not None:
             raise self._cause
 
-    def _feed(self, edge: str, inlet: Inlet) -> EdgeInput:
-        transform = next(binding.transform for binding in self.order.inputs if binding.edge == edge)
+    def _input(self, edge: str, inlet: Inlet) -> EdgeInput:
+        transform = next(binding.transform for binding in self.spec.inputs if binding.edge == edge)
         return EdgeInput(
             inlet,
             edge=edge,
@@ -304,33 +314,37 @@ class StepRun:
             on_first=self._stopwatch.start,
         )
 
-    def _tell(self, emission: Emission) -> None:
-        """The client first: what it hears does not wait for the credit of an edge."""
+    def _append_outputs(self, emission: Emission) -> None:
+        """Appends the client's outputs first, so that they do not wait for the credit of an edge."""
         self._stopwatch.first_output()
         for output in self._outputs.push(emission.packet, emission.logprobs):
             self.journal.append(output)
 
-    def _keep(self, checkpoint: Checkpoint) -> None:
-        """What was emitted before a checkpoint is made by it; the rest is to come after it.
+    def _append_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Appends a checkpoint, which covers all that was emitted before it.
 
-        One whose rows an edge does not count as they are emitted would not say where that edge stands.
+        Skips it if an edge does not take all rows: the row counts would not give the position of that edge.
         """
-        if not self._rows_can_be_told:
+        if not self._edges_take_all_rows:
             return
-        state = self._counted(checkpoint)
-        if told(state) is not state:
-            self._on_state(self.order.request_id, state)
-        self._let_go_of_told()
-        self._told = self.journal.append(told(state)), told(state)
+        state = self._with_counts(checkpoint)
+        journaled = without_large_state(state)
+        if journaled is not state:
+            self._on_state(self.spec.request_id, state)
+        self._clear_journaled()
+        self._journaled = self.journal.append(journaled), journaled
 
-    def _let_go_of_told(self) -> None:
-        """Who comes later goes on from a newer state, or has no need to: this one leaves no more than its place."""
-        if self._told is not None:
-            index, state = self._told
-            self.journal.replace(index, place_of(state))
-            self._told = None
+    def _clear_journaled(self) -> None:
+        """Replaces the last journaled checkpoint with a placeholder without its state.
 
-    def _counted(self, checkpoint: Checkpoint) -> Checkpoint:
+        Later subscribers resume from a newer checkpoint or need none.
+        """
+        if self._journaled is not None:
+            index, state = self._journaled
+            self.journal.replace(index, without_state(state))
+            self._journaled = None
+
+    def _with_counts(self, checkpoint: Checkpoint) -> Checkpoint:
         return replace(checkpoint, outputs=self._outputs.made, rows=dict(self._rows))
 
     async def _finish(self) -> None:
@@ -338,37 +352,47 @@ class StepRun:
             self.journal.append(output)
         if self.paused is not None:
             await self._send_state(self.paused)
-            self._let_go_of_told()
-            # It stays in `States` as far as there is room; here is what its callers are told.
-            self.paused = told(self.paused)
-            self._told = self.journal.append(Paused(self.paused)), self.paused
+            self._clear_journaled()
+            # `PausedStates` keeps the whole state, as far as its budget allows; the callers receive this one.
+            self.paused = without_large_state(self.paused)
+            self._journaled = self.journal.append(Paused(self.paused)), self.paused
             return
         await self._edges.outlets.finish()
         edges = self._edges.outlets.usages
-        self._let_go_of_told()
+        self._clear_journaled()
         self.journal.append(Finished(self._usage, self._stopwatch.timings(), edges))
 
     async def _send_state(self, state: Checkpoint) -> None:
-        self._on_state(self.order.request_id, state)
+        self._on_state(self.spec.request_id, state)
         outlet = self._edges.state_outlet
         if outlet is not None:
             await outlet.send(Packet(state.tensors, {"steps": state.steps}))
             await outlet.finish()
 
-    async def _let_go(self, error: StagemeshError | None) -> None:
-        if error is None and self.paused is not None and self._pause_wish.asked:
-            # Its neighbours wait for whoever goes on with it.
-            error = handed_on(self._where)
-        await self._edges.close(error, left_state=self.paused is not None)
-        if error is None and not self._edges.is_over:
+    def _close_early(self) -> None:
+        """Closes the run although the engine has not released the task. `ended` still waits for the engine."""
+        _log.warning("the engine has not released step %s %g s after its stop", self.spec.step_id, ABORT_S)
+        self._early_close = asyncio.create_task(self._close(self._cause), name=f"close step {self.spec.step_id}")
+
+    async def _close(self, error: StagemeshError | None) -> None:
+        self._closing = True
+        for timer in (self._abandoning, self._aborting, self._timer):
+            if timer is not None:
+                timer.cancel()
+        self._abandoning = self._aborting = self._timer = None
+        self.failed = error is not None
+        if error is not None:
+            # A copy, because one cause may end several runs.
+            error = copy(error).located(**self._where)
+        edges_error = error
+        if error is None and self.paused is not None and self._pause_requested.is_set():
+            # The neighbouring stages wait for the replica that resumes the request.
+            edges_error = drained_error(self._where)
+        await self._edges.close(edges_error, left_state=self.paused is not None)
+        if edges_error is None and not self._edges.is_over:
             self._on_left(self._edges)
-        if self._abandoning is not None:
-            self._abandoning.cancel()
-            self._abandoning = None
-        self._set_deadline(None)
-        # The run is kept for callers that attach again; they need the journal alone. A cause that was raised
-        # holds on to the frames that it came through, and so to a packet and its lease.
-        self._edges = StepEdges(replace(self.order, inputs=(), outputs=()), self._data_plane)
-        self._cause = None
-        self._feeds = []
-        self.order = replace(self.order, task=Task(self.order.request_id, self.order.task.seed))
+        # The run is kept for callers that attach again; they need the journal alone.
+        self._edges = StepEdges(replace(self.spec, inputs=(), outputs=()), self._data_plane)
+        self._inputs = []
+        self.spec = replace(self.spec, task=Task(self.spec.request_id, self.spec.task.seed))
+        self.journal.close(error)

@@ -1,32 +1,33 @@
-"""What a caller of ExecuteStep asks for, free of the wire."""
+"""The spec of a step: the content of an ExecuteStep or RebindStep call, free of protobuf."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stagemesh.connectors.edge import ChunkPolicy, ConnectorName
+from stagemesh.common.descriptors import Signature
+from stagemesh.connectors.edge import ChunkPolicy, ConnectorName, Packet
 from stagemesh.services.engines.base import Task, TokenSelection
 
 STATE_EDGE = "@state"
-"""Beside a pipeline's edges: carries the state of a request that is paused to where it goes on."""
+"""The edge that carries the state of a paused request to the replica that resumes it. Not an edge of the pipeline."""
 
 
 @dataclass(frozen=True)
 class InputBinding:
-    """An incoming edge, and the replica that feeds it."""
+    """An incoming edge and its producer replica."""
 
     edge: str
     producer: str
     transform: str = ""
     """The name of a transform; empty for none."""
     apart: bool = False
-    """Whether its packets are inputs of their own."""
+    """Whether each packet of this edge is an input of its own."""
     attempt: int = 0
-    """Of the edge's flow; 0 is the step's."""
+    """The attempt of the edge's flow; 0 stands for the step's attempt."""
 
 
 @dataclass(frozen=True)
 class OutputBinding:
-    """An outgoing edge, and the replica that it feeds."""
+    """An outgoing edge and its consumer replica."""
 
     edge: str
     consumer: str
@@ -34,52 +35,98 @@ class OutputBinding:
     connector: ConnectorName
     policy: ChunkPolicy
     tensors: frozenset[str] = frozenset()
-    """The emitted tensors that it carries; empty for all."""
+    """The emitted tensors that the edge carries; empty for all."""
     tokens: TokenSelection = "all"
     attempt: int = 0
-    """Of the edge's flow; 0 is the step's."""
+    """The attempt of the edge's flow; 0 stands for the step's attempt."""
+
+    def select(self, packet: Packet) -> Packet | None:
+        """Returns the part of a packet that the edge carries, or None if there is none."""
+        if self.tensors and not packet.tensors.keys() <= self.tensors:
+            tensors = {name: tensor for name, tensor in packet.tensors.items() if name in self.tensors}
+            if not tensors:
+                return None
+            packet = Packet(tensors, packet.metadata)
+        return _from_last_prompt_token(packet) if self.tokens == "last" else packet
 
 
 @dataclass(frozen=True)
 class StepSpec:
-    """One stage's share of a request."""
+    """One stage's part of a request, as called by ExecuteStep."""
 
     step_id: str
     attempt: int
     task: Task
-    """What the engine is to do; its inlets are opened by the run."""
+    """The task for the engine, without inlets: the run opens them."""
     inputs: tuple[InputBinding, ...] = ()
     outputs: tuple[OutputBinding, ...] = ()
     streamed: tuple[str, ...] = ()
-    """The emitted tensors that the caller hears."""
+    """The emitted tensors that are streamed to the caller."""
     fingerprint: bytes = b""
-    """Equal for calls of equal content."""
+    """Equal for calls with equal content."""
 
     @property
     def takes_state(self) -> bool:
-        """Whether the state that it goes on from comes over an edge."""
+        """Whether the state from which the step resumes arrives over an edge."""
         return any(binding.edge == STATE_EDGE for binding in self.inputs)
 
     @property
     def request_id(self) -> str:
-        """The request."""
+        """The id of the request."""
         return self.task.request_id
+
+    @property
+    def wanted_tensors(self) -> frozenset[str] | None:
+        """The tensors that any edge or the caller takes; None for all."""
+        if any(not binding.tensors for binding in self.outputs):
+            return None
+        return frozenset(self.streamed).union(*(binding.tensors for binding in self.outputs))
+
+    def wanted_rows(self, signature: Signature) -> TokenSelection:
+        """Returns the rows that any edge or the caller takes. The caller always takes all rows of a tensor."""
+        only_last = self._rows_of_edges(signature) == {"last"}
+        return "last" if only_last and not _tensors_with_rows(signature).intersection(self.streamed) else "all"
+
+    def edges_take_all_rows(self, signature: Signature) -> bool:
+        """Returns whether each edge takes every emitted row of its tensors, so that one row count holds for all."""
+        return self._rows_of_edges(signature) <= {self.wanted_rows(signature)}
+
+    def _rows_of_edges(self, signature: Signature) -> set[TokenSelection]:
+        names = _tensors_with_rows(signature)
+        return {each.tokens for each in self.outputs if not each.tensors or each.tensors & names}
 
 
 @dataclass(frozen=True)
 class InputRebinding:
-    """An incoming edge's new producer."""
+    """The new producer of an incoming edge."""
 
     binding: InputBinding
     first_rows: Mapping[str, int]
-    """Rows of each tensor before the first that the new flow brings; 0 where not named."""
+    """The number of rows before the first row of the new flow, by tensor; 0 if not listed."""
 
 
 @dataclass(frozen=True)
 class Rebinding:
-    """The new replicas at the other ends of some of a step's edges."""
+    """New peer replicas for some edges of a step."""
 
     request_id: str
     step_id: str
     inputs: tuple[InputRebinding, ...] = ()
     outputs: tuple[OutputBinding, ...] = ()
+
+
+def _tensors_with_rows(signature: Signature) -> set[str]:
+    return {name for name, emitted in signature.emits.items() if emitted.kind == "tensor"}
+
+
+def _from_last_prompt_token(packet: Packet) -> Packet | None:
+    """Returns the rows from the prompt's last token on, or None if the packet holds earlier rows only."""
+    start, prompt_tokens = packet.metadata.get("token_start"), packet.metadata.get("prompt_tokens")
+    if not isinstance(start, int) or not isinstance(prompt_tokens, int):
+        return packet
+    skipped = prompt_tokens - 1 - start
+    if skipped <= 0:
+        return packet
+    tensors = {name: tensor[skipped:] for name, tensor in packet.tensors.items()}
+    left = len(next(iter(tensors.values())))
+    return Packet(tensors, {**packet.metadata, "token_start": start + skipped}) if left else None

@@ -1,4 +1,4 @@
-"""What is refused before anything is held for it."""
+"""Requests that a stage rejects before it takes any resources."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,8 +9,8 @@ from stagemesh.common.descriptors import OptionSpec, Signature
 from stagemesh.common.errors import InvalidRequestError, UnsupportedError
 from stagemesh.common.tensors import TensorSpec
 from stagemesh.services.engines.base import SamplingOptions, Structure
-from stagemesh.services.stage.service.conversion import order_from_wire
-from stagemesh.services.stage.step.checks import check_order
+from stagemesh.services.stage.service.conversion import spec_from_wire
+from stagemesh.services.stage.step.checks import check_spec
 from stagemesh.v1 import chunk_pb2, request_pb2, stage_pb2, tensor_pb2
 from tests.stage.replicas import step_request
 
@@ -37,20 +37,20 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
 @pytest.mark.parametrize(
     ("change", "reason", "message"),
     [
-        (lambda r: setattr(r, "request_id", ""), "INVALID_ID", "request_id is ''"),
-        (lambda r: setattr(r, "request_id", "a b"), "INVALID_ID", "letters, digits"),
-        (lambda r: setattr(r, "request_id", "x" * 129), "INVALID_ID", "1 to 128"),
+        (lambda r: setattr(r, "request_id", ""), "INVALID_REQUEST_ID", "request_id is ''"),
+        (lambda r: setattr(r, "request_id", "a b"), "INVALID_REQUEST_ID", "letters, digits"),
+        (lambda r: setattr(r, "request_id", "x" * 129), "INVALID_REQUEST_ID", "1 to 128"),
         (lambda r: setattr(r, "step_id", "x\n"), "INVALID_ID", "step_id is"),
         (lambda r: setattr(r, "attempt", 0), "INVALID_REQUEST", "attempts count from 1"),
         (lambda r: setattr(r.input, "text", " \n"), "EMPTY_PROMPT", "the prompt is empty"),
         (lambda r: r.ClearField("input"), "EMPTY_PROMPT", "the prompt is empty"),
         (lambda r: r.input.conversation.SetInParent(), "EMPTY_PROMPT", "the prompt is empty"),
         (lambda r: r.input.token_ids.SetInParent(), "EMPTY_PROMPT", "the prompt is empty"),
-        (lambda r: r.input.conversation.messages.add(role="bard"), "INVALID_ROLE", "assistant, system, user"),
+        (lambda r: r.input.conversation.messages.add(role="bard"), "INVALID_PROMPT", "system, user, assistant"),
         (lambda r: r.streamed.append("video"), "UNKNOWN_TENSOR", "unknown tensor 'video'"),
-        (lambda r: r.parameters.options.update(pitch=1.0), "UNKNOWN_OPTION", "this stage knows speed"),
+        (lambda r: r.parameters.options.update(pitch=1.0), "UNKNOWN_OPTION", "this stage has speed"),
         (lambda r: r.parameters.options.update(speed=3.0), "INVALID_OPTION", "must be from 0.5 to 2"),
-        (lambda r: r.parameters.options.update(speed=float("nan")), "INVALID_OPTION", "speed is nan"),
+        (lambda r: r.parameters.options.update(speed=float("nan")), "INVALID_OPTION", "'speed' is nan"),
         (lambda r: setattr(r.parameters.sampling, "max_tokens", 0), "INVALID_SAMPLING", "max_tokens is 0"),
         (lambda r: setattr(r.parameters.sampling, "temperature", -1), "INVALID_SAMPLING", "at least 0"),
         (lambda r: setattr(r.parameters.sampling, "temperature", float("inf")), "INVALID_SAMPLING", "is inf"),
@@ -73,21 +73,21 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: r.outputs.add(edge="a->b", tokens=9), "INVALID_EDGE", "a->b carries token selection 9"),
         (lambda r: _policy(r).frames.SetInParent(), "INVALID_EDGE", "frames >= 1"),
         (lambda r: r.input.tensors.extend([_tensor(inline=b"1")] * 2), "INVALID_REQUEST", "'x' twice"),
-        (lambda r: r.input.tensors.append(_tensor(shm=tensor_pb2.ShmRegion())), "INVALID_REQUEST", "inline"),
+        (lambda r: r.input.tensors.append(_tensor(shm=tensor_pb2.ShmRegion())), "INVALID_CHUNK", "inline"),
         (lambda r: r.input.tensors.append(_tensor(inline=b"12")), "INVALID_CHUNK", "needs 1 bytes but came with 2"),
     ],
 )
-def test_bad_request_is_refused_with_a_remedy(change: Change, reason: str, message: str) -> None:
+def test_a_bad_request_is_rejected_with_a_remedy(change: Change, reason: str, message: str) -> None:
     request = step_request()
     request.ClearField("streamed")
     change(request)
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        check_order(order_from_wire(request), SOURCE, engine="fake")
+        check_spec(spec_from_wire(request), SOURCE, engine="fake")
     assert caught.value.reason == reason
 
 
 def _part(**content: object) -> Change:
-    """Has the prompt be a message of this one part."""
+    """Returns a change that makes the prompt a message of this one part."""
 
     def change(request: Request) -> None:
         part = request_pb2.Part(**content)  # type: ignore[arg-type]
@@ -123,12 +123,12 @@ SEEING = Signature(media=True)
         (_sound(8_000, dtype=tensor_pb2.DATA_TYPE_INT32), "INVALID_MEDIA", "audio is int32"),
     ],
 )
-def test_a_medium_that_cannot_be_one_is_refused(change: Change, reason: str, message: str) -> None:
+def test_an_invalid_medium_is_rejected(change: Change, reason: str, message: str) -> None:
     request = step_request()
     request.ClearField("streamed")
     change(request)
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        check_order(order_from_wire(request), SEEING, engine="fake")
+        check_spec(spec_from_wire(request), SEEING, engine="fake")
     assert caught.value.reason == reason
 
 
@@ -136,65 +136,65 @@ def test_content_and_parts_exclude_each_other() -> None:
     request = step_request()
     request.input.conversation.messages.add(role="user", content="a", parts=[request_pb2.Part(text="b")])
     with pytest.raises(InvalidRequestError, match="content and parts"):
-        order_from_wire(request)
+        spec_from_wire(request)
 
 
-def test_media_are_for_engines_that_take_them() -> None:
+def test_media_are_rejected_by_a_text_engine() -> None:
     request = step_request()
     request.ClearField("streamed")
     _sound(8_000)(request)
-    check_order(order_from_wire(request), SEEING, engine="fake")
+    check_spec(spec_from_wire(request), SEEING, engine="fake")
     with pytest.raises(UnsupportedError, match="engine fake takes text alone on this stage; leave the audio out"):
-        check_order(order_from_wire(request), SOURCE, engine="fake")
+        check_spec(spec_from_wire(request), SOURCE, engine="fake")
 
 
-def test_stage_without_its_edge_is_refused() -> None:
+def test_a_stage_without_its_edge_is_rejected() -> None:
     request = step_request()
     request.ClearField("streamed")
     with pytest.raises(InvalidRequestError, match="bind an edge that brings text") as caught:
-        check_order(order_from_wire(request), FED, engine="fake")
+        check_spec(spec_from_wire(request), FED, engine="fake")
     assert caught.value.reason == "MISSING_INPUT"
 
 
 @pytest.mark.parametrize("resumable", [True, False])
-def test_pausing_is_refused(*, resumable: bool) -> None:
+def test_max_steps_is_rejected_by_an_engine_that_cannot_pause(*, resumable: bool) -> None:
     request = step_request()
     request.max_steps = 1
     with pytest.raises(UnsupportedError, match="engine fake cannot pause; leave max_steps unset"):
-        check_order(order_from_wire(request), SOURCE, engine="fake", resumable=resumable)
+        check_spec(spec_from_wire(request), SOURCE, engine="fake", resumable=resumable)
 
 
-def test_resuming_is_for_engines_that_can() -> None:
+def test_resuming_is_rejected_by_an_engine_that_cannot() -> None:
     request = step_request()
     request.ClearField("streamed")
     request.resume_from.SetInParent()
-    check_order(order_from_wire(request), SOURCE, engine="fake", resumable=True)
+    check_spec(spec_from_wire(request), SOURCE, engine="fake", resumable=True)
     with pytest.raises(UnsupportedError, match="engine fake cannot resume; leave resume_from unset"):
-        check_order(order_from_wire(request), SOURCE, engine="fake")
+        check_spec(spec_from_wire(request), SOURCE, engine="fake")
 
 
-def test_checkpoint_of_another_stage_is_refused() -> None:
+def test_a_checkpoint_of_another_stage_is_rejected() -> None:
     request = step_request()
     request.ClearField("streamed")
     request.resume_from.outputs["audio"] = 3
     with pytest.raises(InvalidRequestError, match="the checkpoint counts 'audio'") as caught:
-        check_order(order_from_wire(request), SOURCE, engine="fake", resumable=True)
+        check_spec(spec_from_wire(request), SOURCE, engine="fake", resumable=True)
     assert caught.value.reason == "INVALID_CHECKPOINT"
 
 
-def test_good_request_passes_whole() -> None:
+def test_a_valid_request_is_converted_completely() -> None:
     request = step_request()
     request.ClearField("streamed")
     request.parameters.sampling.MergeFrom(request_pb2.Sampling(max_tokens=3, temperature=0, stop=["."]))
     request.parameters.options["speed"] = 2.0
     request.outputs.append(BOUND)
-    order = order_from_wire(request)
-    check_order(order, SOURCE, engine="fake")
-    assert (order.task.prompt, order.task.seed, order.task.options) == ("hi", 1, {"speed": 2.0})
-    assert (order.task.sampling.max_tokens, order.task.sampling.temperature, order.task.sampling.top_p) == (3, 0, None)
+    spec = spec_from_wire(request)
+    check_spec(spec, SOURCE, engine="fake")
+    assert (spec.task.prompt, spec.task.seed, spec.task.options) == ("hi", 1, {"speed": 2.0})
+    assert (spec.task.sampling.max_tokens, spec.task.sampling.temperature, spec.task.sampling.top_p) == (3, 0, None)
 
 
-def test_all_of_sampling_arrives() -> None:
+def test_every_sampling_field_is_converted() -> None:
     request = step_request()
     sampling = request_pb2.Sampling(
         max_tokens=9,
@@ -211,16 +211,17 @@ def test_all_of_sampling_arrives() -> None:
         ignore_eos=True,
         bad_words=["bad"],
         logprobs=0,
-        choice=request_pb2.Choice(texts=["yes", "no"]),
     )
     request.parameters.sampling.CopyFrom(sampling)
-    options = order_from_wire(request).task.sampling
-    assert options.structure == Structure("choice", ("yes", "no"))
-    sent = {field.name: value for field, value in sampling.ListFields() if field.name != "choice"}
+    options = spec_from_wire(request).task.sampling
+    sent = {field.name: value for field, value in sampling.ListFields()}
     assert {name: getattr(options, name) for name in sent} == {
         name: tuple(value) if name in {"stop", "stop_token_ids", "bad_words"} else value for name, value in sent.items()
     }
-    assert order_from_wire(step_request()).task.sampling == SamplingOptions()
+    assert spec_from_wire(step_request()).task.sampling == SamplingOptions()
+    request.parameters.sampling.CopyFrom(request_pb2.Sampling(choice=request_pb2.Choice(texts=["yes", "no"])))
+    options = spec_from_wire(request).task.sampling
+    assert options == SamplingOptions(structure=Structure("choice", ("yes", "no")))
 
 
 def _policy(request: Request) -> stage_pb2.ChunkPolicy:
@@ -228,7 +229,7 @@ def _policy(request: Request) -> stage_pb2.ChunkPolicy:
     return binding.policy
 
 
-def test_a_stage_that_lacks_what_it_needs_is_refused_at_once() -> None:
+def test_an_absent_required_tensor_is_rejected() -> None:
     request = step_request()
     request.ClearField("streamed")
     request.inputs.add(edge="a->b", producer="a-0")
@@ -236,6 +237,6 @@ def test_a_stage_that_lacks_what_it_needs_is_refused_at_once() -> None:
     numbers = TensorSpec.parse("float32[n]")
     needing = Signature(accepts={"x": numbers, "y": numbers})
     with pytest.raises(InvalidRequestError, match="no edge brings y, and this stage does not run without") as caught:
-        check_order(order_from_wire(request), needing, engine="fake")
+        check_spec(spec_from_wire(request), needing, engine="fake")
     assert caught.value.reason == "MISSING_INPUT"
-    check_order(order_from_wire(request), replace(needing, optional=frozenset("y")), engine="fake")
+    check_spec(spec_from_wire(request), replace(needing, optional=frozenset("y")), engine="fake")

@@ -1,4 +1,4 @@
-"""What a stage with several incoming edges is fed: packets together, packets apart, and tensors that do not come."""
+"""The inputs of a stage with several incoming edges: joined packets, packets apart, and absent tensors."""
 
 import asyncio
 import weakref
@@ -23,7 +23,7 @@ BOUND_S = 5
 
 
 class Edge:
-    """An incoming edge on which a test says when a packet comes."""
+    """An incoming edge whose packets a test sends."""
 
     def __init__(self, tensor: str) -> None:
         self._tensor = tensor
@@ -52,7 +52,7 @@ async def all_of(task: Task, signature: Signature) -> list[dict[str, float]]:
         return values([packet async for packet in packets_of(task, signature)])
 
 
-async def test_edges_that_go_together_make_one_input_of_a_packet_of_each() -> None:
+async def test_joined_edges_make_one_input_from_a_packet_of_each() -> None:
     left, right = Edge("x"), Edge("y")
     left.bring(1, 2)
     right.bring(10, 20)
@@ -62,7 +62,7 @@ async def test_edges_that_go_together_make_one_input_of_a_packet_of_each() -> No
     assert await all_of(task, BOTH) == [{"x": 1, "y": 10}, {"x": 2, "y": 20}]
 
 
-async def test_an_edge_that_ends_sooner_is_named() -> None:
+async def test_a_joined_edge_that_ends_early_is_named() -> None:
     left, right = Edge("x"), Edge("y")
     left.bring(1)
     left.end()
@@ -71,7 +71,7 @@ async def test_an_edge_that_ends_sooner_is_named() -> None:
         await all_of(Task("r", 0, inlets={"left": left, "right": right}), BOTH)
 
 
-async def test_packets_of_edges_that_are_apart_come_as_they_arrive() -> None:
+async def test_packets_of_edges_apart_keep_their_arrival_order() -> None:
     left, right = Edge("x"), Edge("y")
     task = Task("r", 0, inlets={"left": left, "right": right}, apart=frozenset({"left", "right"}))
     async with asyncio.timeout(BOUND_S), aclosing(packets_of(task, EITHER)) as packets:
@@ -85,7 +85,7 @@ async def test_packets_of_edges_that_are_apart_come_as_they_arrive() -> None:
         assert values([first, second, *[packet async for packet in packets]]) == [{"y": 10}, {"x": 1}, {"y": 20}]
 
 
-async def test_an_edge_apart_does_not_wait_for_those_that_go_together() -> None:
+async def test_an_edge_apart_does_not_wait_for_joined_edges() -> None:
     left, right, aside = Edge("x"), Edge("y"), Edge("x")
     inlets = {"left": left, "right": right, "aside": aside}
     task = Task("r", 0, inlets=inlets, apart=frozenset({"aside"}))
@@ -100,15 +100,15 @@ async def test_an_edge_apart_does_not_wait_for_those_that_go_together() -> None:
         assert values([first, second, *[packet async for packet in packets]]) == [{"x": 7}, {"x": 1, "y": 10}]
 
 
-async def test_a_needed_tensor_that_lacks_is_named() -> None:
+async def test_a_missing_required_tensor_is_named() -> None:
     left = Edge("x")
     left.bring(1)
     left.end()
-    with pytest.raises(InvalidChunkError, match="'y' is missing; came with x"):
+    with pytest.raises(InvalidChunkError, match="'y' is missing; the packet holds x"):
         await all_of(Task("r", 0, inlets={"left": left}), BOTH)
 
 
-async def test_what_breaks_on_one_edge_ends_the_reading_of_all() -> None:
+async def test_a_failed_edge_ends_the_reading_of_all_edges() -> None:
     left, right = Edge("x"), Edge("y")
     left.end(InvalidChunkError("left is broken"))
     task = Task("r", 0, inlets={"left": left, "right": right}, apart=frozenset({"left", "right"}))
@@ -118,7 +118,7 @@ async def test_what_breaks_on_one_edge_ends_the_reading_of_all() -> None:
 
 
 class Ready:
-    """Incoming edge whose packets are all there; it holds on to none that was taken."""
+    """An incoming edge with all packets available; it does not retain packets that were read."""
 
     def __init__(self, tensor: str, *values: float) -> None:
         self._packets = deque(Packet({tensor: np.array([value], np.float32)}) for value in values)
@@ -132,7 +132,7 @@ class Ready:
         return self._packets.popleft()
 
 
-async def test_a_packet_that_was_used_is_let_go_of_before_the_next() -> None:
+async def test_a_used_packet_is_released_before_the_next() -> None:
     task = Task("r", 0, inlets={"left": Ready("x", 1), "right": Ready("y", 2)}, apart=frozenset({"left", "right"}))
     async with aclosing(packets_of(task, EITHER)) as packets:
         first = weakref.ref((await anext(packets)).tensors["x"])
@@ -140,7 +140,7 @@ async def test_a_packet_that_was_used_is_let_go_of_before_the_next() -> None:
         assert first() is None
 
 
-async def test_whoever_stops_reading_leaves_no_reader_behind() -> None:
+async def test_a_caller_that_stops_reading_leaves_no_reader_running() -> None:
     left, right = Edge("x"), Edge("y")
     left.bring(1)
     task = Task("r", 0, inlets={"left": left, "right": right}, apart=frozenset({"left", "right"}))

@@ -1,4 +1,4 @@
-"""A replica that is drained, resumed and shut down by request, and what it says of its steps."""
+"""Draining, resuming and shutting down a replica, and the reports of its steps."""
 
 import asyncio
 import math
@@ -8,116 +8,116 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError, NotReadyError, UnavailableError
 from stagemesh.services.engines.base import Paused
+from stagemesh.services.stage.replica.controls import page_of
 from stagemesh.services.stage.replica.load import ReplicaState
-from stagemesh.services.stage.step.events import Finished
-from stagemesh.services.stage.step.reports import StepReport, page_of
+from stagemesh.services.stage.step.events import Finished, StepReport
 from tests.stage.gated_engine import GatedEngine
-from tests.stage.replicas import events_of, make_runtime, order, ready_runtime, stage_config
+from tests.stage.replicas import events_of, make_runtime, ready_runtime, stage_config, step_spec
 
 
-async def test_a_held_replica_says_so_and_takes_steps_that_come_still() -> None:
+async def test_a_draining_replica_reports_it_and_accepts_planned_steps() -> None:
     async with ready_runtime() as runtime:
         serving: list[bool] = []
         runtime.on_serving = serving.append
-        runtime.hold()
+        runtime.start_drain()
         assert (runtime.state, serving) == (ReplicaState.DRAINING, [False])
-        assert await events_of(runtime, order())
+        assert await events_of(runtime, step_spec())
 
 
-async def test_release_ends_a_hold() -> None:
+async def test_ending_a_drain_makes_the_replica_ready() -> None:
     async with ready_runtime() as runtime:
         serving: list[bool] = []
         runtime.on_serving = serving.append
-        runtime.hold()
-        runtime.hold()
-        runtime.release()
-        runtime.release()
+        runtime.start_drain()
+        runtime.start_drain()
+        runtime.end_drain()
+        runtime.end_drain()
         assert (runtime.state, serving) == (ReplicaState.READY, [False, True])
 
 
-async def test_a_held_replica_that_shuts_down_refuses_steps_and_does_not_come_back() -> None:
+async def test_a_replica_that_shuts_down_cannot_end_its_drain() -> None:
     async with ready_runtime() as runtime:
-        runtime.hold()
-        await runtime.drain(grace_s=0)
+        runtime.start_drain()
+        await runtime.finish_steps(grace_s=0)
         with pytest.raises(NotReadyError):
-            await events_of(runtime, order())
+            await events_of(runtime, step_spec())
         with pytest.raises(NotReadyError):
-            runtime.release()
+            runtime.end_drain()
 
 
-async def test_a_replica_that_loads_is_not_held() -> None:
+async def test_a_loading_replica_cannot_be_drained() -> None:
     runtime = make_runtime()
     with pytest.raises(NotReadyError, match="loading"):
-        runtime.hold()
+        runtime.start_drain()
     await runtime.close()
 
 
-async def test_a_hold_counts_what_runs() -> None:
+async def test_a_drain_returns_the_number_of_running_steps() -> None:
     async with ready_runtime(stage_config(steps=1000, step_s=0.01)) as runtime:
-        events = runtime.execute(order("r"), time_left_s=None)
+        events = runtime.execute(step_spec("r"), time_left_s=None)
         async with aclosing(events):
             await anext(events)
-            assert runtime.hold() == 1
+            assert runtime.start_drain() == 1
 
 
-async def test_what_runs_is_handed_on_when_its_time_is_up_and_what_comes_then_refused() -> None:
+async def test_steps_are_handed_over_after_their_time_and_new_ones_rejected() -> None:
     engine = GatedEngine()
     async with ready_runtime(engine=engine) as runtime:
-        events = runtime.execute(order(), time_left_s=None)
+        events = runtime.execute(step_spec(), time_left_s=None)
         async with aclosing(events):
             await anext(events)
-            assert runtime.hold(move_after_s=0.0) == 1
+            assert runtime.start_drain(move_after_s=0.0) == 1
             with pytest.raises(UnavailableError, match="thinker-0 of stage thinker is drained") as caught:
                 [event async for event in events]
         assert caught.value.reason == "DRAINED"
         with pytest.raises(NotReadyError):
-            await events_of(runtime, order("late"))
-        runtime.release()
+            await events_of(runtime, step_spec("late"))
+        runtime.end_drain()
         engine.gate.set()
-        assert await events_of(runtime, order("later"))
+        assert await events_of(runtime, step_spec("later"))
 
 
-async def test_what_can_pause_is_paused_and_not_stopped() -> None:
+async def test_a_drain_pauses_steps_that_can_pause() -> None:
     async with ready_runtime(stage_config(steps=1000, step_s=0.01)) as runtime:
-        events = runtime.execute(order(), time_left_s=None)
+        events = runtime.execute(step_spec(), time_left_s=None)
         async with aclosing(events):
             await anext(events)
-            runtime.hold(move_after_s=0.0)
+            runtime.start_drain(move_after_s=0.0)
             *_, last = [event async for event in events]
         assert isinstance(last, Paused)
         assert 0 < last.checkpoint.steps < 1000
 
 
-async def test_a_shutdown_pauses_what_can_pause_when_its_time_is_up() -> None:
+async def test_a_shutdown_pauses_steps_at_the_end_of_its_grace() -> None:
     async with ready_runtime(stage_config(steps=1000, step_s=0.01)) as runtime:
-        events = runtime.execute(order(), time_left_s=None)
+        events = runtime.execute(step_spec(), time_left_s=None)
         async with aclosing(events):
             await anext(events)
-            await runtime.drain(grace_s=0.5)
+            await runtime.finish_steps(grace_s=0.5)
             assert isinstance([event async for event in events][-1], Paused)
 
 
-async def test_what_is_resumed_in_time_is_not_handed_on() -> None:
+async def test_a_drain_that_ends_in_time_hands_nothing_over() -> None:
     async with ready_runtime(stage_config(steps=20, step_s=0.01)) as runtime:
-        events = runtime.execute(order(), time_left_s=None)
+        events = runtime.execute(step_spec(), time_left_s=None)
         async with aclosing(events):
             await anext(events)
-            runtime.hold(move_after_s=0.05)
-            runtime.release()
+            runtime.start_drain(move_after_s=0.05)
+            runtime.end_drain()
             assert isinstance([event async for event in events][-1], Finished)
 
 
 @pytest.mark.parametrize("move_after_s", [-1.0, math.nan])
-async def test_a_time_that_is_none_is_refused(move_after_s: float) -> None:
+async def test_an_invalid_move_time_is_rejected(move_after_s: float) -> None:
     async with ready_runtime() as runtime:
         with pytest.raises(InvalidRequestError, match="move_after_s"):
-            runtime.hold(move_after_s=move_after_s)
+            runtime.start_drain(move_after_s=move_after_s)
         assert runtime.state is ReplicaState.READY
 
 
-async def test_steps_under_way_are_reported_by_request() -> None:
+async def test_running_steps_are_reported_by_request() -> None:
     async with ready_runtime(stage_config(steps=1000, step_s=0.01)) as runtime:
-        runs = [runtime.execute(order(name), time_left_s=None) for name in ("one", "two")]
+        runs = [runtime.execute(step_spec(name), time_left_s=None) for name in ("one", "two")]
         for run in runs:
             await anext(run)
         reports = runtime.reports("two")
@@ -128,7 +128,7 @@ async def test_steps_under_way_are_reported_by_request() -> None:
 
 def test_pages_of_steps_join_without_gaps() -> None:
     reports = [StepReport("r", name, 1, 0.0, started=True, inlets=(), outlets=()) for name in "cab"]
-    first = page_of(reports, page_size=2, page_token="")
-    second = page_of(reports, page_size=2, page_token=first.next_token)
-    assert [report.step_id for report in (*first.steps, *second.steps)] == ["a", "b", "c"]
+    first = page_of(reports, lambda report: report.step_id, page_size=2, page_token="")
+    second = page_of(reports, lambda report: report.step_id, page_size=2, page_token=first.next_token)
+    assert [report.step_id for report in (*first.items, *second.items)] == ["a", "b", "c"]
     assert second.next_token == ""
