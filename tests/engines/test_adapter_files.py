@@ -8,7 +8,7 @@ import pytest
 
 from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.adapters.files import Sizes, read_adapter
-from tests.engines.tiny_adapter import write_adapter
+from tests.engines.vllm.tiny_adapter import write_adapter
 
 LAYER = "base_model.model.model.layers.1.mlp.down_proj"
 

@@ -13,8 +13,8 @@ import pytest
 from stagemesh.client import Client, Result, TensorOutput
 from stagemesh.common.errors import CancelledRequestError
 from tests.deployment import Deployment, deployed, eventually
-from tests.engines.emitted_states import PROMPTS, STEPS, TOLERANCE, Floats, Reference, load_reference, reference
-from tests.engines.tiny_model import write_real_model
+from tests.engines.vllm.emitted_states import PROMPTS, STEPS, TOLERANCE, Floats, Reference, load_reference, reference
+from tests.engines.vllm.tiny_model import write_real_model
 from tests.system.state_consumers import add_functions
 
 pytestmark = pytest.mark.timeout(300)

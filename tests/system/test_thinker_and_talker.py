@@ -12,7 +12,7 @@ import torch
 
 from stagemesh.client import Result
 from tests.deployment import deployed, eventually
-from tests.engines.tiny_model import write_real_model
+from tests.engines.vllm.tiny_model import write_real_model
 from tests.system.renamed_states import add_transform
 
 pytestmark = pytest.mark.timeout(300)

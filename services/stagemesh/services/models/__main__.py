@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     fetching = commands.add_parser("fetch", help="Fetch the models that a pipeline needs.")
     fetching.add_argument("pipeline", help=f"The pipeline; one of: {', '.join(PIPELINES)}.")
     fetching.add_argument(
-        "--force", action="store_true", help="Fetch and convert all models again, even if they are present."
+        "--force", action="store_true", help="Fetch and convert all models again; by default, present models are kept."
     )
     return parser
 

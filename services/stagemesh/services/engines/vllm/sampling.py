@@ -21,10 +21,10 @@ class CheckedParams(SamplingParams):
     """Sampling parameters that `check` checks on another thread. vLLM's own check, on the event loop, does nothing."""
 
     def verify(self, *args: object, **kwargs: object) -> None:
-        """Does nothing."""
+        """Does nothing, because `check` has done it."""
 
     def update_from_tokenizer(self, tokenizer: TokenizerLike) -> None:
-        """Does nothing."""
+        """Does nothing, because `check` has done it."""
 
 
 def sampling_params(

@@ -15,7 +15,7 @@ from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, P
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.resume.feature import remaining_params
 from tests.engines.support import collect, stage_config, text_of
-from tests.engines.tiny_model import OPTIONS, write_tiny_model
+from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

@@ -25,8 +25,8 @@ from stagemesh.common.errors import (
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, controls_of, packets, stage_config
-from tests.engines.tiny_adapter import merge, write_adapter
-from tests.engines.tiny_model import write_real_model
+from tests.engines.vllm.tiny_adapter import merge, write_adapter
+from tests.engines.vllm.tiny_model import write_real_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 

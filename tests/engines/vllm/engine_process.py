@@ -6,7 +6,7 @@ import sys
 from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import stage_config
-from tests.engines.tiny_model import OPTIONS
+from tests.engines.vllm.tiny_model import OPTIONS
 
 
 async def main(model: str) -> None:

@@ -14,7 +14,8 @@ from pydantic import JsonValue
 from stagemesh.connectors.conformance.replicas import emptied
 from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Checkpoint, Emission, EngineEvent, TokenSelection
-from tests.engines.emitted_states import (
+from tests.engines.support import collect, packets
+from tests.engines.vllm.emitted_states import (
     HIDDEN,
     MODEL_LAYERS,
     ONLY_LAST,
@@ -30,14 +31,13 @@ from tests.engines.emitted_states import (
     running,
     task,
 )
-from tests.engines.support import collect, packets
-from tests.engines.tiny_adapter import merge, write_adapter
-from tests.engines.tiny_model import write_real_model
+from tests.engines.vllm.tiny_adapter import merge, write_adapter
+from tests.engines.vllm.tiny_model import write_real_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 SHARE_BYTES = 64 << 10
-"""Less than the rows of one of the long prompts."""
+"""The size of the memory for rows: less than the rows of one of the long prompts."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ async def shared(model: Path) -> AsyncIterator[Running]:
     options: dict[str, JsonValue] = {
         "hidden_states": {**HIDDEN, "share_bytes": SHARE_BYTES},
         "enable_lora": True,
-        "worker_cls": "tests.engines.watching_worker.WatchingWorker",
+        "worker_cls": "tests.engines.vllm.watching_worker.WatchingWorker",
     }
     async with running(model, **options) as host:
         yield host
@@ -153,7 +153,7 @@ async def test_cancelled_request_frees_its_rows(shared: Running) -> None:
 
 
 async def test_pooler_output_is_unchanged(shared: Running) -> None:
-    """A generating model has no pooler output; `test_vllm_pooling` tests a model that has one."""
+    """A generating model has no pooler output; `test_pooling` tests a model that has one."""
     await collect(shared.engine.submit(task(0)))
     llm = shared.engine._llm
     assert llm is not None

@@ -29,7 +29,7 @@ from stagemesh.services.engines.base import (
 )
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, packets, stage_config, text_of
-from tests.engines.tiny_model import MAX_MODEL_LEN, write_real_model
+from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, write_real_model
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

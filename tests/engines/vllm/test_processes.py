@@ -15,7 +15,7 @@ from stagemesh.services.engines.base import SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.children import commands_of_children
 from tests.engines.support import collect, stage_config
-from tests.engines.tiny_model import OPTIONS, write_tiny_model
+from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -53,7 +53,7 @@ def cores(process: psutil.Process) -> list[psutil.Process]:
 @contextmanager
 def host(model: Path) -> Iterator[psutil.Process]:
     """Starts a process with a running engine."""
-    command = [sys.executable, "-m", "tests.engines.vllm_host", str(model)]
+    command = [sys.executable, "-m", "tests.engines.vllm.engine_process", str(model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert "ready\n" in iter(process.stdout.readline, "")

@@ -12,7 +12,8 @@ import pytest_asyncio
 import torch
 from pydantic import JsonValue
 
-from tests.engines.emitted_states import (
+from tests.engines.support import controls_of
+from tests.engines.vllm.emitted_states import (
     MODEL_LAYERS,
     PROMPTS,
     Running,
@@ -23,8 +24,7 @@ from tests.engines.emitted_states import (
     running,
     task,
 )
-from tests.engines.support import controls_of
-from tests.engines.tiny_model import write_real_model
+from tests.engines.vllm.tiny_model import write_real_model
 
 pytestmark = [
     pytest.mark.gpu,

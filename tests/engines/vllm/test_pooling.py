@@ -10,8 +10,8 @@ from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.vllm.arguments import engine_arguments
 from stagemesh.services.engines.vllm.hidden_states.feature import HiddenStates
 from stagemesh.services.engines.vllm.options import HiddenStatesOptions
-from tests.engines.emitted_states import PROMPTS, load_reference
-from tests.engines.tiny_model import write_real_model
+from tests.engines.vllm.emitted_states import PROMPTS, load_reference
+from tests.engines.vllm.tiny_model import write_real_model
 
 
 @pytest.mark.timeout(240)

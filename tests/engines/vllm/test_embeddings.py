@@ -19,7 +19,7 @@ from stagemesh.connectors.edge import Packet
 from stagemesh.services.engines.base import Emission, SamplingOptions, Task
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, hand_partitions, packets, stage_config
-from tests.engines.tiny_model import MAX_MODEL_LEN, write_real_model
+from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, write_real_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 

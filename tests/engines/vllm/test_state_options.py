@@ -11,7 +11,7 @@ from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.services.engines.abilities import PartitionsArena
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import hand_partitions, stage_config
-from tests.engines.tiny_model import OPTIONS, write_tiny_model
+from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
 
 pytestmark = pytest.mark.timeout(120)
 

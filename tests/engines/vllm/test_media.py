@@ -23,10 +23,10 @@ from stagemesh.services.engines.vllm.engine import VllmEngine
 from stagemesh.services.engines.vllm.media.decoding import DecodedBytes, read_video
 from stagemesh.services.engines.vllm.media.feature import video_data
 from stagemesh.services.engines.vllm.prompts import prompt_tokens
-from tests.engines.emitted_states import TOLERANCE, Floats, received, running
-from tests.engines.media_files import audio_samples, encoded, image, pixels, tone, video_file, wav
 from tests.engines.support import collect, packets, stage_config
-from tests.engines.tiny_media_models import SAMPLE_RATE_HZ, write_idefics3, write_qwen2_audio
+from tests.engines.vllm.emitted_states import TOLERANCE, Floats, received, running
+from tests.engines.vllm.media_files import audio_samples, encoded, image, pixels, tone, video_file, wav
+from tests.engines.vllm.tiny_media_models import SAMPLE_RATE_HZ, write_idefics3, write_qwen2_audio
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

@@ -19,7 +19,7 @@ from stagemesh.services.engines.vllm.media.decoding import (
     read_samples,
     read_video,
 )
-from tests.engines.media_files import encoded, pixels, tone, video_file, wav
+from tests.engines.vllm.media_files import encoded, pixels, tone, video_file, wav
 
 PLENTY = 64 << 20
 

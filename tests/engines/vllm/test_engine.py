@@ -13,7 +13,7 @@ from stagemesh.common.errors import InvalidRequestError, NotReadyError, Unsuppor
 from stagemesh.services.engines.base import ChatMessage, Prompt, SamplingOptions, Task, Usage
 from stagemesh.services.engines.vllm.engine import VllmEngine
 from tests.engines.support import collect, packets, stage_config, text_of
-from tests.engines.tiny_model import MAX_MODEL_LEN, OPTIONS, write_tiny_model
+from tests.engines.vllm.tiny_model import MAX_MODEL_LEN, OPTIONS, write_tiny_model
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
