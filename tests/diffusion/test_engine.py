@@ -141,9 +141,9 @@ async def test_requests_share_steps_if_that_pays(folder: Path, steps: Steps) -> 
 async def test_progress_is_in_order_and_usage_is_last(folder: Path) -> None:
     async with started(folder) as engine:
         events = await collect(engine.submit(task()))
-    told = [event.steps for event in events if isinstance(event, Progress)]
-    assert told == sorted(set(told))
-    assert told[-1] == SMALL.steps
+    steps_reported = [event.steps for event in events if isinstance(event, Progress)]
+    assert steps_reported == sorted(set(steps_reported))
+    assert steps_reported[-1] == SMALL.steps
     assert events[-1] == Usage(steps=SMALL.steps)
 
 
@@ -250,7 +250,7 @@ PNG = MediaFile("image", b"\x89PNG", "image/png")
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "error"),
     [
         (with_options(height=-64), "option height is -64; it must be from 1 to 1024"),
         (with_options(width=0), "option width is 0; it must be from 1 to 1024"),
@@ -286,10 +286,10 @@ PNG = MediaFile("image", b"\x89PNG", "image/png")
     ],
 )
 async def test_invalid_input_fails_only_its_request(
-    changed: dict[str, Any], said: str, engine: DiffusionEngine
+    changed: dict[str, Any], error: str, engine: DiffusionEngine
 ) -> None:
     other = asyncio.ensure_future(frames(engine, task(request_id="other")))
-    with pytest.raises(StagemeshError, match=said) as caught:
+    with pytest.raises(StagemeshError, match=error) as caught:
         await collect(engine.submit(task(**changed)))
     assert not isinstance(caught.value, InternalError)
     assert np.isfinite(await other).all()
@@ -344,7 +344,7 @@ async def paused_state(engine: DiffusionEngine, spec: ImageSpec = SMALL) -> Chec
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "error"),
     [
         ({"steps": 5}, "the state's num_inference_steps is 4, the request's 5"),
         ({"scale": 4.0}, "the state's guidance_scale is 3.0, the request's 4.0"),
@@ -355,10 +355,10 @@ async def paused_state(engine: DiffusionEngine, spec: ImageSpec = SMALL) -> Chec
     ],
 )
 async def test_a_state_of_another_request_is_rejected(
-    changed: dict[str, Any], said: str, engine: DiffusionEngine
+    changed: dict[str, Any], error: str, engine: DiffusionEngine
 ) -> None:
     state = await paused_state(engine)
-    with pytest.raises(InvalidRequestError, match=said) as caught:
+    with pytest.raises(InvalidRequestError, match=error) as caught:
         await collect(engine.submit(task(replace(SMALL, **changed), resume_from=state)))
     assert caught.value.reason == "INVALID_CHECKPOINT"
     assert not states(engine)

@@ -77,20 +77,20 @@ async def stub_of(subject: Subject) -> AsyncGenerator["stage_pb2_grpc.StageServi
         yield stage_pb2_grpc.StageServiceStub(channel)
 
 
-async def heard(
+async def events_of(
     stub: "stage_pb2_grpc.StageServiceAsyncStub", request: stage_pb2.ExecuteStepRequest
 ) -> list[stage_pb2.ExecuteStepResponse]:
     return [event async for event in stub.ExecuteStep(request, timeout=120)]
 
 
 async def digest(stub: "stage_pb2_grpc.StageServiceAsyncStub", request: stage_pb2.ExecuteStepRequest) -> str:
-    return md5(frames_of(await heard(stub, request)))
+    return md5(frames_of(await events_of(stub, request)))
 
 
 async def paused(
     stub: "stage_pb2_grpc.StageServiceAsyncStub", spec: ImageSpec, request_id: str, *, steps: int
 ) -> stage_pb2.Checkpoint:
-    *_, last = await heard(stub, step_request(spec, request_id, max_steps=steps))
+    *_, last = await events_of(stub, step_request(spec, request_id, max_steps=steps))
     assert last.paused.checkpoint.steps == steps
     return last.paused.checkpoint
 
@@ -135,7 +135,7 @@ async def test_a_request_transferred_twice_matches_the_call(subject: Subject) ->
     async with stub_of(subject) as there, served_diffusion(renamed(subject.config, "tested-1")) as here:
         checkpoint = await paused(there, LONG, "moves", steps=1)
         request = step_request(LONG, "moves", attempt=2, max_steps=2, resume_from=checkpoint)
-        *_, last = await heard(here.stub, request)
+        *_, last = await events_of(here.stub, request)
         request = step_request(LONG, "moves", attempt=3, resume_from=last.paused.checkpoint)
         made = [await digest(stub, request) for stub in (there, here.stub)]
     assert made == [subject.expected(LONG)] * 2
@@ -149,7 +149,7 @@ async def test_a_request_transferred_over_the_data_plane_matches_the_call(subjec
         goes_on = step_request(LONG, "flows", attempt=2, resume_from=stage_pb2.Checkpoint(steps=2), inputs=[state])
         made = asyncio.create_task(digest(there, goes_on))
         target = stage_pb2.OutputBinding(edge=STATE_EDGE, consumer=subject.config.replica, endpoint=subject.endpoint)
-        *_, last = await heard(here.stub, step_request(LONG, "flows", attempt=2, max_steps=2, outputs=[target]))
+        *_, last = await events_of(here.stub, step_request(LONG, "flows", attempt=2, max_steps=2, outputs=[target]))
         key = chunk_pb2.EdgeKey(request_id="flows", edge=STATE_EDGE, attempt=2)
         read = [part async for part in here.stub.GetChunk(stage_pb2.GetChunkRequest(key=key), timeout=10)]
         assert await made == subject.expected(LONG)

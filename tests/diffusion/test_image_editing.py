@@ -55,7 +55,7 @@ def task(*images: MediaFile) -> Task:
     return Task("r", 1, prompt=prompt, negative_prompt="blur", options=SIZE, wanted=frozenset({FRAMES}))
 
 
-def shown(data: bytes) -> MediaFile:
+def png_file(data: bytes) -> MediaFile:
     return MediaFile("image", data, "image/png")
 
 
@@ -81,7 +81,7 @@ def expected(folder: Path) -> str:
 
 async def test_an_edited_image_equals_that_of_the_call(folder: Path, engine: DiffusionEngine) -> None:
     # The second time, the prompt and the image are in the prompt cache.
-    made = [packets(await collect(engine.submit(task(shown(png())))))[-1].tensors[FRAMES] for _ in range(2)]
+    made = [packets(await collect(engine.submit(task(png_file(png())))))[-1].tensors[FRAMES] for _ in range(2)]
     assert {md5(np.asarray(one)) for one in made} == {expected(folder)}
     assert engine.load().running == 0
 
@@ -93,21 +93,21 @@ def damaged(at: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("images", "said"),
+    ("images", "error"),
     [
-        ((shown(b""),), "the image cannot be read"),
-        ((shown(b"not an image"),), "the image cannot be read"),
-        ((shown(png()[:200]),), "the image cannot be read"),
-        ((shown(damaged(8)),), "the image cannot be read"),
-        ((shown(damaged(60)),), "the image cannot be read"),
-        ((shown(b"RIFF\x24\x00\x00\x00WAVEfmt "),), "the image cannot be read"),
+        ((png_file(b""),), "the image cannot be read"),
+        ((png_file(b"not an image"),), "the image cannot be read"),
+        ((png_file(png()[:200]),), "the image cannot be read"),
+        ((png_file(damaged(8)),), "the image cannot be read"),
+        ((png_file(damaged(60)),), "the image cannot be read"),
+        ((png_file(b"RIFF\x24\x00\x00\x00WAVEfmt "),), "the image cannot be read"),
         ((), "the prompt has 0 images; this model needs one image"),
-        ((shown(png()), shown(png())), "the prompt has 2 images; this model needs one image"),
+        ((png_file(png()), png_file(png())), "the prompt has 2 images; this model needs one image"),
         ((MediaFile("audio", b"RIFF", "audio/wav"),), "a diffusion stage accepts images, but not audio or video"),
     ],
 )
-async def test_an_invalid_image_is_rejected(images: tuple[MediaFile, ...], said: str, engine: DiffusionEngine) -> None:
-    with pytest.raises(StagemeshError, match=said) as caught:
+async def test_an_invalid_image_is_rejected(images: tuple[MediaFile, ...], error: str, engine: DiffusionEngine) -> None:
+    with pytest.raises(StagemeshError, match=error) as caught:
         await collect(engine.submit(task(*images)))
     assert not isinstance(caught.value, InternalError)
     assert (engine.load().running, engine.load().queued) == (0, 0)

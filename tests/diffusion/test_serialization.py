@@ -162,14 +162,14 @@ def refused(data: bytes) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "model", "said"),
+    ("kind", "model", "error"),
     [
         ("latents", "m", "latents has the kind 'state'; this stage accepts 'latents'"),
         ("state", "other", "state has the model 'm'; this stage accepts 'other'"),
     ],
 )
-def test_data_of_another_kind_or_model_is_rejected(kind: str, model: str, said: str) -> None:
-    with pytest.raises(InvalidChunkError, match=said):
+def test_data_of_another_kind_or_model_is_rejected(kind: str, model: str, error: str) -> None:
+    with pytest.raises(InvalidChunkError, match=error):
         deserialize(PACKED, kind=kind, model=model, device=CPU)
 
 
@@ -275,14 +275,14 @@ def _never(path: str) -> None:
 
 
 def test_deserialization_runs_no_code(tmp_path: Path) -> None:
-    witness = tmp_path / "ran"
+    marker = tmp_path / "ran"
 
     class Runs:
         def __reduce__(self) -> tuple[Any, ...]:
-            return (_never, (str(witness),))
+            return (_never, (str(marker),))
 
     file_of_torch = io.BytesIO()
     torch.save(Runs(), file_of_torch)
     for data in (pickle.dumps(Runs()), file_of_torch.getvalue()):
         assert refused(data)
-    assert not witness.exists()
+    assert not marker.exists()

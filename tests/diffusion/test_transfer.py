@@ -17,7 +17,7 @@ from tests.diffusion.tiny.pipelines import write_qwen_image
 pytestmark = pytest.mark.timeout(240)
 
 STEPS, CHECKPOINT_STEPS = 40, 3
-STRUCK_AFTER = 10
+INTERRUPTED_AFTER = 10
 """Number of steps, not a multiple of the checkpoint interval."""
 SIDE = 640
 """Side length in pixels. The state takes 1.2 MB, about as much as that of a real image in half precision."""
@@ -45,7 +45,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Generator[Deployment]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(up: Deployment) -> str:
+def uninterrupted(up: Deployment) -> str:
     with up.client() as client:
         return _image(iter(client.generate("a red ball", seed=7)))
 
@@ -56,7 +56,7 @@ def _operator(up: Deployment) -> Generator[AdminServiceStub]:
         yield AdminServiceStub(channel)
 
 
-def _empty(up: Deployment, replica: str) -> None:
+def _drain(up: Deployment, replica: str) -> None:
     """Makes the requests of a replica resume on another one."""
     with _operator(up) as operator:
         drain = admin_pb2.DrainReplicasRequest(target=replica, wait=True, move_after_s=0.0)
@@ -65,44 +65,44 @@ def _empty(up: Deployment, replica: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strike", "resumed_from", "reason"),
+    ("interrupt", "resumed_from", "reason"),
     [
-        (Deployment.kill, range(STRUCK_AFTER - 1 - CHECKPOINT_STEPS, STEPS, CHECKPOINT_STEPS), "REPLICA_LOST"),
-        (_empty, range(STRUCK_AFTER, STEPS), "DRAINED"),
+        (Deployment.kill, range(INTERRUPTED_AFTER - 1 - CHECKPOINT_STEPS, STEPS, CHECKPOINT_STEPS), "REPLICA_LOST"),
+        (_drain, range(INTERRUPTED_AFTER, STEPS), "DRAINED"),
     ],
     ids=["killed", "drained"],
 )
 def test_an_interrupted_image_resumes_elsewhere_with_the_same_result(
     up: Deployment,
-    undisturbed: str,
-    strike: Callable[[Deployment, str], None],
+    uninterrupted: str,
+    interrupt: Callable[[Deployment, str], None],
     resumed_from: range,
     reason: str,
 ) -> None:
     up.wait(lambda up: up.all_ready())
     with up.client() as client:
         generation = client.generate("a red ball", seed=7)
-        made = _image(_struck(iter(generation), lambda replica: strike(up, replica)))
+        made = _image(_with_interruption(iter(generation), lambda replica: interrupt(up, replica)))
     with _operator(up) as operator:
-        said = operator.GetRequest(admin_pb2.GetRequestRequest(request_id=generation.request_id), timeout=10)
-    first, second = said.steps
-    assert made == undisturbed
+        status = operator.GetRequest(admin_pb2.GetRequestRequest(request_id=generation.request_id), timeout=10)
+    first, second = status.steps
+    assert made == uninterrupted
     assert first.error.reason == reason
     assert second.replica != first.replica
     assert second.resumed_steps in resumed_from
 
 
-def _struck(events: Iterator[Event], strike: Callable[[str], None]) -> Iterator[Event]:
+def _with_interruption(events: Iterator[Event], interrupt: Callable[[str], None]) -> Iterator[Event]:
     """Yields the events, and interrupts the painting replica once."""
     replica = ""
     for event in events:
         if isinstance(event, Admitted):
             replica = event.replicas["painter"]
-        if isinstance(event, Progress) and event.steps >= STRUCK_AFTER and replica:
-            strike(replica)
+        if isinstance(event, Progress) and event.steps >= INTERRUPTED_AFTER and replica:
+            interrupt(replica)
             replica = ""
         yield event
-    assert not replica, "it was done before it was struck"
+    assert not replica, "the request finished before the interruption"
 
 
 def _image(events: Iterator[Event]) -> str:
