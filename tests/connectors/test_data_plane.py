@@ -98,7 +98,7 @@ async def test_consumer_that_never_answers_fails_the_flow(monkeypatch: pytest.Mo
 
 
 async def test_lost_producer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagemesh.connectors.flow.inlet_attempt.LOST_PRODUCER_S", 0.2)
+    monkeypatch.setattr("stagemesh.connectors.flow.inlet.LOST_PRODUCER_S", 0.2)
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b)
         await outlet.send(packet(0))

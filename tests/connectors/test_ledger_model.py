@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from stagemesh.common.errors import StagemeshError, UnavailableError
 from stagemesh.connectors.data_plane import DataPlane
 from stagemesh.connectors.edge import EdgeKey, Packet, StepPolicy
-from stagemesh.connectors.flow import inlet_attempt, outlet_attempt
+from stagemesh.connectors.flow import inlet, outlet_attempt
 from stagemesh.connectors.flow.inlet import Inlet
 from stagemesh.connectors.flow.outlet import Outlet
 from stagemesh.connectors.stream import connection, consumer_link, wire
@@ -161,8 +161,8 @@ class DataPlaneModel(RuleBasedStateMachine):
         self.patches.setattr(connection, "open_channel", _no_channel)
         self.patches.setattr(consumer_link.ConsumerLink, "_is_gone", _never_gone)
         self.patches.setattr(consumer_link, "GIVE_UP_S", NEVER_S)
-        self.patches.setattr(inlet_attempt, "LOST_PRODUCER_S", NEVER_S)
-        self.patches.setattr(inlet_attempt, "MAX_RESYNCS", sys.maxsize)
+        self.patches.setattr(inlet, "LOST_PRODUCER_S", NEVER_S)
+        self.patches.setattr(inlet, "MAX_RESYNCS", sys.maxsize)
         self.patches.setattr(outlet_attempt, "MAX_RESYNCS", sys.maxsize)
         self.patches.setattr(wire, "FRAGMENT_BYTES", 4096)
         self.loop.run_until_complete(self._begin())

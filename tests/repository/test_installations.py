@@ -59,8 +59,7 @@ def diffusion_stage(packages: Path) -> StageConfig:
 
 def vllm_stage(packages: Path) -> StageConfig:
     pytest.importorskip("vllm")
-    from tests.engines.tiny_model import OPTIONS
-    from tests.engines.vllm.tiny_model import write_tiny_model
+    from tests.engines.vllm.tiny_model import OPTIONS, write_tiny_model
 
     return stage_config("vllm", model=str(write_tiny_model(packages.parent / "model")), options=OPTIONS)
 

@@ -10,7 +10,7 @@ import pytest
 
 from stagemesh.common.errors import StagemeshError
 from stagemesh.common.stage_config import StageConfig
-from stagemesh.connectors.flow import inlet_attempt
+from stagemesh.connectors.flow import inlet
 from stagemesh.rpc.channels import open_channel
 from stagemesh.rpc.error_mapping import from_rpc_error
 from stagemesh.rpc.raw_methods import add_stage_service
@@ -318,7 +318,7 @@ async def test_a_repeated_rebinding_does_nothing_and_an_older_one_is_rejected() 
 
 async def test_edges_without_a_new_peer_fail_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edges, "REBIND_S", 0.1)
-    monkeypatch.setattr(inlet_attempt, "LOST_PRODUCER_S", 0.1)
+    monkeypatch.setattr(inlet, "LOST_PRODUCER_S", 0.1)
     async with stages() as (thinkers, talkers):
         thinker, middle, last = await thinkers.replica(), await talkers.replica(), await talkers.replica()
         final = hear(last, _relayed(middle))

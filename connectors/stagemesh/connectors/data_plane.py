@@ -177,7 +177,7 @@ class DataPlane:
                 return await link.probe(connector)
         except TimeoutError:
             raise UnavailableError(
-                f"replica {consumer} at {endpoint} did not settle connector {connector} within {PROBE_S:g} s"
+                f"replica {consumer} at {endpoint} did not negotiate connector {connector} within {PROBE_S:g} s"
             ) from None
 
     def replay(self, key: EdgeKey, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:

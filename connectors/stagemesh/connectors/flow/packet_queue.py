@@ -1,4 +1,4 @@
-"""The packets of an edge that have arrived and are to be read, and the count of their rows over all producers."""
+"""The packets of an edge that are to be read, the count of their rows, and the credit that reading them grants."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -142,6 +142,51 @@ class PacketQueue:
     def clear(self) -> None:
         """Drops the packets to be read."""
         self._packets.clear()
+
+
+class Credit:
+    """The payload bytes that a producer may send, counted from the flow's first chunk."""
+
+    def __init__(self, window_bytes: int) -> None:
+        self.limit_bytes = window_bytes
+        self.received_bytes = 0
+        self._window_bytes = window_bytes
+        self._reported_bytes = window_bytes
+        self._consumed_bytes = self._demanded_bytes = 0
+
+    @property
+    def available_bytes(self) -> int:
+        """Bytes that may still be sent."""
+        return max(0, self.limit_bytes - self.received_bytes)
+
+    def consume(self, size_bytes: int) -> bool:
+        """Counts bytes as read; returns whether that raises the limit, which it does in steps of a quarter window."""
+        self._consumed_bytes += size_bytes
+        limit_bytes = self._consumed_bytes + self._window_bytes
+        is_raised = limit_bytes - self.limit_bytes >= max(1, self._window_bytes // 4)
+        if is_raised:
+            self.limit_bytes = limit_bytes
+        return self._meet_demand() or is_raised
+
+    def demand(self, size_bytes: int) -> bool:
+        """Grants that many bytes once everything before is read; returns whether that raises the limit now."""
+        self._demanded_bytes = size_bytes
+        return self._meet_demand()
+
+    def report(self) -> int:
+        """Returns the limit if it was raised since the last report, or else 0."""
+        if self.limit_bytes <= self._reported_bytes:
+            return 0
+        self._reported_bytes = self.limit_bytes
+        return self.limit_bytes
+
+    def _meet_demand(self) -> bool:
+        if not self._demanded_bytes or self._consumed_bytes != self.received_bytes:
+            return False
+        limit_bytes, self._demanded_bytes = self.received_bytes + self._demanded_bytes, 0
+        is_raised = limit_bytes > self.limit_bytes
+        self.limit_bytes = max(self.limit_bytes, limit_bytes)
+        return is_raised
 
 
 def _without(packet: Packet, skips: Mapping[str, int], *, edge: str) -> Packet:

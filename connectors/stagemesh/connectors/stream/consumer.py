@@ -10,8 +10,7 @@ from typing import TypeAlias
 from stagemesh.common.errors import ExistsError, NotFoundError, NotReadyError, StagemeshError, StaleAttemptError
 from stagemesh.connectors.arena.arena import Arena
 from stagemesh.connectors.edge import EdgeKey
-from stagemesh.connectors.flow.inlet import Inlet
-from stagemesh.connectors.flow.inlet_attempt import InletAttempt
+from stagemesh.connectors.flow.inlet import Inlet, InletAttempt
 from stagemesh.connectors.flow.packet_queue import PacketQueue
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.stream.producer_state import ProducerState

@@ -80,8 +80,9 @@ class ConsumerLink:
         return self._flows.get(key)
 
     async def probe(self, wanted: ConnectorName) -> EdgeProbe:
-        """Returns what a flow that wants this connector would use; raises the reason if no flow can. The caller
-        bounds the time.
+        """Returns what a flow that wants this connector would use; raises the error if no flow can.
+
+        The caller bounds the time.
         """
         if not self._flows:
             self._seen_s = self._loop.time()

@@ -17,7 +17,7 @@ from stagemesh.common.errors import (
 )
 from stagemesh.connectors.base import FetchingReader, InPlaceReader
 from stagemesh.connectors.edge import EdgeKey, Packet, ReadyQueue
-from stagemesh.connectors.flow.inlet_attempt import InletAttempt
+from stagemesh.connectors.flow.inlet import InletAttempt
 from stagemesh.connectors.stream import wire
 from stagemesh.connectors.stream.consumer import Consumer
 from stagemesh.connectors.stream.fragment_assembly import FragmentAssembler
@@ -298,13 +298,13 @@ class ConsumerSession:
 
     def _chunk(self, chunk: chunk_pb2.Chunk) -> None:
         data = chunk.data if chunk.HasField("data") else None
-        taken = False
+        is_lease_used = False
         try:
             flow = self._flow(chunk.key)
             if flow is not None:
-                taken = self._chunk_of(flow, chunk, data)
+                is_lease_used = self._chunk_of(flow, chunk, data)
         finally:
-            if data is not None and not taken:
+            if data is not None and not is_lease_used:
                 self._producer.release_unless_held(data.lease_id)
 
     def _chunk_of(self, flow: InletAttempt, chunk: chunk_pb2.Chunk, data: chunk_pb2.ChunkData | None) -> bool:

@@ -33,7 +33,7 @@ class EdgeProbe:
 
 
 class Negotiation:
-    """The connectors of one connection. Used on the event loop; calls `on_negotiated` whenever one is settled."""
+    """The connectors of one connection. Used on the event loop; calls `on_negotiated` after each answer."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import threading
 from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.connectors.base import Bytes, Producer, Reader
 from stagemesh.connectors.edge import ReadyQueue
-from stagemesh.connectors.flow.inlet_attempt import InletAttempt
+from stagemesh.connectors.flow.inlet import InletAttempt
 from stagemesh.connectors.replica_connectors import ReplicaConnectors
 from stagemesh.connectors.shm import hold_lease
 from stagemesh.connectors.stream.local_socket import DeathWatch
@@ -23,7 +23,7 @@ class ProducerState:
         self._readers: dict[ConnectorName, Reader] = {}
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._released_ids: list[int] = []
-        """Leases that the producer has yet to be told the end of."""
+        """Leases whose end the producer has yet to be sent."""
         self._streams: list[ReadyQueue[InletAttempt]] = []
         """The queues of the streams over which leases can be returned."""
 
