@@ -1,6 +1,6 @@
-"""Of several processes that run tests at once, each has a /dev/shm and a loopback of its own.
+"""Gives each of several test processes that run at once its own /dev/shm and its own loopback interface.
 
-Tests look into the one for what is left there, and choose free ports on the other.
+Tests check that nothing remains in /dev/shm, and choose free ports on the loopback interface.
 """
 
 import ctypes

@@ -12,13 +12,13 @@ from google.protobuf.message import Message
 from stagemesh.v1 import stage_pb2
 
 DELAY_S = 0.05
-"""How long a delayed message waits for the message that is to overtake it."""
+"""The time for which a delayed message waits for the message that is to overtake it."""
 
 MessageT = TypeVar("MessageT", bound=Message)
 
 
 class Fault(Enum):
-    """What happens to the message."""
+    """The possible faults of a message."""
 
     DROP = "dropped"
     DUPLICATE = "duplicated"
@@ -34,7 +34,7 @@ class Direction(Enum):
 
 
 class CutError(Exception):
-    """Raised where the connection is to break."""
+    """Raised to break the connection."""
 
 
 @dataclass

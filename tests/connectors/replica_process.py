@@ -174,7 +174,7 @@ async def answer(program: Program, command: dict[str, Any]) -> dict[str, Any]:
         return {"id": number, "result": await getattr(program, operation)(**command)}
     except StagemeshError as exc:
         error = {"kind": type(exc).__name__, "reason": exc.reason, "message": exc.message}
-    except Exception as exc:  # noqa: BLE001 - the command's outermost edge: the test is told
+    except Exception as exc:  # noqa: BLE001 - every failure of a command is reported to the test
         error = {"kind": type(exc).__name__, "reason": "", "message": repr(exc)}
     return {"id": number, "error": error}
 

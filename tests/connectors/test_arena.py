@@ -120,7 +120,7 @@ class ArenaModel(RuleBasedStateMachine):
         assert sum(mark != 0 for mark in self.arena._generations) * PAGE_BYTES == self.arena.used_bytes
 
     @invariant()
-    def nobody_waits_for_what_is_there(self) -> None:
+    def no_allocation_waits_for_free_memory(self) -> None:
         self.settle()
         passed: set[MemoryAccount] = set()
         for _, size, account in self.waiting:
@@ -418,7 +418,7 @@ async def test_closing_ends_those_who_wait_and_leaves_views_alone() -> None:
     assert written.tensors["x"].sum() == 4950
 
 
-async def test_nobody_can_change_the_size_or_write_by_what_is_handed_out(arena: Arena) -> None:
+async def test_handed_out_descriptor_allows_neither_resizing_nor_writing(arena: Arena) -> None:
     fd = os.open(f"/proc/self/fd/{arena.fd}", os.O_RDWR)
     try:
         for size in (0, arena.file_bytes + PAGE_BYTES):

@@ -31,7 +31,7 @@ def _shared_memory() -> set[str]:
 async def _victim(survivor: Replica, *, request: str, connector: str, draw: random.Random) -> AsyncIterator[Replica]:
     """Yields a replica amid an endless flow to or from the survivor. The survivor's end fails when the replica dies."""
     producing, size_bytes = draw.random() < 0.5, draw.choice([500, 64 << 10, 1 << 20])
-    # Not none at all: of a producer that died before it came to the survivor, nobody here would tell that.
+    # At least one: nothing here would report a producer that died before it reached the survivor.
     least, pause_s = 1 + draw.randrange(50), draw.uniform(0, 0.005)
     async with replica("v-0", limits=LIMITS) as victim:
         producer, consumer = (victim, survivor) if producing else (survivor, victim)

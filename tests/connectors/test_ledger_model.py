@@ -243,7 +243,7 @@ class DataPlaneModel(RuleBasedStateMachine):
             assert flow.read_count <= len(flow.sizes)
 
     @invariant()
-    def nobody_failed(self) -> None:
+    def no_flow_failed(self) -> None:
         for flow in getattr(self, "flows", {}).values():
             for task in flow.tasks:
                 if task.done():
@@ -271,7 +271,7 @@ class DataPlaneModel(RuleBasedStateMachine):
             assert [task.done() for task in flow.tasks] == [True, True], f"{flow.request} stands still"
             assert flow.read_count == len(flow.sizes)
             assert flow.inlet.attempt.is_read
-        self.nobody_failed()
+        self.no_flow_failed()
         # What was lent in messages that were lost comes back with a connection.
         self.cut()
         self.wait(1.0)

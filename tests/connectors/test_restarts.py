@@ -35,7 +35,7 @@ async def test_data_of_a_former_incarnation_is_never_accepted(connector: str) ->
             await consumer.call("allow", request="old")
             with pytest.raises(ReplicaError) as caught:
                 await tasks[1]
-            # What had arrived is what was sent, byte for byte (`receive` looks), and then the reader is told.
+            # The chunks that arrived equal the sent ones byte for byte (`receive` checks it). Then the reader gets the error.
             assert caught.value.reason == "PRODUCER_LOST"
             assert await consumer.call("progress", request="old") > READ
 

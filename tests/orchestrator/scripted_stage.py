@@ -90,9 +90,9 @@ class ScriptedStage(stage_pb2_grpc.StageServiceServicer):
         """
         self.controls = ScriptedControls(self)  # type: ignore[abstract]
         self.started_steps: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        """By request, an event that is set once its step has started."""
+        """The event that is set once a request's step has started, by request."""
         self.peers: Mapping[str, ScriptedStage] = {}
-        """By replica name, the stages whose `started_steps` it can wait for."""
+        """The stages whose `started_steps` it can wait for, by replica name."""
         self.streams = self.open_streams = 0
         """The numbers of ExecuteSteps streams that were opened, and that are open."""
         self.closing = asyncio.Event()

@@ -40,7 +40,7 @@ class World:
         self.on_row: Callable[[Step], None] = lambda _: None
         """Called before a step makes a row."""
         self.made: defaultdict[str, int] = defaultdict(int)
-        """By stage, the total number of rows made."""
+        """The total number of rows made, by stage."""
 
     def connect(self, member: Member) -> "SimulatedReplica":
         """Starts the process of a member and returns its client."""

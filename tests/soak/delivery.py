@@ -1,4 +1,4 @@
-"""What a client received of one request and when, and its flaws."""
+"""Records what a client received for one request and when, and finds the flaws."""
 
 import time
 from bisect import bisect_right
@@ -48,7 +48,7 @@ def flaws(received: bytes, units: Sequence[bytes]) -> Flaws:
 
 
 def _units_in(received: bytes, units: Sequence[bytes]) -> tuple[list[int], int]:
-    """Returns the numbers of the units in the received bytes, and the number of stretches that are no unit."""
+    """Returns the numbers of the units in the received bytes, and the number of stretches that match no unit."""
     number_of = {unit: number for number, unit in enumerate(units)}
     sizes = sorted({len(unit) for unit in units}, reverse=True)
     # Few positions begin like a unit, while an altered stretch contains many positions.

@@ -28,7 +28,7 @@ class Report:
     """The numbers of faults by kind."""
     missed_faults: Sequence[str]
     pause_s: Mapping[str, Sequence[float]]
-    """By kind of fault, the seconds until the client of each hit request received more."""
+    """The seconds until the client of each hit request received more, by kind of fault."""
     growth: Sequence[str]
     orchestrator_mb: Sequence[int]
     """The measured resources of each process over time."""

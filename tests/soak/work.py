@@ -13,7 +13,7 @@ class Work:
 
     requests: Sequence[Request]
     output_of: Mapping[str, str]
-    """By stage, the output in which a client sees that the stage continues."""
+    """The output in which a client sees that the stage continues, by stage."""
     units: Callable[[Request], Mapping[str, Sequence[bytes]]]
     """The expected units of each output. An output whose units are not known in advance has none."""
     judge: Callable[[Delivery], Flaws] = Delivery.flaws

@@ -131,7 +131,7 @@ async def test_the_number_of_concurrent_probes_is_limited(fleet: Fleet, director
         most = max(most, under_way)
         await asyncio.sleep(0)
         under_way -= 1
-        raise UnavailableError("nobody is there")
+        raise UnavailableError("the replica is unreachable")
 
     for name in [f"{stage}-{number}" for stage in "ab" for number in range(10)]:
         _replica(fleet, directory.pipeline, name).client = cast("ReplicaClient", SimpleNamespace(probe_edge=answer))

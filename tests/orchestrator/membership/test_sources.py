@@ -23,7 +23,7 @@ from stagemesh.v1 import membership_pb2
 from tests.orchestrator.mesh import CHAIN
 
 
-class _Roster:
+class _Listener:
     """The members that joined, and the reasons of those that left."""
 
     def __init__(self) -> None:
@@ -53,8 +53,8 @@ class _Caller:
 
 
 @asynccontextmanager
-async def _followed(source: MemberSource) -> AsyncGenerator[_Roster]:
-    listener = _Roster()
+async def _followed(source: MemberSource) -> AsyncGenerator[_Listener]:
+    listener = _Listener()
     following = asyncio.create_task(source.follow(listener))
     await asyncio.sleep(0)
     try:

@@ -134,12 +134,12 @@ class _Step:
     """The number of rows that the attempt has emitted or skipped."""
     begins: int
     outlets: dict[str, int] = field(default_factory=dict[str, int])
-    """By edge, the attempt of the outgoing flow."""
+    """The attempt of the outgoing flow, by edge."""
     inlets: dict[str, int] = field(default_factory=dict[str, int])
     taken: dict[str, int] = field(default_factory=dict[str, int])
-    """By edge, the number of rows that have arrived."""
+    """The number of rows that have arrived, by edge."""
     origin: dict[str, int] = field(default_factory=dict[str, int])
-    """By edge, the first row of the expected flow."""
+    """The first row of the expected flow, by edge."""
 
 
 class _Mesh:

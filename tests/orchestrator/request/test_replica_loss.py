@@ -31,9 +31,9 @@ class _Mesh:
     orchestrator: Orchestrator
     world: World
     replicas: dict[str, str] = field(default_factory=dict[str, str])
-    """By stage, the replica that was chosen first."""
+    """The replica that was chosen first, by stage."""
     spoken: dict[str, str] = field(default_factory=dict[str, str])
-    """By output, the text that the client received."""
+    """The text that the client received, by output."""
     began: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def ask(self, request_id: str = "r") -> dict[str, str]:
