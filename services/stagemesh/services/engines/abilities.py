@@ -1,7 +1,7 @@
-"""The optional abilities of an engine: each is an object that the stage's controls look up in `EngineAbilities`.
+"""The optional abilities of an engine. The stage's controls look up the object for each ability in `EngineAbilities`.
 
-Every method may be called while tasks run, unless its docstring says otherwise. Calls that would harm each other wait
-for each other. A call that is cancelled has either taken full effect or none: it never stops halfway.
+Every method may be called while tasks run, unless its docstring says otherwise. Calls that conflict wait for each
+other. A cancelled call has taken either full effect or no effect.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ class Adapter:
     name: str
     """The name by which tasks select the adapter (`Task.adapter`)."""
     path: str
-    """The adapter's folder."""
+    """The path of the adapter's folder."""
     rank: int
     pinned: bool = False
     running: int = 0
@@ -33,13 +33,14 @@ class AdapterControl(Protocol):
     async def load(self, name: str, path: str) -> Adapter:
         """Reads and checks an adapter. Loading the same adapter again is not an error.
 
-        Raises InvalidRequestError if the folder holds no adapter for this model, ExistsError if the name is used for
-        another folder, OverloadedError if no slot is free, NotReadyError if the engine takes no adapters or sleeps.
+        Raises InvalidRequestError if the folder does not contain an adapter for this model, ExistsError if the name is
+        used for another folder, OverloadedError if no slot is free, and NotReadyError if the engine does not support
+        adapters or is asleep.
         """
         ...
 
     async def unload(self, name: str, *, drain: bool) -> None:
-        """Unloads an adapter. With `drain`, new tasks that name it are rejected and running ones are awaited.
+        """Unloads an adapter. With `drain`, rejects new tasks that name it and waits for the running ones.
 
         Raises NotFoundError if it is not loaded, and NotReadyError if tasks use it and `drain` is False.
         """
@@ -57,26 +58,29 @@ class AdapterControl(Protocol):
 
 
 class SleepControl(Protocol):
-    """Releases the memory of the engine's device and takes it again. A sleeping engine is given no task."""
+    """Releases and reacquires the memory of the engine's device. A sleeping engine receives no tasks."""
 
     def check_sleep(self, level: int) -> None:
-        """Raises UnsupportedError if the device cannot sleep, NotReadyError if the engine was started without sleep
-        mode, InvalidRequestError if the level does not exist."""
+        """Checks that the engine can sleep at this level.
+
+        Raises UnsupportedError if the device does not support sleep, NotReadyError if the engine was started without
+        sleep mode, and InvalidRequestError if the level does not exist.
+        """
 
     async def sleep(self, level: int) -> None:
         """Puts the engine to sleep. Must be called after `check_sleep`, while no task runs."""
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Wakes the parts with these tags, or all if empty. Raises InvalidRequestError if a tag does not sleep."""
+        """Wakes the parts with these tags, or all parts if empty. Raises InvalidRequestError if a tag is not asleep."""
 
     def asleep(self) -> Sequence[str]:
-        """Returns the tags of the parts that sleep, named by the engine. Empty while it accepts tasks."""
+        """Returns the tags of the parts that are asleep. The engine chooses the tags. Empty while it accepts tasks."""
         ...
 
 
 @dataclass(frozen=True)
 class CacheStatistics:
-    """Statistics of a cache. A key-value cache fills in blocks and tokens; any other cache, entries and bytes.
+    """Statistics of a cache. A key-value cache sets blocks and tokens; any other cache sets entries and bytes.
 
     Fields that do not apply are 0. Tokens, hits and misses are counted from the engine's start.
     """
@@ -98,7 +102,7 @@ class CacheControl(Protocol):
     """Clears and measures the cache of results of earlier tasks."""
 
     async def clear_caches(self, *, preempt: bool) -> None:
-        """Drops all entries. With `preempt`, running tasks drop theirs and compute them again, with the same outcome.
+        """Removes all entries. With `preempt`, running tasks drop their entries and recompute them, with equal results.
 
         Raises NotReadyError if a task uses an entry and `preempt` is False.
         """
@@ -116,7 +120,7 @@ class PartitionsArena(Protocol):
         ...
 
     def adopt(self, handle: Handle) -> Tensors:
-        """Returns the tensors that a worker wrote as views that hold their region.
+        """Returns views of the tensors that a worker wrote. The views retain their memory region.
 
         Raises InvalidChunkError if the worker did not write them.
         """
@@ -128,17 +132,17 @@ class PartitionsArena(Protocol):
 
 @dataclass(frozen=True)
 class EngineAbilities:
-    """The abilities of one engine. None or False stands for an ability that the engine does not have.
+    """The abilities of one engine. None or False means that the engine does not have the ability.
 
-    `can_pause`, `can_resume` and `use_partitions` are valid before the engine's start, the others after it.
+    `can_pause`, `can_resume` and `use_partitions` are valid before the engine starts, the other fields afterwards.
     """
 
     can_pause: bool = False
-    """Whether `submit` observes a task's `max_steps` and `pause_requested`."""
+    """Whether `submit` respects a task's `max_steps` and `pause_requested`."""
     can_resume: bool = False
     """Whether `submit` yields checkpoints and accepts a task's `resume_from`."""
     use_partitions: Callable[[PartitionsArena], None] | None = None
-    """Called once, before `start`. For an engine whose worker processes write into the replica's arena."""
+    """Called once, before `start`. Set by an engine whose worker processes write into the replica's arena."""
     adapters: AdapterControl | None = None
     sleep: SleepControl | None = None
     profiles: Profiles | None = None

@@ -1,4 +1,4 @@
-"""The API between a stage's runtime and its engine: tasks in, events out."""
+"""The API between a stage's runtime and its engine: the engine receives tasks and yields events."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from stagemesh.services.engines.media import Medium, Part
 
 
 class ChatMessage(NamedTuple):
-    """One message of a conversation; `role` is system, user or assistant."""
+    """One message of a conversation. `role` is "system", "user" or "assistant"."""
 
     role: str
     content: str
@@ -21,7 +21,7 @@ class ChatMessage(NamedTuple):
 
 
 Prompt: TypeAlias = str | Sequence[ChatMessage] | Sequence[int]
-"""Text (wrapped by the chat template as a user message), a conversation, or token ids."""
+"""Text, which the chat template wraps as a user message, or a conversation, or token ids."""
 
 
 def media_of(prompt: Prompt | None) -> Sequence[Medium]:
@@ -33,10 +33,10 @@ def media_of(prompt: Prompt | None) -> Sequence[Medium]:
 
 
 TokenSelection: TypeAlias = Literal["all", "last"]
-"""Whether a tensor has rows for every token that the model processes, or only for those from which it samples a token.
+"""The rows of a tensor: "all" for every token that the model processes, "last" for tokens that it samples from.
 
-The metadata of packets with such rows holds the position of the first token (`token_start`) and the number of tokens in
-the prompt (`prompt_tokens`).
+The metadata of packets with such rows contains the position of the first token (`token_start`) and the number of tokens
+in the prompt (`prompt_tokens`).
 """
 
 
@@ -45,7 +45,10 @@ StructureKind: TypeAlias = Literal["json_schema", "regex", "choice", "grammar"]
 
 @dataclass(frozen=True)
 class Structure:
-    """The format of a task's whole output. `texts` holds the choices, or the one schema, expression or grammar."""
+    """The required format of a task's whole output.
+
+    `texts` contains the choices, or a single schema, regular expression or grammar.
+    """
 
     kind: StructureKind
     texts: tuple[str, ...]
@@ -53,7 +56,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are sampled. None stands for the stage's default."""
+    """Options for sampling tokens. None means the stage's default."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -69,66 +72,66 @@ class SamplingOptions:
     ignore_eos: bool = False
     bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
-    """The number of alternatives to report with each token's log-probability; None for no log-probabilities."""
+    """The number of alternatives to report with each token's log-probability. None disables log-probabilities."""
     structure: Structure | None = None
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state from which this or another replica can resume a task. An event of one task, an input of the next."""
+    """The state from which any replica can resume a task. A task yields it, and `Task.resume_from` receives it."""
 
     steps: int
-    """The number of engine steps done."""
+    """The number of completed engine steps."""
     token_ids: tuple[int, ...] = ()
     """The tokens sampled so far."""
     tensors: Tensors = field(default_factory=dict[str, "object"])  # type: ignore[arg-type]
     outputs: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The number of outputs so far, by name. Set by the stage, not by the engine."""
+    """The number of outputs so far, by output name. Set by the stage, not by the engine."""
     rows: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The number of emitted rows (first axis) so far, by tensor. Set by the stage. A resumed task emits the rows after
-    them."""
+    """The number of rows (first axis) emitted so far, by tensor name. Set by the stage. A resumed task emits the rows
+    that follow them."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """The work of one request for an engine."""
+    """One request's work for an engine."""
 
     request_id: str
     seed: int
     prompt: Prompt | None = None
     tensors: Tensors = field(default_factory=dict[str, "object"])  # type: ignore[arg-type]
-    """The tensors of the client's input."""
+    """The tensors of the client's input, by name."""
     sampling: SamplingOptions = SamplingOptions()
     options: Mapping[str, float] = field(default_factory=dict[str, float])
     inlets: Mapping[str, AsyncIterable[Packet]] = field(default_factory=dict[str, AsyncIterable[Packet]])
-    """The transformed packets of each incoming edge, by edge name; `input_join` combines them."""
+    """The transformed packets of each incoming edge, by edge name. `input_join` combines them into inputs."""
     apart: frozenset[str] = frozenset()
-    """The edges whose packets are inputs of their own. One packet from each other edge makes one input together."""
+    """The edges whose packets are separate inputs. One packet from each of the other edges together forms one input."""
     absent: frozenset[str] = frozenset()
-    """The accepted tensors that no edge brings in this request. The stage's signature declares them as optional."""
+    """The accepted tensors that no edge delivers in this request. The stage's signature declares them as optional."""
     attempt: int = 1
-    """The attempt at this stage's part of the request, from 1. Emissions do not depend on it."""
+    """The number of this attempt at the stage's step of the request, from 1. Emissions do not depend on it."""
     wanted: frozenset[str] | None = None
-    """The emitted tensors that an edge or the caller takes; None for all. An engine need not compute the others."""
+    """The emitted tensors that an edge or the caller requests. None means all. The engine may skip the others."""
     tokens: TokenSelection = "all"
-    """The rows that an edge or the caller takes, for tensors with a row per token."""
+    """The rows that an edge or the caller requests, for tensors that have one row for each token."""
     adapter: str | None = None
-    """The name of the LoRA adapter to use; see `abilities.AdapterControl`."""
+    """The name of the LoRA adapter to use. None means the model without an adapter."""
     negative_prompt: str = ""
-    """What the output must not show. For engines that generate images."""
+    """A description of content that the output must not show. For engines that generate images."""
     priority: int = 0
     """Waiting tasks with higher priority run first."""
     deadline_s: float | None = None
-    """The deadline in the event loop's time; None for no deadline."""
+    """The deadline on the event loop's clock, in seconds. None means no deadline."""
     max_steps: int | None = None
-    """The number of steps after which to pause; for engines with `can_pause`."""
+    """The number of steps after which the task pauses. None means no limit. For engines with `can_pause`."""
     pause_requested: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
-    """Set to pause the task after its current step, so that it can resume elsewhere; for engines with `can_pause`."""
+    """Set to pause the task after its current step, so that it can resume elsewhere. For engines with `can_pause`."""
     resume_from: Checkpoint | None = None
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probability of a sampled token and those of the most probable tokens, the most probable first."""
+    """The log-probability of a sampled token, and the most probable tokens with theirs in descending order."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -137,16 +140,16 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Emission:
-    """Tensors that a step has made, for the outgoing edges and the client."""
+    """Tensors that a step has produced, for the outgoing edges and the client."""
 
     packet: Packet
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One for each token of the packet, for the client only. Empty unless the task asks for them."""
+    """One item for each token of the packet, for the client only. Empty unless the task requests log-probabilities."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The number of steps done so far, and the total if it is known."""
+    """The number of completed steps, and the total number if it is known."""
 
     steps: int
     total_steps: int | None = None
@@ -154,7 +157,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Usage:
-    """The amount of work done. The last event of a task that ran to its end."""
+    """The amount of completed work. The last event of a task that ran to completion."""
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -163,7 +166,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Paused:
-    """The task has paused before its end, after `max_steps` or on request. The last event of a task that pauses."""
+    """Reports that the task has paused, after `max_steps` or on request. The last event of a paused task."""
 
     checkpoint: Checkpoint
 
@@ -173,7 +176,7 @@ EngineEvent: TypeAlias = Emission | Progress | Checkpoint | Usage | Paused
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """The load of an engine. `work_s` is its estimate of the remaining seconds of work, 0 if it is idle."""
+    """The load of an engine. `work_s` is the estimated remaining work in seconds; 0 if the engine is idle."""
 
     running: int
     queued: int
@@ -189,15 +192,15 @@ class Engine(Protocol):
         ...
 
     async def start(self, report: Callable[[str], None]) -> None:
-        """Loads the model. Called once, before any other method. `report` is called with a line for each phase."""
+        """Loads the model. Called once, before any other method. Calls `report` with a line of text for each phase."""
 
     def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        """Runs a task; yields its events, of which the last is Usage or Paused.
+        """Runs a task and yields its events. The last event is Usage or Paused.
 
-        Closing the generator, or cancelling the task that iterates over it, aborts the engine's task within one step
-        and frees its resources. A consumer that stops iterating blocks this task only.
+        Closing the generator, or cancelling the coroutine that iterates over it, aborts the engine's task within one
+        step and frees its resources. A consumer that stops iterating blocks only this task.
 
-        Raises InvalidRequestError if the task cannot run, UnavailableError if the engine has died.
+        Raises InvalidRequestError if the task cannot run, and UnavailableError if the engine has failed.
         """
         ...
 
@@ -206,18 +209,18 @@ class Engine(Protocol):
         ...
 
     async def wait_failed(self) -> str:
-        """Returns the cause once the engine has died. The process is then restarted. Never returns otherwise."""
+        """Waits until the engine fails and returns the cause. The process is then restarted."""
         ...
 
     async def close(self) -> None:
-        """Aborts all tasks and frees all resources. Closing twice is harmless."""
+        """Aborts all tasks and frees all resources. May be called more than once."""
 
 
 class Transform(Protocol):
-    """Converts the packets of an edge to what its consumer accepts. One instance per flow, without side effects."""
+    """Converts the packets of an edge for its consumer. Each packet flow has its own instance. No side effects."""
 
     def push(self, packet: Packet) -> Sequence[Packet]:
-        """Returns the packets that this one completes."""
+        """Adds a packet and returns the converted packets that it completes."""
         ...
 
     def finish(self) -> Sequence[Packet]:

@@ -1,1 +1,1 @@
-"""LoRA adapters: the registry of loaded adapters, and the reading of their files."""
+"""LoRA adapters: the registry of loaded adapters, and a reader for adapter files."""

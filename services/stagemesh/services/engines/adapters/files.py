@@ -1,4 +1,4 @@
-"""Reads a LoRA adapter's folder in PEFT's format: its config and the shapes of its weights, but no weight."""
+"""Reads the config and the weight shapes of a LoRA adapter in PEFT's format. Does not read the weights themselves."""
 
 import json
 import struct
@@ -30,7 +30,7 @@ _CONFIG = TypeAdapter(_Config)
 
 
 class Sizes(NamedTuple):
-    """The sizes of a linear layer."""
+    """The input and output sizes of a linear layer."""
 
     inputs: int
     outputs: int
@@ -52,27 +52,29 @@ class AdapterFiles:
     rank: int
     """The largest rank of any layer."""
     layers: Mapping[str, Sizes]
-    """The sizes of the linear layers that it changes, by PEFT's name up to ".lora_"."""
+    """The sizes of the linear layers that the adapter changes, by PEFT's layer name up to ".lora_"."""
 
     def check(self, model: Mapping[str, Sizes | None]) -> None:
-        """Raises InvalidRequestError if a layer is missing in the model or has other sizes there.
+        """Raises InvalidRequestError if a layer is missing in the model or has other sizes in the model.
 
         `model` maps the model's layer names to their sizes, or to None if the sizes are unknown.
         """
         for name, sizes in self.layers.items():
             if name not in model:
-                raise invalid(self.folder, f"it changes {name}, which the model does not have; it belongs to another")
+                raise invalid(
+                    self.folder, f"it changes {name}, which the model does not have; it belongs to another model"
+                )
             expected = model[name]
             if expected is not None and sizes != expected:
                 raise invalid(
                     self.folder,
-                    f"{name} has {sizes.inputs} inputs and {sizes.outputs} outputs there and {expected.inputs} and "
-                    f"{expected.outputs} in the model; it belongs to another",
+                    f"{name} has {sizes.inputs} inputs and {sizes.outputs} outputs in the adapter but "
+                    f"{expected.inputs} and {expected.outputs} in the model; it belongs to another model",
                 )
 
 
 def read_adapter(path: str) -> AdapterFiles:
-    """Reads a folder's config and the header of its weights; raises InvalidRequestError with the problem found."""
+    """Reads a folder's config and the header of its weights. Raises InvalidRequestError if they are invalid."""
     folder = Path(path)
     if not folder.is_absolute() or not folder.is_dir():
         raise invalid(folder, "it must be an absolute path of a folder on this machine")
@@ -94,7 +96,7 @@ def _read_config(folder: Path) -> _Config:
 
 
 def read_head(path: Path) -> Head:
-    """Reads the header of a safetensors file: the length of a JSON object, then that object."""
+    """Reads the header of a safetensors file: the length of a JSON object, followed by that object."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -108,7 +110,7 @@ def read_head(path: Path) -> Head:
 
 
 def layers_of(folder: Path, shapes: Mapping[str, list[int]]) -> dict[str, Sizes]:
-    """Returns the layers that low-rank matrices with these names and shapes change."""
+    """Returns the sizes of the layers that the low-rank matrices with these names and shapes change."""
     names = {name.removesuffix(end) for name in shapes for end in (_DOWN, _UP) if name.endswith(end)}
     layers: dict[str, Sizes] = {}
     for name in sorted(names):
@@ -117,10 +119,10 @@ def layers_of(folder: Path, shapes: Mapping[str, list[int]]) -> dict[str, Sizes]
             raise invalid(folder, f"the two matrices of {name} do not fit: {down} and {up}")
         layers[name] = Sizes(down[1], up[0])
     if not layers:
-        raise invalid(folder, "it holds no LoRA matrices")
+        raise invalid(folder, "it contains no LoRA matrices")
     return layers
 
 
 def invalid(folder: Path, problem: str) -> InvalidRequestError:
-    """Returns the error for a folder that holds no valid adapter."""
+    """Returns the error for a folder that does not contain a valid adapter."""
     return InvalidRequestError(f"{folder} is not an adapter for this stage: {problem}", reason="INVALID_ADAPTER")

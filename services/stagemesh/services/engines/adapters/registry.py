@@ -1,4 +1,4 @@
-"""The registry of an engine's loaded LoRA adapters, with their users and their slots; independent of any engine."""
+"""Registry of an engine's loaded LoRA adapters, their users and their slots. Independent of any engine."""
 
 import asyncio
 import re
@@ -28,14 +28,14 @@ def check_name(name: str) -> None:
 
 
 def disabled_error(stage: str) -> NotReadyError:
-    """Returns the error of an operator's call to a stage that was started without adapters."""
+    """Returns the error for an operator's call to a stage that was started without adapters."""
     return NotReadyError(
         f"stage {stage} accepts no adapters; start it with the option enable_lora", reason="ADAPTERS_DISABLED"
     )
 
 
 def unknown_adapter_error(stage: str, name: str) -> NotFoundError:
-    """Returns the error of a task that names an adapter on a stage that was started without adapters."""
+    """Returns the error for a task that names an adapter on a stage that was started without adapters."""
     return NotFoundError(
         f"stage {stage} has no adapter {name!r}: it was started without the option enable_lora",
         reason="UNKNOWN_ADAPTER",
@@ -44,7 +44,7 @@ def unknown_adapter_error(stage: str, name: str) -> NotFoundError:
 
 
 def check_rank(name: str, rank: int, *, most: int, taker: str = "the stage") -> None:
-    """Raises InvalidRequestError if the rank is above `most`; `taker` names the stage in the message."""
+    """Raises InvalidRequestError if the rank is above `most`. `taker` names the stage in the message."""
     if rank > most:
         raise InvalidRequestError(
             f"adapter {name!r} has rank {rank}; {taker} accepts a rank of at most {most}, its option max_lora_rank",
@@ -60,9 +60,9 @@ class Entry:
     path: str
     rank: int
     number: int
-    """The adapter's id in the engine. Ids are never reused."""
+    """The adapter's id in the engine. The registry never reuses an id."""
     reserved: bool = False
-    """Whether a slot is reserved for this adapter: it is pinned, or waits until it can be."""
+    """Whether a slot is reserved for this adapter, because it is pinned or is waiting to be pinned."""
     pinned: bool = False
     """Whether the engine has pinned the adapter."""
     unloading: bool = False
@@ -72,7 +72,7 @@ class Entry:
 
     @property
     def adapter(self) -> Adapter:
-        """The adapter as shown to operators."""
+        """The adapter as reported to operators."""
         return Adapter(self.name, self.path, self.rank, self.pinned, self.users)
 
 
@@ -81,9 +81,9 @@ class AdapterRegistry:
     """Enforces the adapter limits of an engine, because vLLM does not check all of them.
 
     A step may use `slots` different adapters. vLLM's scheduler counts them, but assumes that it can evict a pinned
-    adapter, and a step that needs the slot of a pinned one crashes the engine. Therefore, while an adapter is pinned,
-    the registry admits tasks of at most as many other adapters at a time as slots remain. At most `capacity` adapters
-    are loaded, because vLLM would otherwise evict an adapter in use and read it again in the middle of a step.
+    adapter. A step that needs the slot of a pinned adapter crashes the engine. Therefore, while an adapter is pinned,
+    the registry limits the other adapters in use to the number of remaining slots. At most `capacity` adapters are
+    loaded, because vLLM would otherwise evict an adapter in use and read it again in the middle of a step.
     """
 
     stage: str
@@ -104,7 +104,7 @@ class AdapterRegistry:
         return list(self._entries.values())
 
     def find(self, name: str) -> Entry:
-        """Returns the entry of a loaded adapter; raises NotFoundError with the known names."""
+        """Returns the entry of a loaded adapter. Raises NotFoundError, which lists the loaded names, if not loaded."""
         entry = self._entries.get(name)
         if entry is None:
             known = ", ".join(sorted(self._entries)) or "none"
@@ -116,9 +116,9 @@ class AdapterRegistry:
         return entry
 
     def find_loaded(self, name: str, path: str) -> Entry | None:
-        """Returns the entry if this adapter is loaded, or None if it may be loaded.
+        """Returns the entry if this adapter is already loaded, or None if it can be loaded now.
 
-        Raises ExistsError if the name is used for another folder, OverloadedError if the registry is full.
+        Raises ExistsError if the name is used for another folder, and OverloadedError if the registry is full.
         """
         entry = self._entries.get(name)
         if entry is None:
@@ -133,7 +133,7 @@ class AdapterRegistry:
         return entry
 
     def next_number(self) -> int:
-        """Returns a new id."""
+        """Returns an unused adapter id."""
         self._last_number += 1
         return self._last_number
 
@@ -147,9 +147,9 @@ class AdapterRegistry:
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncGenerator[Entry]:
-        """Waits for a slot and yields the adapter to a task, which may use it within the context.
+        """Waits for a slot and yields the adapter. The task may use the adapter within the context.
 
-        Raises NotFoundError if it is not loaded, and NotReadyError if it is being unloaded.
+        Raises NotFoundError if the adapter is not loaded, and NotReadyError if it is being unloaded.
         """
         await self._until(lambda: self._may_run(self._usable(name)))
         entry = self._usable(name)
@@ -162,15 +162,15 @@ class AdapterRegistry:
 
     @asynccontextmanager
     async def unloading(self, name: str, *, drain: bool) -> AsyncGenerator[Entry]:
-        """Waits until no task uses the adapter and yields it; no task can start to use it within the context.
+        """Waits until no task uses the adapter and yields it. No task can start using the adapter within the context.
 
-        Raises NotFoundError if it is not loaded, and NotReadyError if tasks use it and `drain` is False.
+        Raises NotFoundError if the adapter is not loaded, and NotReadyError if tasks use it and `drain` is False.
         """
         entry = self._usable(name)
         if entry.users and not drain:
             raise NotReadyError(
-                f"adapter {name!r} of stage {self.stage} is used by {entry.users} requests; wait for them, or have "
-                "the call drain them",
+                f"adapter {name!r} of stage {self.stage} is used by {entry.users} requests; wait for them, or set "
+                "drain so that the call waits",
                 reason="ADAPTER_IN_USE",
                 metadata={"adapter": name, "running": str(entry.users)},
             )
@@ -184,11 +184,11 @@ class AdapterRegistry:
 
     @asynccontextmanager
     async def pinning(self, name: str) -> AsyncGenerator[Entry]:
-        """Reserves a slot and yields the adapter, whose `pinned` the caller sets once the engine has pinned it.
+        """Reserves a slot and yields the adapter. The caller sets its `pinned` after the engine has pinned it.
 
-        The reservation ends with the context unless `pinned` is set. Waits until running tasks use no more other
-        adapters than slots remain. Raises NotFoundError if it is not loaded, and OverloadedError if no slot would
-        remain for the others.
+        The reservation ends with the context unless `pinned` is set. Waits until the number of other adapters in use
+        is at most the number of remaining slots. Raises NotFoundError if the adapter is not loaded, and OverloadedError
+        if no slot would remain for the other adapters.
         """
         entry = self._usable(name)
         self._check_pin(entry)
@@ -232,7 +232,7 @@ class AdapterRegistry:
                 else "a pinned adapter in every slot"
             )
             raise OverloadedError(
-                f"stage {self.stage} holds {limit} ({', '.join(sorted(self._entries))}); unload one before {name!r}",
+                f"stage {self.stage} has {limit} ({', '.join(sorted(self._entries))}); unload one before {name!r}",
                 reason="ADAPTERS_FULL",
                 metadata={"adapter": name},
             )

@@ -11,12 +11,12 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage
 CONDITIONING, LATENTS, IMAGE, FRAMES, STATE = "conditioning", "latents", "image", "frames", "state"
 
 _SERIALIZED = TensorSpec("uint8", ("bytes",))
-"""Tensors and numbers of a request, serialized by `transfer.serialization`. The model decides which."""
+"""Serialized tensors and numbers of a request (`transfer.serialization`). The model determines which it contains."""
 _RESULTS: Mapping[str, Emitted] = {
     IMAGE: Emitted(TensorSpec("uint8", ("bytes",)), kind="image"),
     FRAMES: Emitted(TensorSpec("float32", ("frames", 3, "height", "width"))),
 }
-"""An image or video as a file, and as numbers in [0, 1]."""
+"""The result as an image or video file, and as frames with values in [0, 1]."""
 
 
 def signature_of(stage: DiffusionOptions) -> Signature:
@@ -43,7 +43,10 @@ def signature_of(stage: DiffusionOptions) -> Signature:
 
 
 def _encoding_options(stage: DiffusionOptions) -> dict[str, OptionSpec]:
-    """Encoding needs the guidance scale: without guidance, the negative prompt is not encoded."""
+    """Returns the options of a stage that encodes.
+
+    Encoding needs the guidance scale, because the negative prompt is encoded only with guidance.
+    """
     return {"guidance_scale": OptionSpec(stage.guidance_scale, 0, 100)} if stage.part == "encode" else {}
 
 

@@ -31,7 +31,7 @@ class SleepController:
             )
 
     def check_awake(self) -> None:
-        """Raises NotReadyError if any part sleeps."""
+        """Raises NotReadyError if any part of the engine is asleep."""
         self._state.check_awake()
 
     def asleep(self) -> Sequence[str]:
@@ -70,7 +70,7 @@ class PromptCacheControl:
         self._executor = executor
 
     async def clear_caches(self, *, preempt: bool) -> None:
-        # Running requests keep the embeddings that they have read, so that none has to be preempted.
+        # Running requests retain the embeddings that they have read, so clearing needs no preemption.
         del preempt
         self.statistics = await self._executor.call("clear_prompt_cache")
 
@@ -92,6 +92,6 @@ class _WorkerRecorder:
 
 
 def make_profiles(executor: Executor, *, stage: str, profile_dir: str | None) -> Profiles:
-    """Returns the profile control of a stage. Without `profile_dir`, it rejects profiles."""
+    """Returns the profile control of a stage. It rejects all profiles if `profile_dir` is None."""
     private = Path(private_folder(profile_dir)) if profile_dir else Path()
     return Profiles(_WorkerRecorder(executor, private), stage=stage, base=profile_dir, private=private)

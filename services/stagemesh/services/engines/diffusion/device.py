@@ -1,4 +1,4 @@
-"""Choice of a worker's device, and release of memory that the process no longer uses."""
+"""Selects a worker's device, and releases memory that the process no longer uses."""
 
 import ctypes
 import gc
@@ -29,7 +29,7 @@ def choose_device(options: DiffusionOptions, *, rank: int = 0) -> torch.device:
 
 def release_unused_memory() -> None:
     """Returns the memory of unreferenced objects to the device and to the operating system."""
-    # Models contain reference cycles, and a stage process hides loaded objects from the garbage collector.
+    # Models contain reference cycles, and a stage process excludes loaded objects from garbage collection.
     is_frozen = gc.get_freeze_count() > 0
     if is_frozen:
         gc.unfreeze()
@@ -45,7 +45,7 @@ def release_unused_memory() -> None:
 
 
 def freeze_loaded_objects() -> None:
-    """Hides loaded objects from the garbage collector (`gc.freeze`).
+    """Excludes the loaded objects from garbage collection (`gc.freeze`).
 
     Does nothing unless the process already froze objects at startup.
     """

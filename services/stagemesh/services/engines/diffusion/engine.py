@@ -1,4 +1,4 @@
-"""The engine for diffusion models: requests take turns at each denoising step."""
+"""The engine for diffusion models. Requests alternate step by step."""
 
 import asyncio
 import itertools
@@ -43,10 +43,10 @@ _log = logging.getLogger(__name__)
 
 
 class DiffusionEngine:
-    """Runs requests step by step on a worker, which loads the model and runs one call at a time.
+    """Runs requests step by step on a worker. The worker loads the model and runs one call at a time.
 
-    Each request is a coroutine that waits for its turns. The step loop repeatedly has the worker run one step of the
-    requests whose turn it is.
+    Each request is a coroutine that waits for its steps. The step loop repeatedly selects a batch of requests and calls
+    the worker to run one step of each.
     """
 
     def __init__(self, config: StageConfig) -> None:
@@ -123,7 +123,7 @@ class DiffusionEngine:
         assert facts is not None, "`start` has not been called"
         footprint = facts.sizes.footprint(inputs)
         async with self._adapters.using(task.adapter), self._admission.admitted(footprint, priority=task.priority):
-            # The request id alone is not unique: a new attempt may begin while the previous one still ends.
+            # The request id alone is not unique: a new attempt may begin before the previous attempt has ended.
             name = f"{task.request_id}/{next(self._numbers)}"
             try:
                 prepared = await self._begin(name, task, inputs)
@@ -156,7 +156,7 @@ class DiffusionEngine:
         return await self._step_loop.call("begin", name, inputs, conditioning=conditioning)  # type: ignore[no-any-return]
 
     async def _run_steps(self, name: str, task: Task, prepared: "PreparedRequest") -> AsyncGenerator[EngineEvent, None]:
-        """Runs a request to its result, or until it is paused."""
+        """Runs a request until it has its result or is paused."""
         request = RequestProgress(name, prepared, priority=task.priority, deadline_s=task.deadline_s)
         last = prepared.total_steps
         if task.max_steps is not None:
@@ -186,7 +186,7 @@ class DiffusionEngine:
         return min([last, *(done - done % each + each for each in intervals)])
 
     async def _at_stop(self, name: str, task: Task, done: int) -> list[EngineEvent]:
-        """Returns the preview and the checkpoint that are due after this step."""
+        """Returns the events that are due after this step: a preview, a checkpoint, both or none."""
         events: list[EngineEvent] = []
         if self._options.preview_steps and not done % self._options.preview_steps:
             events += await self._results(name, task, done, final=False)
@@ -204,7 +204,7 @@ class DiffusionEngine:
         return await self._images(await self._step_loop.call("decode", name), task, metadata)
 
     async def _decode_all(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        """Runs a request on a stage that only decodes: emits one image for each packet of latents."""
+        """Runs a request on a stage that only decodes. Emits one result for each packet of latents."""
         flow, steps = _only_inlet(task.inlets), 0
         async for packet in flow:
             frames = await self._step_loop.call("decode_latents", packet.tensors[LATENTS])
@@ -226,7 +226,7 @@ class DiffusionEngine:
         return build_inputs(task, options, stage=self._options, facts=self._facts)
 
     async def _images(self, frames: Array, task: Task, metadata: Mapping[str, MetadataValue]) -> list[Emission]:
-        """Returns an emission of the requested tensors, or none if no tensor is requested."""
+        """Returns one emission with the requested tensors, or an empty list if no tensor is requested."""
         from stagemesh.services.engines.diffusion.image_files import encode_file
 
         tensors: dict[str, Array] = {}
@@ -247,7 +247,7 @@ def _only_inlet(inlets: Mapping[str, AsyncIterable[Packet]]) -> AsyncIterable[Pa
 
 
 async def _receive_once(inlets: Mapping[str, AsyncIterable[Packet]], tensor: str) -> Array:
-    """Reads the edge to its end and returns its only packet's tensor."""
+    """Reads the edge to its end and returns the tensor of its only packet."""
     packets = [packet async for packet in _only_inlet(inlets)]
     if len(packets) != 1:
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Runs a worker outside of the event loop: on a thread of this process, or in several processes."""
+"""Runs a worker outside the event loop, either on a thread of this process or in several processes."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Calls methods of `DiffusionWorker`, one after the other, in the order of the calls."""
+    """Calls methods of `DiffusionWorker` one after the other, in the order in which `call` is called."""
 
     async def start(self, report: Callable[[str], None]) -> None:
         """Creates the worker."""
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Returns or raises what the method does. Raises UnavailableError if the worker has ended."""
+        """Returns the method's result or raises its error. Raises UnavailableError if the worker has ended."""
 
     async def wait_failed(self) -> str:
-        """Waits until the worker dies. Returns the cause."""
+        """Waits until the worker fails. Returns the cause."""
         ...
 
     async def close(self) -> None:
-        """Shuts the worker down. Closing twice is harmless."""
+        """Shuts the worker down. May be called more than once."""
 
 
 def make_executor(folder: Path, options: DiffusionOptions) -> Executor:
-    """Returns an executor for the number of processes that the options set."""
+    """Returns the executor for the number of processes that the options set."""
     if options.parallel.ranks == 1:
         return ThreadExecutor(folder, options)
     from stagemesh.services.engines.diffusion.parallel.process_executor import ProcessExecutor
@@ -41,7 +41,7 @@ def make_executor(folder: Path, options: DiffusionOptions) -> Executor:
 
 
 class ThreadExecutor:
-    """Executor with one worker on a thread of this process."""
+    """Runs one worker on a thread of this process."""
 
     def __init__(self, folder: Path, options: DiffusionOptions) -> None:
         self._folder, self._options = folder, options
@@ -59,7 +59,7 @@ class ThreadExecutor:
         return await self._run(partial(getattr(self._worker, method), *args, **kwargs))
 
     async def wait_failed(self) -> str:
-        # A thread dies only with its process.
+        # A thread ends only with its process.
         await asyncio.Event().wait()
         raise AssertionError("the event is never set")
 
@@ -76,7 +76,7 @@ class ThreadExecutor:
 
 
 def import_worker() -> "type[DiffusionWorker]":
-    """Imports the worker and all that it needs. Raises NotReadyError (MISSING_MODULE) if a module is not installed."""
+    """Imports the worker class. Raises NotReadyError (MISSING_MODULE) if a required module is not installed."""
     try:
         from stagemesh.services.engines.diffusion.worker import DiffusionWorker
     except ImportError as exc:

@@ -1,4 +1,4 @@
-"""Maps exceptions of models and schedulers to this project's errors."""
+"""Converts exceptions of models and schedulers to this project's errors."""
 
 import torch
 
@@ -6,14 +6,14 @@ from stagemesh.common.errors import InternalError, InvalidRequestError, Overload
 
 
 def to_stagemesh_error(exc: Exception) -> StagemeshError:
-    """Returns the error to report to the caller. Models raise ValueError for inputs that they do not support."""
+    """Returns the error to report to the caller. A ValueError means that the model does not support the input."""
     if isinstance(exc, StagemeshError):
         return exc
-    # torch reports exhausted host memory only in the text of a RuntimeError.
+    # torch reports that host memory is exhausted only in the text of a RuntimeError.
     if isinstance(exc, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(exc):
         return OverloadedError(
-            f"the device does not have enough memory for the request in addition to those that run: {exc}; ask for "
-            "less, or lower the stage's max_running",
+            f"the device does not have enough memory for the request in addition to the running requests: {exc}; "
+            "request less, or lower the stage's max_running",
             reason="OUT_OF_MEMORY",
         )
     if isinstance(exc, ValueError):

@@ -1,4 +1,4 @@
-"""Options of a diffusion stage. Imports nothing of torch."""
+"""Options of a diffusion stage. Does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from stagemesh.services.engines.diffusion.model.load_options import LoadOptions
 from stagemesh.services.engines.options import parse_options
 
 Part = Literal["all", "encode", "denoise", "decode"]
-"""The part of a pipeline that a stage runs. A stage loads only the folders that its part needs."""
+"""The part of a pipeline that a stage runs. A stage loads only the components that its part needs."""
 _GUIDANCE_BRANCHES = 2
 
 
@@ -23,12 +23,13 @@ class ParallelOptions:
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     cfg: int = 1
-    """2 computes both branches of classifier-free guidance at the same time, each in processes of its own."""
+    """Number of groups of processes that share classifier-free guidance. 2 computes both branches at the same time."""
     ulysses: int = 1
-    """Processes that share each forward pass: each computes some of the tokens, and some of the heads in attention."""
+    """Number of processes that share each forward pass. Each process computes a part of the tokens and, in attention,
+    a part of the heads."""
     hsdp: int = 1
-    """Processes that share the transformer's weights: each stores a shard, and fetches the rest of a block for its
-    computation."""
+    """Number of processes that share the transformer's weights. Each process stores a shard and fetches the other
+    shards of a block to compute it."""
 
     def __post_init__(self) -> None:
         for name in ("cfg", "ulysses", "hsdp"):
@@ -38,24 +39,24 @@ class ParallelOptions:
             raise ValueError(f"parallel.cfg is {self.cfg}; guidance has two branches, so it must be 1 or 2")
         if self.ulysses > 1 and self.ulysses % self.hsdp:
             raise ValueError(
-                f"parallel.hsdp is {self.hsdp}; with parallel.ulysses {self.ulysses} it must divide that, because the "
+                f"parallel.hsdp is {self.hsdp}; it must divide parallel.ulysses ({self.ulysses}), because the "
                 "processes of one guidance branch share the weights"
             )
 
     @property
     def branch_ranks(self) -> int:
-        """Processes that compute one branch of guidance."""
+        """The number of processes that compute one guidance branch."""
         return max(self.ulysses, self.hsdp)
 
     @property
     def ranks(self) -> int:
-        """Processes in total."""
+        """The total number of processes."""
         return self.cfg * self.branch_ranks
 
 
 @dataclass(frozen=True)
 class DiffusionOptions:
-    """The options of a diffusion stage."""
+    """The options of a diffusion stage. Options of a request default to the values here."""
 
     part: Part = "all"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -63,46 +64,49 @@ class DiffusionOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` uses a GPU if the machine has one."""
     load: LoadOptions = field(default_factory=LoadOptions)
-    """Loading and storage of weights."""
+    """Options for loading and storing the weights."""
     enable_lora: bool = False
-    """Whether requests may choose LoRA adapters, which operators load and unload."""
+    """Whether requests may select LoRA adapters, which operators load and unload."""
     max_loras: int = 8
     """Maximum number of adapters loaded at the same time."""
     max_lora_rank: int = 128
     height: int = 1024
-    """Default height of an image in pixels. A request may override it, and also the next four options."""
+    """Default height of an image in pixels. A request may override this option and the next four."""
     width: int = 1024
     num_frames: int = 1
     num_inference_steps: int = 50
     guidance_scale: float = 4.0
-    """Scale of classifier-free guidance, or the value of the model's guidance input if it has one."""
+    """Scale of classifier-free guidance, or the value of the model's guidance input for models that have one."""
     max_side: int = 2048
     """Maximum height and width that a request may set, in pixels."""
     max_frames: int = 1
-    """Maximum number of frames that a request may set. Video models need more than 1."""
+    """Maximum number of frames that a request may set. Video models need a value above 1."""
     max_inference_steps: int = 200
     max_prompt_characters: int = 20_000
     max_running: int = 16
-    """Maximum number of requests that are denoised in turn. Further requests wait before they are encoded."""
+    """Maximum number of requests that alternate in denoising. Further requests wait before they are encoded."""
     max_batch: int = 8
-    """Maximum number of requests in one forward pass. 1 makes results independent of other requests."""
+    """Maximum number of requests in one forward pass. With 1, results do not depend on other requests."""
     max_wait_steps: int = 8
-    """Number of steps of other requests after which a waiting request is overdue and takes precedence."""
+    """Number of steps of other requests after which a waiting request takes precedence."""
     memory_bytes: int | None = None
-    """Memory that requests may use in addition to the weights, in bytes. None is the memory that is free once the
+    """Memory that requests may use in addition to the weights, in bytes. None means all memory that is free after the
     weights are loaded."""
     checkpoint_steps: int = 0
-    """Number of steps between two checkpoints; 0 for no checkpoints."""
+    """Number of steps between two checkpoints. 0 disables checkpoints."""
     preview_steps: int = 0
-    """Number of steps between two previews, which are images, or latents if the stage only denoises; 0 for none."""
+    """Number of steps between two previews. 0 disables previews.
+
+    A preview is an image or video, or latents if the stage only denoises.
+    """
     prompt_cache_bytes: int = 256 << 20
-    """Maximum size of the cache of prompt embeddings; 0 disables the cache."""
+    """Maximum size of the cache of prompt embeddings, in bytes. 0 disables the cache."""
     step_cache: StepCacheOptions | None = None
-    """Reuses parts of the previous step: faster, but the image changes. None computes every step in full."""
+    """Step cache, which reuses parts of the previous step. It is faster but changes the image. None disables it."""
     profile_dir: str | None = None
-    """Absolute path of the folder for profiles; None disables profiles."""
+    """Absolute path of the folder for profiles. None disables profiles."""
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
-    """The processes that denoise together."""
+    """Numbers of processes that denoise together."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -134,23 +138,23 @@ class DiffusionOptions:
 
     def _check_combinations(self) -> None:
         if self.enable_lora and self.part in {"encode", "decode"}:
-            raise ValueError(f"enable_lora is for stages that denoise; this stage has part {self.part}: omit it")
+            raise ValueError(f"enable_lora is for stages that denoise; this stage has part {self.part}; omit it")
         if self.load.changes_weights and (self.enable_lora or self.parallel.ranks > 1):
             raise ValueError(
                 "enable_lora and parallel need a transformer whose weights are complete and on its device; omit "
                 "load.offload, load.layerwise_casting and load.quantization"
             )
         if self.parallel.ranks > 1 and self.part not in {"all", "denoise"}:
-            raise ValueError(f"parallel is for stages that denoise; this stage has part {self.part}: omit it")
+            raise ValueError(f"parallel is for stages that denoise; this stage has part {self.part}; omit it")
         if self.enable_lora and self.parallel.hsdp > 1:
-            raise ValueError("enable_lora excludes parallel.hsdp; adapters need a model whose weights are complete")
+            raise ValueError("enable_lora excludes parallel.hsdp, because adapters need complete weights; omit one")
         if self.step_cache is not None and (self.parallel.cfg > 1 or self.parallel.ulysses > 1):
             raise ValueError(
-                "step_cache excludes parallel.cfg and parallel.ulysses, because each rank would decide by its own part "
-                "of a step; omit one of them"
+                "step_cache excludes parallel.cfg and parallel.ulysses, because each rank would decide from its own "
+                "part of a step; omit one of them"
             )
 
 
 def stage_options(options: Mapping[str, JsonValue], *, stage: str = "") -> DiffusionOptions:
-    """Parses a stage's options. Raises InvalidRequestError that names the invalid option."""
+    """Parses a stage's options. Raises InvalidRequestError, which names the invalid option."""
     return parse_options(DiffusionOptions, options, stage=stage)

@@ -1,4 +1,4 @@
-"""Converts a task to the inputs of a pipeline, and validates it before it uses any resource."""
+"""Converts a task to the inputs of a pipeline. Validates the task before it uses any resources."""
 
 from collections.abc import Mapping
 
@@ -15,9 +15,9 @@ _MAX_SEED = (1 << 63) - 1
 def build_inputs(
     task: Task, options: Mapping[str, float], *, stage: DiffusionOptions, facts: ModelFacts
 ) -> DiffusionInputs:
-    """Returns a task's inputs. `options` includes the defaults.
+    """Returns a task's inputs. `options` are the request's options, completed with the defaults.
 
-    Raises InvalidRequestError, or UnsupportedError, that names the invalid value and the allowed values.
+    Raises InvalidRequestError or UnsupportedError, which name the invalid value and the allowed values.
     """
     if not 0 <= task.seed <= _MAX_SEED:
         raise InvalidRequestError(f"seed is {task.seed}; it must be from 0 to {_MAX_SEED}", reason="INVALID_OPTION")
@@ -48,7 +48,7 @@ def _needs_prompt(task: Task, stage: DiffusionOptions) -> bool:
 
 
 def parse_integer(name: str, value: float) -> int:
-    """Returns an option as an integer. Raises InvalidRequestError if it is a fraction."""
+    """Returns an option as an integer. Raises InvalidRequestError if the value has a fractional part."""
     if value != int(value):
         raise InvalidRequestError(f"option {name} is {value:g}; it must be an integer", reason="INVALID_OPTION")
     return int(value)

@@ -1,4 +1,4 @@
-"""Loads a model and executes requests on it. Not thread-safe."""
+"""Loads a model and runs requests on it. Not thread-safe."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,16 +49,17 @@ class DiffusionRunner:
             forwards.caches = enable_caches(forwards.model, options.step_cache)
 
     def prepare(self, state: DiffusionRequestState) -> None:
-        """Runs everything before the first step."""
+        """Runs everything before the first step: encodes the prompt, generates the noise and sets the schedule."""
         try:
             self.pipeline.prepare_encode(state)
         except Exception as exc:
             raise to_stagemesh_error(exc) from exc
 
     def step(self, states: Sequence[DiffusionRequestState]) -> list[StagemeshError | None]:
-        """Advances each request by one step in as few forward passes as possible. Returns each request's error.
+        """Advances each request by one step in as few forward passes as possible.
 
-        If a shared forward pass fails, each request is tried alone, so that only the cause of the failure fails.
+        Returns the error of each request, or None for a request that succeeded. If a shared forward pass fails, runs
+        each request alone, so that only the request that caused the failure fails.
         """
         try:
             if self._adapters is not None:
@@ -71,7 +72,10 @@ class DiffusionRunner:
         return [self._advance(state, noise) for state, noise in zip(states, noises, strict=True)]
 
     def decode(self, state: DiffusionRequestState) -> Array:
-        """Returns float32[images or frames, 3, height, width] in [0, 1]; before the last step, a preview."""
+        """Returns the result, or a preview before the last step.
+
+        The frames are float32[images or frames, 3, height, width] with values in [0, 1].
+        """
         try:
             result = self.pipeline.post_decode(self.pipeline.end_loop(state))
         except Exception as exc:
@@ -87,12 +91,12 @@ class DiffusionRunner:
         return self._adapters
 
     def forget(self, state: DiffusionRequestState) -> None:
-        """Frees the model's cache state of a request."""
+        """Frees the step cache's state of a request."""
         if self.pipeline.forwards.caches is not None:
             self.pipeline.forwards.caches.forget(state.request_id)
 
     def close(self) -> None:
-        """Removes offloaded files. Closing twice is harmless."""
+        """Removes offloaded files. May be called more than once."""
         self._loader.close()
 
     # -- inner workings
@@ -113,7 +117,7 @@ def _pipeline_class(options: LoadOptions) -> type[ModularStepPipeline]:
     except (ImportError, AttributeError, ValueError) as exc:
         raise NotReadyError(
             f"load.custom_pipeline {options.custom_pipeline!r} cannot be imported: {exc}; write it as module:Class, "
-            "and install the module in addition to Stagemesh",
+            "and install its module in addition to Stagemesh",
             reason="MISSING_MODULE",
         ) from exc
     if not (isinstance(factory, type) and issubclass(factory, ModularStepPipeline)):

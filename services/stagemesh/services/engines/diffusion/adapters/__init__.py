@@ -1,1 +1,1 @@
-"""LoRA adapters on a diffusion transformer."""
+"""LoRA adapters for a diffusion transformer."""

@@ -22,28 +22,28 @@ from stagemesh.services.engines.adapters.files import (
 
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 _METADATA = "lora_adapter_metadata"
-"""Metadata key under which diffusers stores the configuration in its file."""
+"""The metadata key under which diffusers stores the configuration in the weights file."""
 _PEFT_PREFIX, _DIFFUSERS_PREFIX = "base_model.model.", "transformer."
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 
 
 @dataclass(frozen=True)
 class LoraFiles:
-    """Contents of an adapter's folder, by the names of the transformer's layers."""
+    """The contents of an adapter's folder. Layers have the names that the transformer uses."""
 
     files: AdapterFiles
     config: Mapping[str, Any] | None
-    """Arguments of PEFT's LoraConfig. None if the folder contains only the matrices; alpha is then the rank."""
+    """Arguments of PEFT's LoraConfig. None if the folder contains only the matrices; alpha then equals the rank."""
     weights: Path
     prefix: str
 
     def matrices(self) -> dict[str, torch.Tensor]:
-        """Reads the weights by name."""
+        """Reads and returns the weights by name."""
         return {name.removeprefix(self.prefix): tensor for name, tensor in load(self.weights.read_bytes()).items()}
 
 
 def read_lora(path: str) -> LoraFiles:
-    """Reads an adapter's configuration and shapes. Raises InvalidRequestError if they are invalid."""
+    """Reads an adapter's configuration and weight shapes. Raises InvalidRequestError if they are invalid."""
     folder = Path(path)
     if folder.is_absolute() and (folder / DIFFUSERS_WEIGHTS).exists() and not (folder / CONFIG).exists():
         return _read_diffusers(folder)
@@ -73,7 +73,7 @@ def _check_names(folder: Path, names: Mapping[str, object], prefix: str) -> None
         if not name.endswith(_MATRICES):
             raise invalid(
                 folder,
-                f"it contains {name}, which is neither lora_A nor lora_B; write it with diffusers' save_lora_weights",
+                f"it contains {name}, which is neither lora_A nor lora_B; save it with diffusers' save_lora_weights",
             )
 
 
@@ -83,7 +83,7 @@ def _remove_prefix(files: AdapterFiles, prefix: str) -> AdapterFiles:
 
 
 def _lora_config(config: Mapping[str, Any], files: AdapterFiles) -> dict[str, Any]:
-    """Returns the arguments of PEFT's LoraConfig, with exactly the layers that have matrices as targets."""
+    """Returns the arguments of PEFT's LoraConfig. The targets are exactly the layers that have matrices."""
     names = {field.name for field in fields(LoraConfig)}
     known = {name: value for name, value in config.items() if name in names}
     prefixes = (_PEFT_PREFIX, _DIFFUSERS_PREFIX)

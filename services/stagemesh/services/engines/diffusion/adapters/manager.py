@@ -18,7 +18,7 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
 
 class AdapterManager:
-    """Implements `abilities.AdapterControl`. All loaded adapters stay on the device; a step uses one of them."""
+    """Implements `abilities.AdapterControl`. Loaded adapters stay on the device. Each step uses at most one of them."""
 
     def __init__(self, executor: Executor, options: DiffusionOptions, *, stage: str) -> None:
         self._executor, self._stage = executor, stage

@@ -1,4 +1,4 @@
-"""LoRA adapters on a transformer, implemented by diffusers and PEFT. One adapter is active at a time."""
+"""LoRA adapters of a transformer, applied by diffusers and PEFT. At most one adapter is active at a time."""
 
 import itertools
 import warnings
@@ -12,12 +12,12 @@ from stagemesh.services.engines.diffusion.adapters.files import read_lora
 
 
 class ModelAdapters:
-    """The adapters of one model."""
+    """The LoRA adapters of one model."""
 
     def __init__(self, model: Any, max_rank: int) -> None:
         self._model, self._max_rank = model, max_rank
         self._keys: dict[str, str] = {}
-        """PEFT's names of the adapters. PEFT uses them as attribute names, which cannot contain dots."""
+        """The name in PEFT of each adapter. PEFT uses it as an attribute name, which cannot contain dots."""
         self._numbers = itertools.count()
         self._selected: tuple[str, float] | None = None
 
@@ -42,14 +42,14 @@ class ModelAdapters:
         return lora.files.rank
 
     def unload(self, name: str) -> None:
-        """Unloads an adapter. Does nothing if it is unknown."""
+        """Unloads an adapter. Does nothing if the adapter is not loaded."""
         key = self._keys.pop(name, None)
         if key is not None:
             self._deactivate()
             self._model.delete_adapters(key)
 
     def select(self, name: str | None, scale: float) -> None:
-        """Activates an adapter, or none, for the next forward passes. Raises NotFoundError if it is not loaded."""
+        """Activates an adapter for the next forward passes, or none if None. Raises NotFoundError if not loaded."""
         wanted = None if name is None else (name, scale)
         if wanted == self._selected:
             return
@@ -68,7 +68,7 @@ class ModelAdapters:
     # -- inner workings
 
     def _sizes(self, layers: Mapping[str, object]) -> dict[str, Sizes | None]:
-        """Returns the sizes of the model's layers; None for layers that are not linear, which PEFT checks."""
+        """Returns the sizes of the model's linear layers, and None for other layers, which PEFT checks."""
         modules = dict(self._model.named_modules())
         known = {name: modules[name] for name in layers if name in modules}
         return {
@@ -79,6 +79,6 @@ class ModelAdapters:
     def _deactivate(self) -> None:
         self._selected = None
         if getattr(self._model, "peft_config", None):
-            # If no adapter is active, PEFT does not activate another one when one is deleted.
+            # With no active adapter, PEFT does not activate another adapter when one is deleted.
             self._model.set_adapters([])
             self._model.disable_lora()

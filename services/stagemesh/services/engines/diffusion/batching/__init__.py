@@ -1,1 +1,1 @@
-"""Batching: transformer calls of several requests in shared forward passes."""
+"""Batching: shared forward passes for the transformer calls of several requests."""

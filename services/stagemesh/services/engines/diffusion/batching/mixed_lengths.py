@@ -1,12 +1,12 @@
-"""Rows of different lengths in one forward pass of Qwen-Image's transformer: prompts, sizes and guidance may differ.
+"""Shared forward passes of Qwen-Image's transformer for rows with different prompt lengths, sizes and guidance.
 
 Every layer except attention treats each token separately. Rows are therefore padded to the longest row, and the results
-for the padding are discarded. Attention and its positions are computed for each row separately. A row's result equals
-that of the row alone, except for the order in which the matrix library adds numbers.
+for the padding are discarded. Attention and its positions are computed for each row separately. The result of a row
+equals its result without other rows, except for the order in which the matrix library adds numbers.
 
-In MKL's strict mode (`MKL_CBWR=AVX2,STRICT`) that order does not depend on the number of rows, if a matrix has at least
-a few rows and its width is a multiple of 32. Layers whose input has fewer rows are then computed for each row
-separately, and each row's result is bit-identical to that of the row alone.
+In MKL's strict mode (`MKL_CBWR=AVX2,STRICT`) that order does not depend on the number of rows if a matrix has at least
+8 rows and its width is a multiple of 32. A layer whose input has fewer rows is then computed for each row separately.
+Each row's result is therefore bit-identical to its result without other rows.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -21,17 +21,17 @@ from stagemesh.common.settings import library_variable
 from stagemesh.services.engines.diffusion.batching.recorded_calls import Call, Prediction
 
 _STRICT_ROWS = 8
-"""From this number of rows on, strict MKL computes a row in the same way for any number of rows."""
+"""The minimum number of rows for which strict MKL computes a row independently of the number of rows."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Lengths and mask of one row."""
+    """The lengths and the attention mask of one row."""
 
     image_tokens: int
     text_tokens: int
     mask: torch.Tensor | None
-    """bool[1, 1, 1, text and image tokens]: the tokens to attend to; None for all."""
+    """bool[1, 1, 1, text and image tokens]: the tokens to attend to. None means all tokens."""
 
 
 class MixedLengthForward:
@@ -42,12 +42,12 @@ class MixedLengthForward:
         self._strict = library_variable("MKL_CBWR").upper().endswith("STRICT")
 
     def can_join(self, call: Call) -> bool:
-        """Returns whether the call may share a forward pass."""
+        """Returns whether the call can share a forward pass with other calls."""
         tokens = min(call.inputs[name].shape[1] for name in ("hidden_states", "encoder_hidden_states"))
         return not self._strict or tokens >= _STRICT_ROWS
 
     def forward(self, calls: Sequence[Call]) -> list[Prediction]:
-        """Returns the prediction for each call. Calls may differ only in tensors and in `img_shapes`."""
+        """Returns the prediction for each call. The calls may differ only in their tensors and in `img_shapes`."""
         inputs = [call.inputs for call in calls]
         rows = [_row(each["hidden_states"], each["encoder_hidden_states"], each) for each in inputs]
         joined = {
@@ -94,7 +94,7 @@ class MixedLengthForward:
 
 
 class _AttentionByRow:
-    """Replaces the processor of `diffusers.models.attention_processor.Attention` with two streams, text and image."""
+    """Replaces the processor of diffusers' `Attention` for text and image streams. Computes each row separately."""
 
     def __init__(self, rows: Sequence[_Row], stock: Any) -> None:
         self._rows, self._stock = rows, stock
@@ -108,7 +108,7 @@ class _AttentionByRow:
         attention_mask: None = None,
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Receives and returns image and text states, each of shape [rows, longest, width]."""
+        """Computes joint attention. The image and text states have the shape [rows, longest, width]."""
         assert encoder_hidden_states_mask is attention_mask is None, "each row has its own mask"
         assert image_rotary_emb is not None, "the model uses rotary positions"
         image_positions, text_positions = image_rotary_emb
@@ -175,7 +175,7 @@ def _positions(
     max_txt_seq_len: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the positions of image and text, each complex[rows, longest, 1, half the head size]."""
+    """Returns the positions of image and text tokens, each as complex[rows, longest, 1, half the head size]."""
     del max_txt_seq_len
     row_positions = [
         embed([shape], max_txt_seq_len=row.text_tokens, device=device)
@@ -186,7 +186,7 @@ def _positions(
 
 
 def _pad(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenates [1, length, width] tensors to [rows, longest, width], padded with zeros."""
+    """Concatenates [1, length, width] tensors to [rows, longest, width], padded with zeros at the end."""
     longest = max(row.shape[1] for row in rows)
     padded = rows[0].new_zeros((len(rows), longest, *rows[0].shape[2:]))
     for i, row in enumerate(rows):

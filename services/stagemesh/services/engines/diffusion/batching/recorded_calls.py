@@ -1,7 +1,8 @@
 """Records a request's transformer calls and replays their results, so that several requests share a forward pass.
 
-The blocks of diffusers are written for one request. To batch several requests, each request's blocks run twice: first
-with a stand-in that records their calls, then with one that returns the request's rows of the shared forward pass.
+The blocks of diffusers process one request. To batch several requests, each request's blocks run twice. In the first
+run, a stand-in for the transformer records the calls. In the second run, it returns the request's rows of the shared
+forward pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,22 +13,22 @@ from typing import Any, TypeAlias, cast
 import torch
 
 Prediction: TypeAlias = Any
-"""The result of a transformer with `return_dict=False`: a tuple whose first item is a tensor or a list of tensors."""
+"""The result of a transformer with `return_dict=False`: a tuple that starts with a tensor or a list of tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a transformer for one row."""
+    """One transformer call for one row."""
 
     inputs: Mapping[str, Any]
-    """The arguments by parameter name of the model's `forward`."""
+    """The call's arguments, by parameter name of the model's `forward`."""
 
 
 class TransformerStandIn:
-    """Replaces a model for the blocks: calls go to `forward`, every other attribute is the model's."""
+    """Replaces a model in the blocks. Passes calls to `forward` and reads all other attributes from the model."""
 
     def __init__(self, model: Any, signature: Signature, forward: Callable[[Mapping[str, Any]], Prediction]) -> None:
-        """`signature` is that of the model's `forward`, which blocks inspect at every step."""
+        """Creates a stand-in. Blocks inspect `signature`, the signature of the model's `forward`, at each step."""
         self._model, self._signature, self._forward = model, signature, forward
 
     def __call__(self, **inputs: Any) -> Prediction:
@@ -35,7 +36,7 @@ class TransformerStandIn:
 
     @property
     def forward(self) -> Any:
-        """A callable whose signature blocks inspect. They do not call it."""
+        """A callable that only provides the signature. Blocks inspect it but do not call it."""
         return _SignatureOnly(self._signature)
 
     def __getattr__(self, name: str) -> Any:
@@ -51,7 +52,7 @@ class _SignatureOnly:
 
 
 class CallRecorder:
-    """Records calls, and returns zeros for each."""
+    """Records calls and returns zeros for each call."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -80,12 +81,12 @@ def zero_prediction(inputs: Mapping[str, Any]) -> Prediction:
 
 
 def shape_key(call: Call) -> tuple[object, ...]:
-    """Returns a key that is equal for calls that can share a forward pass."""
+    """Returns a key that is equal for calls that can share a forward pass: the shapes and dtypes of the inputs."""
     return tuple((name, _shape(value)) for name, value in sorted(call.inputs.items()))
 
 
 def concatenate(calls: Sequence[Call], *, shared: frozenset[str]) -> dict[str, Any]:
-    """Returns the inputs of one forward pass with one row per call. Inputs in `shared` have no rows."""
+    """Returns the inputs of one forward pass with one row per call. Inputs named in `shared` have no row axis."""
     return {
         name: value if name in shared else _concatenate([call.inputs[name] for call in calls])
         for name, value in calls[0].inputs.items()
@@ -93,7 +94,7 @@ def concatenate(calls: Sequence[Call], *, shared: frozenset[str]) -> dict[str, A
 
 
 def split_rows(prediction: Prediction, rows: int) -> list[Prediction]:
-    """Returns the prediction of each row."""
+    """Returns each row's prediction as a prediction of its own."""
     sample = prediction[0]
     return [(sample[row : row + 1],) for row in range(rows)]
 

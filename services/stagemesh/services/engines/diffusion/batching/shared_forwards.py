@@ -20,19 +20,19 @@ from stagemesh.services.engines.diffusion.transfer.serialization import tensors_
 
 
 class SharedForwards:
-    """Runs a transformer's forward passes, for one request or for several."""
+    """Runs a transformer's forward passes for one or several requests."""
 
     def __init__(self, family: Family, model: Any) -> None:
         self.caches: Caches | None = None
-        """Step caches of the model. Requests with caches do not share forward passes."""
+        """Step caches of the model, or None. Requests do not share forward passes if the model has step caches."""
         self.branches: GuidanceBranches | None = None
-        """Distributes calls to other processes; None if this process computes all calls."""
+        """Distributes calls to other processes. None if this process computes all calls."""
         self._family, self.model = family, model
         has_mixed_lengths = family.mixed_lengths and model is not None and not model.zero_cond_t
         self._mixed_lengths = MixedLengthForward(model) if has_mixed_lengths else None
 
     def forward_alone(self, state: DiffusionRequestState) -> Callable[[Mapping[str, Any]], Prediction]:
-        """Returns a function that runs one request's calls at once, each in its own forward pass."""
+        """Returns a function that runs each call of one request immediately, in its own forward pass."""
         branch = 0
 
         def forward(inputs: Mapping[str, Any]) -> Prediction:
@@ -48,13 +48,13 @@ class SharedForwards:
     def forward_together(
         self, states: Sequence[DiffusionRequestState], recorded: Sequence[Sequence[Call]]
     ) -> dict[Call, Prediction]:
-        """Returns the predictions for the recorded calls of each request."""
+        """Returns the predictions for the recorded calls of all requests, by call."""
         if self.branches is None:
             return self._predict(states, recorded)
         return self.branches.predict(recorded, lambda own: self._predict(states, own))
 
     def disable_mixed_lengths(self) -> None:
-        """Rows of different lengths no longer share a forward pass."""
+        """Prevents rows of different lengths from sharing a forward pass."""
         self._mixed_lengths = None
 
     def batch_key(self, state: DiffusionRequestState) -> tuple[object, ...]:
@@ -85,7 +85,7 @@ class SharedForwards:
     def _group_key(self, call: Call) -> object:
         if self._mixed_lengths is not None:
             return None if self._mixed_lengths.can_join(call) else call
-        # A pipeline that denoises both guidance branches in one forward pass accepts their inputs as they are.
+        # A pipeline that denoises both guidance branches in one forward pass accepts their inputs without grouping.
         return None if self._family.joint_guidance is not None else shape_key(call)
 
     def _forward(self, group: Sequence[Call]) -> list[Prediction]:

@@ -1,1 +1,1 @@
-"""Step caches, which skip computations of a step, and the cache of prompt embeddings."""
+"""Step caches, which skip parts of a step's computation, and the cache of prompt embeddings."""

@@ -1,7 +1,7 @@
 """DBCache of the optional package cache-dit, with separate cache state for each request.
 
-cache-dit stores its state in contexts, by the names of a model's blocks, and expects one request after the other. Here
-each request, and each call of a step, has contexts of its own.
+cache-dit stores its state in contexts, keyed by the names of a model's blocks, and expects requests one after the
+other. This module gives each call of a step of each request its own contexts.
 """
 
 import copy
@@ -18,7 +18,7 @@ from stagemesh.services.engines.diffusion.transfer.serialization import Tree
 
 
 class CacheDitCaches:
-    """DBCache on one transformer, with the interface of `step_caches.StepCaches`. Its state cannot be transferred."""
+    """DBCache on one transformer, with the interface of `step_caches.StepCaches`. Cannot transfer its state."""
 
     def __init__(self, model: Any, options: CacheDitOptions) -> None:
         """Enables the cache. Raises NotReadyError if the package is missing or does not support the model."""
@@ -37,7 +37,7 @@ class CacheDitCaches:
             residual_diff_threshold=options.threshold,
             max_warmup_steps=options.warmup_steps,
             max_continuous_cached_steps=options.max_skip_steps,
-            # Both guidance branches have contexts of their own.
+            # Each guidance branch already has its own contexts.
             enable_separate_cfg=False,
         )
         try:
@@ -68,14 +68,14 @@ class CacheDitCaches:
         self._manager._current_context = None  # noqa: SLF001
 
     def export(self, request_id: str) -> list[dict[str, Tree]]:
-        """Returns nothing: a transferred request starts with an empty cache."""
+        """Returns an empty list. A transferred request starts with an empty cache."""
         del request_id
         return []
 
     def restore(self, request_id: str, exported: list[dict[str, Tree]], device: torch.device) -> None:
-        """Does nothing: `export` returns no state."""
+        """Does nothing, because `export` returns no state."""
 
     @property
     def contexts(self) -> int:
-        """Number of contexts of all requests."""
+        """The number of contexts of all requests."""
         return len(self._contexts)

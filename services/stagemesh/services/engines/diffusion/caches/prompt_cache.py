@@ -1,4 +1,4 @@
-"""Cache of prompt embeddings: a repeated prompt is not encoded again."""
+"""Cache of prompt embeddings. A repeated prompt is not encoded again."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
@@ -9,7 +9,7 @@ from stagemesh.services.engines.diffusion.transfer.serialization import tensors_
 
 
 class PromptCache:
-    """Least-recently-used cache, limited in bytes. Requests share its values and never modify them."""
+    """Least-recently-used cache with a size limit in bytes. Requests share its values and never modify them."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -18,7 +18,7 @@ class PromptCache:
 
     @property
     def statistics(self) -> CacheStatistics:
-        """Current statistics. Hits and misses are counted from the engine's start."""
+        """The current statistics. Hits and misses are counted from the engine's start."""
         return CacheStatistics(
             entries=len(self._entries),
             size_bytes=self._size_bytes,
@@ -28,7 +28,7 @@ class PromptCache:
         )
 
     def get(self, key: Hashable) -> Mapping[str, Any] | None:
-        """Returns the values of a prompt, or None if it is not cached."""
+        """Returns the values of a prompt, or None if the prompt is not cached."""
         if not self._limit_bytes:
             return None
         entry = self._entries.get(key)
@@ -40,7 +40,7 @@ class PromptCache:
         return entry[0]
 
     def put(self, key: Hashable, values: Mapping[str, Any]) -> None:
-        """Adds a prompt, and evicts the least recently used ones. Values larger than the cache are not cached."""
+        """Adds a prompt and evicts the least recently used prompts. Does not cache values larger than the cache."""
         size_bytes = sum(tensor.nbytes for value in values.values() for tensor in tensors_of(value))
         if size_bytes > self._limit_bytes or key in self._entries:
             return

@@ -1,7 +1,7 @@
-"""The stage option `step_cache`. Imports nothing of torch.
+"""The stage option `step_cache`. Does not import torch.
 
-A step cache skips computations whose results probably differ little from the results of the previous step. It saves
-time and changes the image.
+A step cache skips computations whose results probably differ little from the results of the previous step. It is faster
+but changes the image.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from pydantic import ConfigDict, Field
 
 @dataclass(frozen=True)
 class FirstBlockOptions:
-    """FirstBlockCache: skips the other blocks if the first block changes little from step to step."""
+    """FirstBlockCache: skips the other blocks if the first block's output changes little from step to step."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     kind: Literal["first_block"]
     threshold: float = 0.05
-    """Maximum mean change of the first block's residual, relative to the residual, at which the other blocks are
+    """Maximum mean relative change of the first block's residual, as a fraction. At or below it, the other blocks are
     skipped."""
 
     def __post_init__(self) -> None:
@@ -27,20 +27,20 @@ class FirstBlockOptions:
 
 @dataclass(frozen=True)
 class MagOptions:
-    """MagCache: skips a step if the model's residuals are known to change little."""
+    """MagCache: skips a step if the model's residuals are expected to change little."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     kind: Literal["mag"]
     threshold: float = 0.06
-    """Maximum accumulated error of skipped steps."""
+    """Maximum accumulated error of consecutive skipped steps."""
     max_skip_steps: int = 3
     """Maximum number of consecutive skipped steps."""
     retention_ratio: float = 0.2
-    """Fraction of the steps, from the first one, that are never skipped."""
+    """Fraction of the steps, counted from the first step, that are never skipped."""
     mag_ratios: tuple[float, ...] = ()
-    """Growth of the model's residual from step to step, as measured by diffusers' MagCache with `calibrate` over any
-    number of steps. If empty, diffusers' own values are used, which exist only for Flux."""
+    """Ratios of the residual's magnitude between consecutive steps, as measured by diffusers' MagCache with `calibrate`
+    for any number of steps. If empty, diffusers' own ratios are used, which exist only for Flux."""
 
     def __post_init__(self) -> None:
         _check("threshold", self.threshold, minimum=0)
@@ -51,17 +51,17 @@ class MagOptions:
 
 @dataclass(frozen=True)
 class TaylorSeerOptions:
-    """TaylorSeer: extrapolates the results of attention between two computed steps."""
+    """TaylorSeer: extrapolates the results of attention between computed steps."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     kind: Literal["taylor_seer"]
     cache_interval: int = 5
-    """Every n-th step is computed."""
+    """Interval between computed steps: with n, every n-th step is computed."""
     disable_cache_before_step: int = 3
-    """Number of first steps that are always computed."""
+    """Number of steps at the start that are always computed."""
     disable_cache_after_step: int | None = None
-    """Step from which every step is computed; None for no such step."""
+    """Step from which on every step is computed. None disables this."""
     max_order: int = 1
     """Order of the Taylor series. A higher order is more accurate and uses more memory."""
 
@@ -73,21 +73,21 @@ class TaylorSeerOptions:
 
 @dataclass(frozen=True)
 class CacheDitOptions:
-    """DBCache of the package cache-dit: like FirstBlockCache, with any number of blocks that always run."""
+    """DBCache of the package cache-dit. Extends FirstBlockCache to several first and last blocks that always run."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     kind: Literal["cache_dit"]
     first_blocks: int = 1
-    """Number of first blocks. They always run, and decide whether the other blocks run."""
+    """Number of first blocks. They always run. Their output determines whether the other blocks run."""
     last_blocks: int = 0
     """Number of last blocks that always run."""
     threshold: float = 0.08
-    """Maximum mean change of the first blocks' residual at which the other blocks are skipped."""
+    """Maximum mean relative change of the first blocks' residual. At or below it, the other blocks are skipped."""
     warmup_steps: int = 8
-    """Number of first steps that are always computed."""
+    """Number of steps at the start that are always computed."""
     max_skip_steps: int = -1
-    """Maximum number of consecutive skipped steps; -1 for no limit."""
+    """Maximum number of consecutive skipped steps. -1 means no limit."""
 
     def __post_init__(self) -> None:
         _check("first_blocks", self.first_blocks, minimum=1)

@@ -1,7 +1,7 @@
 """Step caches of diffusers, with separate cache state for each request.
 
-A cache stores results of the last steps in the hooks of a model's blocks, under the name of a context. The name here is
-`<request>/<call of the step>`, so that requests may take turns. A request's contexts are freed when it ends, and
+A cache stores results of previous steps in the hooks of a model's blocks, under the name of a context. This module uses
+the name `<request>/<call of the step>`, so that requests may alternate. A request's contexts are freed at its end, and
 serialized when it is transferred.
 """
 
@@ -31,7 +31,7 @@ _ATTENTION = r".*blocks\.\d+\.attn\d?"
 
 
 class StepCaches:
-    """A step cache on one transformer."""
+    """A step cache of diffusers on one transformer, with a context for each call of each request."""
 
     def __init__(self, model: Any, options: DiffusersCacheOptions) -> None:
         """Enables the cache. Raises NotReadyError if the model does not support it."""
@@ -71,7 +71,7 @@ class StepCaches:
                 del manager._state_cache[name]  # noqa: SLF001
 
     def export(self, request_id: str) -> list[dict[str, Tree]]:
-        """Returns a request's cache state for `restore`: for each part of the model, by call of the step."""
+        """Returns a request's cache state for `restore`: one item for each part of the model, by call of the step."""
         return [
             {name.removeprefix(f"{request_id}/"): _tree(manager._state_cache[name]) for name in names}  # noqa: SLF001
             for manager in self._managers
@@ -90,7 +90,7 @@ class StepCaches:
 
     @property
     def contexts(self) -> int:
-        """Number of contexts of all requests."""
+        """The number of contexts of all requests."""
         return sum(len(manager._state_cache) for manager in self._managers)  # noqa: SLF001
 
 
@@ -129,7 +129,7 @@ def _known_ratios(model: Any) -> Any:
     from diffusers.hooks.mag_cache import FLUX_MAG_RATIOS
 
     if type(model).__name__ != "FluxTransformer2DModel":
-        raise ValueError("diffusers has no mag_ratios for it; measure them with MagCacheConfig(calibrate=True)")
+        raise ValueError("diffusers has no mag_ratios for this model; measure them with MagCacheConfig(calibrate=True)")
     return FLUX_MAG_RATIOS
 
 
@@ -139,7 +139,7 @@ def _hooks(model: Any) -> list[Any]:
 
 
 def _managers(hooks: list[Any]) -> list[Any]:
-    """Returns each state manager once, in the order of the model's parts, which is the same in every process."""
+    """Returns each state manager once, in the order of the model's parts, which is equal in all processes."""
     return list({id(hook.state_manager): hook.state_manager for hook in hooks}.values())
 
 
@@ -148,7 +148,7 @@ def _names(manager: Any, request_id: str) -> list[str]:
 
 
 def _tree(state: Any) -> Mapping[str, Tree]:
-    """Returns the numbers and tensors of a state, without its device and the values of a single forward pass."""
+    """Returns the numbers and tensors of a state, without its device and the values that only one forward pass uses."""
     values = cast("dict[str, Tree]", vars(state))
     left_out = ("device", "head_block_input", "head_block_output")
     return {name: value for name, value in values.items() if name not in left_out}

@@ -7,30 +7,33 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Family:
-    """Properties of one kind of model in diffusers' modular form."""
+    """Properties of one model family in diffusers' modular form."""
 
     blocks: str
-    """Name of the diffusers class that lists the blocks."""
+    """Name of the diffusers class that defines the blocks."""
     output: str = "images"
-    """Name of the value that the last block sets."""
+    """Name of the value that contains the result of the last block."""
     guidance_from_zero: bool = False
-    """Whether a guidance scale of 0 means no guidance. For other families 1 does."""
+    """Whether a guidance scale of 0 disables guidance. In other families, a scale of 1 disables it."""
     encodes_both: bool = False
-    """Whether the text encoder's block fails if guidance does not need the negative prompt."""
+    """Whether the text encoder's block must always encode both prompts, because it fails without a negative prompt."""
     joint_guidance: Literal["negative first", "negative last"] | None = None
-    """Order of the guidance branches if the pipeline's own `__call__` denoises both in one forward pass, else None."""
+    """Order of the guidance branches in a joint forward pass.
+
+    None if the pipeline's own `__call__` denoises each branch in a separate forward pass.
+    """
     masks: tuple[str, ...] = ()
-    """Names of the prompt masks. They mask no token unless prompts of different lengths are batched."""
+    """Names of the prompt masks. A mask excludes tokens only if prompts of different lengths are batched."""
     shared_inputs: frozenset[str] = frozenset()
-    """Inputs of the transformer that all rows of a batch share."""
+    """Names of the transformer inputs that all rows of a batch share."""
     mixed_lengths: bool = False
     """Whether rows of different lengths can share a forward pass (`batching.mixed_lengths`)."""
     size_multiple: int = 16
-    """Height and width are multiples of this number of pixels: the VAE's downscaling factor times the patch size."""
+    """Height and width must be multiples of this number: the VAE's downscaling factor times the patch size."""
     frames_multiple: int = 0
-    """The number of frames is one more than a multiple of this number; 0 for image models."""
+    """The number of frames must be one more than a multiple of this number. 0 for image models."""
     min_steps: int = 1
-    """Minimum number of steps. With fewer, the schedule divides by zero."""
+    """Minimum number of steps. With fewer steps, the schedule would divide by zero."""
     takes_image: bool = False
     """Whether a request needs an input image."""
 
@@ -46,4 +49,4 @@ FAMILIES: Mapping[str, Family] = {
     "WanPipeline": Family("WanBlocks", output="videos", frames_multiple=4, encodes_both=True),
     "ZImagePipeline": Family("ZImageAutoBlocks", guidance_from_zero=True, joint_guidance="negative last"),
 }
-"""The supported families by the pipeline class in `model_index.json`."""
+"""The supported families by the name of the pipeline class in `model_index.json`."""

@@ -1,7 +1,7 @@
 """Loads a pipeline's components: unchanged, random or quantized weights, with or without offloading.
 
-diffusers implements all of this. This module selects the features by the stage's options and checks that the machine
-supports them.
+diffusers implements all of this. This module selects the features that the stage's options request and checks that the
+machine supports them.
 """
 
 import shutil
@@ -30,7 +30,7 @@ _QUANTIZATION: Mapping[str, tuple[str, str]] = {
     "bitsandbytes_8bit": ("BitsAndBytesConfig", "bitsandbytes"),
     "quanto": ("QuantoConfig", "optimum.quanto"),
 }
-"""For each backend, diffusers' configuration class and the module that quantizes."""
+"""The configuration class in diffusers and the module that quantizes, for each backend."""
 _SEED = 0
 
 
@@ -38,7 +38,7 @@ class Loader:
     """Loads the components of a pipeline and places them on the device."""
 
     def __init__(self, folder: Path, options: LoadOptions, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises NotReadyError if this machine does not support the options."""
+        """Creates a loader. Raises NotReadyError if this machine does not support the options."""
         self._folder, self._options, self._dtype, self._device = folder, options, dtype, device
         self._remove: Callable[[], object] | None = None
         on_gpu = device.type == "cuda"
@@ -49,11 +49,11 @@ class Loader:
 
     @property
     def compiles(self) -> bool:
-        """Whether the transformer's blocks are compiled. Replacing attributes of compiled blocks recompiles them."""
+        """Whether the transformer's blocks are compiled. They are compiled again if their attributes are replaced."""
         return self._options.compile
 
     def load(self, components: Any) -> None:
-        """Loads all components. Raises NotReadyError if the options cannot be applied to them."""
+        """Loads all components. Raises NotReadyError if the options cannot be applied to a component."""
         if self._options.format == "dummy":
             with _seeded():
                 self._load_dummy(components)
@@ -70,7 +70,7 @@ class Loader:
             model.compile_repeated_blocks(dynamic=True)
 
     def place(self, components: Any) -> None:
-        """Places all components on the device, or offloads them. Raises NotReadyError if a folder cannot be used."""
+        """Places or offloads all components. Raises NotReadyError if the folder for offloaded files cannot be used."""
         match self._options.offload:
             case "none":
                 components.to(self._device)
@@ -90,7 +90,7 @@ class Loader:
                     self._offload(name, model, disk)
 
     def close(self) -> None:
-        """Removes offloaded files. Closing twice is harmless."""
+        """Removes offloaded files. May be called more than once."""
         if self._remove is not None:
             self._remove()
 
@@ -133,7 +133,7 @@ class Loader:
         )
 
     def _make_disk_folder(self) -> Path:
-        # A new folder, because diffusers would mistake existing files for its own.
+        # A new folder, because diffusers would treat existing files as its own.
         try:
             return Path(tempfile.mkdtemp(prefix="stagemesh-offload-", dir=self._options.offload_dir))
         except OSError as exc:
@@ -146,7 +146,7 @@ def _models(components: Any) -> dict[str, torch.nn.Module]:
 
 
 def _untie(model: torch.nn.Module) -> None:
-    """Copies shared weights, because diffusers would write a weight that two layers share only once."""
+    """Copies weights that several layers share, because diffusers would write a shared weight only once."""
     seen: set[int] = set()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -174,7 +174,7 @@ def _seeded() -> Generator[None]:
 
 
 def _quantization_config(options: QuantizationOptions) -> Any:
-    """Returns diffusers' configuration. Raises NotReadyError if the backend's module or GPU is missing."""
+    """Returns diffusers' configuration object. Raises NotReadyError if the backend's module or a GPU is missing."""
     kind, module = _QUANTIZATION[options.backend]
     try:
         import_module(module)
@@ -196,8 +196,8 @@ def _quantization_config(options: QuantizationOptions) -> Any:
 
 
 class _ImageProcessor(Qwen2VLProcessor):
-    """Processor of prompts with an image. The base class's constructor needs a video processor, and that needs
-    torchvision, which stages must not import."""
+    """Processor of prompts with an image. Does not call the base class's constructor, because that constructor needs a
+    video processor, which needs torchvision. Stages must not import torchvision."""
 
     def __init__(self, image_processor: Any, tokenizer: Any) -> None:  # pyright: ignore[reportMissingSuperCall]
         self.image_processor, self.tokenizer = image_processor, tokenizer
@@ -208,7 +208,7 @@ class _ImageProcessor(Qwen2VLProcessor):
 
 
 def load_image_processor(folder: Path) -> Any:
-    """Loads the processor of prompts with an image from a pipeline's folder, as transformers or diffusers saved it."""
+    """Loads the processor for prompts with an image from a pipeline folder in transformers' or diffusers' layout."""
     saved = folder / "processor"
     tokenizer: Any = Qwen2Tokenizer
     tokenizer_folder = saved if (saved / "tokenizer_config.json").exists() else folder / "tokenizer"

@@ -1,4 +1,4 @@
-"""Estimates of the device memory that requests need, from a model's configuration. They err on the high side."""
+"""Estimates the device memory that requests need, from a model's configuration. The estimates err on the high side."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,22 +11,22 @@ from stagemesh.services.engines.diffusion.scheduling.admission import Footprint
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 
 _BLOCK_WIDTHS = 24
-"""Memory of a block per token, in multiples of the model's width: queries, keys, values, MLP and residuals."""
+"""Memory of a block per token, in multiples of the model's width. Covers queries, keys, values, MLP and residuals."""
 _VAE_WIDTHS = 4
-"""Memory of the VAE per pixel, in multiples of its width."""
+"""Memory of the VAE per pixel, in multiples of the VAE's width."""
 _TEXT_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Memory that a model needs for each token and pixel; 0 if a stage does not have that part of the model."""
+    """Memory that a model needs per token and per pixel. 0 for a part of the model that the stage does not load."""
 
     size_multiple: int
-    """Height and width are multiples of this number of pixels."""
+    """Height and width must be multiples of this number of pixels."""
     denoise_bytes: int
-    """Bytes per token."""
+    """Memory that denoising needs, in bytes per token."""
     decode_bytes: int
-    """Bytes per pixel."""
+    """Memory that decoding needs, in bytes per pixel."""
 
     def footprint(self, inputs: DiffusionInputs) -> Footprint:
         """Returns the memory that a request for an image or video of this size needs."""
@@ -36,18 +36,21 @@ class ModelSizes:
 
 
 def model_sizes(pipeline: ModularStepPipeline) -> ModelSizes:
-    """Returns the sizes of a loaded model."""
+    """Returns the memory that a loaded model needs per token and per pixel."""
     return ModelSizes(pipeline.family.size_multiple, _denoise_bytes(pipeline), _decode_bytes(pipeline))
 
 
 def image_tokens(inputs: DiffusionInputs, *, size_multiple: int) -> int:
-    """Returns the number of transformer tokens of an image or video."""
+    """Returns the number of transformer tokens for an image or video of the requested size."""
     frames = 1 + (inputs.num_frames - 1) // 4
     return frames * (inputs.height // size_multiple) * (inputs.width // size_multiple)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free memory of a device; of the CPU, what this process can still allocate, or 0 if unknown."""
+    """Returns the free memory of a device in bytes.
+
+    For the CPU, returns the memory that this process can still allocate, or 0 if it is unknown.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free

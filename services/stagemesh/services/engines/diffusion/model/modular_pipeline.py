@@ -1,7 +1,7 @@
-"""Step-wise execution of the models that diffusers offers in modular form.
+"""Step-by-step execution of models that diffusers offers as modular pipelines.
 
-A modular pipeline is a list of blocks. One block is the denoising loop, which consists of the blocks of one step. The
-blocks read the model's components from the pipeline that they are called with. Each request has a shallow copy of the
+A modular pipeline is a list of blocks. One block is the denoising loop, which consists of the blocks of one step. A
+block reads the model's components from the pipeline that is passed to it. Each request has a shallow copy of the
 pipeline with its own scheduler, its own guider, and a stand-in for the transformer.
 """
 
@@ -39,21 +39,21 @@ from stagemesh.services.engines.diffusion.state import DiffusionInputs, Diffusio
 diffusers: Any = _diffusers
 
 _DENOISER = "denoiser"
-"""The block of a step that predicts the noise. The blocks after it advance the latents."""
+"""Name of the block in a step that predicts the noise. The blocks after it advance the latents."""
 _GUIDED = 2.0
-"""A guidance scale that needs both guidance branches."""
+"""A guidance scale for which both guidance branches are computed."""
 _IMAGE_ENCODER = "vae_encoder"
 _SUB_BLOCKS: Mapping[str, tuple[str, ...]] = {
     "encode": ("text_encoder", _IMAGE_ENCODER),
     "denoise": ("denoise",),
     "decode": ("decode",),
 }
-"""The blocks of each part, by their names in diffusers."""
+"""The names in diffusers of each part's blocks."""
 
 
 @dataclass(frozen=True)
 class PhaseBlocks:
-    """The blocks of each phase. Phases of parts that are not loaded have no blocks."""
+    """The blocks of each phase. A phase of a part that is not loaded has no blocks."""
 
     encode: Sequence[Any]
     before: Sequence[Any]
@@ -65,10 +65,10 @@ class PhaseBlocks:
 
 
 class ModularStepPipeline:
-    """A pipeline in four phases. All data of a request is in its state, so that requests may alternate at any step.
+    """A pipeline in four phases. A request's state contains all of its data, so requests may alternate at any step.
 
-    Call `prepare_encode` once, then `denoise_step` and `step_scheduler` for each step, then `post_decode` once. They
-    compute the same result as the pipeline's own `__call__`. Not thread-safe.
+    Call `prepare_encode` once, then `denoise_step` and `step_scheduler` for each step, then `post_decode` once. The
+    result equals the result of the pipeline's own `__call__`. Not thread-safe.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ModularStepPipeline:
         prompt_cache: PromptCache | None = None,
         loader: Loader | None = None,
     ) -> None:
-        """Loads a pipeline that diffusers saved, or one part of it. Raises NotReadyError if it cannot be loaded."""
+        """Loads one part or all parts of a saved diffusers pipeline. Raises NotReadyError if it cannot be loaded."""
         self.family = family_of(folder)
         self.device = device or torch.device("cpu")
         self.parts = tuple(_SUB_BLOCKS) if part == "all" else (part,)
@@ -104,16 +104,16 @@ class ModularStepPipeline:
         self._prompt_cache = prompt_cache or PromptCache(0)
         model = getattr(self.components, "transformer", None)
         kind = cast("Any", type(model))
-        # The signature of the class, because hooks replace `forward` of the object by a function with any arguments.
+        # The class's signature, because hooks replace the object's `forward` with a function that accepts anything.
         self._signature = inspect.signature(kind.forward.__get__(model)) if model else inspect.Signature()
-        # diffusers computes these properties again at every access.
+        # diffusers recomputes these properties at every access.
         self._inputs = list(self.components.blocks.inputs)
         _freeze_properties(self.components, _execution_device=self.device)
         self._phases = self._make_phases(chosen_blocks, whole=blocks)
 
     @torch.no_grad()
     def prepare_encode(self, state: DiffusionRequestState) -> None:
-        """Runs everything before the first step: encodes the prompt, generates the noise, sets the schedule."""
+        """Runs all blocks before the first step: encodes the prompt, generates the noise and sets the schedule."""
         self.adopt(state)
         if self._phases.encode:
             self._encode(state)
@@ -161,7 +161,7 @@ class ModularStepPipeline:
 
     @torch.no_grad()
     def end_loop(self, state: DiffusionRequestState) -> DiffusionRequestState:
-        """Returns the request as if its current step were the last, for decoding. `state` itself stays as it is."""
+        """Returns a copy of the request that ends at its current step, for decoding. Does not change `state`."""
         if state.loop is None:
             return state
         ended = replace(state, values=PipelineState(dict(state.values.values), state.values.kwargs_mapping), loop=None)
@@ -171,11 +171,11 @@ class ModularStepPipeline:
         return ended
 
     def move(self, device: torch.device) -> None:
-        """Moves only the weights. Steps require that they are on `self.device`."""
+        """Moves the weights, but not the requests. Steps require the weights on `self.device`."""
         self.components.to(device)
 
     def adopt(self, state: DiffusionRequestState) -> None:
-        """Completes the state of a new or transferred request with its guider and its inputs."""
+        """Sets the guider and the inputs of a new or transferred request."""
         state.guider = self._guider(state.inputs.guidance_scale)
         inputs = _request_inputs(state.inputs)
         for param in self._inputs:
@@ -190,7 +190,10 @@ class ModularStepPipeline:
     # -- inner workings
 
     def _has(self, name: str, blocks: Any) -> bool:
-        """Excludes the image encoder of text-to-image models, for which diffusers often lists it too."""
+        """Returns whether the pipeline uses a block. Excludes the image encoder of text-to-image models.
+
+        diffusers often lists an image encoder for these models, too.
+        """
         return name in blocks.sub_blocks and (name != _IMAGE_ENCODER or self.family.takes_image)
 
     def _make_phases(self, chosen_blocks: Mapping[str, Mapping[str, Any]], *, whole: Any) -> PhaseBlocks:
@@ -233,7 +236,7 @@ class ModularStepPipeline:
             for block in self._phases.encode:
                 block(view, state.values)
             new = {name: value for name, value in state.values.values.items() if before.get(name) is not value}
-            # Input images are needed only for encoding.
+            # Input images are needed only while encoding, so they are not cached.
             cached = {name: value for name, value in new.items() if not _is_image(value)}
             self._prompt_cache.put(key, cached)
         for name, value in cached.items():
@@ -246,10 +249,10 @@ class ModularStepPipeline:
         for block in self._phases.before:
             block(view, state.values)
         state.loop = loop = self._phases.loop.get_block_state(state.values)
-        # The blocks of a step read these. Usually the loop's own `__call__` sets them.
+        # The blocks of a step read these values. The loop's own `__call__` usually sets them.
         loop.num_warmup_steps, loop.additional_cond_kwargs = 0, {}
         for name in self.family.masks:
-            # As in the pipeline's own `__call__`: attention without a mask is faster, and its result is the same.
+            # The pipeline's own `__call__` does the same. Attention without a mask is faster and has the same result.
             if (mask := loop[name]) is not None and mask.all():
                 loop[name] = None
         state.total_steps = len(loop.timesteps)
@@ -271,7 +274,7 @@ class ModularStepPipeline:
         return state.loop
 
     def _guider(self, scale: float) -> Any:
-        """Returns a copy of the model's guider with a scale, or None if the scale is an input of the model."""
+        """Returns a copy of the model's guider with this scale, or None if the scale is an input of the model."""
         guider = copy.deepcopy(getattr(self.components, "guider", None))
         if guider is not None:
             guider.guidance_scale = scale
@@ -280,7 +283,7 @@ class ModularStepPipeline:
         return guider
 
     def _view(self, state: DiffusionRequestState) -> Any:
-        """Returns the pipeline with this request's scheduler and guider."""
+        """Returns a shallow copy of the pipeline with this request's scheduler and guider."""
         view = copy.copy(self.components)
         if state.scheduler is not None:
             view.scheduler = state.scheduler
@@ -290,7 +293,7 @@ class ModularStepPipeline:
 
     @property
     def request_input_names(self) -> Iterable[str]:
-        """The inputs of blocks that a request sets."""
+        """The names of the block inputs that a request sets."""
         return _request_inputs(DiffusionInputs(seed=0)).keys()
 
 
@@ -327,7 +330,7 @@ def family_of(folder: Path) -> Family:
 
 
 def _check_loaded(components: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Raises NotReadyError if diffusers could not load a component, which diffusers itself only logs."""
+    """Raises NotReadyError if diffusers could not load a component. diffusers itself only logs this."""
     for name in components.null_component_names:
         spec = components.get_component_spec(name)
         if not spec.pretrained_model_name_or_path:
@@ -342,13 +345,13 @@ def _check_loaded(components: Any, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _freeze_properties(owner: Any, **values: object) -> None:
-    """Replaces properties of an object by constant values."""
+    """Replaces properties of an object with constant values."""
     kind: Any = owner.__class__
     owner.__class__ = type(kind.__name__, (kind,), values)
 
 
 def _copy_block(block: Any) -> Any:
-    """Returns a copy, because diffusers shares blocks between pipelines and modifies them when it combines blocks."""
+    """Returns a copy of a block. diffusers shares blocks between pipelines and modifies them when it combines them."""
     copied = copy.copy(block)
     _freeze_properties(
         copied,
@@ -359,7 +362,7 @@ def _copy_block(block: Any) -> Any:
 
 
 def _sequence(blocks: Mapping[str, Any], *, like: Any) -> Any:
-    """Returns a pipeline of some of `like`'s blocks. diffusers finds the pipeline class by the model name."""
+    """Returns a pipeline with some of the blocks of `like`. diffusers finds the pipeline class by the model name."""
     kind: Any = type(type(like).__name__, (SequentialPipelineBlocks,), {"model_name": like.model_name})
     return kind.from_blocks_dict(dict(blocks))
 

@@ -1,4 +1,4 @@
-"""CFG parallelism: each branch of classifier-free guidance is computed by ranks of its own."""
+"""CFG parallelism: separate ranks compute the branches of classifier-free guidance."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -11,7 +11,7 @@ from stagemesh.services.engines.diffusion.batching.recorded_calls import Call, P
 from stagemesh.services.engines.diffusion.model_errors import to_stagemesh_error
 
 RecordedCalls: TypeAlias = Sequence[Sequence[Call]]
-"""The transformer calls of each request's step."""
+"""The transformer calls of one step: a sequence of calls for each request."""
 
 
 class GuidanceBranches:
@@ -21,7 +21,7 @@ class GuidanceBranches:
     """
 
     def __init__(self, mesh: Any) -> None:
-        """Takes a `DeviceMesh` of one dimension that has one rank for each branch."""
+        """Creates the splitter. `mesh` is a `DeviceMesh` with one dimension and one rank for each branch."""
         self._group = mesh.get_group()
         self._own, self._count = mesh.get_local_rank(), mesh.size()
         self._ranks = dist.get_process_group_ranks(self._group)
@@ -31,7 +31,7 @@ class GuidanceBranches:
     ) -> dict[Call, Prediction]:
         """Returns the predictions for all calls. `compute` receives only the calls of this rank.
 
-        If `compute` fails on one rank, all ranks raise that rank's error, so that none waits for missing results.
+        If `compute` fails on one rank, all ranks raise that rank's error, so that no rank waits for missing results.
         """
         own_predictions, error = dict[Call, Prediction](), None
         try:

@@ -1,4 +1,4 @@
-"""Executor whose workers are several processes, the ranks, which compute together."""
+"""An executor that runs one worker in each of several processes, the ranks, which compute together."""
 
 import asyncio
 import os
@@ -23,8 +23,8 @@ from stagemesh.services.engines.diffusion.parallel.rank_messages import RankCall
 
 _MODULE = "stagemesh.services.engines.diffusion.parallel.rank_main"
 _AGREE_S = 10.0
-"""Time that the other ranks have to report the same failure after the first rank has failed. Without this limit they
-could wait for the failed rank for minutes."""
+"""Time that the other ranks have to report the same failure after the first rank has failed, in seconds. Without this
+limit they could wait for the failed rank for minutes."""
 _EXIT_GRACE_S = 5.0
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -36,9 +36,9 @@ _ENVIRONMENT = {
 
 
 class ProcessExecutor:
-    """Runs each call on all ranks, in the same order, so that they reach their collective operations together.
+    """Runs each call on all ranks in the same order, so that they reach their collective operations together.
 
-    If one rank ends, or fails in a call in which the others do not, all ranks are killed. Rank 0's value is returned.
+    Returns the value of rank 0. Kills all ranks if one rank ends, or if only some of the ranks fail in a call.
     """
 
     def __init__(self, folder: Path, options: DiffusionOptions) -> None:
@@ -97,7 +97,7 @@ class ProcessExecutor:
             self._kill()
             raise UnavailableError(self._failure) from exc
         finally:
-            # Requests that are still pending end at once, because their ranks have been killed.
+            # Pending requests end at once, because their ranks have been killed.
             await asyncio.wait(requests)
             for request in requests:
                 request.exception()
@@ -115,13 +115,13 @@ class ProcessExecutor:
             done, waiting = await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 raise UnavailableError(
-                    f"the ranks disagree: one has failed ({_summary(requests)}), others are still computing"
+                    f"the ranks disagree: one has failed ({_summary(requests)}) but others are still computing"
                 )
             if any(_has_failure(each.result()) for each in done):
                 limit_s = _AGREE_S
         replies = [each.result() for each in requests]
         if len({reply.failures for reply in replies}) > 1:
-            raise UnavailableError(f"the ranks disagree: they end a call differently ({_summary(requests)})")
+            raise UnavailableError(f"the ranks disagree: a call ended differently on each ({_summary(requests)})")
         return replies[0]
 
     async def _watch(self, rank: "RankProcess") -> None:
@@ -129,7 +129,7 @@ class ProcessExecutor:
         self._kill()
 
     def _note_failure(self, cause: str) -> None:
-        """Only the first cause counts: the ranks fail as one."""
+        """Records the cause of the failure. Ignores later causes, because the ranks fail together."""
         if not self._failed.is_set():
             self._failure = cause
             self._failed.set()
@@ -140,14 +140,14 @@ class ProcessExecutor:
 
 
 class RankProcess:
-    """One rank as seen by the stage process. `start_rank` creates it."""
+    """One rank as seen by the stage process. Created by `start_rank`."""
 
     def __init__(
         self, name: str, process: asyncio.subprocess.Process, connection: "Connection[Any, RankReply]"
     ) -> None:
         self._name, self._process, self._connection = name, process, connection
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        """A connection blocks, so that each rank has a thread for it."""
+        """The thread for this rank's connection, which blocks."""
 
     async def request(self, message: RankSetup | RankCall) -> RankReply:
         """Sends a message and returns the reply. Raises UnavailableError with the exit status if the rank has ended."""
@@ -157,18 +157,18 @@ class RankProcess:
             raise UnavailableError(await self.wait_ended()) from exc
 
     async def wait_ended(self) -> str:
-        """Waits until the process has ended. Returns a sentence with its exit status."""
+        """Waits until the process has ended. Returns an error message with its exit status."""
         status = await self._process.wait()
         cause = f" ({signal.Signals(-status).name})" if status < 0 else ""
         return f"{self._name} has ended with exit status {status}{cause}; its own log says why"
 
     def kill(self) -> None:
-        """Kills the process. Does nothing if it has ended."""
+        """Kills the process. Does nothing if the process has ended."""
         with suppress(ProcessLookupError):
             self._process.kill()
 
     async def close(self) -> None:
-        """Shuts the connection down, at which the process ends, and kills the process after a grace period."""
+        """Shuts the connection down, so that the process ends. Kills the process after a grace period."""
         self._disconnect()
         try:
             async with asyncio.timeout(_EXIT_GRACE_S):
@@ -195,7 +195,7 @@ class RankProcess:
 
 
 async def start_rank(name: str) -> RankProcess:
-    """Starts a rank, called `name` in errors. The first message to it must be a `RankSetup`."""
+    """Starts a rank. Errors call it `name`. The first message to it must be a `RankSetup`."""
     connection, child_connection = Pipe()
     with child_connection:
         process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""Process group of a stage's ranks, and how a transformer is distributed over them."""
+"""The process group of a stage's ranks, and the distribution of a transformer over them."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -19,11 +19,11 @@ from stagemesh.services.engines.diffusion.parallel.guidance_branches import Guid
 diffusers: Any = _diffusers
 
 _COLLECTIVE_TIMEOUT_S = 300.0
-"""Time limit for waiting for another rank, which may still be reading its weights."""
+"""Time limit for waiting for another rank, in seconds. The other rank may still be reading its weights."""
 
 
 class RankGroup:
-    """This process as a member of its stage's process group. All ranks construct theirs at the same time."""
+    """This process as a member of its stage's process group. All ranks must construct it at the same time."""
 
     def __init__(self, options: DiffusionOptions, *, rank: int, store: Path) -> None:
         """Connects the ranks through the file `store`. Raises NotReadyError if there are too few devices."""
@@ -69,7 +69,7 @@ class RankGroup:
         accelerator = cast("Any", torch.accelerator)
         count = accelerator.device_count
         if self.device.type == "cpu":
-            # diffusers takes the rank modulo the number of accelerators for a device that it does not use here.
+            # diffusers computes the rank modulo the number of accelerators even if, as here, it uses the CPU.
             accelerator.device_count = lambda: 1
         try:
             model.enable_parallelism(config=config)
@@ -82,7 +82,7 @@ class RankGroup:
             accelerator.device_count = count
 
     def _shard_weights(self, model: torch.nn.Module) -> None:
-        """Shards each block on its own, so that only one block is complete at a time, and the remaining weights."""
+        """Shards each block separately, so that only one block is complete at a time. Also shards other weights."""
         degree = self._parallel.hsdp
         mesh = self._make_mesh(self._parallel.ranks // degree, degree, names=("same", "shard"))["shard"]
         for child in model.children():

@@ -1,6 +1,6 @@
 """Main module of a rank, one of several worker processes: `python -m …rank_main DESCRIPTOR PARENT_PID`.
 
-The process ends with its parent.
+The process ends when its parent process ends.
 """
 
 import os
@@ -47,7 +47,7 @@ def _serve(connection: ParentConnection) -> int:
         worker = _make_worker(setup)
     except Exception as exc:  # noqa: BLE001  # libraries raise any exception
         connection.send(_failure_reply(exc))
-        # The process stays until the connection closes, so that the other ranks can report the same failure.
+        # The process stays alive until the connection closes, so that the other ranks can report the same failure.
         connection.poll(None)
         return _SETUP_FAILED
     connection.send(RankReply())

@@ -1,7 +1,7 @@
 """Messages between a stage process and its worker processes, the ranks.
 
-Each side sends them over a `multiprocessing.connection.Connection`. Both ends run this project's own code, and no other
-process can reach the socket pair.
+The processes exchange them over a `multiprocessing.connection.Connection`. Both ends run this project's own code, and
+no other process can access the socket pair.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class RankSetup:
     options: DiffusionOptions
     rank: int
     store: Path
-    """A file that does not exist yet. All ranks connect to each other through it."""
+    """Path of a file that does not exist yet. All ranks connect to each other through it."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,10 @@ class RankReply:
     """The result of a call or of the setup."""
 
     value: Any = None
-    """The returned value. Only rank 0 sends it."""
+    """The returned value. None from all ranks except rank 0."""
     error: StagemeshError | None = None
     failures: tuple[str | None, ...] = ()
-    """The reasons of the raised error or of the returned errors. If they differ, the ranks have diverged."""
+    """The reason of the raised error, or the reason of each returned error and None for each success.
+
+    If the failures of two ranks differ, the ranks have diverged.
+    """

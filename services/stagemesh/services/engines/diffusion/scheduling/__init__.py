@@ -1,1 +1,1 @@
-"""Step scheduling: which request runs its next step, and with which others."""
+"""Step scheduling: selects the requests that run their next step together."""

@@ -14,19 +14,19 @@ POSITIONS_PER_PRIORITY = 64
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory that a request needs in addition to the weights, in bytes."""
+    """The memory that a request needs in addition to the weights, in bytes."""
 
     denoise_bytes: int
-    """Needed while the request runs: its tensors, and its part of a forward pass."""
+    """Memory needed while the request runs, for its tensors and for its part of a forward pass."""
     decode_bytes: int = 0
-    """Needed at its end. Only one request is decoded at a time."""
+    """Memory needed to decode the request. Only one request is decoded at a time."""
 
 
 class Admission:
-    """Admits requests by priority, then in arrival order. No request overtakes one that waits for memory.
+    """Admits requests by priority, then in arrival order. The first request in the queue blocks all later requests.
 
-    Each priority level is worth `POSITIONS_PER_PRIORITY` queue positions. A higher level can therefore overtake a
-    waiting request only a limited number of times, so that every request is admitted at some time.
+    One priority level equals `POSITIONS_PER_PRIORITY` queue positions. Requests of a higher level can therefore
+    overtake a waiting request only a limited number of times, so every request is eventually admitted.
     """
 
     def __init__(self, *, max_running: int, memory_bytes: int) -> None:
@@ -34,17 +34,20 @@ class Admission:
         self._max_running, self._memory_bytes = max_running, memory_bytes
         self._admitted: list[Footprint] = []
         self._waiting: list[tuple[int, int, Footprint, asyncio.Future[None]]] = []
-        """A heap, ordered by queue position and number."""
+        """A heap of waiting requests, ordered by queue position, then by arrival number."""
         self._numbers = itertools.count()
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait."""
+        """The number of waiting requests."""
         return len(self._waiting)
 
     @asynccontextmanager
     async def admitted(self, footprint: Footprint, *, priority: int) -> AsyncGenerator[None]:
-        """Waits for admission and holds it within the context. Raises InvalidRequestError if the request never fits."""
+        """Waits for admission, which lasts until the context exits.
+
+        Raises InvalidRequestError if the request needs more memory than the stage has.
+        """
         self._check(footprint)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         number = next(self._numbers)
@@ -75,7 +78,7 @@ class Admission:
             )
 
     def _admit(self) -> None:
-        # A cancelled request is still in the queue until its task runs. It must not block the others.
+        # A cancelled request remains in the queue until its task runs. It must not block other requests.
         self._waiting = [entry for entry in self._waiting if not entry[3].cancelled()]
         heapq.heapify(self._waiting)
         while self._waiting and self._fits(self._waiting[0][2]):

@@ -1,4 +1,4 @@
-"""Runs the steps of all requests, one batch after the other, and other calls to the worker between them."""
+"""Runs the steps of all requests in batches, and runs other worker calls between the batches."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RequestProgress:
-    """Progress of one request through its steps."""
+    """The progress of one request through its steps."""
 
     def __init__(self, name: str, prepared: "PreparedRequest", *, priority: int, deadline_s: float | None) -> None:
         self.total, self.done = prepared.total_steps, prepared.step_index
@@ -35,14 +35,14 @@ class RequestProgress:
         self.stop_at = min(self.stop_at, self.done + 1)
 
     def record(self, error: StagemeshError | None) -> None:
-        """Records that a step is completed, or that it has failed."""
+        """Records that a step has completed or failed. `error` is None if it has completed."""
         if error is None:
             self.done += 1
         self._error = error
         self._recorded.set()
 
     async def wait_step(self) -> None:
-        """Waits for steps that were not waited for yet. Raises the error of a failed step."""
+        """Waits until a step has been recorded since the last call. Raises the error of a failed step."""
         await self._recorded.wait()
         self._recorded.clear()
         if self._error is not None:
@@ -50,10 +50,10 @@ class RequestProgress:
 
 
 class StepLoop:
-    """Runs one batch of steps after the other on an executor that runs one call at a time.
+    """Runs batches of steps one after the other. The executor runs one call at a time.
 
-    Calls that begin or end a request run before the next step. Otherwise a short request would wait for a step of a
-    long request at each of these calls.
+    Calls that begin or end a request run before the next step. Otherwise, each of these calls of a short request would
+    wait for a step of a long request.
     """
 
     def __init__(self, executor: Executor, scheduler: StepScheduler) -> None:
@@ -64,7 +64,7 @@ class StepLoop:
         self._ended = False
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the worker. No step starts before the call has returned."""
+        """Calls a method of the worker. No step starts until the call has returned."""
         self._calls += 1
         try:
             return await self._executor.call(method, *args, **kwargs)
@@ -73,9 +73,9 @@ class StepLoop:
             self._changed.set()
 
     async def run_steps(self, request: RequestProgress, stop_at: int) -> AsyncGenerator[int, None]:
-        """Runs a request's steps up to step `stop_at`. Yields the number of completed steps after each step.
+        """Runs a request's steps up to `stop_at`. Yields the number of completed steps after each step.
 
-        `RequestProgress.stop_early` ends it at an earlier step.
+        `RequestProgress.stop_early` ends the run at an earlier step.
         """
         if self._ended:
             raise UnavailableError("the engine has ended")
@@ -93,7 +93,7 @@ class StepLoop:
             del self._requests[request.turn.request_id]
 
     async def serve(self) -> None:
-        """Runs until it is cancelled. Requests that then wait for a step fail."""
+        """Runs the steps of all requests until it is cancelled. Requests that are then waiting for a step fail."""
         try:
             await self._serve()
         finally:
@@ -117,7 +117,7 @@ class StepLoop:
                 request.record(error)
                 if request.stopped:
                     self._scheduler.remove(request.turn)
-            # Lets requests that have stopped make their calls before the next step.
+            # Allows requests that have stopped to make their calls before the next step.
             await asyncio.sleep(0)
 
     async def _step(self, batch: list[Turn]) -> list[StagemeshError | None]:

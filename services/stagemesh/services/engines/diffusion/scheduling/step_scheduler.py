@@ -1,4 +1,4 @@
-"""Chooses the requests of the next denoising step. Independent of models and of asyncio."""
+"""Selects the requests of the next denoising step. Independent of models and of asyncio."""
 
 import itertools
 from collections import OrderedDict, deque
@@ -10,50 +10,50 @@ _arrivals = itertools.count()
 
 @dataclass(eq=False)
 class Turn:
-    """A request that waits for its next step, or takes part in the current one."""
+    """A request that waits for its next step or is part of the current step."""
 
     request_id: str
     key: Hashable
-    """Requests with the same key can share a step."""
+    """A compatibility key. Requests with the same key can share a step."""
     tokens: int
-    """Tokens that the request adds to a forward pass."""
+    """The number of tokens that the request adds to a forward pass."""
     steps_left: int
     priority: int = 0
-    """A higher priority goes first."""
+    """The request's priority. Higher priorities run first."""
     deadline_s: float | None = None
-    """Deadline by the clock of `StepScheduler.next_batch`, or None."""
+    """The deadline in seconds on the clock of `StepScheduler.next_batch`. None means no deadline."""
     waited: int = 0
-    """Number of steps of other requests since its own last step."""
+    """The number of steps of other requests since the last step of this request."""
     arrival: int = field(default_factory=lambda: next(_arrivals))
 
 
 class StepScheduler:
-    """Shortest remaining job first within the highest priority, without starvation.
+    """Selects the request with the fewest remaining steps within the highest priority, without starvation.
 
-    The request with the fewest remaining steps goes first, because short requests delay long ones only a little. A
-    request that has waited for `max_wait_steps` steps takes precedence over all others, then one that would miss its
-    deadline. Requests of about the same size join the step if that makes each of them cheaper: rows of a forward pass
-    are padded to the longest row.
+    Short requests run first because they delay long requests only a little. A request that has waited for
+    `max_wait_steps` steps takes precedence over all others. The next in precedence is a request that would miss its
+    deadline. Requests of similar size join the step if that lowers the time per request. The similarity matters because
+    rows of a forward pass are padded to the longest row.
     """
 
     def __init__(self, *, max_wait_steps: int, max_batch: int) -> None:
         self.step_s = 0.0
-        """Moving average of the time of a step, in seconds."""
+        """The moving average of the duration of a step, in seconds. 0 until the first step is completed."""
         self._max_wait_steps = max_wait_steps
         self._sizes = BatchSizes(max_batch)
         self._turns: set[Turn] = set()
 
     def add(self, turn: Turn) -> None:
-        """Adds a request, which waits for a step from now on."""
+        """Adds a request, which then waits for a step."""
         turn.waited = 0
         self._turns.add(turn)
 
     def remove(self, turn: Turn) -> None:
-        """Removes a request. Does nothing if it does not wait."""
+        """Removes a request. Does nothing if the request is not waiting."""
         self._turns.discard(turn)
 
     def next_batch(self, now_s: float) -> list[Turn]:
-        """Returns the requests of the next step, or none if none waits. They stay in the queue for further steps."""
+        """Returns the requests of the next step, or an empty list if no request waits. Does not remove them."""
         ordered = sorted(self._turns, key=lambda turn: self._rank(turn, now_s))
         if not ordered:
             return []
@@ -65,14 +65,14 @@ class StepScheduler:
         return batch
 
     def done(self, batch: Sequence[Turn], seconds: float) -> None:
-        """Records that a step is completed, and the seconds that it took."""
+        """Records that a step has completed, and its duration in seconds."""
         self._sizes.record(self._size_class(batch[0]), len(batch), seconds)
         self.step_s = seconds if not self.step_s else 0.9 * self.step_s + 0.1 * seconds
         for turn in batch:
             turn.steps_left -= 1
 
     def work_s(self) -> float:
-        """Returns the estimated time of all remaining steps, in seconds."""
+        """Returns the estimated total duration of all remaining steps, in seconds."""
         return self.step_s * sum(turn.steps_left for turn in self._turns)
 
     # -- inner workings
@@ -84,15 +84,15 @@ class StepScheduler:
 
     @staticmethod
     def _size_class(turn: Turn) -> Hashable:
-        """Returns a key that is equal for steps that take about the same time."""
+        """Returns a key that is equal for requests whose steps have about the same duration."""
         return (turn.key, turn.tokens.bit_length())
 
 
 class BatchSizes:
-    """Learns from measured step times which number of rows minimizes the time per row.
+    """Finds the number of rows that minimizes the time per row, from measured step durations.
 
-    A size is measured after the next smaller one. Each size is measured several times, because a step may be slow by
-    chance, and the shortest of the last times counts.
+    Sizes are measured in ascending order. Each size is measured several times, because a single step may be slow by
+    chance. The shortest of the recent durations counts.
     """
 
     def __init__(self, max_batch: int) -> None:
@@ -100,7 +100,7 @@ class BatchSizes:
         self._times: OrderedDict[Hashable, dict[int, deque[float]]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Number of size classes with measurements."""
+        """Returns the number of size classes with measurements."""
         return len(self._times)
 
     def size(self, key: Hashable, available: int) -> int:
@@ -115,7 +115,7 @@ class BatchSizes:
         return best
 
     def record(self, key: Hashable, size: int, seconds: float) -> None:
-        """Records the time of a step with `size` rows."""
+        """Records the duration of a step with `size` rows, in seconds."""
         self._times.setdefault(key, {}).setdefault(size, deque(maxlen=_KEPT_MEASUREMENTS)).append(seconds)
         self._times.move_to_end(key)
         if len(self._times) > _MAX_KEYS:
@@ -136,7 +136,7 @@ def _can_join(turn: Turn, first: Turn) -> bool:
 _MAX_TOKENS_RATIO = 2
 """Maximum ratio of the tokens of two requests in one step."""
 _MAX_STEPS_RATIO = 3
-"""Maximum ratio of a request's remaining steps to those of the first request in its step."""
+"""Maximum ratio of a request's remaining steps to the remaining steps of the first request in its step."""
 _WORTHWHILE_RATIO = 0.97
 _MIN_MEASUREMENTS = 2
 _KEPT_MEASUREMENTS = 16

@@ -1,1 +1,1 @@
-"""Request transfer: a request's state serialized for another stage or replica."""
+"""Request transfer: serializes a request's state for another stage or replica."""

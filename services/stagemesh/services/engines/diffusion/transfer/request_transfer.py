@@ -1,4 +1,4 @@
-"""Transfer of requests to another stage or replica: after encoding, between two steps, and after the last step."""
+"""Transfers requests to another stage or replica: after encoding, between two steps, or after the last step."""
 
 import copy
 import hashlib
@@ -21,11 +21,11 @@ diffusers: Any = _diffusers
 _CONDITIONING, _LATENTS, _STATE = "conditioning", "latents", "state"
 _PROMPT_FIELDS = ("prompt", "negative_prompt", "image")
 _CONFIG = "_internal_dict"
-"""Attribute in which diffusers stores an object's configuration."""
+"""The attribute in which diffusers stores an object's configuration."""
 
 
 class RequestTransfer:
-    """Serializes requests of one pipeline, and restores requests from other stages and replicas of the same model."""
+    """Serializes a pipeline's requests, and restores requests that another replica of the same model serialized."""
 
     def __init__(self, pipeline: ModularStepPipeline, folder: Path) -> None:
         self._pipeline = pipeline
@@ -36,23 +36,23 @@ class RequestTransfer:
         self._decode_inputs = _names(blocks.sub_blocks["decode"].inputs) - (given - {"height", "width"})
 
     def serialize_conditioning(self, state: DiffusionRequestState) -> Array:
-        """Returns the results of encoding as uint8[bytes]."""
+        """Returns the results of encoding, serialized as uint8[bytes]."""
         return self._serialize(_CONDITIONING, self._values(state, self._denoise_inputs | self._decode_inputs))
 
     def restore_conditioning(self, state: DiffusionRequestState, data: Array) -> None:
-        """Sets the results of encoding on another stage."""
+        """Sets the results of encoding that another stage serialized."""
         self._set_values(state, self._deserialize(_CONDITIONING, data), self._denoise_inputs | self._decode_inputs)
 
     def serialize_latents(self, state: DiffusionRequestState) -> Array:
-        """Returns the inputs of decoding as uint8[bytes]. Before the last step, they give a preview."""
+        """Returns the inputs of decoding, serialized as uint8[bytes]. Before the last step, they yield a preview."""
         return self._serialize(_LATENTS, self._values(self._pipeline.end_loop(state), self._decode_inputs))
 
     def restore_latents(self, state: DiffusionRequestState, data: Array) -> None:
-        """Sets the inputs of decoding."""
+        """Sets the inputs of decoding that another stage serialized."""
         self._set_values(state, self._deserialize(_LATENTS, data), self._decode_inputs)
 
     def serialize_state(self, state: DiffusionRequestState) -> Array:
-        """Returns everything that is needed to resume the request after its last step, as uint8[bytes]."""
+        """Returns all data needed to resume the request after its last completed step, serialized as uint8[bytes]."""
         needed = self._denoise_inputs | self._decode_inputs
         return self._serialize(
             _STATE,
@@ -70,7 +70,7 @@ class RequestTransfer:
         )
 
     def restore_state(self, request_id: str, inputs: DiffusionInputs, data: Array) -> DiffusionRequestState:
-        """Returns the request as it was serialized. Raises InvalidChunkError if `inputs` do not match it."""
+        """Returns the restored request. Raises InvalidChunkError if `data` is invalid or does not match `inputs`."""
         tree = self._deserialize(_STATE, data)
         state = DiffusionRequestState(request_id, inputs)
         try:
@@ -102,12 +102,12 @@ class RequestTransfer:
         for name, expected in self._settings(inputs).items():
             if settings[name] != expected:
                 raise InvalidChunkError(
-                    f"the state's {name} is {settings[name]}, the request's {expected}; resume with the value of the "
-                    "state"
+                    f"the state's {name} is {settings[name]}, but the request's is {expected}; resume with the value "
+                    "of the state"
                 )
         # A request that resumes may omit its prompt.
         if inputs.prompt and prompt_digest != _prompt_digest(inputs):
-            raise InvalidChunkError("the state's prompt is not the request's; resume with the same prompt")
+            raise InvalidChunkError("the state belongs to another prompt; resume with the same prompt")
 
     @property
     def _caches(self) -> Caches | None:
@@ -131,7 +131,7 @@ class RequestTransfer:
 
 
 def fingerprint(folder: Path) -> str:
-    """Returns a digest of a model's configuration, without its weights, and of the version of diffusers."""
+    """Returns a digest of a model's configuration and of the version of diffusers. Ignores the weights."""
     digest = hashlib.blake2b(diffusers.__version__.encode(), digest_size=8)
     for path in ("model_index.json", "transformer/config.json", "scheduler/scheduler_config.json"):
         if (folder / path).exists():

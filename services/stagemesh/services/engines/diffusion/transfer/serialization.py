@@ -1,7 +1,7 @@
-"""Serialization of a request's tensors and numbers as a safetensors file, which never contains code.
+"""Serializes a request's tensors and numbers as a safetensors file, which never contains code.
 
-The file stores a tree of dicts, lists and tuples: its tensors under numbers, everything else as JSON in its metadata.
-Values of other types, such as a model or an image, cannot be serialized.
+The file stores a tree of dicts, lists and tuples. Its tensors are stored under numbers, and all other values as JSON in
+the file's metadata. Values of other types, such as models or images, cannot be serialized.
 """
 
 import json
@@ -17,7 +17,7 @@ from stagemesh.common.errors import InternalError, InvalidChunkError
 from stagemesh.common.tensors import Array
 
 Tree: TypeAlias = Any
-"""Numbers, strings, None, tensors, generators, dtypes, and dicts (with string keys), lists and tuples of these."""
+"""A number, string, None, tensor, generator or dtype, or a dict (with string keys), list or tuple of these."""
 
 VERSION = 1
 _DTYPES: Mapping[str, torch.dtype] = {
@@ -33,11 +33,11 @@ _READ_ERRORS = (
     TypeError,
     ValueError,
 )
-"""Exceptions raised for a file that `serialize` has not written. A RecursionError is a RuntimeError."""
+"""Exceptions raised for a file that `serialize` did not write. RecursionError is a subclass of RuntimeError."""
 
 
 def serialize(tree: Mapping[str, Tree], *, kind: str, model: str) -> Array:
-    """Returns a tree as uint8[bytes]. `deserialize` checks its `kind` and the fingerprint of its `model`."""
+    """Returns a tree serialized as uint8[bytes]. `deserialize` compares its `kind` and its `model`, a fingerprint."""
     collector = _TensorCollector()
     outline = collector.outline(dict(tree))
     head = {"version": VERSION, "kind": kind, "model": model, "tree": outline, "all_on_cpu": collector.all_on_cpu}
@@ -46,10 +46,10 @@ def serialize(tree: Mapping[str, Tree], *, kind: str, model: str) -> Array:
 
 
 def deserialize(data: Array, *, kind: str, model: str, device: torch.device) -> dict[str, Tree]:
-    """Returns the tree that was serialized. Its tensors are placed on `device`.
+    """Returns the serialized tree, with its tensors on `device`.
 
-    If a tree had tensors on the CPU and on a GPU, its CPU tensors stay on the CPU. Raises InvalidChunkError if the
-    data has another kind, belongs to another model, or is not a serialized tree.
+    If the tree had tensors both on the CPU and on a GPU, its CPU tensors remain on the CPU. Raises InvalidChunkError if
+    the data is of another kind, belongs to another model, or is not a serialized tree.
     """
     try:
         head, tensors = _read(data)
@@ -58,32 +58,32 @@ def deserialize(data: Array, *, kind: str, model: str, device: torch.device) -> 
     for name, expected in (("version", VERSION), ("kind", kind), ("model", model)):
         if head.get(name) != expected:
             raise InvalidChunkError(
-                f"{kind} has the {name} {head.get(name)!r}; this stage accepts {expected!r}: run both stages with the "
-                "same model and version"
+                f"{kind} has the {name} {head.get(name)!r}, but this stage accepts {expected!r}; run both stages with "
+                "the same model and version"
             )
     try:
         restorer = _Restorer(tensors, device, all_on_cpu=head["all_on_cpu"])
         restored = restorer.restored({"dict": head["tree"]["dict"]})
         return cast("dict[str, Tree]", restored)
     except _READ_ERRORS as exc:
-        raise InvalidChunkError(f"{kind} holds values that were never serialized: {exc!r}") from exc
+        raise InvalidChunkError(f"{kind} contains values that `serialize` did not write: {exc!r}") from exc
 
 
 def tensors_of(tree: Tree) -> list[torch.Tensor]:
-    """Returns the tensors of a tree, each once."""
+    """Returns the tensors of a tree. A tensor that occurs more than once is returned once."""
     collector = _TensorCollector()
     collector.outline(tree)
     return collector.tensors
 
 
 class _TensorCollector:
-    """Replaces a tree's tensors by numbers. Collects each tensor once, because tensors may be large."""
+    """Replaces a tree's tensors with numbers. Collects each tensor only once, because tensors may be large."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.all_on_cpu = True
         self._known: dict[int, int] = {}
-        # Held references, because an id is unique only among living objects.
+        # Retains references, because an id is unique only among living objects.
         self._held: list[torch.Tensor] = []
 
     def outline(self, value: Any) -> Any:  # noqa: PLR0911  # one line for each type of value
@@ -116,7 +116,7 @@ class _TensorCollector:
         if id(tensor) not in self._known:
             self._known[id(tensor)] = len(self.tensors)
             self._held.append(tensor)
-            # Copies do not share memory, as views of one tensor do.
+            # Views of one tensor share memory, which a file cannot store. Copies do not.
             self.tensors.append(tensor.detach().to("cpu", copy=True).contiguous())
         return self._known[id(tensor)]
 
@@ -126,7 +126,7 @@ def _read(array: Array) -> tuple[dict[str, Any], list[torch.Tensor]]:
     length = int.from_bytes(data[:8], "little")
     head = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["stagemesh"])
     if not isinstance(head, dict):
-        raise TypeError("its head is not an object")
+        raise TypeError("its header is not an object")
     tensors = load(data)
     return cast("dict[str, Any]", head), [tensors[str(i)] for i in range(len(tensors))]
 
