@@ -166,7 +166,7 @@ async def test_reader_of_a_rejected_flow_receives_the_cause() -> None:
     async with open_peer() as one:
         inlet = one.inlet
         await one.put_data(_tensor(inline=b"12345"))
-        with pytest.raises(StagemeshError, match="needs 4 bytes but came with 5") as caught:
+        with pytest.raises(StagemeshError, match="needs 4 bytes but has 5") as caught:
             await anext(inlet)
         assert caught.value.metadata["edge"] == "a->b"
 

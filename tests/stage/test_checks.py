@@ -60,10 +60,10 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: setattr(r.parameters.sampling, "min_p", 1.5), "INVALID_SAMPLING", "from 0 to 1"),
         (lambda r: setattr(r.parameters.sampling, "presence_penalty", -3), "INVALID_SAMPLING", "from -2 to 2"),
         (lambda r: setattr(r.parameters.sampling, "frequency_penalty", float("nan")), "INVALID_SAMPLING", "is nan"),
-        (lambda r: r.parameters.sampling.bad_words.append(" "), "INVALID_SAMPLING", "one of bad_words is empty"),
+        (lambda r: r.parameters.sampling.bad_words.append(" "), "INVALID_SAMPLING", "an entry of bad_words is empty"),
         (lambda r: r.parameters.sampling.MergeFrom(_lengths(9, 8)), "INVALID_SAMPLING", "min_tokens is 9 and max_tok"),
         (lambda r: setattr(r.parameters.sampling, "regex", ""), "INVALID_SAMPLING", "regex is empty"),
-        (lambda r: r.parameters.sampling.choice.SetInParent(), "INVALID_SAMPLING", "choice holds no text"),
+        (lambda r: r.parameters.sampling.choice.SetInParent(), "INVALID_SAMPLING", "choice has no text"),
         (lambda r: r.parameters.sampling.MergeFrom(ENDLESS), "INVALID_SAMPLING", "ignore_eos contradicts grammar"),
         (lambda r: r.inputs.add(edge="a->b", producer="a-0"), "UNKNOWN_EDGE", "unbind a->b"),
         (lambda r: r.outputs.extend([BOUND, BOUND]), "INVALID_EDGE", "'a->b' twice"),
@@ -74,7 +74,7 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: _policy(r).frames.SetInParent(), "INVALID_EDGE", "frames >= 1"),
         (lambda r: r.input.tensors.extend([_tensor(inline=b"1")] * 2), "INVALID_REQUEST", "'x' twice"),
         (lambda r: r.input.tensors.append(_tensor(shm=tensor_pb2.ShmRegion())), "INVALID_CHUNK", "inline"),
-        (lambda r: r.input.tensors.append(_tensor(inline=b"12")), "INVALID_CHUNK", "needs 1 bytes but came with 2"),
+        (lambda r: r.input.tensors.append(_tensor(inline=b"12")), "INVALID_CHUNK", "needs 1 bytes but has 2"),
     ],
 )
 def test_a_bad_request_is_rejected_with_a_remedy(change: Change, reason: str, message: str) -> None:

@@ -1,1 +1,1 @@
-"""Parts that all of Stagemesh shares: errors, tensor types, settings, logging, process lifecycle."""
+"""Modules that every part of Stagemesh uses: errors, tensor types, settings, logging, process lifecycle."""

@@ -1,7 +1,7 @@
-"""The connectors that this installation knows, best first: their names, wire numbers and factories.
+"""Descriptors of the connectors that this installation knows: names, wire numbers and factories.
 
-Other packages add connectors as entry points in the group `stagemesh.connectors`, each of which names a
-`ConnectorDescriptor`. Nothing that a connector needs is imported here.
+Other packages add connectors as entry points in the group `stagemesh.connectors`. Each entry point names a
+`ConnectorDescriptor`. This module imports no connector and no library that a connector needs.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -16,7 +16,7 @@ from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.v1 import chunk_pb2
 
 ConnectorName: TypeAlias = str
-"""How bytes cross an edge: the word used in pipeline files, the CLI and metrics."""
+"""The name of a connector in pipeline files, the CLI and metrics, or `AUTO`. A connector moves an edge's bytes."""
 
 AUTO, SHM, NIXL, GRPC = "auto", "shm", "nixl", "grpc"
 
@@ -29,18 +29,21 @@ class ConnectorDescriptor:
 
     name: ConnectorName
     number: int
-    """Its value in the wire's enum. A connector that another package adds has a number of at least 1000."""
+    """The connector's value in the wire's `Connector` enum. Other packages' connectors use numbers of at least 1000."""
     rank: int
-    """`auto` chooses the usable connector of the lowest rank. shm is 10, nixl 20, grpc 100."""
+    """`auto` chooses the usable connector with the lowest rank. The rank of shm is 10, of nixl 20, and of grpc 100."""
     factory: str = ""
-    """ "module:callable" -> Connector, called with arena, landing, replica and incarnation. Empty for grpc only."""
+    """The "module:callable" that creates the `Connector`. Empty only for grpc, which needs no `Connector`.
+
+    The callable receives the arena, and `landing`, `replica` and `incarnation` as keyword arguments.
+    """
     module: str = ""
-    """An optional module that must be installed. Empty if there is none."""
+    """The module that must be installed to use the connector. Empty if it needs no additional module."""
     remedy: str = ""
-    """How to install that module."""
+    """The instruction to install `module`, for error messages."""
 
     def missing(self) -> str:
-        """Returns why this installation cannot use the connector, or "" if it can."""
+        """Returns the reason why this installation cannot use the connector, or "" if it can."""
         return "" if not self.module or _is_installed(self.module) else f"{self.module} is not installed: {self.remedy}"
 
 
@@ -61,9 +64,9 @@ _registered: list[ConnectorDescriptor] = []
 
 @cache
 def descriptors() -> Mapping[ConnectorName, ConnectorDescriptor]:
-    """Returns all connectors by name, best first.
+    """Returns all descriptors by connector name, in ascending order of rank.
 
-    Raises NotReadyError if an added connector uses a name or number that belongs to another one.
+    Raises NotReadyError if another package's connector has an invalid number, or a name or number that is in use.
     """
     added = [entry.load() for entry in entry_points(group="stagemesh.connectors")]
     _check_added(added)
@@ -73,7 +76,10 @@ def descriptors() -> Mapping[ConnectorName, ConnectorDescriptor]:
 
 @contextmanager
 def registered(descriptor: ConnectorDescriptor) -> Generator[None]:
-    """Registers a connector within the block, without an entry point. It replaces any connector of the same name."""
+    """Registers a connector without an entry point until the `with` block ends.
+
+    It replaces any connector of the same name.
+    """
     _registered.append(descriptor)
     _clear_caches()
     try:
@@ -84,7 +90,10 @@ def registered(descriptor: ConnectorDescriptor) -> Generator[None]:
 
 
 def descriptor_of(name: ConnectorName) -> ConnectorDescriptor:
-    """Returns the descriptor of a name. Raises InvalidRequestError, which lists the known names."""
+    """Returns the descriptor of the named connector.
+
+    Raises InvalidRequestError (UNKNOWN_CONNECTOR) if the name is unknown. The message lists the known names.
+    """
     descriptor = descriptors().get(name)
     if descriptor is None:
         raise InvalidRequestError(
@@ -94,15 +103,18 @@ def descriptor_of(name: ConnectorName) -> ConnectorDescriptor:
 
 
 def number_of(name: ConnectorName) -> chunk_pb2.Connector.ValueType:
-    """Returns the wire's number of a name. Raises InvalidRequestError for an unknown name."""
+    """Returns the named connector's wire number. Raises InvalidRequestError if the name is unknown."""
     number = chunk_pb2.CONNECTOR_AUTO if name == AUTO else descriptor_of(name).number
-    # The enum is open: the number of an added connector is sent like any other.
+    # The protobuf enum is open, so it can also carry the numbers of connectors that other packages add.
     return chunk_pb2.Connector.ValueType(number)
 
 
 @cache
 def name_of(number: int) -> ConnectorName:
-    """Returns the name of a wire number, or AUTO for an absent one. Raises InvalidRequestError for an unknown one."""
+    """Returns the name of the connector with this wire number, or AUTO if the number is unspecified.
+
+    Raises InvalidRequestError (UNKNOWN_CONNECTOR) if the number is unknown.
+    """
     if number in {chunk_pb2.CONNECTOR_UNSPECIFIED, chunk_pb2.CONNECTOR_AUTO}:
         return AUTO
     for descriptor in descriptors().values():
@@ -132,7 +144,7 @@ def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:
-        # The parent package of the module is not installed.
+        # The module's parent package is not installed.
         return False
 
 

@@ -1,8 +1,8 @@
-"""Descriptors: light descriptions of engines, functions and transforms, found through entry points.
+"""Descriptors of engines, functions and transforms, which are found through entry points.
 
-A descriptor lists the tensors that go in and out and names the factory that does the heavy imports, so that a pipeline
-can be checked without loading a model. The entry points of the groups `stagemesh.engines`, `stagemesh.functions` and
-`stagemesh.transforms` name descriptors.
+A descriptor lists the input and output tensors and names a factory, which imports the heavy libraries. A pipeline can
+therefore be checked without loading a model. Packages register descriptors as entry points in the groups
+`stagemesh.engines`, `stagemesh.functions` and `stagemesh.transforms`.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,10 +22,10 @@ OutputKind = Literal["text", "tokens", "audio", "image", "tensor"]
 
 @dataclass(frozen=True)
 class Emitted:
-    """A tensor that a stage emits, and its meaning to a client.
+    """A tensor that a stage emits, and how clients interpret it.
 
-    "text" is UTF-8 in uint8[bytes]. "tokens" is vocabulary positions in int32[tokens]. "audio" is float32[samples] at
-    `sample_rate_hz`. "image" is an encoded image in uint8[bytes].
+    The kind "text" is UTF-8 in uint8[bytes]. "tokens" is token ids in int32[tokens]. "audio" is float32[samples] at
+    `sample_rate_hz`. "image" is an encoded image in uint8[bytes]. "tensor" has no further interpretation.
     """
 
     spec: TensorSpec
@@ -35,7 +35,7 @@ class Emitted:
 
 @dataclass(frozen=True)
 class OptionSpec:
-    """A number that a request may set for a stage, with its default and inclusive bounds."""
+    """The default and the inclusive bounds of a numeric option that a request may set for a stage."""
 
     default: float
     minimum: float
@@ -44,9 +44,9 @@ class OptionSpec:
 
 @dataclass(frozen=True)
 class Signature:
-    """The tensors that a stage accepts and emits, and the options that a request may set.
+    """The tensors that a stage accepts and emits, and the options that a request may set for it.
 
-    A stage that accepts no tensor receives the client's prompt.
+    A stage that accepts no tensors receives the client's prompt.
     """
 
     accepts: Mapping[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
@@ -55,16 +55,20 @@ class Signature:
     adapters: bool = False
     """Whether a request may choose an adapter."""
     media: bool = False
-    """Whether messages may contain more than text. The model decides which media it accepts."""
+    """Whether a request's messages may contain media. The model determines which media it accepts."""
     negative_prompt: bool = False
-    """Whether a request may have a negative prompt: a text of what the output must not show."""
+    """Whether a request may have a negative prompt: a description of content that the output must not show."""
     optional: frozenset[str] = frozenset()
-    """Accepted tensors that a packet, or a whole request, may lack."""
+    """The names of accepted tensors that a packet, or the whole request, may omit."""
 
 
 @dataclass(frozen=True)
 class FunctionDescriptor:
-    """A function stage. `factory` is "module:callable": (model: Path | None, options: Mapping) -> Function."""
+    """Describes a function stage.
+
+    `factory` is a "module:callable" that is called with the model's path or None and with the stage's options, and
+    returns the function.
+    """
 
     signature: Signature
     factory: str
@@ -72,7 +76,10 @@ class FunctionDescriptor:
 
 @dataclass(frozen=True)
 class TransformDescriptor:
-    """An edge's transform. `factory` is "module:callable", called without arguments once a flow -> Transform."""
+    """Describes a transform of an edge: its input tensors (`takes`) and its output tensors (`gives`).
+
+    `factory` is a "module:callable" that is called without arguments once for each flow and returns the transform.
+    """
 
     takes: Mapping[str, TensorSpec]
     gives: Mapping[str, TensorSpec]
@@ -81,10 +88,11 @@ class TransformDescriptor:
 
 @dataclass(frozen=True)
 class EngineDescriptor:
-    """An engine. `factory` is "module:callable": (StageConfig) -> Engine.
+    """Describes an engine.
 
-    `signature` returns a stage's signature for its function's name and its options, and raises an error if either is
-    invalid.
+    `factory` is a "module:callable" that is called with a StageConfig and returns the engine. `signature` is called
+    with the stage's function name or None and with its options. It returns the stage's signature, and raises an error
+    if the name or the options are invalid.
     """
 
     factory: str
@@ -92,9 +100,9 @@ class EngineDescriptor:
     needs_model: bool
     needs_function: bool = False
     stage_options: frozenset[str] | None = None
-    """The names that a stage's `options` may have. None lets the factory check them."""
+    """The names that are allowed in a stage's `options`. If None, the factory checks the options."""
     joins: bool = True
-    """Whether several edges may feed a stage in one request."""
+    """Whether a stage may receive several edges in one request."""
 
 
 _Descriptor = TypeVar("_Descriptor", EngineDescriptor, FunctionDescriptor, TransformDescriptor)
@@ -119,21 +127,30 @@ def _load(group: str, name: str, kind: type[_Descriptor]) -> _Descriptor:
 
 
 def load_engine_descriptor(name: str) -> EngineDescriptor:
-    """Returns the descriptor of an engine. Raises NotFoundError, which lists the known names."""
+    """Returns the named engine's descriptor.
+
+    Raises NotFoundError if the name is unknown. The message lists the known names.
+    """
     return _load("stagemesh.engines", name, EngineDescriptor)
 
 
 def load_function_descriptor(name: str) -> FunctionDescriptor:
-    """Returns the descriptor of a function. Raises NotFoundError, which lists the known names."""
+    """Returns the named function's descriptor.
+
+    Raises NotFoundError if the name is unknown. The message lists the known names.
+    """
     return _load("stagemesh.functions", name, FunctionDescriptor)
 
 
 def load_transform_descriptor(name: str) -> TransformDescriptor:
-    """Returns the descriptor of a transform. Raises NotFoundError, which lists the known names."""
+    """Returns the named transform's descriptor.
+
+    Raises NotFoundError if the name is unknown. The message lists the known names.
+    """
     return _load("stagemesh.transforms", name, TransformDescriptor)
 
 
 def import_factory(path: str) -> Callable[..., Any]:
-    """Imports and returns the callable that "module:attribute" names."""
+    """Imports and returns the callable at `path`, which has the form "module:attribute"."""
     module, _, attribute = path.partition(":")
     return getattr(import_module(module), attribute)  # type: ignore[no-any-return]

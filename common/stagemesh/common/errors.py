@@ -1,21 +1,21 @@
-"""Every error that Stagemesh raises on purpose, grouped by the caller's remedy.
+"""The errors that Stagemesh raises deliberately, grouped by the caller's remedy.
 
 StagemeshError
 ├── InvalidRequestError      INVALID_ARGUMENT     change the request
 │   ├── InvalidChunkError                         fix the peer: it sent inconsistent data
-│   └── InvalidPipelineError                      fix the pipeline file (has file and line)
-├── NotFoundError            NOT_FOUND            name something that exists
+│   └── InvalidPipelineError                      fix the pipeline file at the reported line
+├── NotFoundError            NOT_FOUND            name an object that exists
 ├── ExistsError              ALREADY_EXISTS       use another id
 ├── NotReadyError            FAILED_PRECONDITION  wait, or fix the deployment
 │   └── StaleAttemptError                         stop: a newer attempt has taken over
-├── UnsupportedError         UNIMPLEMENTED        do without, or choose another engine
-├── OverloadedError          RESOURCE_EXHAUSTED   retry after `retry_after_s`, or ask for less
+├── UnsupportedError         UNIMPLEMENTED        avoid the feature, or choose another engine
+├── OverloadedError          RESOURCE_EXHAUSTED   retry after `retry_after_s`, or send a smaller request
 ├── DeadlineError            DEADLINE_EXCEEDED    allow more time
-├── CancelledRequestError    CANCELLED            nothing: a caller asked for it
+├── CancelledRequestError    CANCELLED            none: a caller cancelled the request
 ├── UnavailableError         UNAVAILABLE          retry: a peer is unreachable
 └── InternalError            INTERNAL             report it
 
-`stagemesh.rpc.error_mapping` maps each to a gRPC status: code, message and one google.rpc.ErrorInfo.
+`stagemesh.rpc.error_mapping` maps each error to a gRPC status: code, message and one google.rpc.ErrorInfo.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from typing import ClassVar
 
 
 class Code(IntEnum):
-    """The google.rpc.Code values in use."""
+    """The google.rpc.Code values that Stagemesh uses."""
 
     CANCELLED = 1
     UNKNOWN = 2
@@ -45,9 +45,10 @@ class Code(IntEnum):
 
 
 class StagemeshError(Exception):
-    """An error with a cause that a program can act on.
+    """Base class of all Stagemesh errors. Programs can react to `reason` without parsing the message.
 
-    `reason` is a stable UPPER_SNAKE word. `metadata` locates the error: stage, replica, edge, seq, request_id.
+    `reason` is a stable identifier in upper snake case. `metadata` locates the error: stage, replica, edge, seq,
+    request_id. `retry_after_s` is the number of seconds after which a retry may succeed, or None if unknown.
     """
 
     code: ClassVar[Code] = Code.UNKNOWN
@@ -68,20 +69,20 @@ class StagemeshError(Exception):
         self.retry_after_s = retry_after_s
 
     def located(self, **where: str) -> "StagemeshError":
-        """Adds entries that the metadata does not have yet. Returns the error itself."""
+        """Adds entries to the metadata without replacing existing entries. Returns the error itself."""
         self.metadata = {**where, **self.metadata}
         return self
 
 
 class InvalidRequestError(StagemeshError):
-    """The request is invalid, and a retry cannot succeed."""
+    """The request is invalid. A retry of the same request fails again."""
 
     code = Code.INVALID_ARGUMENT
     default_reason = "INVALID_REQUEST"
 
 
 class InvalidChunkError(InvalidRequestError):
-    """A chunk or tensor is inconsistent."""
+    """A chunk or tensor from a peer or client is inconsistent or exceeds a limit."""
 
     default_reason = "INVALID_CHUNK"
 
@@ -100,21 +101,21 @@ class NotFoundError(StagemeshError):
 
 
 class ExistsError(StagemeshError):
-    """The id belongs to another object."""
+    """An object with this id already exists."""
 
     code = Code.ALREADY_EXISTS
     default_reason = "ALREADY_EXISTS"
 
 
 class NotReadyError(StagemeshError):
-    """The system is not in the state that the call needs."""
+    """The system is not in the state that the call requires."""
 
     code = Code.FAILED_PRECONDITION
     default_reason = "NOT_READY"
 
 
 class StaleAttemptError(NotReadyError):
-    """A newer attempt has taken over."""
+    """A newer attempt has replaced the caller's attempt."""
 
     default_reason = "STALE_ATTEMPT"
 
@@ -127,7 +128,7 @@ class UnsupportedError(StagemeshError):
 
 
 class OverloadedError(StagemeshError):
-    """A limit is reached. `retry_after_s` is set if waiting helps."""
+    """A limit has been reached. `retry_after_s` is set if a later retry may succeed."""
 
     code = Code.RESOURCE_EXHAUSTED
     default_reason = "OVERLOADED"
@@ -155,7 +156,7 @@ class UnavailableError(StagemeshError):
 
 
 class InternalError(StagemeshError):
-    """A fault of Stagemesh or of an engine."""
+    """A defect in Stagemesh or in an engine caused the failure."""
 
     code = Code.INTERNAL
     default_reason = "INTERNAL"
@@ -175,6 +176,6 @@ def make_error(
     metadata: Mapping[str, str] | None = None,
     retry_after_s: float | None = None,
 ) -> StagemeshError:
-    """Builds the error that a peer reported by code and reason."""
+    """Returns the error that a peer reported: an instance of the class that matches its reason, or else its code."""
     kind = _BY_REASON.get(reason) or _BY_CODE.get(code, InternalError)
     return kind(message, reason=reason or None, metadata=metadata, retry_after_s=retry_after_s)

@@ -1,6 +1,6 @@
-"""Identifies hosts, so that a plan can place replicas that exchange tensors on one host.
+"""Identifies hosts, so that a plan can prefer replicas on one host for stages that exchange tensors.
 
-The result is only a hint: replicas prove that they share memory when they connect.
+The token is only a hint: when two replicas connect, they verify that they can share memory.
 """
 
 import hashlib
@@ -14,8 +14,10 @@ _NETWORK = Path("/proc/self/ns/net")
 
 @cache
 def host_token() -> str:
-    """Returns a token that is equal for all processes that can reach each other's local sockets: those of one running
-    kernel, one network namespace and one user. Returns "" if the system does not say.
+    """Returns a token that is equal for processes that can connect to each other's local sockets.
+
+    These processes run on the same booted kernel, in the same network namespace and as the same user. Returns "" if
+    the system does not provide this information.
     """
     try:
         network = _NETWORK.stat()

@@ -1,4 +1,4 @@
-"""The append-only record of one run, which any number of callers read from its start."""
+"""An append-only log of a run's items. Any number of callers can read it from the first item."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class Journal(Generic[T]):
-    """Keeps all items of a run, so that a later caller receives all of them.
+    """Retains all items of a run, so that each reader receives all of them, even if it starts late.
 
-    `on_abandoned` is called when the last reader leaves before the end of the run. Its owner then cancels the run.
+    `on_abandoned` is called when the last reader stops before the run has ended, so that the run can be cancelled.
     """
 
     def __init__(self, *, on_abandoned: Callable[[], None] | None = None) -> None:
@@ -36,29 +36,33 @@ class Journal(Generic[T]):
         return self._closed
 
     def append(self, item: T) -> int:
-        """Adds an item for all current and later readers and returns its index."""
+        """Appends an item for all current and later readers. Returns the item's index."""
         assert not self._closed, "the journal is closed"
         self._items.append(item)
         self._wake()
         return len(self._items) - 1
 
     def replace(self, index: int, item: T) -> None:
-        """Replaces an item for the readers that have not received it yet."""
+        """Replaces the item at `index`. Readers that have already received the old item do not receive the new one."""
         self._items[index] = item
 
     def close(self, error: StagemeshError | None = None) -> None:
-        """Ends every reader after the last item, with `error` if it is given. Closing twice is harmless."""
+        """Ends the iteration of every reader after the last item. Readers then raise `error`, unless it is None.
+
+        Closing twice is harmless.
+        """
         if self._closed:
             return
-        # The owner of `on_abandoned` often references the journal, and so do the frames in an error's traceback. A copy
-        # has no traceback, so that no reference cycle keeps them alive.
+        # The owner of `on_abandoned` often references the journal, and so do the frames in an error's traceback.
+        # Dropping the callback and the traceback (a copy has none) avoids reference cycles.
         self._closed, self._error, self.on_abandoned = True, copy(error), None
         self._wake()
 
     async def follow(self) -> AsyncGenerator[T]:
-        """Yields all items from the first one, as they are appended. Raises the run's error at the end.
+        """Yields all items from the first one, and waits for items that are appended later.
 
-        Iterate within `contextlib.aclosing`, so that the journal notices at once when the reader leaves.
+        Raises the error that was passed to `close`, if any, after the last item. Iterate within
+        `contextlib.aclosing`, so that the journal notices immediately when the reader stops.
         """
         self._readers += 1
         try:
@@ -70,13 +74,16 @@ class Journal(Generic[T]):
                 yield items[position]
                 position += 1
             if self._error is not None:
-                # Each reader gets a copy: raising one object in several tasks would mix their tracebacks.
+                # Each reader raises a copy, because tracebacks of several tasks would mix in a shared object.
                 raise copy(self._error)
         finally:
             self._leave()
 
     def _more(self) -> "asyncio.Future[None]":
-        """Returns a future that is done at the next change. One for each reader is cheaper than an event for all."""
+        """Returns a future that is done at the next change.
+
+        A future for each reader is cheaper than one event for all readers.
+        """
         more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(more)
         return more

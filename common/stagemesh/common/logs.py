@@ -1,4 +1,4 @@
-"""Logging: one line on stderr for each record, with the stage and the request to which it belongs."""
+"""Logging to stderr: one line for each record, with the stage and the request that the record belongs to."""
 
 import logging
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ _where: ContextVar[Mapping[str, str] | None] = ContextVar("stagemesh_log_where",
 
 
 def bind_log_context(**where: str) -> None:
-    """Sets `stage` and `request_id` for all later log lines of this task and of the tasks that it creates."""
+    """Sets values such as `stage` and `request_id` for later log records of this task and of the tasks it creates."""
     _where.set({**log_context(), **where})
 
 
 def log_context() -> Mapping[str, str]:
-    """Returns the values that are bound in this task."""
+    """Returns the values that `bind_log_context` has set in this task. Empty if none was set."""
     return _where.get() or {}
 
 
 class LogContextFilter(logging.Filter):
-    """Gives every record the attributes `stage` and `request_id`, or "-" if none is bound."""
+    """Adds the attributes `stage` and `request_id` to every record. An attribute without a bound value is "-"."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         where = log_context()
@@ -30,7 +30,7 @@ class LogContextFilter(logging.Filter):
 
 
 def configure_logging(*, level: int = logging.INFO) -> None:
-    """Sends the records of all loggers to stderr in one format."""
+    """Configures the root logger to write records of at least `level` to stderr in one format."""
     handler = logging.StreamHandler()
     handler.addFilter(LogContextFilter())
     handler.setFormatter(logging.Formatter(_FORMAT))

@@ -1,4 +1,4 @@
-"""Reads how much host memory this process can still allocate, within the limits of its control groups (v1 and v2)."""
+"""Determines how much host memory this process can still allocate, including control group limits (v1 and v2)."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,7 +7,7 @@ _ROOT = Path("/")
 
 
 class _Files(NamedTuple):
-    """The names of a control group's files, and of the entry in its memory.stat that counts inactive file pages."""
+    """The names of a control group's limit and usage files, and of the inactive file pages entry in memory.stat."""
 
     limit: str
     usage: str
@@ -19,10 +19,10 @@ _V2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Returns the bytes that this process can still allocate: the least of the host's free memory and what each of its
-    memory control groups and their parents leave. Returns None if the system does not say.
+    """Returns the number of bytes that this process can still allocate, or None if the system does not report it.
 
-    `root` is the folder that holds `proc` and `sys`.
+    The result is the minimum of the host's available memory and the remaining memory of each of the process's control
+    groups and their parent groups. `root` is the folder that contains `proc` and `sys`.
     """
     free = [_free_on_host(root), *_left_by_groups(root)]
     return min((size_bytes for size_bytes in free if size_bytes is not None), default=None)
@@ -49,7 +49,10 @@ def _left_by_groups(root: Path) -> list[int]:
 
 
 def _left_by_group_and_parents(mount: Path, path: str, files: _Files) -> list[int]:
-    """Groups that are not visible from here or have no limit are left out."""
+    """Returns the remaining bytes of a control group and of each of its parents.
+
+    Omits groups that have no limit or that are not visible in this process's mounts.
+    """
     folder = mount / path.lstrip("/")
     left: list[int] = []
     for group in (folder, *folder.parents[: len(folder.parents) - len(mount.parents)]):

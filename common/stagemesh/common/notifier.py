@@ -1,10 +1,13 @@
-"""Wakes tasks that wait for a change of state."""
+"""A notifier that wakes the tasks that wait for a state change."""
 
 import asyncio
 
 
 class Notifier:
-    """Tasks check a state, wait, and check again. Code that changes the state calls `fire`."""
+    """Wakes the tasks that wait for a state change.
+
+    A task checks the state, calls `wait`, and checks again. The code that changes the state calls `fire`.
+    """
 
     __slots__ = ("_waiters",)
 
@@ -12,7 +15,7 @@ class Notifier:
         self._waiters: list[asyncio.Future[None]] = []
 
     def fire(self) -> None:
-        """Wakes all tasks that wait now."""
+        """Wakes all tasks that are currently waiting."""
         if self._waiters:
             waiters, self._waiters = self._waiters, []
             for waiter in waiters:
@@ -20,7 +23,10 @@ class Notifier:
                     waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Returns at the next `fire`. The caller checks its condition again without awaiting in between."""
+        """Returns after the next `fire`.
+
+        Between checking its condition and calling `wait`, the caller must not await, or else it may miss a `fire`.
+        """
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         await waiter

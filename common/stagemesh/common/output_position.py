@@ -1,9 +1,9 @@
-"""How much of a request's outputs a receiver has, and which part of a replayed piece it lacks.
+"""The receiver's position in a request's outputs, which determines the new part of a replayed output piece.
 
-Outputs are replayed from their first piece if a connection breaks, a stage restarts or a client calls another
-orchestrator, and the replayed pieces may be cut in other places. A position therefore counts units and not pieces: code
-points of text, tokens, audio samples, images, or rows of a tensor along its first axis (a tensor without axes counts as
-one row). Events of a step are never cut: each counts as one unit.
+Outputs are replayed from the first piece if a connection breaks, a stage restarts or a client calls another
+orchestrator. The replayed pieces may be cut at other boundaries. A position therefore counts units instead of pieces:
+code points of text, tokens, audio samples, images, or rows of a tensor along its first axis. A tensor without axes
+counts as one row. Each event of a step (`ExecuteStepResponse`) counts as one unit and is never cut.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _START: Mapping[str, int] = MappingProxyType({})
 
 
 class Position:
-    """The number of units of each output, by the output's name. Starts at 0 or at `counts`."""
+    """The number of units of each output, by the output's name. Outputs that are not in `counts` start at 0."""
 
     __slots__ = ("_counts",)
 
@@ -29,7 +29,7 @@ class Position:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The units by output, as `GenerateRequest.next_positions` has them."""
+        """The number of units by output name, as in `GenerateRequest.next_positions`."""
         return self._counts
 
     def copy(self) -> "Position":
@@ -37,15 +37,15 @@ class Position:
         return Position(self._counts)
 
     def is_behind(self, other: "Position") -> bool:
-        """Returns whether `other` is further in at least one output."""
+        """Returns whether `other` has more units of at least one output."""
         return any(self._counts.get(name, 0) < count for name, count in other.counts.items())
 
     def advance(self, piece: Piece) -> None:
-        """Adds the length of a piece."""
+        """Adds the units of a piece to its output."""
         self.advance_by(*_measure(piece))
 
     def advance_by(self, name: str, count: int) -> int:
-        """Adds `count` units to an output. Returns the units before."""
+        """Adds `count` units to the named output. Returns the number of units before the addition."""
         begin = self._counts.get(name, 0)
         self._counts[name] = begin + count
         return begin
@@ -59,10 +59,10 @@ class Position:
     ) -> stage_pb2.ExecuteStepResponse | None: ...
 
     def remainder(self, piece: Piece, *, replayed: "Position") -> Piece | None:
-        """Returns the part of `piece` that lies after this position, or None if the receiver has all of it.
+        """Returns the part of `piece` after this position, or None if the receiver already has the whole piece.
 
-        The piece begins at `replayed`. Both positions are advanced to the end of the piece. Raises InvalidChunkError
-        for a tensor whose size and shape do not match.
+        The piece begins at `replayed`. The method advances both positions to the end of the piece. Raises
+        InvalidChunkError if the piece is a tensor whose size does not match its shape.
         """
         name, length = _measure(piece)
         begin, received = replayed.advance_by(name, length), self._counts.get(name, 0)
@@ -74,7 +74,7 @@ class Position:
 
 
 def _measure(piece: Piece) -> tuple[str, int]:
-    """Returns the output's name and the number of units. Events count under an empty name."""
+    """Returns the name and the number of units of a piece. Events are counted under an empty name."""
     return (piece.name, length_of(piece)) if isinstance(piece, request_pb2.Output) else ("", 1)
 
 
@@ -96,16 +96,16 @@ def length_of(output: request_pb2.Output) -> int:
 
 
 def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
-    """Returns a piece without its first `count` units, or None if no unit remains. Keeps the piece's `seq`.
+    """Returns a piece without its first `count` units, or None if no unit remains. The result has the same `seq`.
 
-    Raises InvalidChunkError for a tensor whose size and shape do not match.
+    Raises InvalidChunkError if the piece is a tensor whose size does not match its shape.
     """
     if count <= 0:
         return output
     if count >= length_of(output):
         return None
     rest = request_pb2.Output(name=output.name, seq=output.seq)
-    # An image is a single unit: it was returned above, whole or not at all.
+    # An image is a single unit, so one of the returns above has already handled it.
     match output.WhichOneof("content"):
         case "text":
             rest.text = output.text[count:]
@@ -126,7 +126,7 @@ def _rows(tensor: tensor_pb2.Tensor) -> int:
 
 def _rows_after(tensor: tensor_pb2.Tensor, count: int) -> tensor_pb2.Tensor:
     if tensor.WhichOneof("location") not in ("inline", None):
-        raise InvalidChunkError(f"tensor {tensor.name!r} of an output is not inline; it must be")
+        raise InvalidChunkError(f"tensor {tensor.name!r} of an output must be inline")
     checked_layout(tensor, size_bytes=len(tensor.inline))
     row_bytes = len(tensor.inline) // tensor.shape[0]
     rest = tensor_pb2.Tensor(name=tensor.name, dtype=tensor.dtype, inline=tensor.inline[count * row_bytes :])

@@ -1,4 +1,4 @@
-"""The lifecycle of a service process: event loop, signals, exit status, and termination with its parent."""
+"""The lifecycle of a service process: event loop, signals, exit status, and termination with the parent process."""
 
 import asyncio
 import contextlib
@@ -27,10 +27,10 @@ Main = Callable[[asyncio.Event], Awaitable[None]]
 
 
 def run_service(main: Main, *, parent_pid: int | None = None) -> int:
-    """Runs `main` to its end and returns the process's exit status.
+    """Runs `main` to completion and returns the process's exit status.
 
-    SIGTERM and SIGINT set the event that `main` receives. If `parent_pid` is given, the process is killed when its
-    parent ends.
+    SIGTERM and SIGINT set the event that `main` receives. If `parent_pid` is not None, the kernel kills this process
+    when that parent process terminates.
     """
     configure_logging()
     if parent_pid is not None:
@@ -39,11 +39,11 @@ def run_service(main: Main, *, parent_pid: int | None = None) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_stopped(main))
     except StagemeshError as exc:
-        # The message is sufficient, and a traceback would bury it.
+        # The message is sufficient, and a traceback would hide it.
         _log.error("%s", exc.message)
         return EXIT_CANNOT_LISTEN if exc.reason in _CANNOT_LISTEN else EXIT_FAILED
     except Exception:  # noqa: BLE001
-        _log.exception("the service ends because of an unexpected error")
+        _log.exception("the service terminates because of an unexpected error")
         return EXIT_FAILED
     return 0
 
@@ -58,9 +58,9 @@ async def _until_stopped(main: Main) -> None:
 
 @contextlib.asynccontextmanager
 async def ended_when_stuck(stuck_s: float) -> AsyncGenerator[None]:
-    """Ends the process with status 1 if its event loop is blocked for `stuck_s`, and prints all stacks to stderr.
+    """Ends the process with status 1 if its event loop is blocked for `stuck_s` seconds. Prints all stacks to stderr.
 
-    May be used once in a process. A native thread does it, which does not need the interpreter's lock.
+    Use it at most once in a process. A native thread, which does not need the interpreter's lock, ends the process.
     """
 
     async def rearm() -> None:
@@ -77,15 +77,18 @@ async def ended_when_stuck(stuck_s: float) -> AsyncGenerator[None]:
 
 
 def end_within(limit_s: float) -> None:
-    """Ends the process with status 1 in `limit_s` seconds, unless it ends before or calls this function again."""
+    """Ends the process with status 1 in `limit_s` seconds, unless it terminates earlier.
+
+    Another call of this function replaces the limit.
+    """
     faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__ or 2)
 
 
 def die_with_parent(expected_parent_pid: int) -> None:
-    """Makes the kernel kill this process (SIGKILL) when its parent ends. Ends at once if the parent has already ended.
+    """Makes the kernel kill this process (SIGKILL) when its parent process terminates.
 
-    The kernel watches the thread that created this process, so that thread must live as long as the parent. Does
-    nothing on other systems than Linux.
+    Ends this process immediately if the parent has already terminated. The kernel watches the thread that created
+    this process, so that thread must live as long as the parent. Does nothing on systems other than Linux.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -98,7 +101,7 @@ def die_with_parent(expected_parent_pid: int) -> None:
 
 
 class _ForkGuard:
-    """Knows, in a process that was just forked, which process forked it."""
+    """Records this process's id, so that a forked child process knows its parent's id."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -109,8 +112,9 @@ class _ForkGuard:
 
 
 def bind_forks_to_this_process() -> None:
-    """Makes all processes that are forked from now on, directly or not, end with their parent.
+    """Makes every later forked child process, and in turn its own children, terminate with its parent.
 
-    Call it once in a process. Spawned processes, which have a new interpreter, call `die_with_parent` themselves.
+    Call it once in a process. It does not affect spawned processes, which start a new interpreter: they must call
+    `die_with_parent` themselves.
     """
     os.register_at_fork(after_in_child=_ForkGuard().in_child)

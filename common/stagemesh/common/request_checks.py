@@ -1,4 +1,4 @@
-"""The checks of a request's content that the orchestrator and every stage share: one text and one reason per cause."""
+"""Checks of a request's content. The orchestrator and all stages share them, so that they report the same errors."""
 
 import math
 import re
@@ -24,7 +24,7 @@ _SAMPLING: Mapping[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises InvalidRequestError (INVALID_REQUEST_ID) if the id is empty, too long or has other characters."""
+    """Raises InvalidRequestError (INVALID_REQUEST_ID) if the id is empty, too long or has invalid characters."""
     if not _REQUEST_ID.fullmatch(request_id):
         raise InvalidRequestError(
             f"request_id is {request_id[:140]!r}; use 1 to 128 letters, digits, '.', '_', ':' and '-'",
@@ -33,9 +33,10 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_input(given: request_pb2.Input) -> None:
-    """Checks messages and tensors. Does not decode media.
+    """Checks the messages and tensors of a request's input without decoding media.
 
-    Raises InvalidRequestError (INVALID_PROMPT) for a message, InvalidChunkError for a tensor.
+    Raises InvalidRequestError (INVALID_PROMPT) if a message is invalid, and InvalidChunkError if the bytes of a tensor
+    or of a message's audio are invalid.
     """
     for message in given.conversation.messages:
         if message.role not in _ROLES:
@@ -44,12 +45,12 @@ def check_input(given: request_pb2.Input) -> None:
             )
         if message.content and message.parts:
             raise InvalidRequestError(
-                "a message holds content and parts; put the content into a part, at its place", reason="INVALID_PROMPT"
+                "a message has both content and parts; move the content into a part", reason="INVALID_PROMPT"
             )
         for part in message.parts:
             if part.WhichOneof("content") is None:
                 raise InvalidRequestError(
-                    "a message holds a part without content; leave it out", reason="INVALID_PROMPT"
+                    "a message has a part without content; remove the part", reason="INVALID_PROMPT"
                 )
             if part.HasField("audio"):
                 read_samples(part.audio)
@@ -57,30 +58,34 @@ def check_input(given: request_pb2.Input) -> None:
 
 
 def read_tensors(messages: Iterable[tensor_pb2.Tensor]) -> dict[str, Array]:
-    """Returns tensors by name. Raises InvalidRequestError for a name that occurs twice.
+    """Returns the input tensors by name.
 
-    Raises InvalidChunkError for a tensor that is not inline, or whose bytes do not match its shape.
+    Raises InvalidRequestError if a name occurs twice. Raises InvalidChunkError if a tensor is not inline, or if its
+    bytes do not match its shape.
     """
     tensors: dict[str, Array] = {}
     for message in messages:
         if message.name in tensors:
-            raise InvalidRequestError(f"the input holds tensor {message.name!r} twice")
+            raise InvalidRequestError(f"the input has tensor {message.name!r} twice; use each name once")
         tensors[message.name] = _read(message, f"input tensor {message.name!r}")
     return tensors
 
 
 def read_samples(audio: request_pb2.Audio) -> Array:
-    """Returns the samples of a message's audio. Raises InvalidChunkError as `read_tensors` does."""
+    """Returns the samples of the audio in a message.
+
+    Raises InvalidChunkError if the samples are not inline, or if their bytes do not match their shape.
+    """
     return _read(audio.samples, "samples of a message")
 
 
 def empty_prompt_error() -> InvalidRequestError:
-    """Returns the error of a request that needs a prompt and has none."""
-    return InvalidRequestError("the prompt is empty; give some text", reason="EMPTY_PROMPT")
+    """Returns the error (EMPTY_PROMPT) for a request that has no prompt but needs one."""
+    return InvalidRequestError("the prompt is empty; provide some text", reason="EMPTY_PROMPT")
 
 
 def has_prompt(given: request_pb2.Input) -> bool:
-    """Returns whether there is any text, medium or token id. White space is not text."""
+    """Returns whether the input has any text, medium or token id. White space alone does not count as text."""
     messages = given.conversation.messages
     parts = list(chain.from_iterable(message.parts for message in messages))
     texts = chain([given.text], (message.content for message in messages), (part.text for part in parts))
@@ -93,7 +98,10 @@ def is_medium(part: request_pb2.Part) -> bool:
 
 
 def check_options(options: Mapping[str, float], known: Mapping[str, OptionSpec], *, owner: str) -> None:
-    """Raises InvalidRequestError (UNKNOWN_OPTION, INVALID_OPTION); `owner` names the stage or pipeline with options."""
+    """Raises InvalidRequestError if an option is unknown (UNKNOWN_OPTION) or out of its bounds (INVALID_OPTION).
+
+    `owner` names the stage or pipeline that has the options, for the error message.
+    """
     for name, value in options.items():
         if name not in known:
             raise InvalidRequestError(
@@ -110,19 +118,20 @@ def check_options(options: Mapping[str, float], known: Mapping[str, OptionSpec],
 
 
 def check_sampling(sampling: request_pb2.Sampling) -> None:
-    """Raises InvalidRequestError (INVALID_SAMPLING) for a value out of range, or for options that contradict."""
+    """Raises InvalidRequestError (INVALID_SAMPLING) if a value is out of range or if options contradict each other."""
     given = {field.name: value for field, value in sampling.ListFields()}
     for name, (allowed, holds) in _SAMPLING.items():
         value: float | None = given.get(name)
         if value is not None and not (math.isfinite(value) and holds(value)):
             raise _sampling_error(f"{name} is {value:g}; it must be {allowed}")
     if "" in sampling.stop:
-        raise _sampling_error("a stop text is empty; leave it out")
+        raise _sampling_error("a stop text is empty; remove it")
     if not all(word.strip() for word in sampling.bad_words):
-        raise _sampling_error("one of bad_words is empty; leave it out")
+        raise _sampling_error("an entry of bad_words is empty; remove it")
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
         raise _sampling_error(
-            f"min_tokens is {sampling.min_tokens} and max_tokens {sampling.max_tokens}; lower one, or raise the other"
+            f"min_tokens is {sampling.min_tokens} but max_tokens is {sampling.max_tokens}; lower min_tokens, or raise "
+            "max_tokens"
         )
     _check_structure(sampling)
 
@@ -133,12 +142,12 @@ def _check_structure(sampling: request_pb2.Sampling) -> None:
         return
     texts = sampling.choice.texts if kind == "choice" else [getattr(sampling, kind)]
     if not texts or not all(text.strip() for text in texts):
-        problem = "holds no text, or an empty one" if kind == "choice" else "is empty"
-        raise _sampling_error(f"{kind} {problem}; say what the output must be, or leave it unset")
+        problem = "has no text, or an empty text" if kind == "choice" else "is empty"
+        raise _sampling_error(f"{kind} {problem}; specify the required output, or leave {kind} unset")
     if sampling.min_tokens or sampling.ignore_eos:
         other = "min_tokens" if sampling.min_tokens else "ignore_eos"
         raise _sampling_error(
-            f"{other} contradicts {kind}, which determines where the output ends; leave one of them out"
+            f"{other} contradicts {kind}, which determines where the output ends; remove one of the two options"
         )
 
 

@@ -1,4 +1,4 @@
-"""The only module that reads or sets environment variables."""
+"""Settings from environment variables. No other module reads or sets environment variables."""
 
 import os
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from stagemesh.common.errors import InvalidRequestError
 
 
 def home() -> Path:
-    """Returns the folder of models and runs: STAGEMESH_HOME, or a folder in the user's cache directory.
+    """Returns the folder that contains models and runs: STAGEMESH_HOME, or `stagemesh` in the user's cache folder.
 
-    Raises InvalidRequestError if STAGEMESH_HOME is not a folder.
+    Raises InvalidRequestError if STAGEMESH_HOME exists but is not a folder.
     """
     configured = os.environ.get("STAGEMESH_HOME")
     if not configured:
@@ -22,19 +22,19 @@ def home() -> Path:
 
 
 def models_dir() -> Path:
-    """Returns the folder into which `stagemesh models fetch` writes models, one subfolder each."""
+    """Returns the folder in which `stagemesh models fetch` creates one subfolder for each model."""
     return home() / "models"
 
 
 def runs_dir() -> Path:
-    """Returns the folder in which `stagemesh up` keeps configs and logs, one subfolder a run."""
+    """Returns the folder in which `stagemesh up` creates one subfolder for the configs and logs of each run."""
     return home() / "runs"
 
 
 def find_model(name: str) -> Path | None:
-    """Returns the folder or file of a model, or None if it does not exist.
+    """Returns the absolute path of a model's folder or file, or None if it does not exist.
 
-    `name` is a path or the name of a model that was fetched.
+    `name` is either a path or the name of a fetched model.
     """
     for candidate in (Path(name).expanduser(), models_dir() / name):
         if candidate.exists():
@@ -43,9 +43,9 @@ def find_model(name: str) -> Path | None:
 
 
 def zone() -> str:
-    """Returns the operator's name for this host's location: STAGEMESH_ZONE, or "" if it is unset.
+    """Returns the operator's name for this host's location: the value of STAGEMESH_ZONE, or "" if it is unset.
 
-    Raises InvalidRequestError for characters that cannot be printed.
+    Raises InvalidRequestError if the name contains unprintable characters.
     """
     name = os.environ.get("STAGEMESH_ZONE", "")
     if not name.isprintable():
@@ -59,12 +59,12 @@ def variables() -> dict[str, str]:
 
 
 def library_variable(name: str, default: str = "") -> str:
-    """Returns a variable that belongs to a library, such as UCX_TLS. The library itself validates it."""
+    """Returns the value of a library's variable, such as UCX_TLS, or `default`. The library validates the value."""
     return os.environ.get(name, default)
 
 
 def set_library_variables(values: Mapping[str, str], *, replace: bool = False) -> None:
-    """Sets variables that a library reads when it is loaded. Keeps the user's own values unless `replace`."""
+    """Sets variables that a library reads when it is loaded. Existing values change only if `replace` is set."""
     for name, value in values.items():
         if replace or name not in os.environ:
             os.environ[name] = value

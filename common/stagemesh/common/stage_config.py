@@ -1,4 +1,4 @@
-"""The configuration of a stage process: one JSON file, written by a launcher or mounted by a cluster."""
+"""The configuration of a stage process. It is a JSON file that a launcher writes or a cluster mounts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,17 +9,23 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from stagemesh.common.errors import InvalidRequestError
 
 STALL_S = 300.0
-"""Longer than slow but correct work takes between two signs of progress: a long prompt, a model that compiles."""
+"""Default of `StageConfig.stall_s` in seconds.
+
+It exceeds the time that slow but correct work, such as a long prompt or a model's compilation, needs between two signs
+of progress.
+"""
 
 
 @dataclass(frozen=True)
 class DataPlaneConfig:
-    """The limits of a replica's data plane. A chunk may have at most half of `arena_bytes`."""
+    """The limits of a replica's data plane, in bytes. A chunk may occupy at most half of `arena_bytes`."""
 
     arena_bytes: int = 64 << 20
+    """The size of the memory for tensors: a power of two of at least 1 MiB."""
     window_bytes: int = 8 << 20
-    """The credit of each flow."""
+    """The credit of each flow: the bytes that a producer may send before the consumer has read them."""
     inline_limit_bytes: int = 4 << 10
+    """Chunks of at most this size are sent inline in messages and not through the arena."""
 
     def __post_init__(self) -> None:
         if self.arena_bytes < 1 << 20 or self.arena_bytes & (self.arena_bytes - 1):
@@ -30,7 +36,7 @@ class DataPlaneConfig:
 
 @dataclass(frozen=True)
 class StageConfig:
-    """One replica of one stage."""
+    """The configuration of one replica of one stage."""
 
     pipeline: str
     generation: str
@@ -38,28 +44,34 @@ class StageConfig:
     replica: str
     engine: str
     listen: str
-    """The address to serve on, "host:port"."""
+    """The address at which the replica serves, as "host:port"."""
     function: str | None = None
+    """The name of the stage's function, or None if its engine runs no function."""
     model: str | None = None
-    """The path of a folder or file."""
+    """The path of the model's folder or file, or None if the stage has no model."""
     options: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     data_plane: DataPlaneConfig = DataPlaneConfig()
     max_queued: int = 256
-    """The most steps that are held at once. Further steps are rejected."""
+    """The maximum number of steps that the replica accepts at the same time. It rejects further steps."""
     stall_s: float = STALL_S
-    """The replica ends if none of its steps makes progress for this time though one could, or if its event loop is
-    blocked for this time. 0 means never.
+    """The replica terminates after this number of seconds without progress. 0 disables this check.
+
+    A replica lacks progress if its event loop is blocked, or if at least one step could advance but no step does.
     """
     orchestrators: tuple[str, ...] = ()
-    """Orchestrators to register with, "host:port" each. Empty if orchestrators find the replica in another way."""
+    """The "host:port" addresses of the orchestrators at which the replica registers.
+
+    Empty if orchestrators discover the replica in another way.
+    """
     advertise: str | None = None
-    """The address by which orchestrators and other replicas reach it, "host:port". Port 0 stands for the port that it
-    listens on. The default is `listen`.
+    """The "host:port" address at which orchestrators and other replicas reach this replica.
+
+    Port 0 stands for the port on which the replica listens. None stands for the address in `listen`.
     """
     zone: str | None = None
-    """The location of its host, for plans that prefer close replicas. The default is STAGEMESH_ZONE."""
+    """The location of the replica's host, for plans that prefer nearby replicas. None stands for STAGEMESH_ZONE."""
     parent_pid: int | None = None
-    """The process ends when this parent process ends."""
+    """The id of the parent process with which this process terminates. None if it does not depend on a parent."""
 
     def __post_init__(self) -> None:
         if not self.stall_s >= 0:
@@ -70,7 +82,7 @@ _STAGE_CONFIG = TypeAdapter(StageConfig)
 
 
 def load_stage_config(path: Path) -> StageConfig:
-    """Reads a config file. Raises InvalidRequestError, which names the field."""
+    """Reads a config file. Raises InvalidRequestError (INVALID_CONFIG), which names the invalid field."""
     try:
         return _STAGE_CONFIG.validate_json(path.read_bytes())
     except ValidationError as exc:
@@ -78,5 +90,5 @@ def load_stage_config(path: Path) -> StageConfig:
 
 
 def dump_stage_config(config: StageConfig) -> bytes:
-    """Returns the content of a config file."""
+    """Returns the config serialized as JSON, as `load_stage_config` reads it from a file."""
     return _STAGE_CONFIG.dump_json(config)

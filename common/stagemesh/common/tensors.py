@@ -1,6 +1,6 @@
-"""Tensor types, and the conversion of dtypes and inline tensors to and from the wire.
+"""Tensor types, and the conversion of dtypes and inline tensors to and from protobuf messages.
 
-All tensors are numpy arrays. bfloat16 is sent as uint16 bits (`DTYPES["bfloat16"]`).
+All tensors are numpy arrays. A bfloat16 tensor is an array of uint16 that contains the bits of its elements.
 """
 
 import math
@@ -43,14 +43,14 @@ _SPEC = re.compile(r"(?P<dtype>[a-z0-9]+)\[(?P<shape>[^\]]*)\]")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A dtype and a shape whose dimensions are lengths or symbols: `float32[frames, 601]`."""
+    """A tensor type: a dtype and a shape. A dimension is a fixed length or a symbol: `float32[frames, 601]`."""
 
     dtype: str
     shape: tuple[int | str, ...]
 
     @classmethod
     def parse(cls, text: str) -> "TensorSpec":
-        """Parses `dtype[dim, dim, …]`. Raises ValueError for any other text."""
+        """Parses a text of the form `dtype[dim, dim, …]`. Raises ValueError if it has another form."""
         match = _SPEC.fullmatch(text.strip())
         if match is None or match["dtype"] not in DTYPES:
             raise ValueError(
@@ -73,7 +73,7 @@ class TensorSpec:
         )
 
     def check(self, name: str, tensor: Array) -> None:
-        """Raises InvalidChunkError unless `tensor` is of this type."""
+        """Raises InvalidChunkError unless `tensor` is of this type. `name` is the tensor's name in the message."""
         fits = tensor.dtype == DTYPES[self.dtype] and tensor.ndim == len(self.shape)
         if not fits or any(
             isinstance(want, int) and want != have for want, have in zip(self.shape, tensor.shape, strict=True)
@@ -82,7 +82,7 @@ class TensorSpec:
 
 
 def dtype_name(tensor: Array) -> str:
-    """Returns the wire's name of a tensor's dtype. Raises InvalidChunkError if it has none."""
+    """Returns the `DTYPES` name of a tensor's dtype. Raises InvalidChunkError if the dtype cannot be sent."""
     name = _NAME_BY_DTYPE.get(tensor.dtype)
     if name is None:
         raise InvalidChunkError(f"dtype {tensor.dtype} cannot be sent; use one of {', '.join(DTYPES)}")
@@ -90,12 +90,15 @@ def dtype_name(tensor: Array) -> str:
 
 
 def dtype_to_wire(name: str) -> tensor_pb2.DataType.ValueType:
-    """Returns the wire's enum value of a dtype's name."""
+    """Returns the protobuf enum value of the dtype with this `DTYPES` name."""
     return tensor_pb2.DataType.Value(f"DATA_TYPE_{name.upper()}")
 
 
 def checked_layout(message: tensor_pb2.Tensor, *, size_bytes: int) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
-    """Returns the dtype and shape in `message`. Raises InvalidChunkError unless they need exactly `size_bytes`."""
+    """Returns the dtype and shape in `message`.
+
+    Raises InvalidChunkError if they are invalid or if a tensor of this type does not need exactly `size_bytes`.
+    """
     name = _WIRE_NAMES.get(message.dtype)
     if name is None:
         raise InvalidChunkError(f"tensor {message.name!r} has the unknown dtype {message.dtype}")
@@ -105,30 +108,33 @@ def checked_layout(message: tensor_pb2.Tensor, *, size_bytes: int) -> tuple[np.d
     expected = math.prod(shape) * dtype.itemsize
     if expected != size_bytes:
         raise InvalidChunkError(
-            f"tensor {message.name!r} of {name}{list(shape)} needs {expected} bytes but came with {size_bytes}"
+            f"tensor {message.name!r} of {name}{list(shape)} needs {expected} bytes but has {size_bytes}"
         )
     return dtype, shape
 
 
 def describe_tensor(name: str, tensor: Array) -> tensor_pb2.Tensor:
-    """Converts a tensor's name, dtype and shape to the wire, without its bytes."""
+    """Returns the message of a tensor with its name, dtype and shape, but without its bytes."""
     return tensor_pb2.Tensor(name=name, dtype=dtype_to_wire(dtype_name(tensor)), shape=tensor.shape)
 
 
 def inline_tensor(name: str, tensor: Array) -> tensor_pb2.Tensor:
-    """Converts a tensor to the wire with its bytes inline."""
+    """Returns the message of a tensor with its bytes inline."""
     message = describe_tensor(name, tensor)
     message.inline = tensor.tobytes()
     return message
 
 
 def read_inline(message: tensor_pb2.Tensor) -> Array:
-    """Returns a read-only view of a tensor whose bytes are inline. Raises InvalidChunkError if it is inconsistent."""
+    """Returns a read-only view of a tensor whose bytes are inline.
+
+    Raises InvalidChunkError if the dtype or shape is invalid, or if the shape does not match the number of bytes.
+    """
     payload = message.inline
     dtype, shape = checked_layout(message, size_bytes=len(payload))
     return np.frombuffer(payload, dtype=dtype).reshape(shape)
 
 
 def spec_to_wire(name: str, spec: TensorSpec) -> tensor_pb2.TensorSpec:
-    """Converts a named tensor type to the wire."""
+    """Returns the message of a named tensor type."""
     return tensor_pb2.TensorSpec(name=name, dtype=dtype_to_wire(spec.dtype), shape=[str(dim) for dim in spec.shape])

@@ -1,4 +1,4 @@
 """Version numbers that two processes compare before they work together."""
 
 WIRE_VERSION = 1
-"""The version of the wire protocol. A replica of another wire version is rejected."""
+"""The version of the wire protocol. Replicas with another wire version are rejected."""

@@ -1,1 +1,1 @@
-"""gRPC plumbing that every service and client shares: channels, message streams, servers, error mapping."""
+"""gRPC code that all services and clients share: channels, message streams, servers, error mapping."""

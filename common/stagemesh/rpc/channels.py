@@ -2,7 +2,7 @@
 
 import grpc
 
-MAX_MESSAGE_BYTES = 8 << 20  # the largest message of every RPC and local stream
+MAX_MESSAGE_BYTES = 8 << 20  # the limit for each message of every RPC and local stream
 
 _PINGS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 1000),
@@ -11,47 +11,48 @@ _PINGS: tuple[tuple[str, int], ...] = (
 )
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    # A silent connection is detected within three seconds, a killed peer at once. More frequent pings would cost an
-    # orchestrator of a hundred idle replicas a few per cent of a core.
+    # A silent connection is detected within three seconds, and a killed peer immediately. More frequent pings would
+    # use a few percent of a core in an orchestrator with a hundred idle replicas.
     ("grpc.keepalive_time_ms", 2000),
     *_PINGS,
-    # Keepalive alone trusts the peer's kernel. A stopped process, whose kernel still acknowledges data, is detected by
-    # an unanswered ping. A busy process answers in time, because gRPC's own threads do not need the interpreter's lock.
+    # The kernel of a stopped process still acknowledges data, which satisfies keepalive. Only an unanswered ping
+    # detects such a process. A busy process answers in time, because gRPC's threads do not need the interpreter's lock.
     ("grpc.http2.ping_timeout_ms", 1000),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
-    # Each channel has a connection of its own.
+    # Gives each channel its own connection.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    # In fact the longest time of one connection attempt, including its handshake. A loaded or distant peer needs more
-    # than one round trip, and a lost SYN is sent again after a second.
+    # Despite its name, this option limits the time of one connection attempt, including the handshake. A loaded or
+    # distant peer needs more than one round trip, and a lost SYN is sent again after a second.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    # Only the caller must detect a lost connection quickly: it can use another replica.
+    # A server pings less often, because only the client, which can use another replica, must detect loss quickly.
     ("grpc.keepalive_time_ms", 10_000),
     *_PINGS,
-    # Accept our own clients' keepalive pings, which gRPC would otherwise count as an attack.
+    # Without these limits, gRPC would treat the keepalive pings of Stagemesh's clients as an attack.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # The unread bytes in flight on a connection. The bandwidth probe would raise them to many times that on a fast
-    # network, and small messages of other connections would wait while all of them are read.
+    # Limits the unread bytes in flight on a connection. On a fast network, the bandwidth probe would raise this limit
+    # to a multiple, and small messages of other connections would wait while the server reads all of these bytes.
     ("grpc.http2.lookahead_bytes", 2 << 20),
     ("grpc.http2.bdp_probe", 0),
-    # A port in use is an error, not a second server on the same port.
+    # Makes a port that is in use an error instead of starting a second server on the same port.
     ("grpc.so_reuseport", 0),
 )
 
 
 def open_channel(endpoint: str, *, keepalive_s: float | None = None) -> grpc.aio.Channel:
-    """Opens a channel to "host:port", which the caller closes.
+    """Opens and returns a channel to `endpoint` ("host:port"). The caller closes the channel.
 
-    `keepalive_s` is the time between keepalive pings. The default detects a silent connection within three seconds.
+    `keepalive_s` is the number of seconds between keepalive pings. None stands for the default of two seconds, which
+    detects a silent connection within three seconds.
     """
     options = dict(CHANNEL_OPTIONS)
     if keepalive_s is not None:

@@ -1,4 +1,7 @@
-"""Maps StagemeshErrors to gRPC statuses and back: code, message, one ErrorInfo, and RetryInfo if a retry helps."""
+"""Converts StagemeshErrors to gRPC statuses and back.
+
+A status has the error's code and message, one ErrorInfo, and a RetryInfo if the error has a retry delay.
+"""
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -11,7 +14,7 @@ _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 
 
 def to_status(error: StagemeshError) -> status_pb2.Status:
-    """Returns the google.rpc.Status of an error."""
+    """Returns the google.rpc.Status that represents an error."""
     details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))]
     if error.retry_after_s is not None:
         delay = duration_pb2.Duration()
@@ -21,7 +24,7 @@ def to_status(error: StagemeshError) -> status_pb2.Status:
 
 
 def to_trailing_metadata(error: StagemeshError) -> tuple[tuple[str, bytes], ...]:
-    """Returns the trailing metadata that a servicer passes to `context.abort` with code and message."""
+    """Returns an error's trailing metadata, which a servicer passes to `context.abort` with the code and message."""
     return ((_STATUS_DETAILS_KEY, to_status(error).SerializeToString()),)
 
 
@@ -31,7 +34,10 @@ def to_grpc_code(error: StagemeshError) -> grpc.StatusCode:
 
 
 def from_rpc_error(error: grpc.RpcError, *, peer: str) -> StagemeshError:
-    """Returns the error of a failed call to `peer`. An error that gRPC itself raised names `peer` in its message."""
+    """Returns the StagemeshError for a failed call to `peer`.
+
+    If the status has no details from Stagemesh, the returned error names `peer` in its message.
+    """
     assert isinstance(error, grpc.Call | grpc.aio.AioRpcError), "gRPC raises errors that are calls"
     for key, value in error.trailing_metadata() or ():
         if key == _STATUS_DETAILS_KEY and isinstance(value, bytes):

@@ -1,4 +1,4 @@
-"""Wraps RPC handlers: turns their errors into statuses, binds the log context and ends response streams."""
+"""Wrappers for RPC handlers that convert errors to statuses, bind the log context and close response generators."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -15,7 +15,7 @@ from stagemesh.rpc.error_mapping import to_grpc_code, to_trailing_metadata
 
 _log = logging.getLogger(__name__)
 
-# A status is sent in HTTP/2 trailers, twice with its message, and gRPC may reject trailers of 8 KiB or more.
+# HTTP/2 trailers contain a status's message twice, and gRPC may reject trailers of 8 KiB or more.
 _MAX_STATUS_MESSAGE_BYTES = 1024
 
 Servicer = TypeVar("Servicer")
@@ -25,20 +25,21 @@ Handler = TypeVar("Handler", bound=Callable[..., AsyncIterator[Any]])
 
 
 class RpcContext(Protocol):
-    """The part of grpc.aio.ServicerContext that ends and bounds an RPC."""
+    """The methods of grpc.aio.ServicerContext that end an RPC or return its remaining time."""
 
     def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> Awaitable[Any]:
-        """Ends the RPC with a status."""
+        """Ends the RPC with an error status. Raises an exception, so that the handler ends too."""
         ...
 
     def time_remaining(self) -> float | None:
-        """Returns the seconds left to the deadline, or None if there is none."""
+        """Returns the number of seconds until the deadline, or None if the RPC has no deadline."""
         ...
 
 
 def answering(context: RpcContext, **where: str) -> AbstractAsyncContextManager[None]:
-    """Wraps the body of an RPC: its log lines have `where`, and its errors become a status with one ErrorInfo.
+    """Returns a context manager for the body of an RPC handler.
 
+    It adds `where` to the log records of the body, and converts an error in the body to a status with one ErrorInfo.
     An error that is not a StagemeshError is a bug: it is logged with its traceback, and the caller receives INTERNAL.
     """
     return _Answering(context, where)
@@ -58,17 +59,17 @@ class _Answering(AbstractAsyncContextManager[None]):
             return
         error = to_error(exc, self._where)
         status = to_grpc_code(error), error.message, to_trailing_metadata(error)
-        # gRPC keeps the exception of `abort` until the next call, and with it the exception being handled. Its
-        # traceback is removed, because its frames reference all objects of the request.
+        # gRPC retains the exception that `abort` raises until the next call, and that exception references `exc`.
+        # The traceback of `exc` is removed, because its frames reference all objects of the request.
         exc.__traceback__ = None
         del kind, exc, traceback, error
         await self._context.abort(*status)
 
 
 def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
-    """Returns the error to report for an exception that ended a call. Logs an unexpected exception.
+    """Returns the error to report to the caller of an RPC that raised `exc`. Adds `where` to the error's metadata.
 
-    Call it while the exception is being handled.
+    Logs an exception that is not a StagemeshError. Call the function while the exception is being handled.
     """
     if isinstance(exc, StagemeshError):
         error = exc.located(**where)
@@ -81,10 +82,10 @@ def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
 
 
 def streaming(method: Handler) -> Handler:
-    """Decorates a method that yields responses, so that its generator is closed when the call ends.
+    """Decorates a method that yields responses, so that its generator is closed when the RPC ends.
 
-    grpc.aio leaves the generator to the garbage collector if the caller disconnects. This decorator closes it in the
-    RPC's own task before that task ends, so that its `finally` runs at once.
+    If the caller disconnects, grpc.aio leaves the generator to the garbage collector. This decorator closes the
+    generator in the RPC's task, so that its `finally` clauses run immediately.
     """
 
     @wraps(method)
@@ -93,26 +94,29 @@ def streaming(method: Handler) -> Handler:
         async with aclosing(generator) as responses:
             async for response in responses:
                 await context.write(response)
-                # The response may be large, and the next one may take long.
+                # The response may be large, and a long time may pass until the next one.
                 del response
 
     return cast("Handler", write_responses)
 
 
 def time_left_s(context: RpcContext) -> float | None:
-    """Returns the seconds until the caller's deadline, or None if there is none. Raises DeadlineError if it passed."""
+    """Returns the number of seconds until the caller's deadline, or None if the RPC has no deadline.
+
+    Raises DeadlineError if the deadline has passed.
+    """
     return checked_time_left_s(context.time_remaining())
 
 
 def checked_time_left_s(left_s: float | None) -> float | None:
-    """Returns `left_s`. Raises DeadlineError if it is not positive."""
+    """Returns `left_s`, the number of seconds until a deadline or None. Raises DeadlineError if it is not positive."""
     if left_s is not None and not left_s > 0:
-        raise DeadlineError("the deadline had passed before the call was read; allow more time")
+        raise DeadlineError("the deadline passed before the call was processed; allow more time")
     return left_s
 
 
 def _shortened(message: str) -> str:
-    # A path that is not UTF-8 has characters that cannot be sent.
+    # A path that is not valid UTF-8 contains characters that cannot be encoded.
     encoded = message.encode(errors="replace")
     if len(encoded) <= _MAX_STATUS_MESSAGE_BYTES:
         return encoded.decode()

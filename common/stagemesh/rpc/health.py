@@ -1,7 +1,7 @@
-"""A grpc.health.v1 servicer whose statuses are set without waiting.
+"""A grpc.health.v1 servicer whose statuses can be set synchronously.
 
-Only a coroutine can set the statuses of grpc_health's own asyncio servicer. Signal handlers and state changes cannot
-wait.
+The asyncio servicer of grpc_health sets statuses in coroutines, which signal handlers and other synchronous code
+cannot await.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _Response: TypeAlias = health_pb2.HealthCheckResponse
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """The status of each named service of a server. The name "" stands for the whole server."""
+    """Serves the health status of each named service of a server. The name "" stands for the whole server."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {"": _Response.NOT_SERVING}
@@ -33,7 +33,7 @@ class Health(health_pb2_grpc.HealthServicer):
             self._wake()
 
     def end(self) -> None:
-        """Sets every service NOT_SERVING permanently and ends all watches."""
+        """Sets all services to NOT_SERVING permanently and ends all watches."""
         self._statuses = dict.fromkeys(self._statuses, _Response.NOT_SERVING)
         self._ended = True
         self._wake()

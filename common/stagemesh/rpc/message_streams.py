@@ -1,4 +1,4 @@
-"""Message streams: gRPC and local unix sockets behind one interface, with the same messages on both.
+"""Message streams: one interface for gRPC streams and local unix sockets, which carry the same messages.
 
 `ClientStream` and `ServerStream` are the two ends of a gRPC stream, such as PutChunk. `LocalStream` is either end of a
 unix socket between replicas on one host. It prefixes each message with its length and needs neither threads nor HTTP/2.
@@ -18,41 +18,41 @@ from stagemesh.rpc.error_mapping import from_rpc_error
 PUT_CHUNK = "/stagemesh.v1.StageService/PutChunk"
 _LENGTH_BYTES = 4
 _AHEAD = 1
-"""The most messages that wait for gRPC in addition to the one that it sends."""
+"""The maximum number of messages that wait while gRPC sends another message."""
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 class StreamHandler(Protocol):
-    """Receives the events of a message stream, on the event loop."""
+    """Receives the events of a message stream. All methods are called on the event loop."""
 
     def received(self, data: bytes) -> None:
-        """Called for each message. The stream ends with a StagemeshError that this method raises."""
+        """Called for each message. If this method raises a StagemeshError, the stream ends with that error."""
 
     def writable(self) -> None:
-        """Called when the stream accepts messages again."""
+        """Called when the stream becomes writable again."""
 
     def closed(self, error: StagemeshError | None) -> None:
-        """Called once when the stream has ended. `error` is None if the other end closed it in order."""
+        """Called once when the stream has ended. `error` is None if the stream was closed without an error."""
 
 
 class MessageStream(Protocol):
-    """One end of a stream of messages."""
+    """One end of a bidirectional stream of messages."""
 
     @property
     def is_writable(self) -> bool:
-        """Whether `write` may be called. If False, the stream calls `writable` of its handler later."""
+        """Whether `write` may be called. If False, the stream later calls its handler's `writable` method."""
         ...
 
     def write(self, data: bytes) -> None:
-        """Sends a message."""
+        """Sends a message without waiting for its delivery. Call it only if `is_writable` is True."""
 
     def close(self, error: StagemeshError | None = None) -> None:
-        """Ends the stream and sends `error` to the other end if it can. Closing twice is harmless."""
+        """Ends the stream. Only a ServerStream sends `error` to the other end. Closing twice is harmless."""
 
 
 class LocalStream(asyncio.Protocol):
-    """Either end of a local stream: the protocol of a connected unix socket."""
+    """Either end of a local stream, implemented as the asyncio protocol of a connected unix socket."""
 
     def __init__(self, handler: StreamHandler, *, peer: str) -> None:
         self._handler, self._peer = handler, peer
@@ -62,7 +62,7 @@ class LocalStream(asyncio.Protocol):
         self.is_writable = False
 
     def write(self, data: bytes) -> None:
-        assert self._transport is not None, "a stream is used after it is connected"
+        assert self._transport is not None, "connect a stream before using it"
         self._transport.writelines((len(data).to_bytes(_LENGTH_BYTES, "little"), data))
 
     def close(self, error: StagemeshError | None = None) -> None:
@@ -73,7 +73,7 @@ class LocalStream(asyncio.Protocol):
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Both loops give a stream socket a stream transport, but uvloop's class does not derive from asyncio's.
+        # Both event loops pass a stream transport here, but uvloop's class does not derive from asyncio.Transport.
         self._transport, self.is_writable = cast("asyncio.Transport", transport), True
 
     def pause_writing(self) -> None:
@@ -102,7 +102,9 @@ class LocalStream(asyncio.Protocol):
             return None
         size = int.from_bytes(self._buffer[:_LENGTH_BYTES], "little")
         if size > MAX_MESSAGE_BYTES:
-            raise InvalidChunkError(f"{self._peer} announced a message of {size} bytes; {MAX_MESSAGE_BYTES} are taken")
+            raise InvalidChunkError(
+                f"{self._peer} announced a message of {size} bytes; at most {MAX_MESSAGE_BYTES} are accepted"
+            )
         end = _LENGTH_BYTES + size
         if len(self._buffer) < end:
             return None
@@ -112,7 +114,7 @@ class LocalStream(asyncio.Protocol):
 
 
 class _GrpcStream:
-    """The outgoing messages of either end of a gRPC stream."""
+    """The queue of outgoing messages at either end of a gRPC stream."""
 
     def __init__(self, handler: StreamHandler) -> None:
         self._handler = handler
@@ -129,7 +131,7 @@ class _GrpcStream:
         self._wake.set()
 
     def finish(self) -> None:
-        """Ends the outgoing messages. Messages that were written before are still sent."""
+        """Ends the outgoing messages. Messages that are already in the queue are still sent."""
         self._finished = True
         self._wake.set()
 
@@ -144,7 +146,7 @@ class _GrpcStream:
 
 
 class ClientStream(_GrpcStream):
-    """The calling end of a gRPC stream, which for PutChunk is the producer's. `run` transfers its messages."""
+    """The client end of a gRPC stream. In PutChunk, the client is the producer. `run` transfers the messages."""
 
     def __init__(
         self, channel: grpc.aio.Channel, handler: StreamHandler, *, peer: str, method: str = PUT_CHUNK
@@ -153,7 +155,7 @@ class ClientStream(_GrpcStream):
         self._peer = peer
         self._call: _Call = channel.stream_stream(method, None, None)()
 
-    def close(self, error: StagemeshError | None = None) -> None:  # noqa: ARG002 - a client has no status to give
+    def close(self, error: StagemeshError | None = None) -> None:  # noqa: ARG002 - a client cannot send a status
         self._call.cancel()
 
     async def run(self) -> None:
@@ -162,7 +164,7 @@ class ClientStream(_GrpcStream):
         tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # A failed write sets a status of its own on the call, so the writer's error is raised first.
+            # A failed write sets its own status on the call, so the writer's error is raised first.
             await next(task for task in tasks if task.done())
         except grpc.aio.AioRpcError as exc:
             error = from_rpc_error(exc, peer=self._peer)
@@ -178,7 +180,7 @@ class ClientStream(_GrpcStream):
     async def _read(self) -> None:
         while isinstance(data := await self._call.read(), bytes):
             self._handler.received(data)
-            # The message may be large, and the next one may take long.
+            # The message may be large, and a long time may pass until the next one.
             del data
         await self._call.code()
 
@@ -193,12 +195,12 @@ class ClientStream(_GrpcStream):
             await self._call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as exc:
             raise UnavailableError(f"the connection to {self._peer} broke") from exc
-        # The reader ends the stream.
+        # Waits, because the reader ends the stream.
         await asyncio.Event().wait()
 
 
 class ServerStream(_GrpcStream):
-    """The serving end of a gRPC stream, which for PutChunk is the consumer's. `serve` transfers its messages."""
+    """The server end of a gRPC stream. In PutChunk, the server is the consumer. `serve` transfers the messages."""
 
     def __init__(self, handler: StreamHandler) -> None:
         super().__init__(handler)
@@ -209,7 +211,7 @@ class ServerStream(_GrpcStream):
         self.finish()
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-        """Yields the messages for the caller until the stream ends. Raises the error that was passed to `close`."""
+        """Yields the messages for the client until the stream ends. Raises the error that was passed to `close`."""
         reader = asyncio.create_task(self._read(requests))
         try:
             while (data := await self._next()) is not None:

@@ -1,4 +1,4 @@
-"""Registers services some of whose methods receive and send serialized messages."""
+"""Registers services in which some methods receive and send serialized messages instead of parsed ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,7 +12,7 @@ _STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 
 
 def add_stage_service(servicer: stage_pb2_grpc.StageServiceServicer, server: grpc.aio.Server) -> None:
-    """Adds a StageService whose PutChunk and ExecuteSteps take and yield serialized messages."""
+    """Adds a StageService to a server. Its PutChunk and ExecuteSteps receive and yield serialized messages."""
     raw_stream = cast("Any", grpc.stream_stream_rpc_method_handler)
     add_with_raw_methods(
         partial(stage_pb2_grpc.add_StageServiceServicer_to_server, servicer),
@@ -25,9 +25,13 @@ def add_stage_service(servicer: stage_pb2_grpc.StageServiceServicer, server: grp
 def add_with_raw_methods(
     add: Callable[[grpc.aio.Server], None], server: grpc.aio.Server, *, service: str, raw: Mapping[str, Any]
 ) -> None:
-    """Adds a service to `server` as the generated function `add` does, with some handlers replaced.
+    """Adds a service to `server` and replaces some of its generated handlers.
 
-    `service` is the full name of the service. `raw` maps method names to the handlers that replace the generated ones.
+    Args:
+        add: The generated function that adds the service to a server.
+        server: The server to which the service is added.
+        service: The service's full name.
+        raw: The replacement handlers by method name.
     """
     generated = _HandlerCollector()
     add(cast("grpc.aio.Server", generated))
@@ -35,7 +39,7 @@ def add_with_raw_methods(
 
 
 class _HandlerCollector:
-    """Stands in for a server and collects the handlers that generated code registers."""
+    """A substitute for a server that collects the handlers that generated code registers."""
 
     def __init__(self) -> None:
         self.by_method: dict[str, Any] = {}
@@ -44,4 +48,4 @@ class _HandlerCollector:
         self.by_method.update(handlers)
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Does nothing: generated code passes the same handlers again, for servers without registered methods."""
+        """Does nothing, because generated code passes the same handlers to `add_registered_method_handlers`."""

@@ -1,4 +1,4 @@
-"""The gRPC server of every service: health, reflection, limits, and a clear error if it cannot listen."""
+"""The gRPC server that every service uses, with health checks, reflection, limits, and clear startup errors."""
 
 import errno
 import logging
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 class Server:
     """A grpc.aio server on one port, with grpc.health.v1 and reflection.
 
-    Create it within a running event loop, and register servicers on `grpc` before `start`.
+    Create it within a running event loop, and register servicers on `Server.grpc` before calling `start`.
     """
 
     def __init__(self, listen: str) -> None:
@@ -30,19 +30,22 @@ class Server:
 
     @property
     def grpc(self) -> grpc.aio.Server:
-        """The server on which servicers are registered."""
+        """The grpc.aio server on which servicers are registered."""
         return self._server
 
     def set_health(self, service: str, *, serving: bool) -> None:
-        """Sets the health of a named service. The name "" stands for the whole server."""
+        """Sets the health status of a named service. The name "" stands for the whole server."""
         self._health.set(service, serving=serving)
 
     def reflect(self, service: str) -> None:
-        """Adds a service, by its full name, to the server's reflection. Call it before `start`."""
+        """Adds a service to the server's reflection. `service` is its full name. Call the method before `start`."""
         self._services.append(service)
 
     async def start(self) -> int:
-        """Starts serving and returns the bound port. Raises NotReadyError (PORT_IN_USE, CANNOT_LISTEN)."""
+        """Starts serving and returns the bound port.
+
+        Raises NotReadyError if the port is in use (PORT_IN_USE) or cannot be bound for another reason (CANNOT_LISTEN).
+        """
         host, wanted_port = _parsed(self._listen)
         reflection.enable_server_reflection(self._services, self._server)
         try:
@@ -54,7 +57,7 @@ class Server:
         return port
 
     async def stop(self, *, grace_s: float) -> None:
-        """Sets health to NOT_SERVING, rejects new calls and cancels running ones after `grace_s`.
+        """Sets all health statuses to NOT_SERVING, rejects new calls, and ends running calls after `grace_s` seconds.
 
         Stopping twice is harmless.
         """
@@ -63,7 +66,10 @@ class Server:
 
 
 def _parsed(listen: str) -> tuple[str, int]:
-    """Parses "host:port". gRPC itself would serve another port if the number is missing or too large."""
+    """Returns the host and port of "host:port". Raises NotReadyError (CANNOT_LISTEN) if the text has another form.
+
+    Without this check, gRPC would serve another port if the number is missing or too large.
+    """
     host, colon, port = listen.rpartition(":")
     if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
         raise NotReadyError(
@@ -75,7 +81,10 @@ def _parsed(listen: str) -> tuple[str, int]:
 
 
 def _cannot_listen(host: str, port: int) -> NotReadyError:
-    """Returns an error with the cause, which gRPC does not report but an attempt with a socket shows."""
+    """Returns the error for a port that cannot be bound.
+
+    Binds a socket to the port to find the cause, because gRPC does not report it.
+    """
     cause, reason = "it was in use a moment ago; try again", "PORT_IN_USE"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

@@ -37,7 +37,7 @@ def _refused(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> S
 )
 def test_an_empty_prompt_is_rejected(given: request_pb2.Input, pipeline: Pipeline) -> None:
     error = _refused(orchestrator_pb2.GenerateRequest(input=given), pipeline)
-    assert (error.reason, error.message) == ("EMPTY_PROMPT", "the prompt is empty; give some text")
+    assert (error.reason, error.message) == ("EMPTY_PROMPT", "the prompt is empty; provide some text")
 
 
 def test_the_error_for_an_unknown_output_names_the_known_ones(pipeline: Pipeline) -> None:
