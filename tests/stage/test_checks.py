@@ -61,7 +61,7 @@ def _tensor(**fields: object) -> tensor_pb2.Tensor:
         (lambda r: setattr(r.parameters.sampling, "presence_penalty", -3), "INVALID_SAMPLING", "from -2 to 2"),
         (lambda r: setattr(r.parameters.sampling, "frequency_penalty", float("nan")), "INVALID_SAMPLING", "is nan"),
         (lambda r: r.parameters.sampling.bad_words.append(" "), "INVALID_SAMPLING", "an entry of bad_words is empty"),
-        (lambda r: r.parameters.sampling.MergeFrom(_lengths(9, 8)), "INVALID_SAMPLING", "min_tokens is 9 and max_tok"),
+        (lambda r: r.parameters.sampling.MergeFrom(_lengths(9, 8)), "INVALID_SAMPLING", "min_tokens is 9 but max_tok"),
         (lambda r: setattr(r.parameters.sampling, "regex", ""), "INVALID_SAMPLING", "regex is empty"),
         (lambda r: r.parameters.sampling.choice.SetInParent(), "INVALID_SAMPLING", "choice has no text"),
         (lambda r: r.parameters.sampling.MergeFrom(ENDLESS), "INVALID_SAMPLING", "ignore_eos contradicts grammar"),

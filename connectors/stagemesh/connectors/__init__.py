@@ -1,1 +1,4 @@
-"""The data plane: tensors from one replica's arena to another's engine, exactly once and in order."""
+"""The data plane, which transfers tensors from one replica's arena to another replica's engine.
+
+Each tensor arrives exactly once and in order.
+"""

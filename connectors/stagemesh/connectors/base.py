@@ -1,9 +1,9 @@
-"""The interface of connectors, by which a consumer reads ranges of a producer's arena.
+"""The interface of connectors. Through a connector, a consumer reads ranges of a producer's arena.
 
-The producer's connector describes how to reach the arena (`offer`). The consumer's connector prepares to read it
-(`connect`) and reads ranges of it (`Reader`). Flows, which are the same for all connectors, are responsible for order,
-exactly-once delivery, credit, leases and the meaning of a range. The `grpc` connector does not use this interface: its
-producer sends the bytes itself.
+The producer's connector describes how to reach the arena (`offer`). The consumer's connector prepares to read the
+arena (`connect`) and reads ranges of it (`Reader`). Flows, which are the same for all connectors, ensure order and
+exactly-once delivery, manage credit and leases, and interpret the ranges. The `grpc` connector does not use this
+interface, because its producer sends the bytes itself.
 """
 
 from abc import ABC, abstractmethod
@@ -22,12 +22,13 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class ArenaRange(NamedTuple):
-    """The place of a tensor in its producer's arena."""
+    """The location of a tensor in its producer's arena."""
 
     offset: int
+    """The offset in bytes from the start of the arena's memory file."""
     size_bytes: int
     generation: int
-    """The generation of the region that holds the tensor. A reader rejects a range whose pages now have another one."""
+    """The generation of the tensor's region. A reader rejects the range if its pages have another generation."""
 
 
 @dataclass(frozen=True)
@@ -37,71 +38,77 @@ class Producer:
     replica: str
     incarnation: str
     arena_fd: int | None
-    """The arena's memory file, or None if the producer did not pass it. It can be passed only on one host."""
+    """The descriptor of the arena's memory file, or None if the producer did not pass it.
+
+    A producer can pass the descriptor only to a consumer on its own host.
+    """
 
 
 class Reader(ABC):
-    """A consumer's access to the arena of one incarnation of a producer. Used on the event loop."""
+    """Gives a consumer access to the arena of one incarnation of a producer. Used on the event loop."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Closes the access. Views that were handed out stay valid. Closing twice is harmless."""
+        """Closes the reader. Views that it has returned remain valid. Closing twice is harmless."""
 
 
 class InPlaceReader(Reader):
-    """Reads the producer's memory without copying it. The producer's lease is held while a view exists."""
+    """Reads the producer's memory without copying it. The consumer retains the chunk's lease while a view exists."""
 
     @abstractmethod
     def view(self, place: ArenaRange) -> Bytes:
         """Returns a read-only view of a range.
 
-        Raises InvalidChunkError for a range that is outside the arena or whose region was freed.
+        Raises InvalidChunkError if the range is outside the arena or if its region was freed.
         """
 
 
 class FetchingReader(Reader):
-    """Reads by copying into the consumer's memory. The producer's lease is released when the copy is complete."""
+    """Copies the producer's bytes into the consumer's memory. The chunk's lease ends when the copy is complete."""
 
     @abstractmethod
     async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
-        """Returns copies of the ranges, read in one transfer if possible. Calls may overlap.
+        """Returns copies of the ranges, which are read in one transfer if possible. Calls may overlap.
 
-        Waits for space first, which is charged to the flow's `account`. Raises InvalidChunkError for a range that is
-        outside the arena or whose region was freed. Raises UnavailableError within bounded time if the bytes cannot be
-        read; the edge then falls back to another connector.
+        Waits for memory for the copies first, and charges the memory to the flow's `account`. Raises InvalidChunkError
+        if a range is outside the arena or if its region was freed. Raises UnavailableError within bounded time if the
+        bytes cannot be read. The flow then falls back to another connector.
         """
 
     def fetch_at_once(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes] | None:  # noqa: ARG002
-        """Returns the result of `fetch` if that is possible without waiting, or None if it is not or the read failed.
+        """Returns the result of `fetch`, or None if the read failed or would have to wait.
 
-        Connectors that often can do this save a task for each chunk, which costs more than copying a small chunk.
-        Raises InvalidChunkError like `fetch`.
+        This method avoids a task for each chunk, which is slower than the copy of a small chunk. Raises
+        InvalidChunkError under the same conditions as `fetch`.
         """
         return None
 
 
 class Connector(ABC):
-    """One replica's use of a connector, as a producer and as a consumer. Used on the event loop."""
+    """A connector of one replica, for both its outgoing and its incoming flows. Used on the event loop."""
 
     name: ClassVar[ConnectorName]
 
     @abstractmethod
     async def offer(self) -> bytes:
-        """At the producer: returns the information by which a consumer reads this replica's arena.
+        """Returns the information that a consumer needs to read this replica's arena. Called at the producer.
 
-        Raises NotReadyError if the connector cannot be used here.
+        Raises NotReadyError if this replica cannot use the connector.
         """
 
     @abstractmethod
     async def connect(self, offer: bytes, producer: Producer) -> Reader:
-        """At the consumer: prepares to read a producer's arena. Raises NotReadyError if that is not possible."""
+        """Returns a reader of a producer's arena. Called at the consumer with the result of the producer's `offer`.
+
+        Raises NotReadyError if the consumer cannot read the arena through this connector.
+        """
 
     def expect_reads(self, chunks: int) -> None:  # noqa: B027 - most connectors have nothing to do
-        """At the producer: adds `chunks`, which may be negative, to the number of sent chunks not known to be read.
+        """Adds `chunks`, which may be negative, to the number of chunks that consumers are expected to read.
 
-        A connector can override it if reading needs the producer's processor.
+        Called at the producer. A connector can override this method if reads use the producer's processor.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Releases everything except memory that a peer may still read. Closing twice is harmless."""
+        """Releases all resources except memory that a peer may still read. Closing twice is harmless."""

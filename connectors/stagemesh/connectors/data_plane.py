@@ -1,4 +1,4 @@
-"""A replica's data plane: its arena, its links to its consumers, and the flows from its producers."""
+"""A replica's data plane: its arena, its links to consumers, and its flows from producers."""
 
 import asyncio
 import secrets
@@ -26,11 +26,11 @@ from stagemesh.rpc.message_streams import LocalStream, ServerStream
 from stagemesh.v1 import stage_pb2
 
 PROBE_S = 10.0
-"""How long a consumer may take to negotiate the connector of an edge."""
+"""The time limit in seconds for the negotiation of a connector in `DataPlane.probe`."""
 
 
 class DataPlane:
-    """The data plane of one replica, used on its event loop. Create it inside the loop and close it at the end."""
+    """The data plane of one replica. Create, use and close it on the replica's event loop."""
 
     def __init__(
         self,
@@ -67,42 +67,42 @@ class DataPlane:
             local_socket=self._listener.name,
             run_in_background=self._run_in_background,
         )
-        """The flows and producers that this replica receives from."""
+        """The consuming side of the data plane: its expected flows and their producers."""
 
     @property
     def incarnation(self) -> str:
-        """Random id of this data plane. A restarted replica has another one."""
+        """The random id of this data plane. A restarted replica has a different id."""
         return self._identity.incarnation
 
     @property
     def arena(self) -> Arena:
-        """The memory that this replica writes its tensors into."""
+        """The memory into which this replica writes its outgoing tensors."""
         return self._arena
 
     @property
     def arena_used_bytes(self) -> int:
-        """Bytes of the arena in use, including kept chunks."""
+        """The number of bytes in use in the arena, including delivered chunks that are retained."""
         return self._arena.used_bytes
 
     @property
     def arena_size_bytes(self) -> int:
-        """Bytes of the arena for tensors."""
+        """The number of bytes in the arena that are available for tensors."""
         return self._arena.size_bytes
 
     @property
     def arena_stats(self) -> ArenaStats:
-        """Use and fragmentation of the arena."""
+        """The usage and fragmentation of the arena."""
         return self._arena.stats()
 
     @property
     def landing_stats(self) -> ArenaStats | None:
-        """Use of the memory that chunks are fetched into; None if it has not been created."""
+        """The usage of the memory into which chunks are fetched, or None if that memory has not been created."""
         landing = self._landing.present
         return landing.stats() if landing is not None else None
 
     @property
     def credit_bytes(self) -> int:
-        """Payload bytes that producers may still send to this replica."""
+        """The number of payload bytes that producers may still send to this replica."""
         return self.consumer.credit_bytes
 
     # -- producing
@@ -118,16 +118,18 @@ class DataPlane:
         rebind_s: float = 0.0,
         on_over: Callable[[], None] = lambda: None,
     ) -> Outlet:
-        """Begins a flow to `consumer`. Returns at once; sending waits until the consumer has accepted the flow.
+        """Opens a flow to `consumer` and returns immediately. Sending waits until the consumer has accepted the flow.
+
+        Raises InvalidRequestError if the connector is unknown.
 
         Args:
-            key: Identifies the flow.
+            key: The identifier of the flow.
             endpoint: The consumer's gRPC address.
             consumer: The consumer's replica name.
-            connector: How bytes cross the edge, or AUTO. Raises InvalidRequestError for an unknown name.
-            policy: How packets are cut into chunks.
-            rebind_s: How long a flow whose consumer is lost waits for another one (`rebind_outlet`).
-            on_over: Called when no consumer can be sent anything any more.
+            connector: The connector that transfers the flow's bytes, or AUTO.
+            policy: The policy by which packets are cut into chunks.
+            rebind_s: The number of seconds for which a flow that has lost its consumer waits for `rebind_outlet`.
+            on_over: Called when the flow can no longer send data to any consumer.
         """
         link = self._link(consumer, endpoint, connector)
         outlet = Outlet(
@@ -144,32 +146,38 @@ class DataPlane:
     def rebind_outlet(
         self, outlet: Outlet, key: EdgeKey, *, endpoint: str, consumer: str, connector: ConnectorName
     ) -> None:
-        """Sends all chunks of a flow to another consumer. Call `Outlet.check_rebindable` first."""
+        """Continues a flow with another consumer, which receives all chunks from the first one.
+
+        Call `Outlet.check_rebindable` first.
+        """
         link = self._link(consumer, endpoint, connector)
         outlet.rebind(link.route(key, connector))
         link.add(outlet.attempt)
 
     def fan_out(self) -> FanOut:
-        """Returns a group of outlets, empty at first, that carry the same packets, written once."""
+        """Returns an empty group of outlets. Packets that are sent to the group are written into the arena once."""
         return FanOut(arena=self._arena, inline_limit_bytes=self._inline_limit_bytes)
 
     def open_share(self, size_bytes: int) -> PartitionTicket:
-        """Sets a partition of the arena aside for a worker process that writes by itself (`ArenaWriter`)."""
+        """Reserves a partition of the arena for a worker process, which writes into it with an `ArenaWriter`."""
         return self._arena.open_partition(size_bytes)
 
     def adopt(self, handle: Handle) -> Tensors:
-        """Returns the tensors that a worker wrote, to send without a copy. They are freed when all views are gone."""
+        """Returns the tensors that a worker wrote, so that they can be sent without a copy.
+
+        Their memory is freed when all views of them are deleted.
+        """
         return self._arena.adopt(handle).held()
 
     def close_share(self, ticket: PartitionTicket) -> None:
-        """Frees a partition whose worker has ended."""
+        """Frees a partition after its worker process has terminated."""
         self._arena.close_partition(ticket)
 
     async def probe(self, *, consumer: str, endpoint: str, connector: ConnectorName) -> EdgeProbe:
-        """Negotiates with `consumer` and returns what a flow to it would use; sends no chunk.
+        """Negotiates with `consumer` without sending a chunk. Returns the connector that a flow to it would use.
 
-        Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the wanted connector cannot work, and UnavailableError if the
-        consumer is unreachable or does not answer within PROBE_S.
+        Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the requested connector cannot be used. Raises UnavailableError
+        if the consumer is unreachable or does not answer within PROBE_S seconds.
         """
         link = self._link(consumer, endpoint, connector)
         try:
@@ -181,9 +189,9 @@ class DataPlane:
             ) from None
 
     def replay(self, key: EdgeKey, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
-        """Returns the chunks of a flow from `first_seq` on, up to its end.
+        """Returns an iterator over the chunks of a flow from `first_seq` to the end of the flow.
 
-        Raises NotFoundError if the flow is unknown, and while iterating if a chunk is not kept.
+        Raises NotFoundError if the flow is unknown. The iterator raises NotFoundError if a chunk is no longer retained.
         """
         flow = next((flow for link in self._links.values() if (flow := link.find(key))), None)
         if flow is None:
@@ -193,21 +201,26 @@ class DataPlane:
     # -- consuming
 
     def open_inlet(self, key: EdgeKey, *, producer: str, rebind_s: float = 0.0) -> Inlet:
-        """Expects a flow from `producer`. Raises ExistsError if that flow is expected already.
+        """Expects a flow from `producer` and returns its consuming end.
+
+        Raises ExistsError if the flow is already open.
 
         Args:
-            key: Identifies the flow.
+            key: The identifier of the flow.
             producer: The producer's replica name.
-            rebind_s: How long a reader whose producer is lost waits for another one (`rebind_inlet`).
+            rebind_s: The number of seconds for which a reader that has lost its producer waits for `rebind_inlet`.
         """
         return self.consumer.open(key, producer=producer, rebind_s=rebind_s)
 
     def rebind_inlet(self, inlet: Inlet, key: EdgeKey, *, producer: str, first_rows: Mapping[str, int]) -> None:
-        """Continues a flow with another producer, which begins at `first_rows`. Call `check_rebindable` first."""
+        """Continues a flow with another producer, which sends each tensor from its row in `first_rows`.
+
+        Call `Inlet.check_rebindable` first.
+        """
         self.consumer.rebind(inlet, key, producer=producer, first_rows=first_rows)
 
     async def serve_put(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-        """Serves a producer's PutChunk stream of serialized messages, from its Hello to its end."""
+        """Serves a producer's PutChunk stream until it ends. Receives and yields serialized messages."""
         session = self._open_session()
         stream = ServerStream(session)
         session.begin(stream)
@@ -245,7 +258,7 @@ class DataPlane:
         return link
 
     def _drop_link(self, link: ConsumerLink) -> None:
-        """Drops an unneeded link to a consumer that has terminated: its next incarnation gets a new link."""
+        """Drops a link that has lost its connection and is not needed. A later flow to the consumer gets a new link."""
         for name in [name for name, known in self._links.items() if known is link]:
             del self._links[name]
         self._run_in_background(link.close())
@@ -261,7 +274,7 @@ class DataPlane:
         return session
 
     async def _accept_local(self, connection: socket.socket, arena_fd: int) -> None:
-        """Serves a producer on this host that has connected."""
+        """Serves a producer on this host that has connected. Owns `connection` and `arena_fd`."""
         session = self._open_session(arena_fd=arena_fd)
         session.watch = watch_peer(connection, lambda: self._producer_died(session))
         stream = LocalStream(session, peer="a producer on this host")

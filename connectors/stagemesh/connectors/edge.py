@@ -1,7 +1,7 @@
-"""The data plane's nouns: the packets that cross an edge, chunk policies, and what both ends of a flow share.
+"""Types that both ends of a flow share: flow keys, packets, chunk policies and flow states.
 
-A flow is the traffic of one request over one edge. It has an `EdgeKey` for each attempt. Its producer uses an `Outlet`,
-its consumer an `Inlet`.
+A flow is the traffic of one request over one edge. It has an `EdgeKey` for each attempt. The producer sends through an
+`Outlet`, and the consumer receives through an `Inlet`.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from stagemesh.common.tensors import Tensors
 MetadataValue: TypeAlias = int | float | bool | str
 
 REBIND_S = 15.0
-"""How long an end of a replaceable flow waits for another replica after it has lost its peer."""
+"""The number of seconds for which an end of a flow that has lost its peer waits for another replica."""
 
 NOT_READ = "NOT_READ"
-"""Error reason: the consumer stopped reading by its own decision."""
+"""The error reason for a flow whose consumer deliberately stopped reading."""
 PEER_LOST = "PEER_LOST"
-"""Error reason: the consumer ended before its flow did."""
+"""The error reason for a flow whose consumer was lost before the flow ended."""
 _REPLICA_REASONS = frozenset({"UNKNOWN_FLOW", "STALE_ATTEMPT", "STALE_INCARNATION"})
 
 
@@ -38,9 +38,9 @@ _NO_METADATA: Mapping[str, MetadataValue] = MappingProxyType({})
 
 
 class Packet:
-    """Tensors that belong together, and a few metadata values about them. Immutable; views may be read-only."""
+    """A group of tensors and a few metadata values that are sent together. Immutable. The tensors may be read-only."""
 
-    # One is created for every chunk: a frozen dataclass takes four times as long.
+    # Not a frozen dataclass, because a packet is created for every chunk and a dataclass would be four times slower.
     __slots__ = ("metadata", "size_bytes", "tensors")
 
     def __init__(self, tensors: Tensors, metadata: Mapping[str, MetadataValue] = _NO_METADATA) -> None:
@@ -50,7 +50,7 @@ class Packet:
         for tensor in tensors.values():
             size_bytes += tensor.nbytes
         self.size_bytes = size_bytes
-        """Bytes of all tensors."""
+        """The total number of bytes of all tensors."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,17 @@ class WholePolicy:
 
 @dataclass(frozen=True)
 class FramesPolicy:
-    """Cuts chunks of `frames` rows along the first axis; the proto message of this name describes the fields."""
+    """Cuts emissions along their first axis into chunks of `frames` rows."""
 
     frames: int
     initial_frames: int = 0
+    """The number of rows of the first chunk. 0 means `frames`."""
     left_context_frames: int = 0
+    """The maximum number of preceding rows that are repeated at the front of each chunk. The first chunk has none."""
 
     def __post_init__(self) -> None:
         if self.frames < 1 or self.initial_frames < 0 or self.left_context_frames < 0:
-            raise ValueError(f"chunk policy needs frames >= 1 and the others >= 0, not {self}")
+            raise ValueError(f"chunk policy needs frames >= 1 and other values >= 0, not {self}")
 
 
 ChunkPolicy: TypeAlias = StepPolicy | WholePolicy | FramesPolicy
@@ -81,7 +83,7 @@ ChunkPolicy: TypeAlias = StepPolicy | WholePolicy | FramesPolicy
 
 @dataclass(frozen=True)
 class FlowUsage:
-    """What a flow has carried so far."""
+    """The number of data chunks and payload bytes that a flow has sent."""
 
     edge: str
     connector: ConnectorName
@@ -91,7 +93,7 @@ class FlowUsage:
 
 @dataclass(frozen=True)
 class FlowStatus:
-    """The state of one end of a flow at one moment; the proto message FlowReport describes the fields."""
+    """A snapshot of the state of one end of a flow. The proto message FlowReport describes the fields."""
 
     edge: str
     connector: ConnectorName
@@ -105,9 +107,10 @@ class FlowStatus:
 
 
 def is_recoverable(error: StagemeshError) -> bool:
-    """Returns whether another replica at the other end can continue a flow that ended with `error`.
+    """Returns whether a flow that failed with `error` can continue with another replica at the other end.
 
-    An error that a stage reports about the request itself is not recoverable: another replica would report it again.
+    An error that a stage reports about the request itself is not recoverable, because another replica would report the
+    same error.
     """
     if error.reason in _REPLICA_REASONS or isinstance(error, UnavailableError):
         return True
@@ -118,10 +121,10 @@ _Flow = TypeVar("_Flow")
 
 
 class ReadyQueue(Generic[_Flow]):
-    """The flows that have something to send over one stream, in the order in which they became ready.
+    """The flows of one stream that have messages to send, in the order in which they became ready.
 
-    A flow only adds itself. The stream takes flows out and pulls their messages in `pull`, which runs at most once in
-    each turn of the event loop.
+    Flows add themselves. The stream's `pull` callback removes flows and sends their messages. It runs at most once in
+    each iteration of the event loop.
     """
 
     def __init__(self, pull: Callable[[], None]) -> None:
@@ -131,31 +134,31 @@ class ReadyQueue(Generic[_Flow]):
         self._is_scheduled = False
 
     def add(self, flow: _Flow) -> None:
-        """Adds a flow at the end, unless it is in the queue, and schedules the pull."""
+        """Adds a flow at the end unless the queue already contains it, and schedules `pull`."""
         self._flows[flow] = None
         self.wake()
 
     def wake(self) -> None:
-        """Schedules the pull."""
+        """Schedules `pull` unless it is already scheduled."""
         if not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._run)
 
     def discard(self, flow: _Flow) -> None:
-        """Removes a flow that is over or that another stream carries."""
+        """Removes a flow that has ended or has moved to another stream. Does nothing if it is not in the queue."""
         self._flows.pop(flow, None)
 
     def first(self) -> _Flow | None:
-        """Returns the flow whose turn it is, or None if no flow is ready."""
+        """Returns the flow at the front without removing it, or None if no flow is ready."""
         return next(iter(self._flows), None)
 
     def rotate(self, flow: _Flow) -> None:
-        """Moves a flow to the end."""
+        """Moves a flow to the end of the queue."""
         self._flows.pop(flow, None)
         self._flows[flow] = None
 
     def take_all(self) -> list[_Flow]:
-        """Takes all flows out."""
+        """Removes and returns all flows."""
         flows = list(self._flows)
         self._flows.clear()
         return flows

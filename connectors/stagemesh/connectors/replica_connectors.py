@@ -1,4 +1,4 @@
-"""The connectors of one replica, each created when it is first needed."""
+"""The connectors of one replica. Each connector is created when it is first needed."""
 
 from collections.abc import Awaitable, Callable
 from importlib import import_module
@@ -20,10 +20,13 @@ class ReplicaConnectors:
         self._connectors: dict[ConnectorName, Connector] = {}
 
     def get(self, name: ConnectorName) -> Connector:
-        """Returns the connector of a name. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if it cannot be used here."""
+        """Returns the named connector, and creates it on the first call.
+
+        Raises NotReadyError (CONNECTOR_UNAVAILABLE) if this replica cannot use the connector.
+        """
         if name not in self._connectors:
             descriptor = descriptor_of(name)
-            missing = descriptor.missing() or ("" if descriptor.factory else "it reads no arena")
+            missing = descriptor.missing() or ("" if descriptor.factory else "it does not read arenas")
             if missing:
                 raise NotReadyError(f"connector {name} cannot be used: {missing}", reason="CONNECTOR_UNAVAILABLE")
             self._connectors[name] = _load_factory(descriptor)(

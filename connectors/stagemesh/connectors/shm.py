@@ -1,7 +1,7 @@
 """The shm connector: a consumer maps the arena of a producer on the same host and reads regions in place.
 
-The producer passes the memory file itself, which is possible only on one host, so that a shared host is proved and not
-assumed. The random token at the file's start proves that the file is the arena of the offer.
+The producer passes the descriptor of the memory file, which is possible only on one host and therefore proves that both
+replicas run on it. The random token at the start of the file proves that the file is the arena from the offer.
 """
 
 import fcntl
@@ -39,7 +39,7 @@ class ShmConnector(Connector):
 
     async def connect(self, offer: bytes, producer: Producer) -> "ShmReader":
         if producer.arena_fd is None:
-            raise _unavailable(f"not on one host: {producer.replica} did not pass its arena")
+            raise _unavailable(f"not on one host: {producer.replica} did not pass its arena's memory file")
         try:
             advertisement = stage_pb2.ArenaAdvertisement.FromString(offer)
             return ShmReader(_map(producer.arena_fd, advertisement))
@@ -47,11 +47,11 @@ class ShmConnector(Connector):
             raise _unavailable(f"the arena of {producer.replica} cannot be mapped: {exc}") from exc
 
     async def close(self) -> None:
-        """Does nothing: the connector itself holds no resources."""
+        """Does nothing, because the connector owns no resources."""
 
 
 class ShmReader(InPlaceReader):
-    """A producer's arena, mapped for reading. It is unmapped when the last view is deleted."""
+    """Reads a producer's arena through a read-only mapping, which is removed when the last view is deleted."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping: mmap.mmap | None = mapping
@@ -63,7 +63,7 @@ class ShmReader(InPlaceReader):
         offset, size_bytes, generation = place
         end = offset + size_bytes
         if size_bytes < 0 or offset < self._data_offset or end > self._size_bytes or self._mapping is None:
-            raise InvalidChunkError(f"{size_bytes} bytes at {offset} are outside their producer's arena")
+            raise InvalidChunkError(f"{size_bytes} bytes at {offset} are outside the producer's arena")
         generations = self._generations
         first, last = offset // PAGE_BYTES, (end - 1 if size_bytes else offset) // PAGE_BYTES
         if not generation or not generations[first] == generations[last] == generation:
@@ -78,12 +78,12 @@ class ShmReader(InPlaceReader):
 
 
 def hold_lease(tensors: Sequence[Array], release: Callable[[], None]) -> None:
-    """Calls `release` once, in any thread, when all `tensors` and all views of them are deleted."""
-    assert tensors, "a lease is held by at least one tensor"
+    """Calls `release` once when all `tensors` and all views of them are deleted. The call may occur in any thread."""
+    assert tensors, "a lease needs at least one tensor"
     if len(tensors) == 1:
         when_gone(tensors[0], release)
         return
-    # A pop is atomic between threads, so exactly one call finds the list empty.
+    # `pop` is atomic between threads, so exactly one call finds the list empty.
     others = [None] * (len(tensors) - 1)
 
     def release_after_last() -> None:
@@ -97,12 +97,15 @@ def hold_lease(tensors: Sequence[Array], release: Callable[[], None]) -> None:
 
 
 def _map(fd: int, advertisement: stage_pb2.ArenaAdvertisement) -> mmap.mmap:
-    """Maps the file that was handed over; ValueError or OSError for one that is not the arena, or not safe to read."""
+    """Maps the memory file that the producer passed.
+
+    Raises ValueError or OSError if the file is not the offered arena or is not safe to read.
+    """
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
         raise ValueError("its size is not sealed")
     if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
-        # Huge pages may run out when they are first read, which would kill the reader.
-        raise ValueError("it is not made of normal pages")
+        # Huge pages can run out when they are first read, which would kill the reading process.
+        raise ValueError("it does not consist of normal pages")
     size_bytes = os.fstat(fd).st_size
     if size_bytes != advertisement.size_bytes:
         raise ValueError(f"it has {size_bytes} bytes, not {advertisement.size_bytes}")
@@ -111,7 +114,7 @@ def _map(fd: int, advertisement: stage_pb2.ArenaAdvertisement) -> mmap.mmap:
     if not secrets.compare_digest(mapping[:TOKEN_BYTES], advertisement.token):
         raise ValueError("its token differs from the offer's")
     if mapping[TOKEN_BYTES : TOKEN_BYTES + len(LAYOUT_NAME)] != LAYOUT_NAME:
-        raise ValueError("another version of Stagemesh laid it out")
+        raise ValueError("another version of Stagemesh created it")
     return mapping
 
 

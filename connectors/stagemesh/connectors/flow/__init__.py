@@ -1,1 +1,1 @@
-"""Flows: order, exactly-once delivery, credit, and retention, at both ends of an edge."""
+"""Flows, which provide ordered exactly-once delivery, credit and retention at both ends of an edge."""

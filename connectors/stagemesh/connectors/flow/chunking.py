@@ -1,4 +1,4 @@
-"""Cuts a flow of packets into chunks by the edge's policy."""
+"""Cuts the packets of a flow into chunks according to the edge's chunk policy."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, MetadataValue, 
 
 
 class Chunker:
-    """Applies the policy of one flow: takes packets, returns chunks, and returns the rest at the end."""
+    """Applies a chunk policy to the packets of one flow. Retains rows that do not fill a chunk yet."""
 
     def __init__(self, policy: ChunkPolicy) -> None:
         self._policy = policy
@@ -20,7 +20,11 @@ class Chunker:
         self._first = True
 
     def push(self, packet: Packet) -> list[Packet]:
-        """Returns the chunks that this packet completes."""
+        """Adds a packet and returns the chunks that it completes.
+
+        Raises InvalidChunkError if the policy cuts or joins packets and the packet's tensors have unequal lengths or do
+        not match the tensors of earlier packets.
+        """
         if isinstance(self._policy, StepPolicy):
             return [packet]
         frames = _frames(packet)
@@ -31,7 +35,7 @@ class Chunker:
         return self._cut(self._policy)
 
     def finish(self) -> list[Packet]:
-        """Returns the last chunk, if there are packets left for one."""
+        """Returns the last chunk, which contains the remaining rows, or an empty list if no rows remain."""
         if not self._waiting_frames:
             return []
         joined = _join(self._waiting)
@@ -69,7 +73,7 @@ def _frames(packet: Packet) -> int:
     lengths = {tensor.shape[0] if tensor.ndim else -1 for tensor in packet.tensors.values()}
     if len(lengths) != 1 or -1 in lengths:
         shapes = {name: list(tensor.shape) for name, tensor in packet.tensors.items()}
-        raise InvalidChunkError(f"tensors that are cut along their first axis must agree in its length, not {shapes}")
+        raise InvalidChunkError(f"tensors that are cut along their first axis must have equal lengths, not {shapes}")
     return lengths.pop()
 
 

@@ -1,4 +1,7 @@
-"""The consuming end of a flow: a series of attempts, whose packets an engine reads each once and in order."""
+"""The consuming end of a flow. It delivers the packets of a series of attempts to an engine exactly once and in order.
+
+An inlet has one attempt at a time. A new attempt receives from another producer after the previous one was lost.
+"""
 
 import asyncio
 import hmac
@@ -17,33 +20,33 @@ from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 LOST_PRODUCER_S = 15.0
-"""How long a flow waits for its producer to connect again."""
+"""The number of seconds for which a flow waits until its producer reconnects."""
 MAX_RESYNCS = 3
-"""How often a flow is opened again at the same chunk before its producer is rejected as broken."""
+"""The number of times that a flow is reopened at the same chunk before its producer is rejected as broken."""
 
 
 class Phase(Enum):
     """The state of an attempt."""
 
     WAITING = auto()
-    """No stream carries the attempt; the producer is expected to open it."""
+    """No stream carries the attempt yet. The producer is expected to open it."""
     OPEN = auto()
-    """Chunks are accepted."""
+    """The attempt accepts chunks."""
     RESYNCING = auto()
-    """A message was lost; everything is ignored until the producer opens the attempt again."""
+    """A message was lost. The attempt ignores all messages until the producer reopens it."""
     ENDED = auto()
-    """Every chunk and End have arrived."""
+    """All chunks and End have arrived."""
     FAILED = auto()
-    """An error ended the flow; the reader receives it after the packets that have arrived."""
+    """An error ended the flow. The reader receives the error after the packets that have arrived."""
     CLOSED = auto()
-    """The reader has closed the inlet, or a successor took the attempt's place."""
+    """The inlet was closed, or a successor replaced the attempt."""
 
 
 class Inlet:
-    """The consuming end of a flow, iterated over by one task. Its packets are in order, each once, up to End.
+    """The consuming end of a flow. One task iterates over its packets, which it yields in order and exactly once.
 
-    If the producer is lost, another one may take its place within `rebind_s`. The new flow
-    continues after the rows that have arrived: it drops rows that arrived before.
+    If the producer is lost, another producer can replace it within `rebind_s` seconds. The inlet then drops the rows
+    that have already arrived from the previous producer.
     """
 
     def __init__(self, attempt: "InletAttempt", *, rebind_s: float = 0.0) -> None:
@@ -52,12 +55,12 @@ class Inlet:
         self._packets = attempt.packets
 
     def __aiter__(self) -> AsyncIterator[Packet]:
-        """Returns itself: a flow is read once."""
+        """Returns the inlet itself, because a flow can be read only once."""
         return self
 
     async def __anext__(self) -> Packet:
         """Returns the next packet. Raises the error of an Abort or of a lost producer."""
-        # Not a generator, whose frame would retain the last packet and so its lease.
+        # Not a generator, because its frame would retain the last packet and its lease.
         packets = self._packets
         while not packets.waiting:
             attempt = self.attempt
@@ -73,7 +76,7 @@ class Inlet:
 
     @property
     def status(self) -> FlowStatus:
-        """The present state."""
+        """A snapshot of the flow's state."""
         attempt, packets = self.attempt, self._packets
         return FlowStatus(
             edge=attempt.key.edge,
@@ -89,18 +92,18 @@ class Inlet:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the present attempt has failed."""
+        """Whether the current attempt has failed."""
         return self.attempt.error is not None
 
     async def aclose(self, *, lost: bool = False) -> None:
-        """Rejects further packets and releases those that have arrived. Closing twice is harmless.
+        """Rejects further packets and releases the packets that have arrived. Closing twice is harmless.
 
         Args:
-            lost: Tells the producer that this consumer is lost, so that another consumer may be bound.
+            lost: Whether to report this consumer to the producer as lost, so that another consumer can replace it.
         """
         self._packets.clear()
         if self.attempt.is_discarding:
-            # It commits and closes when it has arrived completely.
+            # The attempt commits and closes by itself when all chunks have arrived.
             return
         edge = self.attempt.key.edge
         if lost:
@@ -110,26 +113,26 @@ class Inlet:
         self.attempt.close(error)
 
     def check_rebindable(self, first_rows: Mapping[str, int]) -> None:
-        """Raises NotReadyError (ROWS_MISSING) if a flow that begins at `first_rows` would leave rows out."""
+        """Raises NotReadyError (ROWS_MISSING) if a flow that begins at `first_rows` would omit rows."""
         if not self._packets.has_ended:
             self._packets.rows.check(first_rows)
 
     def rebind(self, attempt: "InletAttempt", *, first_rows: Mapping[str, int]) -> None:
-        """Continues with another producer, whose flow begins at `first_rows`. Call `check_rebindable` first.
+        """Continues with another producer, which sends each tensor from its row in `first_rows`.
 
-        The former attempt must be superseded. Packets that have arrived are still to be read.
+        Call `check_rebindable` first, and supersede the previous attempt. Packets that have arrived remain readable.
         """
         self.attempt = attempt
         if self._packets.has_ended:
-            # Everything has arrived. The new producer must reach its end nevertheless.
+            # All packets have arrived, but the new producer must still be able to finish its flow.
             attempt.discard()
         else:
             self._packets.rows.begin(first_rows)
         self._packets.changed.fire()
 
     async def _wait_for_successor(self, attempt: "InletAttempt", error: StagemeshError) -> None:
-        """Returns when another attempt has taken the place of `attempt`; raises its error if none does."""
-        # A copy, because a raised error refers to frames, and they refer to packets and their leases.
+        """Returns when another attempt has replaced `attempt`. Raises `error` if that does not happen in time."""
+        # Raises a copy, because a raised error references frames, which reference packets and their leases.
         if not self._rebind_s or not is_recoverable(error):
             raise copy(error)
         try:
@@ -141,18 +144,19 @@ class Inlet:
 
 
 class _Arrival(NamedTuple):
-    """A chunk that cannot be accepted yet, because its bytes or those of an earlier chunk are under way."""
+    """A chunk that cannot be accepted yet, because its transfer or the transfer of an earlier chunk is in progress."""
 
     size_bytes: int
     accept: Callable[[], None]
-    """Accepts the chunk; raises the error of a failed transfer."""
+    """Accepts the chunk. Raises the error if the transfer failed."""
     transfer: asyncio.Task[Packet] | None = None
+    """The task that fetches the chunk's bytes, or None if they have arrived with the chunk."""
 
 
 class InletAttempt:
-    """Receives an inlet's chunks from one producer: order, exactly-once delivery, and credit.
+    """Receives an inlet's chunks from one producer. Ensures order and exactly-once delivery, and manages credit.
 
-    The session passes it the producer's messages, and pulls from it what the producer must be sent.
+    The consumer session passes the producer's messages to the attempt and sends the attempt's replies to the producer.
     """
 
     def __init__(
@@ -168,22 +172,22 @@ class InletAttempt:
         self.key = key
         self.wire_key = wire.key_to_wire(key)
         self.packets = packets
-        """Takes the packets of all attempts, to be read."""
+        """The queue of the packets that are ready to be read. All attempts of the inlet share it."""
         self.producer = producer
         self.incarnation = ""
         self.connector: ConnectorName = GRPC
         self.phase = Phase.WAITING
         self.error: StagemeshError | None = None
         self.is_read = False
-        """Whether the reader has read everything up to End."""
+        """Whether the reader has read all packets and has reached End."""
         self.is_discarding = False
-        """Whether the flow is received to its end without a reader."""
+        """Whether the attempt receives the flow to its end without a reader."""
         self.queue: ReadyQueue[InletAttempt] | None = None
-        """The queue of the stream that carries the attempt."""
+        """The ready queue of the stream that carries the attempt, or None if no stream carries it."""
         self.next_seq = 0
-        """All chunks below it have arrived."""
+        """The number of the next chunk to accept. All chunks with lower numbers have arrived."""
         self.landing_account = MemoryAccount()
-        """The attempt's use of the memory that chunks are fetched into."""
+        """The account that is charged for the memory into which the attempt's chunks are fetched."""
         self._credit = Credit(window_bytes)
         self._max_chunk_bytes, self._on_closed = max_chunk_bytes, on_closed
         self._reported_seq = 0
@@ -203,26 +207,30 @@ class InletAttempt:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing is received any more."""
+        """Whether the attempt has stopped receiving."""
         return self.phase is Phase.CLOSED
 
     @property
     def is_resyncing(self) -> bool:
-        """Whether messages are ignored until the producer opens the attempt again."""
+        """Whether the attempt ignores messages until the producer reopens it."""
         return self.phase is Phase.RESYNCING
 
     @property
     def credit_bytes(self) -> int:
-        """Payload bytes that the producer may still send."""
+        """The number of payload bytes that the producer may still send."""
         return self._credit.available_bytes
 
     def consume(self, size_bytes: int) -> None:
-        """Counts payload bytes as read, which may grant credit."""
+        """Counts payload bytes as read. This may grant the producer more credit."""
         if self._credit.consume(size_bytes):
             self._mark_ready()
 
     def close(self, error: StagemeshError) -> None:
-        """Releases everything. The producer receives a commit if all was read, or else `error`."""
+        """Closes the attempt and drops chunks whose transfer is in progress. Closing twice is harmless.
+
+        The producer receives a commit if the reader has reached End. Otherwise, it receives `error`, unless the attempt
+        has already failed.
+        """
         if self.is_closed:
             return
         if self.is_read:
@@ -236,21 +244,21 @@ class InletAttempt:
         self._on_closed(self)
 
     def supersede(self, error: StagemeshError) -> None:
-        """Closes the attempt for a successor; what has arrived counts as read."""
+        """Closes the attempt because a successor replaces it. The flow is committed if all of it has arrived."""
         self.is_read = self.phase is Phase.ENDED
         self.close(error)
 
     def discard(self) -> None:
-        """Receives the flow to its end without a reader, and then closes."""
+        """Makes the attempt receive the flow to its end without a reader, and then close."""
         self.is_discarding = True
         self._await_producer()
 
     # -- for the session
 
     def attach(self, queue: "ReadyQueue[InletAttempt]", *, incarnation: str, connector: ConnectorName) -> None:
-        """Continues on the producer's stream of `queue`, from what has arrived on."""
+        """Continues the attempt on the stream of `queue` after the chunks that have arrived."""
         if self.queue is not None and self.queue is not queue:
-            # The former session learns that it does not carry the flow any more.
+            # Notifies the previous session that it no longer carries the flow.
             self.queue.add(self)
         if self.phase is Phase.RESYNCING or connector != self.connector:
             self._drop_arriving()
@@ -263,7 +271,7 @@ class InletAttempt:
         self._credit.report()
 
     def confirm(self, opening: int) -> None:
-        """Answers the producer's OpenEdge of that number."""
+        """Answers the producer's OpenEdge message that has the number `opening`."""
         opened = stage_pb2.EdgeOpened(
             key=self.wire_key,
             next_seq=self.next_seq,
@@ -274,7 +282,11 @@ class InletAttempt:
         self._reply(stage_pb2.PutReply(opened=opened))
 
     def detach(self, queue: "ReadyQueue[InletAttempt]") -> None:
-        """Waits LOST_PRODUCER_S for the producer to connect again, because the stream of `queue` ended."""
+        """Detaches the attempt from the stream of `queue`, which has ended.
+
+        The attempt fails if the producer does not reconnect within LOST_PRODUCER_S seconds. Does nothing if another
+        stream carries the attempt.
+        """
         if self.queue is queue:
             self.queue = None
             if self.phase is Phase.OPEN:
@@ -282,9 +294,10 @@ class InletAttempt:
             self._await_producer()
 
     def resync(self, error: StagemeshError, *, failed: ConnectorName | None = None) -> None:
-        """Asks the producer to open the flow again, because a message was lost, and ignores all before that.
+        """Asks the producer to reopen the flow after a message was lost. Ignores all messages until then.
 
-        A producer that does no better after MAX_RESYNCS is rejected with `error`.
+        Rejects the producer with `error` if no new chunk has arrived after MAX_RESYNCS requests. `failed` names the
+        connector that has failed, if any.
         """
         if self.phase is not Phase.OPEN and self.phase is not Phase.WAITING:
             return
@@ -300,7 +313,7 @@ class InletAttempt:
         self._await_producer()
 
     def report(self, response: stage_pb2.PutChunkResponse) -> None:
-        """Adds the replies, acknowledgement and credit that the producer has not been sent yet."""
+        """Adds the replies, the acknowledgement and the credit that have not been sent to the producer yet."""
         if self._replies:
             response.replies.extend(self._replies)
             self._replies.clear()
@@ -319,15 +332,15 @@ class InletAttempt:
             credit.limit_bytes = limit_bytes
 
     def lost_error(self) -> UnavailableError:
-        """Returns the error for a reader whose producer does not return."""
+        """Returns the error for a reader whose producer is lost."""
         return UnavailableError(
-            f"replica {self.producer} went away before chunk {self.next_seq} of edge {self.key.edge}",
+            f"replica {self.producer} was lost before chunk {self.next_seq} of edge {self.key.edge}",
             reason="PRODUCER_LOST",
             metadata={"edge": self.key.edge, "replica": self.producer, "seq": str(self.next_seq)},
         )
 
     def fail(self, error: StagemeshError) -> None:
-        """Ends the reader with an error after the queued packets."""
+        """Ends the attempt with an error, which the reader receives after the queued packets."""
         if self.error is None and self.phase is not Phase.ENDED and not self.is_closed:
             self.error, self.phase = error, Phase.FAILED
             self.packets.changed.fire()
@@ -335,21 +348,24 @@ class InletAttempt:
                 self.close(error)
 
     def reject(self, error: StagemeshError) -> None:
-        """Ends both the producer and the reader, because the producer broke the flow."""
+        """Reports an error to both the producer and the reader, because the producer violated the protocol."""
         self._reject(error)
         self.fail(error)
 
     def check_credit(self, size_bytes: int) -> None:
-        """Raises InvalidChunkError if that many more bytes exceed the credit."""
+        """Raises InvalidChunkError (CREDIT_EXCEEDED) if a chunk of `size_bytes` exceeds the remaining credit."""
         if size_bytes > self.credit_bytes:
             raise InvalidChunkError(
-                f"chunk {self.next_seq} of edge {self.key.edge} brings {size_bytes} bytes "
-                f"where {self.credit_bytes} were granted",
+                f"chunk {self.next_seq} of edge {self.key.edge} has {size_bytes} bytes, "
+                f"but only {self.credit_bytes} were granted",
                 reason="CREDIT_EXCEEDED",
             )
 
     def demand(self, size_bytes: int) -> None:
-        """Grants credit for a chunk larger than the window, as soon as everything before it is read."""
+        """Grants credit for a chunk that is larger than the window as soon as all earlier chunks have been read.
+
+        Rejects the producer if the chunk exceeds the consumer's limit for chunks.
+        """
         if size_bytes > self._max_chunk_bytes:
             self.reject(
                 InvalidChunkError(
@@ -362,16 +378,19 @@ class InletAttempt:
             self._mark_ready()
 
     def check_seq(self, seq: int) -> bool:
-        """Returns whether `seq` is due; False if that chunk has arrived before. Raises InvalidChunkError for a gap."""
+        """Returns whether `seq` is the next expected number, or False if the chunk has already arrived.
+
+        Raises InvalidChunkError (SEQUENCE_GAP) if a chunk before it is missing.
+        """
         due = self.next_seq + len(self._arriving)
         if seq > due or (self.phase is Phase.ENDED and seq == due):
             raise InvalidChunkError(
-                f"chunk {seq} of edge {self.key.edge} came where {due} was due", reason="SEQUENCE_GAP"
+                f"chunk {seq} of edge {self.key.edge} arrived when {due} was due", reason="SEQUENCE_GAP"
             )
         return seq == due
 
     def deliver(self, packet: Packet) -> None:
-        """Accepts the next data chunk, checked and within credit."""
+        """Accepts the next data chunk, which has been checked and does not exceed the credit."""
         self._credit.received_bytes += packet.size_bytes
         if self._arriving:
             self._arriving.append(_Arrival(packet.size_bytes, lambda: self._accept(packet)))
@@ -379,17 +398,20 @@ class InletAttempt:
             self._accept(packet)
 
     def deliver_later(self, transfer: asyncio.Task[Packet], *, size_bytes: int) -> None:
-        """Accepts the next data chunk, whose bytes are under way; later chunks wait for it."""
+        """Accepts the next data chunk when `transfer` has fetched its bytes. Later chunks wait for it."""
         self._credit.received_bytes += size_bytes
         self._arriving.append(_Arrival(size_bytes, lambda: self._accept(transfer.result()), transfer))
         transfer.add_done_callback(lambda _: self._accept_arrived())
 
     def deliver_end(self, end: chunk_pb2.ChunkEnd) -> None:
-        """Accepts the End; raises InvalidChunkError if it describes other chunks than those that arrived."""
+        """Accepts the End message after all earlier chunks.
+
+        Raises InvalidChunkError (DIGEST_MISMATCH) if its count or digest does not match the chunks that have arrived.
+        """
         self._deliver_tail(lambda: self._accept_end(end))
 
     def deliver_abort(self, error: StagemeshError) -> None:
-        """Accepts the Abort."""
+        """Accepts the Abort message after all earlier chunks. The reader then receives `error`."""
         located = error.located(edge=self.key.edge, replica=self.producer)
         self._deliver_tail(lambda: self._accept_abort(located))
 
@@ -414,7 +436,7 @@ class InletAttempt:
         expected = self._digest.end()
         if end.count != expected.count or not hmac.compare_digest(end.digest, expected.digest):
             raise InvalidChunkError(
-                f"edge {self.key.edge} ended after {end.count} chunks where {expected.count} came, or they differ",
+                f"edge {self.key.edge} ended after {end.count} chunks, but {expected.count} arrived, or they differ",
                 reason="DIGEST_MISMATCH",
             )
         if self.error is None:
@@ -431,7 +453,10 @@ class InletAttempt:
         self._advance()
 
     def _accept_arrived(self) -> None:
-        """Accepts, in order, the chunks that have arrived. A failed transfer has the flow opened again."""
+        """Accepts the waiting chunks in order, up to the first chunk whose transfer is in progress.
+
+        Resyncs the flow if a transfer has failed.
+        """
         while self._arriving:
             transfer = self._arriving[0].transfer
             if transfer is not None and not transfer.done():
@@ -448,7 +473,7 @@ class InletAttempt:
                 return
 
     def _drop_arriving(self) -> None:
-        """Drops the chunks that are under way; the producer sends them again."""
+        """Drops the waiting chunks and cancels their transfers. The producer sends these chunks again."""
         while self._arriving:
             arrival = self._arriving.pop()
             self._credit.received_bytes -= arrival.size_bytes
@@ -458,7 +483,7 @@ class InletAttempt:
     def _advance(self) -> None:
         self.next_seq += 1
         self._resyncs = 0
-        # The engine first: the acknowledgement is not urgent.
+        # Wakes the reader first, because the acknowledgement is less urgent.
         self.packets.changed.fire()
         self._mark_ready()
 

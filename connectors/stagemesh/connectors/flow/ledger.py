@@ -1,4 +1,4 @@
-"""What a producer keeps of the chunks that it has sent: until they are committed, within a budget, and under leases."""
+"""The producer's record of sent chunks, which it retains within a memory budget and while consumers have leases."""
 
 from collections import defaultdict, deque
 from collections.abc import Container, Mapping, Sequence
@@ -14,47 +14,49 @@ from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2
 
 RETAINED_FRACTION = 4
-"""Delivered chunks take at most 1 / RETAINED_FRACTION of the arena, and of each worker's partition of it."""
+"""Retained delivered chunks use at most 1 / RETAINED_FRACTION of the arena, and of each worker's partition."""
 
 _ARENA = 0
-"""The partition number of the memory that belongs to no worker."""
+"""The partition number of the memory outside the workers' partitions."""
 _SWEEP_CHUNKS = 1024
-"""Number of entries from which on the entries of finished flows are removed."""
+"""The number of retention entries above which the entries of finished flows are removed."""
 
 
 @dataclass(eq=False, slots=True)
 class SentChunk:
-    """A numbered chunk. It is kept until it is committed or evicted, or until its flow is over."""
+    """A numbered chunk of a flow. It is retained until it is evicted, or until its flow has ended."""
 
     seq: int
     shape: wire.PacketShape | None = None
-    """None for an End or Abort."""
+    """The shape of the packet, or None if the chunk is an End or Abort."""
     tensors: Tensors | None = None
     metadata: Mapping[str, MetadataValue] | None = None
     regions: tuple[Region, ...] = ()
-    """The retained regions of the tensors; empty for an inline chunk."""
+    """The arena regions that contain the tensors. Empty if the chunk is sent inline."""
     places: Sequence[ArenaRange] = ()
-    """The arena range of each tensor."""
+    """The arena range of each tensor. Empty if the chunk is sent inline."""
     tail: wire.Tail | None = None
+    """The End or Abort message, or None if the chunk contains data."""
     end_bytes: int = 0
-    """Payload bytes of the flow up to the end of this chunk; the credit limit must reach this number."""
+    """The flow's payload bytes up to and including this chunk. It may be sent if the credit limit is not lower."""
     lease_id: int = 0
+    """The id of the consumer's lease on the regions, or 0 if it has none."""
     reader: Connector | None = None
-    """The connector by which the consumer has yet to read the chunk."""
+    """The connector through which the consumer is expected to read the chunk, or None if no read is expected."""
 
     @property
     def size_bytes(self) -> int:
-        """Payload bytes."""
+        """The number of payload bytes. 0 for an End or Abort."""
         return self.shape.size_bytes if self.shape else 0
 
     def mark_read(self) -> None:
-        """Ends the expected read, because the consumer has the chunk or will not read it."""
+        """Records that the consumer has read the chunk or will not read it."""
         if self.reader is not None:
             self.reader.expect_reads(-1)
             self.reader = None
 
     def release(self) -> None:
-        """Releases the chunk's memory."""
+        """Releases the chunk's tensors and regions. Leases may still retain the regions."""
         self.mark_read()
         self.tensors = None
         regions, self.regions = self.regions, ()
@@ -63,18 +65,18 @@ class SentChunk:
 
 
 class Leases:
-    """The leases that one consumer holds on regions of this replica's arena."""
+    """The leases of one consumer on regions of this replica's arena."""
 
     def __init__(self) -> None:
         self._regions: dict[int, Sequence[Region]] = {}
         self._last_id = 0
 
     def __bool__(self) -> bool:
-        """Returns whether the consumer holds a lease."""
+        """Returns whether the consumer has at least one lease."""
         return bool(self._regions)
 
     def grant(self, regions: Sequence[Region]) -> int:
-        """Retains regions until the lease ends; returns its id."""
+        """Grants a lease, which retains the regions until it ends. Returns the id of the lease."""
         self._last_id += 1
         for region in regions:
             region.retain()
@@ -82,39 +84,44 @@ class Leases:
         return self._last_id
 
     def end(self, lease_id: int) -> None:
-        """Ends a lease. Does nothing for an unknown id."""
+        """Ends a lease and releases its regions. Does nothing if the id is unknown."""
         for region in self._regions.pop(lease_id, ()):
             region.release()
 
     def end_all(self, *, except_ids: Container[int] = ()) -> None:
-        """Ends all leases but those of `except_ids`."""
+        """Ends all leases except the leases in `except_ids`."""
         for lease_id in [each for each in self._regions if each not in except_ids]:
             self.end(lease_id)
 
 
 class Ledger:
-    """The numbered chunks of one flow: to be sent (`pending`), sent and not acknowledged, delivered and kept."""
+    """The numbered chunks of one flow: unacknowledged chunks, and delivered chunks that are retained.
+
+    Unacknowledged chunks that the current attempt has yet to send are also in `pending`.
+    """
 
     def __init__(self, retention: "Retention") -> None:
         self.next_seq = self.acked = 0
         self.sent_chunks = self.sent_bytes = 0
-        """Data chunks and payload bytes that have their numbers."""
+        """The number of data chunks in the ledger's history, and the sum of their payload bytes."""
         self.ended = False
-        """Whether End or Abort has its number."""
+        """Whether the ledger contains the flow's End or Abort."""
         self.is_bulk = False
-        """Whether the flow has large chunks, which must not delay those of other flows on the main stream."""
+        """Whether the flow has large chunks, which must not delay the chunks of other flows on the main stream."""
         self.wanted_bytes = 0
-        """Size of the chunk that waits for credit."""
+        """The size in bytes of the chunk that waits for credit. 0 if no chunk waits."""
         self.changed = Notifier()
+        """Fired when the flow's chunks, credit or attempt changes."""
         self.pending: deque[SentChunk] = deque()
-        """Chunks that the present attempt has yet to send, oldest first."""
+        """The chunks that the current attempt has yet to send, oldest first."""
         self.unacked: deque[SentChunk] = deque()
+        """The chunks that the consumer has not acknowledged, oldest first."""
         self._kept: deque[SentChunk] = deque()
         self._retention = retention
 
     @property
     def is_delivered(self) -> bool:
-        """Whether the consumer has every chunk, End or Abort included."""
+        """Whether the consumer has received all chunks, including End or Abort."""
         return self.ended and self.acked == self.next_seq
 
     @property
@@ -124,7 +131,7 @@ class Ledger:
         return bool(chunks) and isinstance(chunks[-1].tail, chunk_pb2.ChunkAbort)
 
     def append(self, sent: SentChunk) -> None:
-        """Adds the next chunk, which bears the number `next_seq`."""
+        """Adds the next chunk of the flow. Its number must be `next_seq`."""
         self.next_seq += 1
         if sent.tail is None:
             self.sent_chunks += 1
@@ -135,7 +142,7 @@ class Ledger:
         self.unacked.append(sent)
 
     def drop_beyond(self, limit_bytes: int) -> None:
-        """Drops chunks that lack credit, so that an Abort need not wait for it."""
+        """Drops the chunks beyond the credit limit, so that an Abort does not wait for credit."""
         while self.pending and self.pending[-1].end_bytes > limit_bytes:
             self.pending.pop()
         while self.unacked and self.unacked[-1].end_bytes > limit_bytes:
@@ -146,9 +153,9 @@ class Ledger:
             sent.release()
 
     def acknowledge(self, next_seq: int) -> bool:
-        """Moves chunks below `next_seq` to the kept ones; returns whether that is new.
+        """Marks all chunks below `next_seq` as delivered. Returns whether at least one of them is newly delivered.
 
-        Raises InvalidChunkError for a chunk that was never sent.
+        Raises InvalidChunkError if the consumer acknowledges a chunk that was never sent.
         """
         if next_seq > self.next_seq:
             raise InvalidChunkError("the consumer acknowledged a chunk that was never sent")
@@ -163,13 +170,13 @@ class Ledger:
         return True
 
     def stop_sending(self) -> None:
-        """Leaves nothing pending, because no stream carries the flow."""
+        """Clears the pending chunks, because no stream carries the flow."""
         self.pending.clear()
         for sent in self.unacked:
             sent.mark_read()
 
     def resend(self, leases: Leases) -> None:
-        """Makes all unacknowledged chunks pending again; the consumer does not use their leases."""
+        """Makes all unacknowledged chunks pending again. Ends their leases, which the consumer does not use."""
         for sent in self.unacked:
             sent.mark_read()
             if sent.lease_id:
@@ -178,33 +185,33 @@ class Ledger:
         self.pending = deque(self.unacked)
 
     def restart(self) -> None:
-        """Has every chunk sent again, from the first one on, to another consumer."""
+        """Marks all chunks as unacknowledged, so that they are sent again to another consumer."""
         self.stop_sending()
         self.unacked.extendleft(reversed(self._kept))
         self._kept.clear()
         self.acked = 0
         for sent in self.unacked:
-            # The former consumer's leases end with its own link.
+            # The link to the previous consumer ends that consumer's leases.
             sent.lease_id = 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether every chunk that has its number is still kept."""
+        """Whether all chunks of the flow are still retained."""
         return not self.sent_chunks or self.retained_from(0) is not None
 
     def retained_from(self, first_seq: int) -> list[SentChunk] | None:
-        """Returns the kept chunks from `first_seq` on, or None if the first of them is not kept any more."""
+        """Returns the chunks from `first_seq` on, or None if the first of them is no longer retained."""
         oldest = self._kept[0].seq if self._kept else self.acked
         if first_seq < oldest:
             return None
         return [sent for sent in (*self._kept, *self.unacked) if sent.seq >= first_seq]
 
     def keeps(self, sent: SentChunk) -> bool:
-        """Returns whether a delivered chunk is still kept."""
+        """Returns whether a delivered chunk is still retained."""
         return bool(self._kept) and sent.seq >= self._kept[0].seq
 
     def evict(self, sent: SentChunk) -> bool:
-        """Releases a delivered chunk and those before it; returns whether it was still kept."""
+        """Releases a delivered chunk and all chunks before it. Returns False if the chunk was no longer retained."""
         if not self.keeps(sent):
             return False
         while self._kept and self._kept[0].seq <= sent.seq:
@@ -212,7 +219,7 @@ class Ledger:
         return True
 
     def release(self) -> None:
-        """Releases all chunks."""
+        """Releases all chunks, because the flow has ended."""
         self.pending.clear()
         for chunks in (self._kept, self.unacked):
             while chunks:
@@ -220,9 +227,9 @@ class Ledger:
 
 
 class Retention:
-    """The delivered chunks of all flows of a replica, kept within a budget for consumers that ask for them again.
+    """Retains delivered chunks of a replica's flows within a memory budget, so that they can be sent again.
 
-    Each worker's partition of the arena has a budget of its own, because the worker can write nowhere else.
+    Each worker's partition of the arena has its own budget, because the worker cannot write elsewhere.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -232,7 +239,7 @@ class Retention:
         self._sweep_chunks: defaultdict[int, int] = defaultdict(lambda: _SWEEP_CHUNKS)
 
     def keep(self, ledger: Ledger, sent: SentChunk) -> None:
-        """Counts a delivered chunk, and evicts the oldest ones beyond the budget."""
+        """Adds a delivered chunk, and evicts the oldest chunks if the budget is exceeded."""
         arena = self._arena
         partition, size_bytes = arena.partition_of(sent.regions[0]) if sent.regions else (_ARENA, arena.size_bytes)
         self._kept[partition].append((ledger, sent, sent.size_bytes))
@@ -244,7 +251,7 @@ class Retention:
         arena.wake()
 
     def evict_oldest(self) -> bool:
-        """Evicts the oldest kept chunk outside of the workers' partitions; returns whether there was one."""
+        """Evicts the oldest retained chunk outside the workers' partitions. Returns False if there is none."""
         return self._evict_oldest(_ARENA)
 
     def _evict_oldest(self, partition: int) -> bool:
@@ -257,7 +264,7 @@ class Retention:
         return False
 
     def _sweep(self, partition: int) -> None:
-        """Removes the entries of finished flows, of which there would be many if chunks are small."""
+        """Removes the entries of finished flows, which would accumulate if chunks are small."""
         kept = deque(entry for entry in self._kept[partition] if entry[0].keeps(entry[1]))
         self._kept[partition] = kept
         self._kept_bytes[partition] = sum(size_bytes for _, _, size_bytes in kept)
