@@ -32,7 +32,7 @@ Answer = TypeVar("Answer")
 
 
 class AsyncGeneration(BaseGeneration["AsyncClient"]):
-    """One request, sent when its iteration starts.
+    """One request. It is sent when the iteration over its events starts.
 
     It can be iterated once; a second iteration raises RuntimeError. Leaving the loop early cancels the request on every
     stage.
@@ -58,7 +58,7 @@ class AsyncGeneration(BaseGeneration["AsyncClient"]):
                 await asyncio.sleep(pause_s)
 
     async def result(self) -> Result:
-        """Runs the request to its end and returns all of its outputs."""
+        """Runs the request until it finishes, and returns all of its outputs."""
         builder = ResultBuilder()
         async for event in self:
             builder.add(event)
@@ -91,21 +91,26 @@ class AsyncClient(BaseClient):
         return AsyncGeneration(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
 
     async def cancel(self, request_id: str) -> None:
-        """Stops a request, and returns once every stage has released it. Raises NotFoundError if it does not run."""
+        """Stops a request, and returns after every stage has released it. Raises NotFoundError if the request is not
+        running.
+        """
         request = orchestrator_pb2.CancelRequestRequest(request_id=request_id)
         await self._call(lambda stub: stub.CancelRequest(request, timeout=CONTROL_TIMEOUT_S), anywhere=True)
 
     async def describe(self, pipeline: str = "") -> orchestrator_pb2.DescribePipelineResponse:
-        """Returns the pipeline's current stages, replicas, edges and outputs. An empty name selects the only one."""
+        """Returns the pipeline's current stages, replicas, edges and outputs.
+
+        An empty `pipeline` selects the only pipeline of the server.
+        """
         request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline)
         return await self._call(lambda stub: stub.DescribePipeline(request, timeout=CONTROL_TIMEOUT_S))
 
     async def _call(
         self, method: "Callable[[OrchestratorServiceAsyncStub], Awaitable[Answer]]", *, anywhere: bool = False
     ) -> Answer:
-        """Returns the answer of the first endpoint that is reachable.
+        """Returns the answer of the first reachable endpoint.
 
-        With `anywhere`, endpoints that answer NOT_FOUND are skipped too.
+        With `anywhere`, also skips endpoints that answer NOT_FOUND.
         """
         search = EndpointSearch(self.endpoints, self.latest, anywhere=anywhere)
         for endpoint in search:

@@ -1,4 +1,4 @@
-"""Shared by the asyncio client and the synchronous client: endpoints, the calls of one request, and their errors."""
+"""The parts that the asyncio and the synchronous client share: endpoints, the calls of a request, and their errors."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,10 @@ _LEFT_EARLY = (GeneratorExit, KeyboardInterrupt, asyncio.CancelledError)
 
 
 class BaseClient:
-    """The endpoints of one pipeline, and the requests that run there. A subclass implements `_send_leave`."""
+    """Base class of the clients: the endpoints of one pipeline, and the requests that run there.
+
+    A subclass implements `_send_leave`.
+    """
 
     def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
         if not endpoints:
@@ -43,7 +46,8 @@ class BaseClient:
         self.retry_policy = retry_policy or RetryPolicy()
         self.closed = False
         self.latest = 0
-        """The index of the endpoint called last. New requests start there, so they avoid endpoints that failed."""
+        """The index of the endpoint that was called last. New requests start there, which avoids endpoints that failed.
+        """
         self._running: dict[str, int] = {}
 
     @property
@@ -58,7 +62,10 @@ class BaseClient:
         self.latest = self._running[request_id] = endpoint
 
     def release(self, request_id: str, *, left: bool) -> None:
-        """Removes a request that ended, or that its caller `left`. The server stops a request that was left."""
+        """Removes a request from the running requests.
+
+        `left` means that the caller abandoned the request before its end. The server then stops it.
+        """
         endpoint = self._running.pop(request_id, None)
         if left and endpoint is not None:
             self._leave(request_id, endpoint)
@@ -75,12 +82,15 @@ class BaseClient:
             self._send_leave(endpoint, request)
 
     def _send_leave(self, endpoint: int, request: orchestrator_pb2.CancelRequestRequest) -> None:
-        """Starts a CancelRequest call in the background. The server stops the request a little later if it is lost."""
+        """Starts a CancelRequest call in the background.
+
+        If the call is lost, the server stops the request after the request's `linger_s`.
+        """
         raise NotImplementedError
 
 
 class EndpointSearch:
-    """Tries the endpoints in turn, starting with the one in use, until one of them answers a unary call."""
+    """Tries the endpoints in turn, starting with the endpoint in use, until one of them answers a unary call."""
 
     def __init__(self, endpoints: Sequence[str], first: int, *, anywhere: bool) -> None:
         self._endpoints, self._first, self._anywhere = endpoints, first, anywhere
@@ -90,9 +100,9 @@ class EndpointSearch:
         return ((self._first + offset) % len(self._endpoints) for offset in range(len(self._endpoints)))
 
     def record(self, endpoint: int, failure: grpc.RpcError) -> None:
-        """Records a failed call. Raises its error if no other endpoint can give another answer.
+        """Records a failed call. Raises its error if a call to another endpoint cannot help.
 
-        Another endpoint can if this one is unreachable or, with `anywhere`, does not know the request.
+        Another endpoint can help if this endpoint is unreachable or, with `anywhere`, does not know the request.
         """
         peer = self._endpoints[endpoint]
         error = from_rpc_error(failure, peer=peer)
@@ -102,12 +112,12 @@ class EndpointSearch:
 
     @property
     def error(self) -> StagemeshError:
-        """The error to raise after all endpoints failed: NotFoundError takes precedence over unreachable endpoints."""
+        """The error to raise after all endpoints failed. NotFoundError takes precedence over unreachable endpoints."""
         return next((error for error in self._errors if isinstance(error, NotFoundError)), self._errors[0])
 
 
 class Call(NamedTuple):
-    """A Generate call to make. `endpoint` is an index of the client's endpoints."""
+    """A Generate call to make. `endpoint` is the index of an endpoint in the client's list."""
 
     endpoint: int
     request: orchestrator_pb2.GenerateRequest
@@ -117,7 +127,7 @@ class Call(NamedTuple):
 class RequestSession:
     """The calls of one request: decides which endpoint to call next, and which received events are new.
 
-    Used as a context manager. Leaving it by GeneratorExit, KeyboardInterrupt or cancellation stops the request.
+    Use it as a context manager. Leaving it by GeneratorExit, KeyboardInterrupt or cancellation stops the request.
     """
 
     def __init__(
@@ -131,7 +141,7 @@ class RequestSession:
         self._runs = False
 
     def next_call(self) -> Call:
-        """Returns the next call. Raises DeadlineError if no time is left for it."""
+        """Returns the next call. Raises DeadlineError if the request's timeout has passed."""
         self._runs = False
         timeout_s = self._attempts.begin()
         self._client.record_call(self._request_id, self._endpoint)
@@ -146,7 +156,9 @@ class RequestSession:
         return event
 
     def pause_s(self, failure: grpc.RpcError) -> float:
-        """Returns how many seconds to wait before the next call. Raises the call's error if the request has failed."""
+        """Returns the number of seconds to wait before the next call. Raises the call's error if the request has
+        failed.
+        """
         peer = self._client.endpoints[self._endpoint]
         error = from_rpc_error(failure, peer=peer)
         broken = _is_broken(failure, error, peer=peer)
@@ -172,7 +184,7 @@ ClientT = TypeVar("ClientT", bound=BaseClient)
 
 
 class BaseGeneration(Generic[ClientT]):
-    """One request, sent when its iteration starts."""
+    """One request. It is sent when the iteration over its events starts."""
 
     def __init__(self, client: ClientT, *, request: orchestrator_pb2.GenerateRequest, timeout_s: float | None) -> None:
         self._client = client
@@ -188,13 +200,14 @@ class BaseGeneration(Generic[ClientT]):
     def _open_session(self) -> RequestSession:
         if self._is_begun:
             raise RuntimeError(
-                "a generation can be iterated only once, and `result()` counts; call `generate` again for another"
+                "a generation can be iterated only once, and `result()` iterates over it; call `generate` again to send "
+                "another request"
             )
         self._is_begun = True
         return RequestSession(self._client, self._request, timeout_s=self._timeout_s)
 
 
 def _is_broken(failure: grpc.RpcError, error: StagemeshError, *, peer: str) -> bool:
-    """Whether the server or the connection broke. Errors that a service itself reports name no peer."""
+    """Returns whether the server or the connection broke. An error that a service itself reports does not name a peer."""
     assert isinstance(failure, grpc.Call | grpc.aio.AioRpcError), "gRPC raises calls"
     return failure.code() in _BROKEN and error.metadata.get("peer") == peer

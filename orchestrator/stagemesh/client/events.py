@@ -14,27 +14,30 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 
 @dataclass(frozen=True)
 class Queued:
-    """The request waits for admission. Sent again each time its position changes."""
+    """The request waits for admission. The event is sent again each time the request's position changes."""
 
     request_id: str
     position: int
-    """From 1."""
+    """The position in the queue. The first position is 1."""
     expected_wait_s: float
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """The request is planned and runs. The first event, apart from Queued."""
+    """The request is planned and runs. This is the first event of a request, except for `Queued`."""
 
     request_id: str
     seed: int
     replicas: Mapping[str, str]
-    """The name of the chosen replica, by stage."""
+    """The names of the chosen replicas by stage."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How many engine steps a stage has done. `total_steps` is None if the stage does not know its total."""
+    """The number of engine steps that a stage has completed.
+
+    `total_steps` is None if the stage does not know the total in advance.
+    """
 
     stage: str
     steps: int
@@ -110,7 +113,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Times in seconds since the request, or a stage's step, was accepted."""
+    """Times in seconds since the request was accepted or, in a stage's report, since the stage accepted its step."""
 
     started_s: float
     first_output_s: float | None
@@ -129,7 +132,7 @@ class EdgeUsage:
 
 @dataclass(frozen=True)
 class StageReport:
-    """The work, times and sent data of one stage."""
+    """The work, the times and the sent data of one stage."""
 
     usage: Usage
     timings: Timings

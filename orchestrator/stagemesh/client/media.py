@@ -19,7 +19,7 @@ class ImageFile:
 
     data: bytes
     media_type: str
-    """For example "image/png"."""
+    """The media type, for example "image/png"."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class AudioFile:
 
     data: bytes
     media_type: str
-    """For example "audio/wav"."""
+    """The media type, for example "audio/wav"."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class VideoFile:
 
     data: bytes
     media_type: str
-    """For example "video/mp4"."""
+    """The media type, for example "video/mp4"."""
 
 
 @dataclass(frozen=True, eq=False)
 class AudioSamples:
-    """Audio as samples: float32 in [-1, 1], [samples] or [samples, channels]."""
+    """Audio as samples: float32 in [-1, 1], with shape [samples] or [samples, channels]."""
 
     samples: npt.NDArray[np.float32]
     sample_rate_hz: int

@@ -1,4 +1,4 @@
-"""The outputs of a request that its caller has received, over all calls and orchestrators. Independent of gRPC."""
+"""Records which outputs of a request the caller has received, over all calls and orchestrators. Independent of gRPC."""
 
 from collections import Counter
 from math import ceil
@@ -12,7 +12,7 @@ _MAX_LINGER_S = 10
 
 
 class ClientPosition:
-    """Passes each event once, and builds the request that asks for the remaining events."""
+    """Passes on each event exactly once, and builds the request that asks for the remaining events."""
 
     def __init__(self, request: orchestrator_pb2.GenerateRequest, policy: RetryPolicy) -> None:
         self._request = orchestrator_pb2.GenerateRequest()

@@ -14,15 +14,18 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2
 _STRUCTURES = ("json_schema", "regex", "choice", "grammar")
 
 Conversation: TypeAlias = Sequence[tuple[str, Content]]
-"""Turns as (role, content), oldest first. Roles are "system", "user" and "assistant"."""
+"""The turns of a conversation as (role, content), oldest first. Roles are "system", "user" and "assistant"."""
 
 
 class SamplingArguments(TypedDict, total=False):
-    """How language models choose tokens. An omitted argument has the stage's default. `request.proto` defines each."""
+    """Arguments that control how language models choose tokens. `request.proto` defines each argument.
+
+    The stage's default applies to an omitted argument.
+    """
 
     max_tokens: int | None
     temperature: float | None
-    """0 is greedy."""
+    """The sampling temperature. 0 always selects the most probable token."""
     top_p: float | None
     top_k: int | None
     min_p: float | None
@@ -30,15 +33,21 @@ class SamplingArguments(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     stop: Sequence[str]
-    """Texts that end the output."""
+    """Texts that end the output when they are generated."""
     stop_token_ids: Sequence[int]
     min_tokens: int | None
     ignore_eos: bool
     bad_words: Sequence[str]
     logprobs: int | None
-    """The number of alternatives that each token's log-probabilities include. 0 returns that of the token alone."""
+    """The number of alternatives to report with the log-probability of each token.
+
+    0 reports only the log-probability of the token itself. None reports no log-probabilities.
+    """
     json_schema: str | Mapping[str, object] | None
-    """The schema that the output must conform to. At most one of json_schema, regex, choice and grammar may be set."""
+    """The JSON schema that the output must conform to.
+
+    At most one of json_schema, regex, choice and grammar may be set.
+    """
     regex: str | None
     choice: Sequence[str] | None
     grammar: str | None
@@ -48,36 +57,40 @@ _SAMPLING_FIELDS = SamplingArguments.__annotations__.keys() - set(_STRUCTURES)
 
 
 class GenerateArguments(SamplingArguments, total=False):
-    """The arguments of `generate` in addition to the prompt. An omitted argument has the server's default."""
+    """The arguments of `generate` in addition to the prompt. The server's default applies to an omitted argument."""
 
     messages: Conversation
-    """A conversation instead of a prompt."""
+    """A conversation to send instead of a prompt."""
     token_ids: Sequence[int]
-    """The model's own tokens instead of a prompt."""
+    """Token ids of the model's own vocabulary to send instead of a prompt."""
     negative_prompt: str
     """Text that describes what images or videos must not show."""
     tensors: Tensors
     """Input tensors by name, for pipelines that accept them."""
     outputs: Sequence[str]
-    """The names of the wanted outputs. Empty for all."""
+    """The names of the outputs to produce. An empty sequence produces all outputs."""
     adapter: str | None
     """The name of a LoRA adapter, for stages that support adapters."""
     seed: int | None
-    """0 to 2**32 - 1. Chosen at random by the server if omitted, and reported in `Admitted`."""
+    """The random seed, from 0 to 2**32 - 1.
+
+    If it is omitted, the server chooses one at random and reports it in `Admitted`.
+    """
     options: Mapping[str, float]
-    """Options that the pipeline's stages declare."""
+    """Values of options that the pipeline's stages declare, by option name."""
     request_id: str | None
-    """Generated at random if omitted."""
+    """The id that identifies the request in every service and log. Generated at random if omitted."""
     pipeline: str
-    """The pipeline's name. Required only if a server has several."""
+    """The name of the pipeline. May be omitted if the server has only one pipeline."""
     priority: int
-    """-10 to 10. Requests of a higher priority leave the queue first."""
+    """The priority, from -10 to 10. Requests of a higher priority leave the queue first."""
     caller: str
     """The caller's name. Callers with the same priority get equal shares of the pipeline and of its queue."""
 
 
 def build_request(prompt: Content | None, arguments: GenerateArguments) -> orchestrator_pb2.GenerateRequest:
-    """Returns the message for these arguments. It always has a request_id, so that sending it again is safe.
+    """Returns the message for these arguments. It always has a request_id, which makes it safe to send the message
+    again.
 
     Raises InvalidRequestError for a value that protobuf cannot encode, or if the message is too large.
     """

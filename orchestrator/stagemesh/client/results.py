@@ -25,7 +25,7 @@ from stagemesh.common.errors import InternalError, NotFoundError
 
 @dataclass(frozen=True, eq=False)
 class Audio:
-    """A complete audio output: float32 in [-1, 1], [samples] or [samples, channels]."""
+    """A complete audio output: float32 in [-1, 1], with shape [samples] or [samples, channels]."""
 
     samples: npt.NDArray[np.float32]
     sample_rate_hz: int
@@ -38,14 +38,18 @@ class Audio:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """All outputs of a request by output name, and the times of the first ones in seconds since the call."""
+    """All outputs of a request by output name.
+
+    `first_text_s`, `first_audio_s` and `first_image_s` are the times of the first such output in seconds since the
+    call. Each is None if the request produced no such output.
+    """
 
     request_id: str
     seed: int
     texts: Mapping[str, str]
     tokens: Mapping[str, tuple[int, ...]]
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]]
-    """One for each token, if the request asked for log-probabilities."""
+    """The log-probabilities of each token by output name. Empty unless the request asked for log-probabilities."""
     audios: Mapping[str, Audio]
     images: Mapping[str, Image]
     tensors: Mapping[str, tuple[TensorOutput, ...]]

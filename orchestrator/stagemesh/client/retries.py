@@ -16,12 +16,12 @@ class RetryPolicy:
     """Limits the retries of a request.
 
     Before a request runs, it is attempted at most `attempts` times on each endpoint. The pause before the first retry
-    is `first_pause_s`, and it doubles with each retry up to `max_pause_s`. A pause that the server asks for (RetryInfo)
-    takes precedence. If it is longer than `max_asked_pause_s`, the request fails.
+    is `first_pause_s`. It doubles with each retry up to `max_pause_s`. A pause that the server asks for (RetryInfo)
+    takes precedence. If that pause is longer than `max_asked_pause_s`, the request fails.
 
-    After a request has started and its server is lost, the client searches all endpoints for at most `reattach_s`
-    seconds (0: not at all). The request fails if its server is lost more than `attempts` times in a row and no new
-    event arrives for `reattach_s` seconds.
+    After a request has started, its server may stop or become unreachable. The client then searches all endpoints for
+    at most `reattach_s` seconds. 0 disables the search. The request fails if it loses its server more than `attempts`
+    times in a row and no new event arrives for `reattach_s` seconds.
     """
 
     attempts: int = 5
@@ -45,13 +45,16 @@ class Attempts:
         self._policy, self._endpoints = policy, endpoints
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._made = 0
-        """The number of attempts since the request's server was last lost, or in total if it never was."""
+        """The number of attempts since the request last lost its server, or since its start if it never did."""
         self._answered = False
-        """Whether the current attempt has shown that the request runs."""
+        """Whether the current attempt has shown that the request is running."""
         self._search_ends_s: float | None = None
-        """The time at which the search for a lost request ends. None until its server is lost."""
+        """The time on the monotonic clock at which the search for the request's server ends.
+
+        None if the request has never lost its server.
+        """
         self._losses = 0
-        """How many times the server was lost since the last new event."""
+        """The number of times that the request has lost its server since the last new event."""
         self._last_new_event_s = time.monotonic()
 
     def begin(self) -> float | None:
@@ -67,7 +70,7 @@ class Attempts:
         return left_s
 
     def note_answer(self, *, is_new: bool) -> None:
-        """Records that the request runs. `is_new` says whether the caller did not have the received event yet."""
+        """Records that the request is running. `is_new` means that the caller had not yet received the event."""
         self._answered = True
         if is_new:
             self._losses, self._last_new_event_s = 0, time.monotonic()
@@ -92,7 +95,7 @@ class Attempts:
         return self._if_in_time(self._backoff_s(self._made // self._endpoints) if asked_s is None else asked_s)
 
     def _pause_after_loss_s(self, error: StagemeshError, *, broken: bool) -> float | None:
-        """Returns the pause after a running request lost its server, or None if the request itself failed."""
+        """Returns the pause in seconds after a running request lost its server, or None if the request itself failed."""
         if not broken and error.reason != _STOPPING:
             return None
         now_s, limit_s = time.monotonic(), self._policy.reattach_s

@@ -1,4 +1,4 @@
-"""The client for programs without asyncio; safe to share between threads."""
+"""The client for programs without asyncio. Threads can share it."""
 
 import time
 from collections.abc import Callable, Generator
@@ -28,7 +28,7 @@ Answer = TypeVar("Answer")
 
 
 class Generation(BaseGeneration["Client"]):
-    """One request, sent when its iteration starts.
+    """One request. It is sent when the iteration over its events starts.
 
     It can be iterated once; a second iteration raises RuntimeError. Leaving the loop early cancels the request on every
     stage.
@@ -54,7 +54,7 @@ class Generation(BaseGeneration["Client"]):
                 time.sleep(pause_s)
 
     def result(self) -> Result:
-        """Runs the request to its end and returns all of its outputs."""
+        """Runs the request until it finishes, and returns all of its outputs."""
         builder = ResultBuilder()
         for event in self:
             builder.add(event)
@@ -78,25 +78,30 @@ class Client(BaseClient):
     ) -> Generation:
         """Returns a request for `prompt`, which is text or text with media; read it with `for` or `.result()`.
 
-        It is retried and resumed as by `AsyncClient.generate`. Raises InvalidRequestError for arguments that cannot be
-        sent.
+        The client retries and resumes the request in the same way as `AsyncClient`. Raises InvalidRequestError for
+        arguments that cannot be sent.
         """
         return Generation(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
 
     def cancel(self, request_id: str) -> None:
-        """Stops a request, and returns once every stage has released it. Raises NotFoundError if it does not run."""
+        """Stops a request, and returns after every stage has released it. Raises NotFoundError if the request is not
+        running.
+        """
         request = orchestrator_pb2.CancelRequestRequest(request_id=request_id)
         self._call(lambda stub: stub.CancelRequest(request, timeout=CONTROL_TIMEOUT_S), anywhere=True)
 
     def describe(self, pipeline: str = "") -> orchestrator_pb2.DescribePipelineResponse:
-        """Returns the pipeline's current stages, replicas, edges and outputs. An empty name selects the only one."""
+        """Returns the pipeline's current stages, replicas, edges and outputs.
+
+        An empty `pipeline` selects the only pipeline of the server.
+        """
         request = orchestrator_pb2.DescribePipelineRequest(pipeline=pipeline)
         return self._call(lambda stub: stub.DescribePipeline(request, timeout=CONTROL_TIMEOUT_S))
 
     def _call(self, method: Callable[[OrchestratorServiceStub], Answer], *, anywhere: bool = False) -> Answer:
-        """Returns the answer of the first endpoint that is reachable.
+        """Returns the answer of the first reachable endpoint.
 
-        With `anywhere`, endpoints that answer NOT_FOUND are skipped too.
+        With `anywhere`, also skips endpoints that answer NOT_FOUND.
         """
         search = EndpointSearch(self.endpoints, self.latest, anywhere=anywhere)
         for endpoint in search:

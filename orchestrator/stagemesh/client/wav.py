@@ -14,7 +14,8 @@ from stagemesh.common.errors import InvalidRequestError
 class WavWriter:
     """Writes float32 samples to a WAV file. Samples outside [-1, 1] are clipped.
 
-    The first samples create the file, and its folder if that is missing. Without samples there is no file.
+    The first call of `write` creates the file, and its folder if the folder does not exist. Without samples, no file is
+    created.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -23,7 +24,7 @@ class WavWriter:
         self._file: wave.Wave_write | None = None
 
     def write(self, samples: npt.NDArray[np.float32], *, sample_rate_hz: int) -> None:
-        """Appends [samples] or [samples, channels].
+        """Appends samples of shape [samples] or [samples, channels].
 
         Raises InvalidRequestError if the sample rate or the number of channels differs from that of the first samples,
         or if the file cannot be created.

@@ -19,12 +19,12 @@ class ReplicaAddress:
 
 @dataclass(frozen=True)
 class DnsName:
-    """A DNS name whose addresses are the replicas of a stage, all on one port."""
+    """A DNS name that resolves to the addresses of a stage's replicas. All of them use the same port."""
 
     host: str
     port: int
     poll_s: float = 5.0
-    """Seconds between two lookups."""
+    """The time between two lookups in seconds."""
 
     def __post_init__(self) -> None:
         if not self.host or not 0 < self.port < 1 << 16:
@@ -40,7 +40,7 @@ class Registration:
     """Settings for replicas that register themselves."""
 
     lease_s: float = 30.0
-    """Seconds for which a replica remains a member without renewing its lease."""
+    """The time in seconds for which a replica remains a member without renewing its lease."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.lease_s <= 3600:
@@ -57,34 +57,41 @@ class OrchestratorConfig:
     pipeline: str
     """The path of the pipeline file, or the name of a built-in pipeline."""
     replicas: Mapping[str, tuple[ReplicaAddress, ...]]
-    """The replicas by stage. A stage whose replicas are found by DNS or register themselves may have none here."""
+    """The replicas by stage. A stage may have none here if its replicas are found by DNS or register themselves."""
     listen: str
     """The address for clients, "host:port"."""
     dns: Mapping[str, DnsName] = field(default_factory=dict[str, DnsName])
-    """By stage, the DNS name of its replicas."""
+    """The DNS names of the replicas, by stage."""
     registration: Registration | None = None
-    """Allows replicas of every stage to register themselves. None allows it to no replica."""
+    """The settings for replicas that register themselves. If it is None, no replica can register."""
     generations: tuple[str, ...] = ()
-    """Generations whose replicas are accepted in addition to the pipeline file's own generation, during an upgrade."""
+    """Further generations whose replicas are accepted during an upgrade.
+
+    Replicas of the pipeline file's own generation are always accepted.
+    """
     admin_listen: str | None = None
-    """The address for AdminService, "host:port", which differs from `listen`. None disables AdminService."""
+    """The address for AdminService, "host:port". It must differ from `listen`. None disables AdminService."""
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Values that replace values of the pipeline file, as given to the launcher."""
+    """Values that replace values of the pipeline file, by key."""
     max_request_s: float = 3600.0
-    """The maximum duration of a request in seconds. A client may ask for less."""
+    """The maximum duration of a request in seconds. A client may ask for a shorter one."""
     drain_s: float = 10.0
-    """Seconds for which running requests may continue after SIGTERM. The remaining ones are then stopped."""
+    """The time in seconds for which requests may continue to run after SIGTERM. Requests that remain are then stopped.
+    """
     max_kept_state_bytes: int = 256 << 20
-    """Maximum total size of the checkpoint states kept for lost steps, in bytes; 0 keeps none."""
+    """The maximum total size in bytes of the retained checkpoint states.
+
+    A step can resume from its checkpoint state if its replica terminates. 0 retains no states.
+    """
     parent_pid: int | None = None
-    """A process with whose end this process ends too."""
+    """The id of a process. This process ends when that process ends. None if it does not depend on another process."""
 
     def __post_init__(self) -> None:
         if self.max_request_s <= 0:
             raise ValueError(f"max_request_s is {self.max_request_s}; it must be greater than 0")
         if self.admin_listen == self.listen and not self.listen.endswith(":0"):
             raise ValueError(
-                f"admin_listen is {self.admin_listen}, which is the address for clients; it must be another one"
+                f"admin_listen is {self.admin_listen}, which is the address for clients; it must be another address"
             )
         for name in ("drain_s", "max_kept_state_bytes"):
             if getattr(self, name) < 0:
@@ -92,14 +99,14 @@ class OrchestratorConfig:
         names = [address.name for addresses in self.replicas.values() for address in addresses]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"replicas holds {', '.join(twice)} more than once; names must be unique")
+            raise ValueError(f"replicas contains {', '.join(twice)} more than once; names must be unique")
 
 
 _CONFIG = TypeAdapter(OrchestratorConfig)
 
 
 def load_orchestrator_config(path: Path) -> OrchestratorConfig:
-    """Reads a config file. Raises InvalidRequestError (INVALID_CONFIG), which names the field."""
+    """Reads a config file. Raises InvalidRequestError (INVALID_CONFIG), which names the invalid field."""
     try:
         return _CONFIG.validate_json(path.read_bytes())
     except ValidationError as exc:
@@ -109,5 +116,5 @@ def load_orchestrator_config(path: Path) -> OrchestratorConfig:
 
 
 def dump_orchestrator_config(config: OrchestratorConfig) -> bytes:
-    """Returns the content of the file for `config`."""
+    """Returns the content of the config file for `config`."""
     return _CONFIG.dump_json(config)

@@ -1,4 +1,4 @@
-"""Converts the pipeline and its present state to the messages of the API."""
+"""Converts the pipeline and its current state to the messages of the API."""
 
 from collections.abc import Sequence
 
@@ -45,7 +45,7 @@ def _replica(replica: Replica) -> orchestrator_pb2.ReplicaDescription:
 
 
 def describe_edge(edge: Edge, links: Sequence[EdgeLink]) -> orchestrator_pb2.EdgeDescription:
-    """Returns an edge and its links."""
+    """Returns the description of an edge and of its links."""
     return orchestrator_pb2.EdgeDescription(
         name=edge.name,
         from_stage=edge.producer,

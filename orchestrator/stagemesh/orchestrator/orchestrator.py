@@ -36,7 +36,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class Orchestrator:
-    """Runs requests within `async with orchestrator.running():`."""
+    """Runs the requests of one pipeline within `async with orchestrator.running():`."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Orchestrator:
         self.admission = Admission(pipeline.limits, clock=clock)
         self.requests = RequestRegistry()
         self.totals = Totals()
-        """Sums over the requests that have ended."""
+        """Totals over the requests that have ended."""
         self.history = History()
         self._clock = clock
         self._planner = Planner(pipeline, fleet.registry, choice=choice)
@@ -65,8 +65,10 @@ class Orchestrator:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Accepts requests within the block. At its end, queued requests are rejected and running requests have
-        `drain_s` to finish. The remaining ones are stopped, and every stage has released them afterwards.
+        """Accepts requests within the block.
+
+        At the end of the block, queued requests are rejected, and running requests have `drain_s` seconds to finish.
+        Requests that remain are stopped. Every stage has then released all requests.
         """
         async with AsyncExitStack() as stack:
             stack.callback(self.requests.clear)
@@ -78,17 +80,17 @@ class Orchestrator:
     async def generate(
         self, request: orchestrator_pb2.GenerateRequest, *, time_left_s: float | None
     ) -> AsyncGenerator[bytes]:
-        """Returns a request's events from its start, each a serialized GenerateResponse. If a request with the same id
-        and content is known, the caller is attached to it.
+        """Returns a request's events from its start, each as a serialized GenerateResponse.
 
-        Iterate at once and within `aclosing`: the request is stopped when its last caller leaves, or `linger_s` later.
+        If a request with the same id and content is known, the caller is attached to it. Iterate at once and within
+        `aclosing`: the request is stopped when its last caller leaves, or `linger_s` seconds later.
         """
         valid = validate(request, self.pipeline)
         content = fingerprint(request)
         seed = request.parameters.seed if request.parameters.HasField("seed") else None
         known = self.requests.find_same(valid.request_id, content, seed=seed)
         while known is not None and known.record.callers.abandoned:
-            # It is about to end, and no caller has received its result: it is started again.
+            # The request is about to end, and no caller has received its result. It is therefore started again.
             await asyncio.wait([known.ended])
             known = self.requests.find_same(valid.request_id, content, seed=seed)
         if known is None:
@@ -97,13 +99,15 @@ class Orchestrator:
         return known.record.follow(next_seqs=request.next_seqs, next_positions=request.next_positions)
 
     async def cancel(self, request_id: str, *, when_left: bool = False) -> None:
-        """Stops a request and returns once every stage has released it. With `when_left`, returns at once, and the
-        request stops when no caller follows it. Raises NotFoundError (UNKNOWN_REQUEST).
+        """Stops a request, and returns after every stage has released it.
+
+        With `when_left`, returns at once, and the request stops when no caller follows it. Raises NotFoundError
+        (UNKNOWN_REQUEST) if the request is unknown.
         """
         known = self.requests.find(request_id)
         if known is None:
             raise NotFoundError(
-                f"no request {request_id!r} here; it may have ended a while ago",
+                f"unknown request {request_id!r}; it may have ended too long ago",
                 reason="UNKNOWN_REQUEST",
                 metadata={"request_id": request_id},
             )
@@ -114,7 +118,7 @@ class Orchestrator:
         await asyncio.wait([known.ended])
 
     def _start(self, request: ValidRequest, content: bytes, *, time_left_s: float | None) -> KnownRequest:
-        """Starts a request, which is queued or runs. A request that the admission rejects at once is not kept."""
+        """Starts a request, which then waits or runs. A request that admission rejects at once is not retained."""
         if self._group is None:
             raise _not_running()
         timeout_s = min(self._max_request_s, time_left_s if time_left_s is not None else self._max_request_s)
@@ -154,7 +158,7 @@ class Orchestrator:
         except Exception:  # noqa: BLE001
             _log.exception("request %s failed unexpectedly", request.request_id)
             error = InternalError("the orchestrator failed; its log has the details")
-        # All this precedes the end of the record: a client that sees the end must find everything released.
+        # This must precede the end of the record, because a client that sees the end must find everything released.
         record = known.record
         record.timeline.end(error)
         self.totals.add(record.timeline)

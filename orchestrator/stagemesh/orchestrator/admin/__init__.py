@@ -1,1 +1,1 @@
-"""The orchestrator and its replicas for operators: what they show, and the commands that they accept."""
+"""Administration for operators: the status of the orchestrator and its replicas, and the commands that change them."""

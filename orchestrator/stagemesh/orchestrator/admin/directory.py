@@ -15,7 +15,7 @@ _RANKS = {ReplicaState.READY: 0, ReplicaState.FAILED: 2, ReplicaState.UNREACHABL
 
 
 class Directory:
-    """The pipeline and its current replicas, by name."""
+    """Looks up the stages, edges and current replicas of the pipeline by name."""
 
     def __init__(self, pipeline: Pipeline, fleet: Fleet) -> None:
         self.pipeline = pipeline
@@ -28,11 +28,14 @@ class Directory:
 
     @property
     def replicas(self) -> list[Replica]:
-        """All replicas, by stage."""
+        """All replicas, grouped by stage."""
         return list(chain.from_iterable(self.replicas_of(stage) for stage in self.pipeline.stages))
 
     def replicas_of(self, stage: str) -> list[Replica]:
-        """Returns the replicas of a stage, "a-2" before "a-10". Raises NotFoundError (UNKNOWN_TARGET)."""
+        """Returns the replicas of a stage, sorted so that "a-2" precedes "a-10".
+
+        Raises NotFoundError (UNKNOWN_TARGET) if the stage does not exist.
+        """
         if stage not in self.pipeline.stages:
             raise _unknown_target(f"stage {stage!r}; stages: {', '.join(self.pipeline.stages)}", stage)
         return sorted(self._fleet.registry.of(stage), key=lambda replica: (len(replica.name), replica.name))
@@ -42,7 +45,7 @@ class Directory:
         return self._fleet.edge_connectors.links_of(edge)
 
     def find(self, name: str) -> Replica | None:
-        """Returns the replica of this name, or None.
+        """Returns the replica with this name, or None if there is none.
 
         If two replicas have the name, prefers the one that is neither unreachable nor failed.
         """
@@ -50,7 +53,10 @@ class Directory:
         return min(named, key=lambda replica: _RANKS.get(replica.state, 1), default=None)
 
     def target(self, name: str) -> list[Replica]:
-        """Returns the replica of this name, or the replicas of the stage. Raises NotFoundError (UNKNOWN_TARGET)."""
+        """Returns the replica with this name, or all replicas of the stage with this name.
+
+        Raises NotFoundError (UNKNOWN_TARGET) if there is neither.
+        """
         replica = self.find(name)
         if replica is not None:
             return [replica]
@@ -60,14 +66,14 @@ class Directory:
         raise _unknown_target(f"replica or stage {name!r}; stages: {stages}; replicas: {replicas}", name)
 
     def replica(self, name: str) -> Replica:
-        """Returns the replica of this name. Raises NotFoundError (UNKNOWN_TARGET)."""
+        """Returns the replica with this name. Raises NotFoundError (UNKNOWN_TARGET) if there is none."""
         replica = self.find(name)
         if replica is None:
             raise _unknown_target(f"replica {name!r}; replicas: {_names(self.replicas)}", name)
         return replica
 
     def edge(self, name: str) -> Edge:
-        """Returns the edge of this name. Raises NotFoundError (UNKNOWN_EDGE)."""
+        """Returns the edge with this name. Raises NotFoundError (UNKNOWN_EDGE) if there is none."""
         for edge in self.pipeline.edges:
             if edge.name == name:
                 return edge

@@ -1,4 +1,4 @@
-"""Looks into requests: lists them, and reports the progress of one."""
+"""Lists requests, and reports the progress of one request."""
 
 import asyncio
 from collections.abc import Collection, Iterator, Sequence
@@ -27,7 +27,7 @@ class InspectedRequest:
     timeline: Timeline
     steps: Sequence[admin_pb2.StepStatus]
     flows: Sequence[admin_pb2.FlowStatus]
-    """Each flow as both of its ends report it."""
+    """The status of each flow, with the reports of its producer and its consumer."""
 
 
 class Inspector:
@@ -38,12 +38,12 @@ class Inspector:
         self._directory = directory
 
     def requests(self, *, states: Collection[RequestState] = (), target: str = "") -> Iterator[tuple[int, Timeline]]:
-        """Returns requests with their numbers, the oldest first.
+        """Returns requests with their numbers, oldest first.
 
-        - `states` selects requests in one of these states. Empty for requests that wait or run.
-        - `target` selects requests that have or had a step on this replica or stage. Empty for all.
+        - `states` selects requests in one of these states. If it is empty, waiting and running requests are selected.
+        - `target` selects requests that have or had a step on this replica or stage. If it is empty, all are selected.
 
-        Raises NotFoundError (UNKNOWN_TARGET).
+        Raises NotFoundError (UNKNOWN_TARGET) if the target does not exist.
         """
         names = {replica.name for replica in self._directory.target(target)} if target else None
         wanted = states or _UNDER_WAY
@@ -55,16 +55,21 @@ class Inspector:
         )
 
     def slowest(self, count: int) -> list[Timeline]:
-        """Returns the waiting or running requests that were received first."""
+        """Returns at most `count` waiting or running requests, oldest first."""
         return sorted(self._running(), key=lambda timeline: timeline.number)[:count]
 
     def kept_bytes(self, request_id: str) -> int:
-        """Returns the output bytes of a request that the orchestrator retains."""
+        """Returns the number of output bytes that the orchestrator retains for a request. 0 if it does not know the
+        request.
+        """
         known = self._orchestrator.requests.find(request_id)
         return known.record.size_bytes if known is not None else 0
 
     async def inspect(self, request_id: str) -> InspectedRequest:
-        """Returns one request, after at most 2 seconds. Raises NotFoundError (UNKNOWN_REQUEST)."""
+        """Returns one request with its steps and flows. Waits at most 2 seconds for the reports of replicas.
+
+        Raises NotFoundError (UNKNOWN_REQUEST) if the request is unknown.
+        """
         timeline = self._find(request_id)
         # Further steps may start while replicas are asked.
         noted = tuple(timeline.steps)
@@ -77,7 +82,11 @@ class Inspector:
         return InspectedRequest(timeline, steps, _flow_statuses(pairs))
 
     async def cancel(self, request_id: str) -> None:
-        """Stops a request. Raises NotFoundError (UNKNOWN_REQUEST) and NotReadyError (REQUEST_ENDED)."""
+        """Stops a request.
+
+        Raises NotFoundError (UNKNOWN_REQUEST) if the request is unknown, and NotReadyError (REQUEST_ENDED) if it has
+        ended.
+        """
         timeline = self._find(request_id)
         if timeline.state.is_over:
             raise NotReadyError(
@@ -167,10 +176,10 @@ def _flow_statuses(
 
 
 def describe_wait(notes: StepNotes, report: control_pb2.StepReport | None, *, unready: Sequence[str]) -> str:
-    """Returns what a step waits for, in plain English. Empty if it computes or has ended.
+    """Returns what a step waits for, in plain English. Empty if the step computes or has ended.
 
     - `report` is the replica's report, or None if the replica did not answer.
-    - `unready` are the downstream stages that have not accepted the request.
+    - `unready` contains the downstream stages that have not accepted the request.
     """
     if notes.ended_s is not None:
         return ""

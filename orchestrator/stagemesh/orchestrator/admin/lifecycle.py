@@ -32,7 +32,7 @@ class RestartEvent(NamedTuple):
     replica: str
     phase: RestartPhase
     running: int
-    """The number of requests that still run on the replica."""
+    """The number of requests that are still running on the replica."""
 
 
 class Lifecycle:
@@ -47,15 +47,17 @@ class Lifecycle:
         self._draining = asyncio.Lock()
 
     async def drain(self, target: str, *, force: bool, move_after_s: float | None = None) -> list[Replica]:
-        """Stops planning requests on the target. Moves requests that still run after `move_after_s` to other replicas.
+        """Stops planning new requests on the target, which is a replica or a stage. Returns its replicas.
 
-        Raises NotReadyError (LAST_REPLICA) if no ready replica would remain, unless forced.
+        Requests that are still running after `move_after_s` seconds are moved to other replicas. They are not moved if
+        it is None. Raises NotReadyError (LAST_REPLICA) if no ready replica would remain, unless `force` is set.
         """
         async with self._draining:
             replicas = self._directory.target(target)
             if not force:
                 self._check_others(replicas, action="draining")
-            # Of a stage, only ready replicas are drained. A replica that is named itself reports why it cannot.
+            # If the target is a stage, only its ready replicas are drained. If it is a replica that is not ready, the
+            # replica itself reports why it cannot be drained.
             await _for_each(
                 [replica for replica in replicas if len(replicas) == 1 or replica.state is ReplicaState.READY],
                 partial(_drain, move_after_s=move_after_s),
@@ -63,7 +65,7 @@ class Lifecycle:
             return replicas
 
     async def wait_idle(self, replicas: Sequence[Replica], *, timeout_s: float) -> None:
-        """Returns when no request runs on the replicas. Raises DeadlineError (STILL_RUNNING)."""
+        """Returns when no request runs on the replicas. Raises DeadlineError (STILL_RUNNING) after `timeout_s` seconds."""
         ends_s = asyncio.get_running_loop().time() + timeout_s
         for replica in replicas:
             running = 0
@@ -81,13 +83,16 @@ class Lifecycle:
         return replicas
 
     async def restart(self, target: str, *, force: bool, drain_s: float) -> AsyncGenerator[RestartEvent]:
-        """Restarts the target's replicas one after another, each after draining it for at most `drain_s` (0 for 300).
+        """Restarts the target's replicas one after another, and yields the changes of each.
 
-        Iterate within `aclosing`. Raises NotReadyError (LAST_REPLICA), and DeadlineError (STILL_RUNNING) after resuming
-        the replica.
+        Each replica is drained before its restart for at most `drain_s` seconds. 0 means 300 seconds. Iterate within
+        `aclosing`.
+
+        Raises NotReadyError (LAST_REPLICA) if no ready replica would remain. If requests are still running after the
+        drain, resumes the replica and raises DeadlineError (STILL_RUNNING). With `force`, restarts in both cases.
         """
         if not drain_s >= 0:
-            raise InvalidRequestError(f"drain_s is {drain_s:g}; it must be 0 for {_DRAIN_S:g}, or more")
+            raise InvalidRequestError(f"drain_s is {drain_s:g}; it must be positive, or 0 for {_DRAIN_S:g} s")
         for name in [replica.name for replica in self._directory.target(target)]:
             replica = self._directory.replica(name)
             former = await _incarnation(replica)
@@ -111,7 +116,7 @@ class Lifecycle:
             yield RestartEvent(name, RestartPhase.READY, 0)
 
     async def _is_replaced(self, name: str, former: str) -> bool:
-        """Returns whether another process than the former incarnation answers for a replica."""
+        """Returns whether a replica is now served by a process other than the incarnation `former`."""
         replica = self._directory.find(name)
         if replica is None:
             return False
@@ -125,7 +130,7 @@ class Lifecycle:
         return replica is not None and replica.state is ReplicaState.READY
 
     def _check_others(self, replicas: Sequence[Replica], *, action: str) -> None:
-        """Raises NotReadyError if one of these replicas of a stage is ready and no other replica of it is."""
+        """Raises NotReadyError (LAST_REPLICA) if these are the only ready replicas of their stage."""
         if not any(replica.state is ReplicaState.READY for replica in replicas):
             return
         stage, names = replicas[0].stage, {replica.name for replica in replicas}
@@ -142,7 +147,7 @@ class Lifecycle:
 
 
 async def _poll(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Returns when the condition holds."""
+    """Checks the condition repeatedly, and returns when it is true."""
     while True:
         if await condition():
             return
@@ -162,7 +167,10 @@ async def _for_each(replicas: Sequence[Replica], act: Callable[[Replica], Awaita
 
 
 async def _running_counts(replica: Replica, *, ends_s: float) -> AsyncGenerator[int]:
-    """Yields the number of running requests and each change of it, until it is 0 or the loop's time is `ends_s`."""
+    """Yields the number of requests that run on a replica, first now and then after each change.
+
+    Ends when the number is 0 or when the time of the event loop reaches `ends_s`.
+    """
     last = -1
     while last:
         running = await count_running(replica)
@@ -176,9 +184,10 @@ async def _running_counts(replica: Replica, *, ends_s: float) -> AsyncGenerator[
 
 
 async def count_running(replica: Replica) -> int:
-    """Returns the number of requests that are planned on a replica or run there, of all orchestrators.
+    """Returns the number of requests that are planned on a replica or run there.
 
-    Returns 0 if the replica is unreachable, and 1 if it does not answer in time, because it may run requests.
+    If this orchestrator has planned no request there, asks the replica for the requests of all orchestrators. Returns 0
+    if the replica is unreachable. Returns 1 if it does not answer in time, because it may run requests.
     """
     if replica.running:
         return replica.running
@@ -206,7 +215,8 @@ async def _drain(replica: Replica, *, move_after_s: float | None = None) -> None
 async def _resume(replica: Replica) -> None:
     await _control(replica, "Resume", control_pb2.ResumeRequest().SerializeToString())
     described = await replica.client.describe(timeout_s=_CALL_S)
-    # In any other state, only the fleet can tell whether the replica belongs to the pipeline, and which process it is.
+    # In any other state, only the fleet can determine whether the replica belongs to the pipeline and which process
+    # serves it.
     if replica.state is ReplicaState.DRAINING and replica.incarnation == described.incarnation:
         replica.observe(ReplicaState.from_wire(described.state), described.detail)
 

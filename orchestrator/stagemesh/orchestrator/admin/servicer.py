@@ -1,4 +1,4 @@
-"""AdminService: converts messages, and calls the inspector, the lifecycle and the statuses."""
+"""AdminService: converts messages, and calls the inspector, the lifecycle and the status builder."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -36,7 +36,7 @@ _REQUEST_STATES = {int(admin_pb2.RequestState.Value(f"REQUEST_STATE_{state.value
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Serves the operators of one orchestrator."""
+    """Serves AdminService for the operators of one orchestrator."""
 
     def __init__(self, orchestrator: Orchestrator, directory: Directory) -> None:
         self._directory = directory
@@ -102,7 +102,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             interval_s = request.interval_s or _DEFAULT_INTERVAL_S
             if not interval_s >= _MIN_INTERVAL_S:
                 raise InvalidRequestError(
-                    f"interval_s is {interval_s:g}; it must be {_MIN_INTERVAL_S:g} or more, or 0 for 1"
+                    f"interval_s is {interval_s:g}; it must be at least {_MIN_INTERVAL_S:g}, or 0 for 1 s"
                 )
             while True:
                 yield self._statuses.snapshot(slowest=request.slowest or _DEFAULT_SLOWEST)
@@ -162,8 +162,8 @@ class _Page(NamedTuple, Generic[_T]):
 def _page(numbered: Iterable[tuple[int, _T]], request: Any) -> _Page[_T]:
     """Returns the page that a list request asks for.
 
-    `numbered` are the items with their numbers, from 0 in ascending order. A page token is the number of the last item
-    of the previous page. Raises InvalidRequestError (INVALID_PAGE_TOKEN).
+    `numbered` contains the items with their numbers, which are at least 0 and in ascending order. A page token is the
+    number of the last item of the previous page. Raises InvalidRequestError (INVALID_PAGE_TOKEN) for any other token.
     """
     token = str(request.page_token)
     if token and not (token.isascii() and token.isdecimal() and len(token) <= _MAX_TOKEN_DIGITS):

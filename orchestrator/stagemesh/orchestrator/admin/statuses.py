@@ -24,7 +24,7 @@ _MAX_CALLERS = 100
 
 
 class Statuses:
-    """Builds messages from the current state."""
+    """Builds status messages from the current state of the orchestrator."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class Statuses:
         self._began_s = clock()
 
     def totals(self) -> Totals:
-        """Returns the totals over all requests, including the running ones so far."""
+        """Returns the totals over all requests. For running requests, they include the work so far."""
         running = self._orchestrator.requests.running
         return self._orchestrator.totals.together_with(known.record.timeline for known in running)
 
     def pipeline(self, totals: Totals) -> admin_pb2.PipelineStatus:
-        """Returns the status of the pipeline."""
+        """Returns the status of the pipeline, with its admission queue and its callers."""
         pipeline, admission = self._directory.pipeline, self._orchestrator.admission.snapshot()
         return admin_pb2.PipelineStatus(
             name=pipeline.name,
@@ -87,7 +87,7 @@ class Statuses:
         )
 
     def request(self, timeline: Timeline) -> admin_pb2.RequestStatus:
-        """Returns the summary of a request."""
+        """Returns the summary of a request, without its steps and flows."""
         return admin_pb2.RequestStatus(
             request_id=timeline.request_id,
             state=admin_pb2.RequestState.Value(f"REQUEST_STATE_{timeline.state.value}"),
@@ -140,7 +140,9 @@ class Statuses:
 
 
 def replica_status(replica: Replica) -> admin_pb2.ReplicaStatus:
-    """Returns a replica's status with the newest load that it reported, if it answers."""
+    """Returns a replica's status. It includes the newest load report if the replica is loading, ready, draining or
+    asleep.
+    """
     load = _load(replica)
     overdue = load is not None and replica.report_age_s > _OVERDUE_S
     return admin_pb2.ReplicaStatus(

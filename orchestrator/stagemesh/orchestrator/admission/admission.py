@@ -1,4 +1,4 @@
-"""Decides which requests run, which wait and which are rejected, before any stage holds anything of them."""
+"""Decides which requests run, which wait and which are rejected, before any stage reserves resources for them."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ _REPORT_INTERVAL_S = 1.0
 _REPORTS_PER_TICK = 200
 # A request is rejected if it would miss its deadline even at this fraction of the measured times.
 _MEASURED_FRACTION = 0.5
-# At most this fraction of the queue is reserved for rejected requests that return.
+# At most this fraction of the queue is reserved for rejected requests that may be sent again.
 _RESERVED_FRACTION = 1 / 8
 _MAX_CALLER_SCHEDULES = 256
 
@@ -35,7 +35,8 @@ def _latest_start_s(ticket: Ticket) -> tuple[float, int]:
 class Admission:
     """Admits requests up to the limits, queues further requests up to a bound, and rejects the rest with a retry delay.
 
-    Callers and `tick` drive it; `clock` is its only source of time. Listeners must not call its methods.
+    It has no task of its own: callers must call `tick` regularly. `clock` is its only source of time. Listeners must
+    not call its methods.
     """
 
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,9 +63,9 @@ class Admission:
         return self._queue.load.requests
 
     def enter(self, request: AdmissionRequest, listener: Listener) -> Ticket:
-        """Admits or queues a request and reports this to the listener before returning.
+        """Admits or queues a request, and reports this to the listener before returning.
 
-        The ticket must be returned by `withdraw` or `release`, unless the listener receives `refused`. Raises
+        The caller must pass the ticket to `withdraw` or `release`, unless the listener receives `refused`. Raises
         OverloadedError (ADMISSION_LIMIT, CALLER_LIMIT) if the queue is full, and DeadlineError (DEADLINE_UNREACHABLE)
         if the request would miss its deadline.
         """
@@ -97,7 +98,10 @@ class Admission:
         return True
 
     def release(self, ticket: Ticket, *, made_bytes: int | None = None) -> None:
-        """Releases a running ticket, once. `made_bytes` are its output bytes, or None if the request failed."""
+        """Ends a running ticket. Must be called exactly once for each running ticket.
+
+        `made_bytes` is the number of the request's output bytes, or None if the request failed.
+        """
         assert ticket.state is TicketState.RUNNING, "only running tickets are released"
         now_s = self._clock()
         took_s = now_s - ticket.admitted_s
@@ -129,11 +133,11 @@ class Admission:
     def close(self, error: StagemeshError) -> None:
         """Rejects all waiting requests. Running requests continue."""
         for ticket in tuple(self._queue):
-            # Several tasks raise these errors; tracebacks would mix in a shared object.
+            # Several tasks raise the error. Each needs a copy, because an exception object contains its traceback.
             self._reject(ticket, copy(error))
 
     def snapshot(self) -> AdmissionSnapshot:
-        """Returns the current state."""
+        """Returns the current numbers of requests, bytes and callers."""
         return AdmissionSnapshot(
             in_flight=self._running.requests,
             in_flight_bytes=self._running.size_bytes,
@@ -189,7 +193,10 @@ class Admission:
             self._report_rejected(other, self._full_error(other.request, now_s))
 
     def _make_space(self, ticket: Ticket, caller: Caller, now_s: float) -> list[Ticket]:
-        """Returns the tickets that were removed from a full queue in favour of this one. Raises OverloadedError."""
+        """Makes space in the queue for a ticket, and returns the tickets that were displaced.
+
+        Raises OverloadedError if there is no space for the ticket.
+        """
         request = ticket.request
         bounds, schedule = self.limits.per_caller, self._caller_schedules.get(caller.name)
         reserved = _reserved(schedule, request, now_s, most=bounds.max_queued) if schedule is not None else 0
@@ -232,7 +239,7 @@ class Admission:
             schedule.remove(request.request_id)
 
     def _interval_s(self, running: Load) -> float:
-        """Returns the average time between the ends of two of these running requests."""
+        """Returns the average time in seconds between the ends of two of these running requests."""
         return self._estimates.duration_s.value / max(1, running.requests)
 
     def _expected_wait_s(self, request: AdmissionRequest) -> float:
@@ -241,7 +248,9 @@ class Admission:
         return self._queue.position(request) * self._interval_s(self._running)
 
     def _caller_wait_s(self, caller: Caller, ticket: Ticket, *, position: int) -> float:
-        """Returns the expected wait for requests of the same caller to end. 0 if the limits per caller allow to run."""
+        """Returns the expected wait in seconds until the limits per caller allow the request to run. 0 if they allow it
+        now.
+        """
         if caller.may_run(ticket, self.limits.per_caller):
             return 0.0
         return min(position, caller.waiting.requests + 1) * self._interval_s(caller.running)
@@ -252,7 +261,9 @@ class Admission:
         ticket.listener.queued(position=position, expected_wait_s=wait_s)
 
     def _report_some(self, now_s: float) -> None:
-        """Reports changed positions to a bounded number of listeners. Continues with the others at the next tick."""
+        """Reports changed positions to a bounded number of listeners. Continues with the other listeners at the next
+        tick.
+        """
         positions = list(islice(self._to_report, _REPORTS_PER_TICK))
         for ticket, position, in_caller_queue in positions:
             if ticket.state is TicketState.WAITING and position != ticket.reported_position:
@@ -269,7 +280,7 @@ class Admission:
         retry_after_s = self._schedule.assign(request.request_id, now_s, interval_s=self._interval_s(self._running))
         return OverloadedError(
             f"{self._running.requests} requests run and {waiting} wait, which reaches the pipeline's limits "
-            f"(max_in_flight {limits.max_in_flight}, max_queued {limits.max_queued}, or those on bytes); retry in "
+            f"(max_in_flight {limits.max_in_flight}, max_queued {limits.max_queued}, or the limits on bytes); retry in "
             f"{retry_after_s:.1f} s with the same request_id",
             reason="ADMISSION_LIMIT",
             metadata={"max_in_flight": str(limits.max_in_flight), "max_queued": str(limits.max_queued)},
@@ -292,7 +303,7 @@ class Admission:
 
 
 def _reserved(schedule: RetrySchedule, request: AdmissionRequest, now_s: float, *, most: int) -> int:
-    """Returns the number of queue slots that a request must leave to returning requests."""
+    """Returns the number of queue slots that must remain free for rejected requests that may return."""
     returning = 0 if schedule.is_due(request.request_id, now_s) else len(schedule)
     return min(returning, math.ceil(most * _RESERVED_FRACTION))
 

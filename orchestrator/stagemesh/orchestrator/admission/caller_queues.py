@@ -12,23 +12,26 @@ from stagemesh.orchestrator.spec import Bounds
 
 @dataclass
 class Load:
-    """A number of requests and of their bytes."""
+    """A number of requests, and the sum of their bytes."""
 
     requests: int = 0
     size_bytes: int = 0
 
     def add(self, size_bytes: int) -> None:
-        """Adds a request."""
+        """Adds one request of this size."""
         self.requests += 1
         self.size_bytes += size_bytes
 
     def subtract(self, size_bytes: int) -> None:
-        """Subtracts a request."""
+        """Subtracts one request of this size."""
         self.requests -= 1
         self.size_bytes -= size_bytes
 
     def fits(self, size_bytes: int, *, most: int, most_bytes: int) -> bool:
-        """Returns whether another request stays within the limits. The limit on bytes never excludes a single one."""
+        """Returns whether another request stays within the limits.
+
+        The limit on bytes never rejects a request if there is no other request.
+        """
         return self.requests < most and (not self.requests or self.size_bytes + size_bytes <= most_bytes)
 
     def share(self, *, most: int, most_bytes: int) -> float:
@@ -38,20 +41,20 @@ class Load:
 
 @dataclass(eq=False)
 class Caller:
-    """The requests of one caller."""
+    """The requests of one caller, over all priorities."""
 
     name: str
     running: Load = field(default_factory=Load)
     waiting: Load = field(default_factory=Load)
     queues: dict[int, "CallerQueue"] = field(default_factory=dict[int, "CallerQueue"])
-    """The queues of the caller by priority."""
+    """The caller's queues by priority."""
 
     def may_run(self, ticket: Ticket, bounds: Bounds) -> bool:
         """Returns whether the limits per caller allow the request to run."""
         return self.running.fits(ticket.size_bytes, most=bounds.max_in_flight, most_bytes=bounds.max_in_flight_bytes)
 
     def may_wait(self, ticket: Ticket, bounds: Bounds, *, reserved: int) -> bool:
-        """Returns whether the limits per caller allow the request to wait, without using `reserved` slots."""
+        """Returns whether the limits per caller allow the request to wait while `reserved` slots remain free."""
         return self.waiting.fits(
             ticket.request.input_bytes, most=bounds.max_queued - reserved, most_bytes=bounds.max_queued_bytes
         )
@@ -66,12 +69,12 @@ def _by_number(ticket: Ticket) -> int:
 
 
 class CallerQueue:
-    """One caller's requests of one priority, by deadline and then by arrival."""
+    """The requests of one caller with one priority, ordered by deadline and then by arrival."""
 
     def __init__(self, caller: Caller, priority: int, *, turn: int) -> None:
         self.caller, self.priority = caller, priority
         self.turn = turn
-        """The round of its priority in which the queue is served next."""
+        """The round of the priority class in which the queue is served next."""
         self.running, self.waiting = Load(), Load()
         self._tickets = SortedKeyList[Ticket](key=_by_deadline)
         self._by_age = SortedKeyList[Ticket](key=_by_number)
@@ -81,7 +84,7 @@ class CallerQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether the caller has no request of this priority, waiting or running."""
+        """Whether the caller has neither waiting nor running requests of this priority."""
         return not self.running.requests and not self.waiting.requests
 
     @property
@@ -100,13 +103,13 @@ class CallerQueue:
         return self._by_age[0]
 
     def add(self, ticket: Ticket) -> None:
-        """Adds a ticket."""
+        """Adds a waiting ticket."""
         self._tickets.add(ticket)
         self._by_age.add(ticket)
         self.waiting.add(ticket.request.input_bytes)
 
     def remove(self, ticket: Ticket) -> None:
-        """Removes a ticket."""
+        """Removes a waiting ticket."""
         self._tickets.remove(ticket)
         self._by_age.remove(ticket)
         self.waiting.subtract(ticket.request.input_bytes)

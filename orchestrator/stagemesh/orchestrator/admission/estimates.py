@@ -1,4 +1,4 @@
-"""Estimates of the durations and output sizes of requests, measured on earlier requests."""
+"""Estimates the durations and output sizes of requests from measurements of earlier requests."""
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable
@@ -14,7 +14,7 @@ _SAMPLE_LIFETIME_S = 60.0
 
 
 class Mean:
-    """A mean of values. After 50 values, later values count more than earlier ones."""
+    """A running mean. After 50 values, it becomes a moving average in which a new value has the weight 1/50."""
 
     def __init__(self, guess: float) -> None:
         self.value = guess
@@ -22,7 +22,7 @@ class Mean:
 
     @property
     def is_guess(self) -> bool:
-        """Whether no value has been measured."""
+        """Whether no value has been measured yet."""
         return not self._count
 
     def add(self, value: float) -> None:
@@ -43,11 +43,11 @@ class _Kind:
 
 
 class RequestEstimates:
-    """Estimates for the last 256 kinds of requests and over all requests."""
+    """Estimates for each of the last 256 kinds of requests, and for all requests together."""
 
     def __init__(self) -> None:
         self.duration_s = Mean(_FIRST_GUESS_S)
-        """How long requests run, over all kinds and outcomes. 1 s until a request has ended."""
+        """The mean duration of requests in seconds, over all kinds and outcomes. 1 until a request has ended."""
         self._made_bytes = Mean(0.0)
         self._kinds = OrderedDict[Hashable, _Kind]()
 
@@ -58,10 +58,10 @@ class RequestEstimates:
         return int(made.value)
 
     def fastest_s(self, kind: Hashable, now_s: float) -> float:
-        """Returns the shortest duration of the last 32 requests of this kind, or 0 with fewer than 8 samples.
+        """Returns the shortest duration in seconds of the last 32 requests of this kind that succeeded.
 
-        Samples expire after a minute. If old samples could reject all requests, no request would ever show that the
-        pipeline has become faster.
+        Returns 0 if there are fewer than 8 samples. Samples expire after a minute. If old samples could reject all
+        requests, no request would ever show that the pipeline has become faster.
         """
         known = self._kinds.get(kind)
         if known is None:
@@ -71,7 +71,7 @@ class RequestEstimates:
         return min(sample.took_s for sample in known.samples) if len(known.samples) >= _ENOUGH_SAMPLES else 0.0
 
     def add_success(self, kind: Hashable, now_s: float, *, took_s: float, made_bytes: int) -> None:
-        """Records a request that succeeded."""
+        """Records the duration and the output size of a request that succeeded."""
         known = self._kinds.setdefault(kind, _Kind())
         self._kinds.move_to_end(kind)
         if len(self._kinds) > _MAX_KINDS:

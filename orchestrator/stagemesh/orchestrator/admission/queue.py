@@ -37,7 +37,7 @@ class QueuePosition(NamedTuple):
 
 
 class _Ranking:
-    """Caller queues by keys that change, the smallest key first."""
+    """Caller queues ordered by keys that can change, smallest key first."""
 
     def __init__(self) -> None:
         self._keys: dict[CallerQueue, Any] = {}
@@ -69,20 +69,23 @@ class _PriorityClass:
 
     def __init__(self) -> None:
         self.ready = _Ranking()
-        """The queues whose next ticket may run by the limits per caller, the next to be served first."""
+        """The queues whose next ticket the limits per caller allow to run, in the order in which they are served."""
         self.by_length = _Ranking()
-        """The queues that are not empty, the longest first."""
+        """The queues that are not empty, longest first."""
         self.waiting = 0
         self._turn = 0
         self._turns: dict[str, int] = {}
-        """The next turn of each caller that was served in this round. Callers may leave and return."""
+        """The next turn of each caller that was served in this round.
+
+        An entry remains when the caller's queue becomes empty, because the caller may return.
+        """
 
     def next_turn(self, caller: str) -> int:
         """Returns the round in which a new queue of a caller is served."""
         return max(self._turn, self._turns.get(caller, 0))
 
     def serve(self, queue: CallerQueue, *, by_age: bool) -> None:
-        """Records that a queue had its turn."""
+        """Records that a queue has had its turn."""
         if queue.turn > self._turn and not by_age:
             self._turn = queue.turn
             self._turns.clear()
@@ -92,16 +95,19 @@ class _PriorityClass:
 
 
 class AdmissionQueue:
-    """The waiting tickets in the order of admission, and each caller's running requests. A change takes O(log n)."""
+    """The waiting tickets in the order of admission, and each caller's running requests.
+
+    Adding or removing a ticket takes O(log n).
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.load = Load()
-        """All waiting requests."""
+        """The number and the size of all waiting requests."""
         self._limits = limits
         self._callers: dict[str, Caller] = {}
         priorities = range(HIGHEST_PRIORITY, LOWEST_PRIORITY - 1, -1)
         self._classes = {priority: _PriorityClass() for priority in priorities}
-        """The highest priority first."""
+        """The classes by priority, highest priority first."""
         self._by_age = _Ranking()
         self._turns = 0
 
@@ -116,13 +122,14 @@ class AdmissionQueue:
                 yield from tuple(queue)
 
     def caller(self, name: str) -> Caller:
-        """Returns a caller by name. A caller without requests is not recorded."""
+        """Returns the caller with this name. A caller without requests is created but not recorded."""
         return self._callers.get(name) or Caller(name)
 
     def position(self, request: AdmissionRequest) -> int:
         """Estimates the position of a new request, from 1.
 
-        Assumes that every other caller has as many tickets ahead of it as the request's caller has.
+        Assumes that every other caller of the same priority has as many tickets ahead of the request as its own caller
+        has.
         """
         queue = self.caller(request.caller).queues.get(request.priority_class)
         within = self._classes[request.priority_class]
@@ -154,7 +161,7 @@ class AdmissionQueue:
                 yield QueuePosition(ticket, position, in_caller_queue)
 
     def next(self) -> Ticket | None:
-        """Returns the ticket to be admitted next, among those that the limits per caller allow."""
+        """Returns the ticket to admit next among those that the limits per caller allow, or None if there is none."""
         if self._is_by_age and (queue := self._by_age.first()) is not None:
             return queue.oldest
         for within in self._classes.values():
@@ -179,7 +186,7 @@ class AdmissionQueue:
         self._drop_if_idle(queue)
 
     def run(self, ticket: Ticket) -> None:
-        """Records that a ticket is admitted, whether it waited or not."""
+        """Records that a ticket was admitted, either from the queue or without waiting."""
         queue = self._queue_of(ticket)
         for load in (queue.running, queue.caller.running):
             load.add(ticket.size_bytes)
@@ -198,9 +205,11 @@ class AdmissionQueue:
         self._drop_if_idle(queue)
 
     def displaced_by(self, request: AdmissionRequest) -> Ticket | None:
-        """Returns the ticket that a new request displaces from a full queue: the last ticket of the longest caller
-        queue of the lowest priority. Returns None if the request's priority is lower, or if its caller's queue would
-        be as long.
+        """Returns the ticket that a new request displaces from a full queue, or None if it displaces none.
+
+        This is the last ticket of the longest caller queue of the lowest priority. A request displaces no ticket of a
+        higher priority. It displaces no ticket of its own priority if its caller's queue would become as long as the
+        longest queue.
         """
         for priority in range(LOWEST_PRIORITY, request.priority_class + 1):
             longest = self._classes[priority].by_length.first()
@@ -262,7 +271,7 @@ class AdmissionQueue:
         return waiting.share(most=self._limits.max_queued, most_bytes=self._limits.max_queued_bytes)
 
     def _length_with(self, request: AdmissionRequest) -> float:
-        """Returns the length of the request's caller queue if the request joins it."""
+        """Returns the length that the request's caller queue would have with the request."""
         queue = self.caller(request.caller).queues.get(request.priority_class)
         waiting = queue.waiting if queue is not None else Load()
         return self._length(Load(waiting.requests + 1, waiting.size_bytes + request.input_bytes))

@@ -1,4 +1,4 @@
-"""Assigns rejected requests the times at which they should be sent again, so that each finds a free slot."""
+"""Assigns each rejected request a time at which it should be sent again, so that it finds a free slot."""
 
 from collections import OrderedDict
 
@@ -14,18 +14,18 @@ _MIN_RETURNING = 0.05
 
 
 class RetrySchedule:
-    """Retry slots one after another, at the rate at which the pipeline frees capacity.
+    """Spaces retry slots at the rate at which the pipeline frees capacity.
 
     A request that returns at its time, or within a second after it, precedes new requests. Because not all requests
-    return, slots are closer together by the fraction that returned so far. At most 10,000 requests have a slot; further
-    requests are assigned the time of the last slot.
+    return, the distance between slots is multiplied by the fraction of requests that have returned so far. At most
+    10,000 requests have a slot. Further requests are assigned the time of the last slot.
     """
 
     def __init__(self) -> None:
         self._future = OrderedDict[str, float]()
-        """The times of slots by request id, the earliest first."""
+        """The times of future slots by request id, earliest first."""
         self._due = OrderedDict[str, float]()
-        """The slots whose time has come and whose requests may return at any moment."""
+        """The times of due slots by request id. Their requests may return at any moment."""
         self._last_s = 0.0
         self._returning = 1.0
 
@@ -33,7 +33,7 @@ class RetrySchedule:
         return len(self._future) + len(self._due)
 
     def is_due(self, request_id: str, now_s: float) -> bool:
-        """Returns whether the request has a slot at this time."""
+        """Returns whether the request's slot is due."""
         self._update(now_s)
         return request_id in self._due
 
@@ -46,10 +46,10 @@ class RetrySchedule:
     def assign(self, request_id: str, now_s: float, *, interval_s: float) -> float:
         """Returns the delay in seconds after which the request should return.
 
-        `interval_s` is the time between two requests that end.
+        `interval_s` is the average time in seconds between the ends of two running requests.
         """
         if self.is_due(request_id, now_s):
-            # The slot was too early. The request keeps its rank: it stays next.
+            # The slot was too early. The request remains due, so that it precedes new requests.
             del self._due[request_id]
             delay_s = max(_MIN_DELAY_S, min(len(self._due) + 1, _MAX_RETRY_INTERVALS) * interval_s)
             self._due[request_id] = now_s + delay_s
@@ -62,7 +62,7 @@ class RetrySchedule:
         interval_s *= _MARGIN
         ahead, last_s = len(self) * self._returning, max(self._last_s, now_s)
         step_s = interval_s * self._returning
-        # The interval is a measurement that varies; slots must stay in order and close to the last slot nevertheless.
+        # The measured interval varies. Slots must nevertheless stay in order and close to the last slot.
         ideal_s = now_s + (ahead + 1) * interval_s
         self._last_s = min(max(ideal_s, last_s + step_s / 2), last_s + max(_MIN_DELAY_S, 2 * step_s))
         self._future[request_id] = self._last_s

@@ -36,6 +36,6 @@ def to_admission_request(request: ValidRequest, *, deadline_s: float) -> Admissi
 
 
 def made_bytes(record: RequestRecord, pipeline: Pipeline) -> int:
-    """Returns the bytes that a request occupied for its outputs and edges."""
+    """Returns the number of bytes that a request occupied for its outputs and edges."""
     windows = {edge.name: pipeline.stages[edge.consumer].data_plane.window_bytes for edge in pipeline.edges}
     return record.size_bytes + sum(min(edge.size_bytes, windows.get(edge.edge, 0)) for edge in record.edges)

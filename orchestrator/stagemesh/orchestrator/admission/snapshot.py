@@ -16,14 +16,14 @@ class CallerLoad:
 
 @dataclass(frozen=True)
 class AdmissionSnapshot:
-    """Running and waiting requests with their estimated bytes, in total and by caller."""
+    """The numbers and estimated bytes of running and waiting requests, in total and by caller."""
 
     in_flight: int
     in_flight_bytes: int
     queued: int
     queued_bytes: int
     expected_wait_s: float
-    """The expected wait of a new request of priority 0 by a caller without other requests."""
+    """The expected wait in seconds of a new request with priority 0 from a caller without other requests."""
     returning: int
     """The number of rejected requests that have a retry slot."""
     callers: tuple[CallerLoad, ...]

@@ -1,4 +1,4 @@
-"""A request's application for admission, and the ticket that represents the request while it waits and runs."""
+"""The admission request of a client's request, and the ticket that represents it while it waits and runs."""
 
 import math
 from collections.abc import Hashable
@@ -19,10 +19,10 @@ class AdmissionRequest:
     caller: str = ""
     priority: int = 0
     deadline_s: float = math.inf
-    """Time on the clock of the admission."""
+    """The deadline in seconds on the admission's clock. Infinite if there is no deadline."""
     input_bytes: int = 0
     kind: Hashable = None
-    """Requests of the same kind have similar durations and outputs."""
+    """The kind of the request. Requests of the same kind have similar durations and output sizes."""
 
     @property
     def priority_class(self) -> int:
@@ -34,10 +34,10 @@ class Listener(Protocol):
     """Receives the reports about one admission request: any number of `queued`, then `admitted` or `refused`."""
 
     def queued(self, *, position: int, expected_wait_s: float) -> None:
-        """Called when the request waits, with its position from 1 and its expected waiting time."""
+        """Called when the request waits. Receives its position from 1 and its expected wait in seconds."""
 
     def admitted(self) -> None:
-        """Called when the request may run. It may run until its ticket is released."""
+        """Called when the request may run. The permission ends when its ticket is released."""
 
     def refused(self, error: StagemeshError) -> None:
         """Called when the request leaves the queue without being admitted."""
@@ -58,14 +58,17 @@ class Ticket:
 
     request: AdmissionRequest
     listener: Listener | None
-    """None after the last report. Listeners usually hold the ticket, and a reference cycle would delay freeing both."""
+    """The listener of the request. None after the last report.
+
+    Listeners usually refer to the ticket, and a reference cycle would delay freeing both.
+    """
     number: int
-    """The position in the order of arrival."""
+    """The rank of the ticket in the order of arrival, from 0."""
     size_bytes: int
     """The estimated number of bytes that the request occupies while it runs."""
     latest_start_s: float
-    """The last time at which the request can start and meet its deadline."""
+    """The latest time on the admission's clock at which the request can start and still meet its deadline."""
     state: TicketState = TicketState.NEW
     admitted_s: float = 0.0
     reported_position: int = 0
-    """The position that the listener received last."""
+    """The position that was last reported to the listener. 0 if none was reported."""

@@ -1,4 +1,4 @@
-"""The output of errors: one line and a remedy for people, one JSON document with --json, and never a traceback."""
+"""Prints errors: one line and a remedy as text, or one JSON document with --json. Never prints a traceback."""
 
 import json
 import sys
@@ -13,9 +13,10 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _JSON_KEY = "stagemesh.json"
 
-# Remedies by the error's reason. They name options of this command line, which the code that raises does not know.
+# Remedies by the error's reason. They name options of this command line, which the code that raises the error does not
+# know.
 _REMEDIES: dict[str, str] = {
-    "ADMIN_UNREACHABLE": "start a pipeline with `stagemesh up`, and set --server to the address for operators it "
+    "ADMIN_UNREACHABLE": "start a pipeline with `stagemesh up`, and set --server to the address for operators that it "
     "prints",
     "LAST_REPLICA": "wait until another replica of the stage is ready, or add --force",
     "REQUEST_ENDED": "run `stagemesh admin request ID` to see how the request ended",

@@ -1,4 +1,4 @@
-"""`stagemesh generate`."""
+"""`stagemesh generate`: sends a prompt to a running pipeline and prints its outputs."""
 
 import asyncio
 import io
@@ -67,12 +67,12 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "as_json": Parameter(AsJson, False),
 }
-# The parameters that are arguments of the client as they are.
+# The parameters that are passed unchanged to the client.
 _CLIENT_ARGUMENTS = {*SAMPLING, "negative_prompt", "priority", "caller", "request_id"}
 
 
 def generate(**values: Any) -> None:
-    """Send a prompt to a running pipeline. Prints text to stdout and timings to stderr, and writes other outputs to
+    """Send a prompt to a running pipeline. Print text to stdout and timings to stderr, and write other outputs to
     files.
     """
     from stagemesh.client import read_media
@@ -89,7 +89,10 @@ def generate(**values: Any) -> None:
 
 
 def client_arguments(values: Mapping[str, Any]) -> "GenerateArguments":
-    """Returns the client's arguments for the parameters that were given. Raises BadParameter for unreadable files."""
+    """Returns the arguments of `AsyncClient.generate` for the parameters that were given.
+
+    Raises BadParameter if a file cannot be read.
+    """
     given = {name: value for name, value in values.items() if value not in (None, [], "")}
     arguments = {name: value for name, value in given.items() if name in _CLIENT_ARGUMENTS}
     for name in arguments.keys() & {"json_schema", "grammar"}:
@@ -118,7 +121,7 @@ async def stream(
     timeout_s: float | None,
     sinks: "Sinks",
 ) -> "Result":
-    """Runs a request to its end and passes each event to `sinks` as it arrives."""
+    """Runs a request until it finishes, and passes each event to `sinks` as it arrives."""
     from stagemesh.client.results import ResultBuilder
 
     builder = ResultBuilder()
@@ -177,13 +180,13 @@ def _audio_s(result: "Result") -> float:
 
 
 def _real_time_factor(result: "Result") -> float | None:
-    """Returns the seconds of computation for each second of audio, or None without audio."""
+    """Returns the seconds of computation for each second of audio, or None if there is no audio."""
     audio_s = _audio_s(result)
     return result.total_s / audio_s if audio_s else None
 
 
 def _terminal_image(image: "Image") -> "RenderableType | None":
-    """Returns an image in half blocks for a terminal, or None if the packages that draw it are not installed."""
+    """Returns an image as half-block characters for a terminal, or None if the required packages are not installed."""
     try:
         from PIL import Image as PillowImage
         from rich_pixels import Pixels

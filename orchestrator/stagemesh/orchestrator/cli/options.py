@@ -12,7 +12,7 @@ PipelineName = Annotated[
     str,
     typer.Argument(
         metavar="PIPELINE",
-        help="Use this pipeline: the name of a built-in one, for example speech, or the path of a YAML file.",
+        help="Use the built-in pipeline with this name, for example speech, or the YAML file at this path.",
     ),
 ]
 Server = Annotated[
@@ -31,7 +31,7 @@ AdminServer = Annotated[
         "--server",
         "-s",
         metavar="HOST:PORT",
-        help="Set the address at which the orchestrator serves operators. `stagemesh up` prints it.",
+        help="Set the address at which the orchestrator serves operators. `stagemesh up` prints this address.",
     ),
 ]
 DEFAULT_ADMIN_SERVER = f"127.0.0.1:{DEFAULT_ADMIN_PORT}"
@@ -48,7 +48,7 @@ Replicas = Annotated[
     typer.Option(
         "--replicas",
         metavar="STAGE=N",
-        help="Override the number of replicas of a stage. Repeatable. The pipeline file sets it if omitted.",
+        help="Override the number of replicas of a stage. Repeatable. Uses the pipeline file's number if omitted.",
     ),
 ]
 
@@ -56,7 +56,10 @@ _Value = TypeVar("_Value")
 
 
 def read_pairs(texts: Sequence[str] | None, *, option: str, convert: Callable[[str], _Value]) -> dict[str, _Value]:
-    """Parses a repeated KEY=VALUE option. Raises BadParameter if a text is not a pair or its value does not convert."""
+    """Parses a repeated KEY=VALUE option.
+
+    Raises BadParameter if a text is not a pair, or if `convert` raises ValueError for its value.
+    """
     pairs: dict[str, _Value] = {}
     for text in texts or ():
         key, equals, value = text.partition("=")
@@ -78,7 +81,7 @@ def read_endpoints(server: str) -> list[str]:
 
 
 def read_overrides(settings: Sequence[str] | None, replicas: Sequence[str] | None = None) -> dict[str, str]:
-    """Returns the overrides of a pipeline's values, by key, from --set and --replicas."""
+    """Returns the values of the pipeline file that --set and --replicas override, by key."""
     counts = read_pairs(replicas, option="--replicas", convert=int)
     return {
         **read_pairs(settings, option="--set", convert=str),

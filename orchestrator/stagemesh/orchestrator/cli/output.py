@@ -55,7 +55,7 @@ def number(title: str, cell: Callable[[Any], Cell]) -> Column:
 
 
 def make_table(columns: Sequence[Column], rows: Iterable[object], *, title: str | None = None) -> "Table":
-    """Returns a table with one line for each row."""
+    """Returns a table with one line for each of `rows`."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
@@ -67,7 +67,7 @@ def make_table(columns: Sequence[Column], rows: Iterable[object], *, title: str 
 
 
 def to_text(cell: Cell) -> "Text":
-    """Returns a cell's content as rich text. Brackets in it are printed as they are, not read as markup."""
+    """Returns a cell's content as rich text. Brackets are printed literally instead of being read as markup."""
     from rich.text import Text
 
     if isinstance(cell, list):
@@ -76,7 +76,7 @@ def to_text(cell: Cell) -> "Text":
 
 
 def print_all(output: "RenderableType") -> None:
-    """Prints to stdout. Only a terminal's width truncates lines; a pipe receives them in full."""
+    """Prints to stdout. The output is as wide as the terminal, or 240 columns if stdout is not a terminal."""
     from rich.console import Console
 
     Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(output)
@@ -85,7 +85,7 @@ def print_all(output: "RenderableType") -> None:
 def to_json(message: "Message") -> dict[str, Any]:
     """Converts a message by protobuf's JSON mapping, with the field names of the .proto files.
 
-    Unset scalars and lists are included with their default. Unset messages and optional fields are left out.
+    Unset scalars and lists are included with their defaults. Unset messages and optional fields are omitted.
     """
     from google.protobuf.json_format import MessageToDict
 
@@ -93,13 +93,15 @@ def to_json(message: "Message") -> dict[str, Any]:
 
 
 def print_json(document: object) -> None:
-    """Prints one JSON document on a line of its own, at once."""
+    """Prints one JSON document on a line of its own, and flushes stdout."""
     typer.echo(json.dumps(document, ensure_ascii=False))
     sys.stdout.flush()
 
 
 def enum_word(enum: "EnumDescriptor", value: int) -> str:
-    """Returns an enum value's name in lower case without the enum's prefix, or the number if it is unknown here."""
+    """Returns an enum value's name in lower case without the enum's prefix, or its number if this version lacks the
+    name.
+    """
     named = enum.values_by_number.get(value)
     prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
     return str(value) if named is None else named.name.removeprefix(prefix).lower()
@@ -136,7 +138,8 @@ def connector_name(connector: int) -> str:
 
 
 def links_table(edges: "Iterable[orchestrator_pb2.EdgeDescription]") -> "Table":
-    """Returns the connector that each edge uses between its replicas, and why better ones cannot be used.
+    """Returns a table of the connectors that edges use between their replicas, and why better connectors cannot be
+    used.
 
     Pairs of replicas with the same connector and the same reasons share a row.
     """

@@ -17,9 +17,10 @@ _SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
 class Sinks:
     """Writes the outputs of a request.
 
-    Text goes to stdout, and the queue position to stderr, unless `quiet` is set. The first audio output goes to the
-    file `audio`, and the first image output to the file `image`. Other audio, images and tensors go to files in
-    `folder`, which are named after their outputs. `files` lists the written files by output.
+    Text is written to stdout, and the queue position to stderr, unless `quiet` is set. The first audio output is
+    written to the file `audio`, and the first image output to the file `image`. Other audio, images and tensors are
+    written to files in `folder`, which are named after their outputs. If `folder` is None, they are discarded. `files`
+    contains the written files by output.
     """
 
     def __init__(self, *, folder: Path | None, audio: Path | None, image: Path | None = None, quiet: bool) -> None:
@@ -104,7 +105,10 @@ class Sinks:
             self.files[event.output] = [path]
 
     def _image_path(self, event: Image) -> Path | None:
-        """Returns the file of an output's images. A later image replaces an earlier one of the same output."""
+        """Returns the path of the file for an image, or None if the image is not written.
+
+        A later image of the same output replaces the earlier image.
+        """
         if self._image is not None and self._image_output in (None, event.output):
             self._image_output = event.output
             return self._image

@@ -1,4 +1,4 @@
-"""Commands whose arguments and options are a table, from which typer reads them like the signature of a function."""
+"""Declares the arguments and options of commands as tables, which typer reads like the signature of a function."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple, cast
 import typer
 
 REQUIRED = inspect.Parameter.empty
-"""The default of a parameter that must be given."""
+"""The default that marks a parameter as required."""
 
 
 class Parameter(NamedTuple):
@@ -23,16 +23,17 @@ def argument(kind: Any, text: str, *, metavar: str, complete: Callable[..., list
 
 
 def option(kind: Any, text: str, *names: str, default: Any = None, **settings: Any) -> Parameter:
-    """Returns an option with a help text. Its name is that of the parameter, unless `names` are given.
+    """Returns an option with a help text.
 
-    `settings` are those of `typer.Option`. The help shows the default unless it is None or empty.
+    `names` are the option's names. Without them, typer derives the name from the name of the parameter. `settings` are
+    passed to `typer.Option`. The help shows the default unless it is None or empty.
     """
     info = typer.Option(*names, help=text, show_default=default not in {None, ""}, **settings)
     return Parameter(Annotated[kind | None if default is None else kind, info], default)
 
 
 def with_parameters(function: Callable[..., None], parameters: Mapping[str, Parameter]) -> Callable[..., None]:
-    """Returns `function`, which takes keyword arguments, with the signature that typer reads."""
+    """Returns `function` with the signature that typer reads. The function must accept keyword arguments."""
     command = cast("Any", function)
     command.__annotations__ = {name: each.annotation for name, each in parameters.items()}
     command.__signature__ = inspect.Signature(

@@ -14,7 +14,7 @@ app = typer.Typer(help="Check, explain and draw pipeline files without running t
 
 
 class GraphFormat(Enum):
-    """The formats of `graph`."""
+    """The formats in which `stagemesh pipeline graph` can draw."""
 
     TREE = "tree"
     MERMAID = "mermaid"
@@ -34,7 +34,7 @@ def validate(
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Check a pipeline file. Reports every mistake with its file, line and remedy."""
+    """Check a pipeline file. Report every mistake with its file, line and remedy."""
     from stagemesh.orchestrator.spec import load_pipeline
 
     pipeline = load_pipeline(name, overrides=read_overrides(settings), check_models=models)

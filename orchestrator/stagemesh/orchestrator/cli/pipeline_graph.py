@@ -12,14 +12,16 @@ from stagemesh.orchestrator.spec.conditions import Condition, describe_condition
 
 
 def draw_tree(pipeline: Pipeline) -> RenderableType:
-    """Returns each stage with its producers, its consumers and its outputs. Producers are listed before consumers."""
+    """Returns each stage with its producers, consumers and outputs. Producing stages are listed before consuming
+    stages.
+    """
     return Group(
         Text(pipeline.name, style="bold"), *(_stage_tree(pipeline, stage) for stage in pipeline.stages.values())
     )
 
 
 def draw_mermaid(pipeline: Pipeline) -> str:
-    """Returns a mermaid flowchart."""
+    """Returns the pipeline as a mermaid flowchart."""
     ids = {name: f"s{number}" for number, name in enumerate(pipeline.stages)}
     lines = ["flowchart LR", "  prompt([prompt])"]
     lines += [f'  {ids[stage.name]}["{stage.name}<br/>{_stage_label(stage)}"]' for stage in pipeline.stages.values()]
@@ -31,7 +33,7 @@ def draw_mermaid(pipeline: Pipeline) -> str:
 
 
 def draw_dot(pipeline: Pipeline) -> str:
-    """Returns a Graphviz digraph."""
+    """Returns the pipeline as a Graphviz digraph."""
     lines = [f"digraph {_quoted(pipeline.name)} {{", "  rankdir=LR;", '  "prompt" [shape=oval];']
     for stage in pipeline.stages.values():
         label = _quoted(f"{stage.name}\n{_stage_label(stage)}")

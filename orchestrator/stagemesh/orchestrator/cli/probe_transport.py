@@ -1,4 +1,4 @@
-"""`stagemesh probe-transport`."""
+"""`stagemesh probe-transport`: measures the connectors within a host or between two hosts."""
 
 import socket
 from dataclasses import asdict
@@ -34,13 +34,13 @@ def probe_transport(
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="Serve probes at this address until Ctrl-C, so that another host can measure to this one.",
+            help="Serve probes at this address until Ctrl-C, so that another host can measure to this host.",
             show_default=False,
         ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Measure the latency and throughput of each connector, within this host or to another one. Prints which connector
+    """Measure the latency and throughput of each connector, within this host or to another host. Print which connector
     `connector: auto` selects.
     """
     import uvloop
@@ -90,7 +90,9 @@ async def _serve(listen: str, *, as_json: bool) -> None:
 
 
 def _name_of(host: str) -> str:
-    """Returns the host name by which another host reaches this one if it listens at all addresses."""
+    """Returns the name at which other hosts reach `host`. This is the name of this host if `host` stands for all
+    addresses.
+    """
     return socket.gethostname() if host in {"0.0.0.0", "[::]"} else host  # noqa: S104 - only compared
 
 

@@ -36,7 +36,7 @@ class Display:
     def __init__(self, console: Console) -> None:
         self._console = console
         self.restarts = 0
-        """How many times a process was restarted."""
+        """The number of times that a process was restarted."""
 
     def show(self, status: ProcessStatus) -> None:
         """Shows the new status of a process."""
@@ -44,9 +44,10 @@ class Display:
         self._show(status)
 
     def ready(self, endpoint: str, *, edges: Sequence[EdgeDescription], hint: str, admin_endpoint: str = "") -> None:
-        """Shows that all processes are ready, the connectors of the edges, and a hint about the next command.
+        """Shows that all processes are ready, with the connectors of the edges and a hint about the next command.
 
-        Clients are served at `endpoint`, operators at `admin_endpoint` unless that is empty.
+        `endpoint` is the address for clients. `admin_endpoint` is the address for operators. It is not shown if it is
+        empty.
         """
         if edges:
             self._console.print(links_table(edges), soft_wrap=True)

@@ -92,11 +92,14 @@ SAMPLING: Mapping[str, Parameter] = {
     ),
     "adapter": option(str, "Use this LoRA adapter. The model is used without an adapter if omitted.", metavar="NAME"),
 }
-"""The options by the names of the client's arguments."""
+"""The options. Each key is the name of the client's argument that the option sets."""
 
 
 def read_text(path: Path | None, *, option: str) -> str | None:
-    """Returns the text of the file that `option` names. Raises BadParameter if it cannot be read as text."""
+    """Returns the text of a file, or None if `path` is None.
+
+    Raises BadParameter, which names `option`, if the file cannot be read as text.
+    """
     try:
         return path.read_text() if path is not None else None
     except (OSError, UnicodeDecodeError) as exc:

@@ -1,4 +1,4 @@
-"""Stopping a command that runs until SIGINT or SIGTERM."""
+"""Stops commands at SIGINT or SIGTERM."""
 
 import asyncio
 import signal
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 
 def stop_on_signals() -> asyncio.Event:
-    """Returns an event that SIGINT and SIGTERM set. The signals have no other effect after this call."""
+    """Returns an event that is set at SIGINT or SIGTERM. After this call, the signals have no other effect."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

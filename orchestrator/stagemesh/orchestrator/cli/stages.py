@@ -1,4 +1,4 @@
-"""`stagemesh stages`."""
+"""`stagemesh stages`: lists the stages and replicas of a running pipeline."""
 
 from typing import TYPE_CHECKING
 

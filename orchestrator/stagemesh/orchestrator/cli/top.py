@@ -1,4 +1,4 @@
-"""`stagemesh top`: the pipeline as it changes."""
+"""`stagemesh top`: shows the current state of a running pipeline, and updates it until Ctrl-C."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,13 +35,13 @@ def top(
         ),
     ] = 1.0,
     slowest: Annotated[
-        int, typer.Option(min=1, help="Show at most this number of requests, those that have taken longest first.")
+        int, typer.Option(min=1, help="Show at most this number of requests, the requests that take longest first.")
     ] = 10,
     once: Annotated[bool, typer.Option("--once", help="Print one update after one interval, and exit.")] = False,
     server: AdminServer = DEFAULT_ADMIN_SERVER,
     as_json: AsJson = False,
 ) -> None:
-    """Show the stages, replicas, edges, rates and slowest requests of a running pipeline. Updates until Ctrl-C."""
+    """Show the stages, replicas, edges, rates and slowest requests of a running pipeline. Update them until Ctrl-C."""
     from contextlib import closing
 
     from stagemesh.orchestrator.cli.admin.client import connected
@@ -79,7 +79,7 @@ def _show(snapshots: "Iterator[admin_pb2.WatchPipelineResponse]", *, once: bool)
 
 
 def top_view(now: "admin_pb2.WatchPipelineResponse", before: "admin_pb2.WatchPipelineResponse") -> "RenderableType":
-    """Returns the state of the pipeline, with rates since the snapshot `before`."""
+    """Returns the display of the snapshot `now`, with rates since the snapshot `before`."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""`stagemesh up`."""
+"""`stagemesh up`: runs a pipeline on this machine."""
 
 import asyncio
 from typing import TYPE_CHECKING, Annotated
@@ -42,7 +42,7 @@ def up(
     replicas: Replicas = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a pipeline on this machine until Ctrl-C. Starts the orchestrator and every stage, and restarts processes that
+    """Run a pipeline on this machine until Ctrl-C. Start the orchestrator and every stage, and restart processes that
     end.
     """
     from stagemesh.orchestrator.cli.process_display import make_display

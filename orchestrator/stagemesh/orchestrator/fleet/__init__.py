@@ -1,1 +1,1 @@
-"""The replicas of a pipeline: their states, their connections and the connectors of their edges."""
+"""The replicas of a pipeline: their states, their connections, and the connectors of their edges."""

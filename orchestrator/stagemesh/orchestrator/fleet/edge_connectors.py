@@ -1,11 +1,12 @@
-"""Finds the connector that each edge uses between the replicas that it joins.
+"""Determines the connector that each edge uses between the replicas that it joins.
 
-Once both replicas of a link are ready, the producer is asked, and again after one of them was away. So a fixed
-connector that cannot work is found before a request needs it. Each replica is linked to a few replicas of the other
-stage. In a small pipeline these are all of them. In a large one there are too many pairs, and the others behave alike.
+When both replicas of a link become ready, the producer is asked which connector it would use. A fixed connector that
+cannot work is therefore found before a request needs it. Each replica is linked to at most `PARTNERS` replicas at the
+other end of an edge, because a large pipeline has too many pairs, and the pairs of an edge behave alike.
 
-A replica whose fixed connector cannot work, or is not known yet, gets no requests (`Replica.hold_for_connector`) if its
-stage has another replica that works. If there is none, requests that need the edge fail with CONNECTOR_UNAVAILABLE.
+A replica receives no requests while a fixed connector cannot work there or has not been probed yet
+(`Replica.hold_for_connector`), if its stage has another usable replica. If there is no other usable replica, requests
+that need the edge fail with CONNECTOR_UNAVAILABLE.
 """
 
 import asyncio
@@ -25,13 +26,13 @@ _log = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S = 3.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 16.0
 _MAX_PROBES = 16
-"""The number of probes at a time."""
+"""The maximum number of concurrent probes."""
 PARTNERS = 4
-"""The number of replicas of an edge's other stage to which a replica is linked when it becomes ready."""
+"""The maximum number of replicas at the other end of an edge to which a replica is linked when it becomes ready."""
 
 
 class EdgeLink:
-    """An edge between two replicas, and the last answer of its producer."""
+    """An edge between two replicas, and the last answer of its producer to a probe."""
 
     def __init__(self, edge: Edge, *, producer: Replica, consumer: Replica) -> None:
         self.edge, self.producer, self.consumer = edge, producer, consumer
@@ -41,19 +42,21 @@ class EdgeLink:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the producer was asked at least once, with whatever result."""
+        """Whether the producer was asked at least once, with any result."""
         return self.probe is not None or self.error is not None
 
     @property
     def is_usable(self) -> bool:
-        """Whether requests may use the link. With `auto` they may even if the probe failed: a connector is then chosen
-        when the replicas connect.
+        """Whether requests may use the link.
+
+        They may if the producer found a connector. With `auto`, they may even if the probe failed, because the replicas
+        then choose a connector when they connect.
         """
         return self.probe is not None or (self.error is not None and self.edge.connector == AUTO)
 
     @property
     def is_refused(self) -> bool:
-        """Whether the edge's connector is a fixed one that cannot work."""
+        """Whether the edge has a fixed connector that cannot work."""
         temporary = self.error is None or isinstance(self.error, UnavailableError | DeadlineError)
         return self.edge.connector != AUTO and not temporary
 
@@ -89,7 +92,7 @@ class EdgeLink:
 
 
 class EdgeConnectors:
-    """The links of all edges between replicas that can connect. `probe_links` asks about them."""
+    """The links of all edges between replicas that can connect. `probe_links` determines their connectors."""
 
     def __init__(self, edges: Sequence[Edge], *, partners: int = PARTNERS, rng: random.Random | None = None) -> None:
         self._edges = edges
@@ -99,7 +102,7 @@ class EdgeConnectors:
         """The replicas that can connect, by stage and generation."""
         self._links: dict[str, dict[tuple[Replica, Replica], EdgeLink]] = {edge.name: {} for edge in edges}
         self._by_replica: dict[Replica, dict[EdgeLink, None]] = {}
-        """The links of each replica that can connect. The replica that joined first comes first."""
+        """The links of each replica that can connect, in the order in which the replicas joined."""
         self._usable: dict[str, set[EdgeLink]] = {edge.name: set() for edge in edges}
         self._refused: dict[str, set[EdgeLink]] = {edge.name: set() for edge in edges}
         self._held: set[Replica] = set()
@@ -110,24 +113,26 @@ class EdgeConnectors:
 
     @property
     def ready(self) -> bool:
-        """Whether requests may use every edge: one of its links is usable, and none is refused between replicas that
-        get requests. A replica that joins does not change that.
+        """Whether requests may use every edge.
+
+        Each edge needs at least one usable link, and no refused link between replicas that receive requests. A replica
+        that joins later does not make an edge unusable.
         """
         return all(self._usable[edge.name] and not self._blocking_links(edge) for edge in self._edges)
 
     def links_of(self, edge: Edge) -> list[EdgeLink]:
-        """Returns an edge's links."""
+        """Returns the links of an edge."""
         return list(self._links[edge.name].values())
 
     def check(self, edges: Collection[Edge]) -> None:
-        """Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the connector of one of the edges cannot work."""
+        """Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the fixed connector of one of the edges cannot work."""
         for edge in edges:
             for link in self._blocking_links(edge):
-                assert link.error is not None, "it is refused with an error"
+                assert link.error is not None, "a refused link has an error"
                 raise NotReadyError(link.error.message, reason="CONNECTOR_UNAVAILABLE", metadata=link.error.metadata)
 
     def join(self, replica: Replica) -> None:
-        """Links a replica that can connect from now on."""
+        """Adds the links of a replica that can now connect."""
         self._by_replica[replica] = {}
         self._pools.setdefault((replica.stage, replica.generation), RandomPool()).add(replica)
         for edge in self._edges:
@@ -136,7 +141,7 @@ class EdgeConnectors:
         self._update_holds([replica])
 
     def leave(self, replica: Replica) -> None:
-        """Drops the links of a replica that can no longer connect. Harmless if it has none."""
+        """Removes the links of a replica that can no longer connect. Does nothing if it has none."""
         pool = self._pools.get((replica.stage, replica.generation), RandomPool())
         pool.discard(replica)
         if not pool:
@@ -150,7 +155,10 @@ class EdgeConnectors:
         self._update_holds([replica])
 
     async def probe_links(self, *, on_change: Callable[[], None]) -> None:
-        """Asks about every new link, and again while its connector is unknown. Runs until it is cancelled."""
+        """Asks the producer of every new link for its connector, and asks again until the connector is known.
+
+        Runs until it is cancelled. `on_change` is called after each answer.
+        """
         async with asyncio.TaskGroup() as group:
             for _ in range(_MAX_PROBES):
                 group.create_task(self._probe_next(on_change))
@@ -200,16 +208,16 @@ class EdgeConnectors:
     def _blocking_links(self, edge: Edge) -> list[EdgeLink]:
         return [link for link in self._refused[edge.name] if not {link.producer, link.consumer} & self._held]
 
-    # -- replicas that get no requests
+    # -- replicas that receive no requests
 
     def _update_holds(self, changed: Iterable[Replica]) -> None:
-        """Sets and removes the holds of the replicas whose links have changed."""
+        """Sets and removes the connector holds of the replicas whose links have changed."""
         unusable = self._find_unusable() if any(self._refused.values()) else {}
         for replica in {*changed, *self._held, *unusable}:
             if replica in unusable:
                 self._held.add(replica)
                 if replica.detail != unusable[replica]:
-                    _log.warning("replica %s gets no requests: %s", replica.name, unusable[replica])
+                    _log.warning("replica %s receives no requests: %s", replica.name, unusable[replica])
                 replica.hold_for_connector(Hold.NO_CONNECTOR, unusable[replica])
             elif self._is_unknown(replica):
                 self._held.add(replica)
@@ -219,8 +227,9 @@ class EdgeConnectors:
                 replica.hold_for_connector(None)
 
     def _find_unusable(self) -> dict[Replica, str]:
-        """Returns the replicas to hold because of refused links, each with the reason. Of a link's two replicas this is
-        the one that joined later, unless only the other one can be substituted.
+        """Returns the replicas to hold because of refused links, with the reason for each.
+
+        A link has two replicas. The replica that joined later is held, unless only the other replica has a substitute.
         """
         order = {replica: number for number, replica in enumerate(self._by_replica)}
         refused: list[tuple[Replica, Replica, EdgeLink]] = []
@@ -238,7 +247,9 @@ class EdgeConnectors:
         return unusable
 
     def _is_unknown(self, replica: Replica) -> bool:
-        """Returns whether a fixed connector of the replica was never probed, and other replicas can work meanwhile."""
+        """Returns whether a fixed connector of the replica has not been probed yet while the replica has a usable
+        substitute.
+        """
         return any(
             link.edge.connector != AUTO and not link.is_answered and self._has_substitute(link.edge, replica, ())
             for link in self._by_replica.get(replica, ())

@@ -1,4 +1,4 @@
-"""All replicas of a pipeline. They join and leave while it runs, and each one is watched from its start to its end."""
+"""All replicas of a pipeline. Replicas join and leave while it runs. Each replica is watched until it has left."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ def connect(member: Member) -> ReplicaClient:
 
 
 class Fleet:
-    """The replicas by stage. They are watched within `async with fleet.watched():`."""
+    """The replicas by stage. The fleet watches them within `async with fleet.watched():`."""
 
     def __init__(
         self,
@@ -39,8 +39,9 @@ class Fleet:
         connect: Callable[[Member], ReplicaClient] = connect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sources` report the members. Replicas of `generations` are accepted in addition to those of the pipeline's
-        own generation.
+        """`sources` report the members.
+
+        Replicas of `generations` are accepted in addition to replicas of the pipeline's own generation.
         """
         self.registry = ReplicaRegistry()
         self.edge_connectors = EdgeConnectors(pipeline.edges)
@@ -57,7 +58,7 @@ class Fleet:
 
     @property
     def replicas(self) -> Mapping[str, tuple[Replica, ...]]:
-        """All replicas by stage, including unreachable and leaving ones."""
+        """All replicas by stage, including replicas that are unreachable or leaving."""
         return {stage: self.registry.of(stage) for stage in self._pipeline.stages}
 
     @property
@@ -67,9 +68,9 @@ class Fleet:
 
     @asynccontextmanager
     async def watched(self, *, on_change: Callable[[], None] = lambda: None) -> AsyncGenerator[None]:
-        """Keeps connections to all replicas open, and their states and edge connectors up to date.
+        """Connects to all replicas within the block, and updates their states and the connectors of their edges.
 
-        `on_change` is called when one of those changes.
+        `on_change` is called after each such update.
         """
         async with asyncio.TaskGroup() as group:
             self._group, self._on_change = group, on_change
@@ -118,7 +119,7 @@ class Fleet:
     # -- called by the watchers
 
     def _admit(self, replica: Replica, description: stage_pb2.DescribeResponse) -> None:
-        # Its peers use the name in its own config, whatever process had the address before.
+        # Other replicas use the name in the replica's own config, whichever process had the address before.
         replica.name = description.replica or replica.name
         former_detail = replica.detail
         holder = self._by_name.setdefault(replica.name, replica)

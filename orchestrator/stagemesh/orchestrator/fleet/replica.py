@@ -18,7 +18,7 @@ _FIRST_GUESS_S = 1.0
 
 
 class ReplicaState(Enum):
-    """The state of a replica. The value is the name of the wire's enum value without its prefix."""
+    """The state of a replica. The value is the name of the protobuf enum value without its prefix."""
 
     LOADING = "LOADING"
     READY = "READY"
@@ -29,7 +29,7 @@ class ReplicaState(Enum):
 
     @property
     def wire(self) -> stage_pb2.ReplicaState.ValueType:
-        """The wire's enum value."""
+        """The corresponding value of the protobuf enum."""
         return stage_pb2.ReplicaState.Value(f"REPLICA_STATE_{self.value}")
 
     @classmethod
@@ -42,8 +42,10 @@ _BY_NUMBER = {state.wire: state for state in ReplicaState}
 
 
 class Hold(Enum):
-    """Why the orchestrator sends no new requests to a replica that reports READY. The most important hold comes first;
-    the value is the state that the replica is shown in.
+    """The reason why the orchestrator sends no new requests to a replica that reports READY.
+
+    The most important reason is listed first. A value is a pair of a number and the state in which the replica is
+    shown.
     """
 
     LEAVING = (1, ReplicaState.DRAINING)
@@ -51,13 +53,13 @@ class Hold(Enum):
     RESERVED = (2, ReplicaState.DRAINING)
     """The replica is reserved for one request."""
     NO_CONNECTOR = (3, ReplicaState.FAILED)
-    """The fixed connector of an edge cannot work there."""
+    """The fixed connector of one of the replica's edges cannot work."""
     CONNECTOR_UNKNOWN = (4, ReplicaState.LOADING)
-    """The fixed connector of an edge was not probed there yet."""
+    """The fixed connector of one of the replica's edges has not been probed yet."""
 
     @property
     def shown_state(self) -> ReplicaState:
-        """The state that the replica is shown in."""
+        """The state in which a replica with this hold is shown."""
         return self.value[1]
 
 
@@ -65,15 +67,15 @@ _CONNECTOR_HOLDS = (Hold.NO_CONNECTOR, Hold.CONNECTOR_UNKNOWN)
 
 
 class StepCost:
-    """The seconds of work in one engine step of a stage, learnt from the reports of all its replicas."""
+    """The seconds of work in one engine step of a stage, learned from the load reports of all its replicas."""
 
     def __init__(self) -> None:
         self.seconds = _FIRST_GUESS_S
         self.known = False
-        """Whether the stage's engine has ever estimated its work."""
+        """Whether the stage's engine has ever estimated its work. Until then, `seconds` is a guess."""
 
     def learn(self, work_s: float, *, steps: int) -> None:
-        """Learns that `steps` steps take `work_s` seconds. Ignored if the engine does not estimate its work."""
+        """Learns that `steps` steps take `work_s` seconds. Does nothing if the engine does not estimate its work."""
         if work_s <= 0 or steps <= 0:
             return
         measured_s = work_s / steps
@@ -82,13 +84,16 @@ class StepCost:
 
 
 class LoadEstimate:
-    """An estimate of one replica's work. Between two reports it falls with time and rises with each placed request."""
+    """An estimate of one replica's work.
+
+    Between two load reports, it decreases with time and increases with each placed request.
+    """
 
     def __init__(self, cost: StepCost, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.running = 0
         """The number of this orchestrator's requests on the replica."""
         self.idle = Notifier()
-        """Fires when `running` has become 0."""
+        """Fires when `running` becomes 0."""
         self._cost = cost
         self._clock = clock
         self._reported_s = 0.0
@@ -98,24 +103,25 @@ class LoadEstimate:
 
     @property
     def work_s(self) -> float:
-        """The seconds of work left."""
+        """The estimated seconds of work that remain."""
         left_s = self._reported_s and max(0.0, self._reported_s - (self._clock() - self._reported_at_s))
         return left_s + self._unreported * self._cost.seconds
 
     @property
     def backlog_s(self) -> float:
-        """The seconds that a new request should expect to wait: the work left, and one step for each of this
-        orchestrator's requests.
+        """The seconds that a new request should expect to wait.
 
-        An engine's estimate is a guess, and contains little for requests that still wait for their input.
+        This is the remaining work, and one step for each of this orchestrator's requests. The steps are added because
+        an engine's estimate is a guess that includes little work for requests that still wait for their input.
         """
         return self.work_s + self.running * self._cost.seconds
 
     def report(self, work_s: float, *, steps: int) -> None:
-        """Takes in the replica's report: it has `work_s` seconds of work left in `steps` steps. `work_s` is 0 if the
-        engine does not estimate its work.
+        """Records a load report: `work_s` seconds of work remain in `steps` steps.
+
+        `work_s` is 0 if the engine does not estimate its work.
         """
-        # An infinite or undefined value is not an estimate. It would spoil what all replicas of the stage learn.
+        # An infinite or undefined value is not an estimate. It would corrupt the step cost of the whole stage.
         work_s = work_s if math.isfinite(work_s) else 0.0
         self._cost.learn(work_s, steps=steps)
         self._reported_s = work_s if self._cost.known else steps * self._cost.seconds
@@ -125,7 +131,10 @@ class LoadEstimate:
         self._report_number += 1
 
     def place(self) -> Callable[[], None]:
-        """Counts a request on the replica. Returns a function that stops counting it; calling it twice is harmless."""
+        """Counts a request as placed on the replica.
+
+        Returns a function that stops counting it. Calling the function twice is harmless.
+        """
         self.running += 1
         self._unreported += 1
         number, released = self._report_number, False
@@ -145,7 +154,7 @@ class LoadEstimate:
 
 
 class Replica:
-    """One replica of a stage, from the start of its process to its end. A restarted process is another replica."""
+    """One replica of a stage, from the start of its process to its end. A restarted process is a new replica."""
 
     def __init__(
         self,
@@ -157,18 +166,18 @@ class Replica:
         cost: StepCost | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_change` is called when the state or a hold changes."""
+        """`on_change` is called after each change of the state or of a hold."""
         self.stage = stage
         self.name = address.name
         self.endpoint = address.endpoint
         self.client = client
         self.load = LoadEstimate(cost or StepCost(), clock=clock)
         self.incarnation = self.generation = self.host = self.zone = ""
-        """From the replica's first description; empty until then."""
+        """Properties from the replica's first description. Empty until it is received."""
         self.is_described = False
         """Whether the replica has ever described itself."""
         self.last_report: stage_pb2.WatchLoadResponse | None = None
-        """The replica's newest load report, or None before the first."""
+        """The replica's newest load report, or None until the first report."""
         self._reported_at_s = 0.0
         self._clock = clock
         self._on_change = on_change
@@ -176,9 +185,9 @@ class Replica:
         self._detail = "not described yet"
         self._holds: dict[Hold, str] = {}
         self.died = False
-        """Whether the process has ended. A replica that has an `end_cause` may merely be partitioned."""
+        """Whether the process is known to have ended. A replica with an `end_cause` may merely be unreachable."""
         self.end_cause: StagemeshError | None = None
-        """Why the replica has ended, or None while it may be alive."""
+        """The error that ended the replica, or None while it may be alive."""
         self._end_callbacks: dict[object, Callable[[StagemeshError], None]] = {}
 
     @property
@@ -190,12 +199,15 @@ class Replica:
 
     @property
     def detail(self) -> str:
-        """A text for people: what the replica loads, why it failed, or why it gets no requests."""
+        """A human-readable text that says what the replica loads, why it failed, or why it receives no requests."""
         return self._holds[self._first_hold] if self._holds else self._detail
 
     @property
     def can_connect(self) -> bool:
-        """Whether the connectors of its edges can be probed: it reports READY, and is neither leaving nor reserved."""
+        """Whether the connectors of the replica's edges can be probed.
+
+        They can if the replica reports READY and is neither leaving nor reserved.
+        """
         return self._state is ReplicaState.READY and self._holds.keys() <= set(_CONNECTOR_HOLDS)
 
     @property
@@ -209,13 +221,14 @@ class Replica:
         return self._clock() - self._reported_at_s
 
     def record_load(self, report: stage_pb2.WatchLoadResponse) -> None:
-        """Records a load report, for the planner and for operators."""
+        """Records a load report for the planner and for operators."""
         self.last_report, self._reported_at_s = report, self._clock()
         self.load.report(report.work_s, steps=report.running + report.queued)
 
     def on_end(self, callback: Callable[[StagemeshError], None]) -> Callable[[], None]:
-        """Calls `callback` with the cause once the replica has ended, or now if it has. Returns a function that removes
-        the callback.
+        """Calls `callback` with the cause when the replica ends, or at once if it has already ended.
+
+        Returns a function that removes the callback.
         """
         if self.end_cause is not None:
             callback(self.end_cause)
@@ -239,26 +252,26 @@ class Replica:
         self.load.idle.fire()
 
     async def wait_until_idle(self) -> None:
-        """Returns once this orchestrator has no request on the replica, or once the replica has ended."""
+        """Returns when this orchestrator has no request on the replica, or when the replica has ended."""
         while self.running and self.end_cause is None:
             await self.load.idle.wait()
 
     def leave(self, why: str) -> None:
-        """Sends no more requests to the replica. Its running requests continue."""
+        """Stops sending new requests to the replica. Its running requests continue."""
         self._set_hold(Hold.LEAVING, why)
 
     def reserve(self, why: str) -> Callable[[], None]:
-        """Keeps other requests off the replica. Returns a function that ends the reservation."""
+        """Stops sending other requests to the replica. Returns a function that ends the reservation."""
         self._set_hold(Hold.RESERVED, why)
         return lambda: self._set_hold(Hold.RESERVED, None)
 
     def hold_for_connector(self, hold: Hold | None, why: str = "") -> None:
-        """Sets NO_CONNECTOR or CONNECTOR_UNKNOWN, or removes both."""
+        """Sets the hold NO_CONNECTOR or CONNECTOR_UNKNOWN. None removes both."""
         for each in _CONNECTOR_HOLDS:
             self._set_hold(each, why if each is hold else None)
 
     def observe(self, state: ReplicaState, detail: str) -> None:
-        """Takes in the state that the replica reports, or in which it was found."""
+        """Records the state that the replica reports or that the orchestrator has determined."""
         changed = state is not self._state
         self._state, self._detail = state, detail
         if changed:
@@ -267,7 +280,7 @@ class Replica:
     def observe_description(
         self, description: stage_pb2.DescribeResponse, pipeline: Pipeline, *, generations: Collection[str] = ()
     ) -> None:
-        """Takes in the replica's description. A replica that belongs elsewhere is FAILED."""
+        """Records the replica's description of itself. A replica that does not belong to this stage is FAILED."""
         if not self.is_described:
             self.is_described = True
             self.incarnation, self.generation = description.incarnation, description.generation

@@ -22,7 +22,7 @@ _LOAD_INTERVAL_S = 0.5
 _IDLE_INTERVAL_S = 30.0
 _DIAL_S = 1.0
 
-# What gRPC itself reports if the replica or the connection failed. Errors of a service itself have a reason.
+# The codes that gRPC itself reports if the replica or the connection fails. Errors of a service have a reason.
 _BROKEN = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
 )
@@ -32,29 +32,32 @@ _UnaryBytes: TypeAlias = Callable[..., Awaitable[bytes]]
 
 
 class ReplicaClient(Protocol):
-    """Calls to the process that serves at one address. Raises the errors of `stagemesh.common.errors`."""
+    """Calls to the process that serves at one address. They raise the errors of `stagemesh.common.errors`."""
 
     def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> Awaitable[None]:
-        """Runs a step to its end and calls `take` with each event. An error that `take` raises ends the call.
+        """Runs a step to its end, and calls `take` with each event. An error that `take` raises ends the call.
 
         Cancelling the call cancels the step. Raises UnavailableError (REPLICA_LOST) if the replica terminates.
         """
         ...
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
-        """Stops a request's steps and returns once the engine has released them."""
+        """Stops a request's steps, and returns after the engine has released them."""
 
     async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
-        """Replaces the replicas at the far end of some edges of a step.
+        """Replaces the replicas at the other end of some edges of a step.
 
-        Raises NotFoundError (UNKNOWN_STEP) if the step does not run there, and NotReadyError (CHUNK_GONE) if the first
-        chunks of an outgoing edge are no longer kept.
+        Raises NotFoundError (UNKNOWN_STEP) if the step is not running on the replica. Raises NotReadyError (CHUNK_GONE)
+        if the first chunks of an outgoing edge are no longer retained.
         """
 
     async def probe_edge(
         self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float
     ) -> EdgeProbe:
-        """Returns the connector by which the replica would send to `consumer`. Raises the reason if none works."""
+        """Returns the connector that the replica would use to send to `consumer`.
+
+        If no connector works, raises the error that says why.
+        """
         ...
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
@@ -62,22 +65,24 @@ class ReplicaClient(Protocol):
         ...
 
     async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:
-        """Returns the replica's load now."""
+        """Returns the replica's current load."""
         ...
 
     def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
-        """Yields the replica's load from time to time. Iterate within `aclosing`."""
+        """Yields the replica's load periodically, less often while it is idle. Iterate within `aclosing`."""
         ...
 
     async def wait_while_serving(self) -> None:
-        """Returns when the replica reports that it no longer accepts steps. Raises if it is unreachable."""
+        """Returns when the replica reports that it no longer accepts steps. Raises a StagemeshError if it is
+        unreachable.
+        """
 
     async def is_port_closed(self) -> bool:
-        """Returns True if no process listens at the address, and False if that is not certain."""
+        """Returns True if no process listens at the address, and False if one may listen."""
         ...
 
     async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
-        """Calls a method of StageControlService by its name. Request and response are serialized."""
+        """Calls a method of StageControlService by its name. The request and the response are serialized messages."""
         ...
 
     async def close(self) -> None:
@@ -85,7 +90,7 @@ class ReplicaClient(Protocol):
 
 
 class GrpcReplicaClient:
-    """Calls a replica over a channel, which it owns."""
+    """Calls a replica over a channel that this object owns."""
 
     def __init__(self, channel: grpc.aio.Channel, *, stage: str, replica: str, endpoint: str) -> None:
         self._channel, self._endpoint = channel, endpoint
@@ -181,7 +186,7 @@ class GrpcReplicaClient:
 
     @contextmanager
     def _mapping_errors(self) -> Generator[None]:
-        """Maps the errors of a call. The channel may be closed before the call or while it runs."""
+        """Converts the errors of a call. The channel may be closed before the call or while it runs."""
         try:
             yield
         except grpc.aio.AioRpcError as exc:
@@ -196,18 +201,23 @@ class GrpcReplicaClient:
 
     def _call_error(self, exc: grpc.aio.AioRpcError) -> StagemeshError:
         error = from_rpc_error(exc, peer=self._peer).located(**self._location)
-        # An error that gRPC made names the peer as this client does. An error that the stage passes on does not.
+        # An error that gRPC itself reports names this client's peer. An error that the stage passes on does not.
         if error.metadata.get("peer") != self._peer or exc.code() not in _BROKEN:
             return error
         return self._lost(f"cannot be reached ({exc.details()})")
 
     def _stream_error(self, error: StagemeshError | None, *, running: bool) -> StagemeshError:
-        """Returns the error of a step whose stream ended with `error`. `running` says whether it had brought events."""
+        """Returns the error of a step whose stream ended with `error`.
+
+        `error` is None if this side closed the stream. `running` means that the step had sent events.
+        """
         if error is None:
             return self._lost("is no longer connected (its channel was closed)")
         if error.code not in _BROKEN_CODES:
             return copy(error).located(**self._location)
-        return self._lost(f"{'went away while the request ran' if running else 'cannot be reached'} ({error.message})")
+        return self._lost(
+            f"{'became unreachable while the request ran' if running else 'cannot be reached'} ({error.message})"
+        )
 
     def _lost(self, event: str) -> UnavailableError:
         return UnavailableError(

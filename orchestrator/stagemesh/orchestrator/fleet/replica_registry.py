@@ -1,4 +1,4 @@
-"""All replicas by stage, and an index of the ready ones in which a plan finds them at once."""
+"""All replicas by stage, and an index in which the planner finds the ready replicas without a search."""
 
 import random
 from collections.abc import Collection, Iterator, Mapping
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class RandomPool(Generic[T]):
-    """A set of hashable items to draw from at random. The number of items does not change how long a call takes."""
+    """A set of hashable items from which random items can be drawn. The duration of a call is independent of its size."""
 
     __slots__ = ("_indexes", "_items")
 
@@ -28,13 +28,13 @@ class RandomPool(Generic[T]):
         return item in self._indexes
 
     def add(self, item: T) -> None:
-        """Adds an item. Harmless if it is there."""
+        """Adds an item. Does nothing if the set contains it."""
         if item not in self._indexes:
             self._indexes[item] = len(self._items)
             self._items.append(item)
 
     def discard(self, item: T) -> None:
-        """Removes an item. Harmless if it is not there."""
+        """Removes an item. Does nothing if the set does not contain it."""
         index = self._indexes.pop(item, None)
         if index is None:
             return
@@ -44,7 +44,7 @@ class RandomPool(Generic[T]):
             self._indexes[last] = index
 
     def draw(self, count: int, rng: random.Random) -> list[T]:
-        """Returns `count` different items at random, or all if there are fewer."""
+        """Returns `count` different items at random, or all items if there are fewer."""
         if len(self._items) <= count:
             return list(self._items)
         return [self._items[index] for index in rng.sample(range(len(self._items)), count)]
@@ -54,7 +54,7 @@ _EMPTY: RandomPool[Replica] = RandomPool()
 
 
 class ReadyReplicas:
-    """The ready replicas of one stage and generation: all of them, and those of each host and zone."""
+    """The ready replicas of one stage and generation, with indexes by host and by zone."""
 
     def __init__(self) -> None:
         self.all: RandomPool[Replica] = RandomPool()
@@ -62,11 +62,11 @@ class ReadyReplicas:
         self._by_zone: dict[str, RandomPool[Replica]] = {}
 
     def on_host(self, host: str) -> RandomPool[Replica]:
-        """Returns the ready replicas on a host, none if `host` is empty."""
+        """Returns the ready replicas on a host. An empty `host` has none."""
         return self._by_host.get(host, _EMPTY)
 
     def in_zone(self, zone: str) -> RandomPool[Replica]:
-        """Returns the ready replicas in a zone, none if `zone` is empty."""
+        """Returns the ready replicas in a zone. An empty `zone` has none."""
         return self._by_zone.get(zone, _EMPTY)
 
     def add(self, replica: Replica) -> None:
@@ -90,7 +90,7 @@ class ReadyReplicas:
 
 
 class ReplicaRegistry:
-    """The replicas that an orchestrator knows. The number of replicas does not change how long an update takes."""
+    """The replicas that an orchestrator knows. The duration of an update is independent of their number."""
 
     def __init__(self) -> None:
         self._replicas: dict[str, dict[Replica, None]] = {}
@@ -101,17 +101,17 @@ class ReplicaRegistry:
         return replica in self._replicas.get(replica.stage, {})
 
     def add(self, replica: Replica) -> None:
-        """Adds a replica."""
+        """Adds a replica to its stage, and to the index if it is ready."""
         self._replicas.setdefault(replica.stage, {})[replica] = None
         self.update(replica)
 
     def remove(self, replica: Replica) -> None:
-        """Removes a replica. Harmless if it is not there."""
+        """Removes a replica. Does nothing if the registry does not contain it."""
         self._replicas.get(replica.stage, {}).pop(replica, None)
         self._withdraw(replica)
 
     def update(self, replica: Replica) -> None:
-        """Updates the index after the replica's state may have changed."""
+        """Updates the index. Must be called after the replica's state may have changed."""
         is_ready = replica.state is ReplicaState.READY and replica in self
         if is_ready and replica not in self._entered:
             ready = self._ready.setdefault(replica.generation, {}).setdefault(replica.stage, ReadyReplicas())
@@ -125,7 +125,10 @@ class ReplicaRegistry:
         return tuple(self._replicas.get(stage, ()))
 
     def ready(self, stages: Collection[str]) -> Mapping[str, Mapping[str, ReadyReplicas]]:
-        """Returns, by generation and stage, the ready replicas of each generation that has one of all these stages."""
+        """Returns the ready replicas by generation and stage.
+
+        Includes only generations that have a ready replica of each of `stages`.
+        """
         return {
             generation: by_stage
             for generation, by_stage in self._ready.items()

@@ -1,4 +1,4 @@
-"""Watches one address: which process serves there, and whether it still does."""
+"""Watches one address: which process serves there, and whether it can be reached."""
 
 import asyncio
 import logging
@@ -18,11 +18,11 @@ _DESCRIBE_TIMEOUT_S = 2.0
 _FIRST_PAUSE_S, _LOADING_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 0.5, 2.0
 _LOAD_RETRY_S = 1.0
 GIVE_UP_S = 15.0
-"""A replica that is unreachable for this time counts as ended."""
+"""The time in seconds after which an unreachable replica counts as ended."""
 
 
 class ReplicaWatcher:
-    """Watches one address, until the replica has left and none of this orchestrator's requests runs there."""
+    """Watches one address until the replica has left and runs no request of this orchestrator."""
 
     def __init__(
         self,
@@ -33,9 +33,12 @@ class ReplicaWatcher:
         admit: Callable[[Replica, stage_pb2.DescribeResponse], None],
         replace: Callable[[Replica, Replica | None], None],
     ) -> None:
-        """`make` makes the Replica for a new process at the address. `admit` is called with each description of a
-        replica and sets its state. `replace` is called with a replica that is no longer at the address, and its
-        successor if the process restarted.
+        """Watches with three callbacks.
+
+        - `make` creates the Replica for a new process at the address.
+        - `admit` is called with each description of a replica, and sets the replica's state.
+        - `replace` is called with a replica that is no longer at the address, and with its successor if the process
+          restarted.
         """
         self.address = address
         self._client, self._make, self._admit, self._replaced = client, make, admit, replace
@@ -44,16 +47,18 @@ class ReplicaWatcher:
         self._backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         self._tasks = asyncio.TaskGroup()
         self._load_reports: asyncio.Task[None] | None = None
-        """Records load reports while the replica answers, in every state."""
+        """The task that records load reports while the replica answers, in every state. None while the replica does not
+        answer.
+        """
         self.replica = make()
 
     def leave(self, why: str) -> None:
-        """Sends no more requests to the replica, and ends the watch once its requests have ended."""
+        """Stops sending requests to the replica, and ends the watch after its requests have ended."""
         self.replica.leave(why)
         self._left.set()
 
     async def watch(self) -> None:
-        """Watches the address until the replica has left. Closes the connection then."""
+        """Watches the address until the replica has left, then closes the connection."""
         try:
             async with self._tasks:
                 watching = self._tasks.create_task(self._watch(), name=f"watch {self.address.name}")
@@ -66,7 +71,7 @@ class ReplicaWatcher:
             await self._client.close()
 
     async def _watch(self) -> None:
-        """Asks for the description until the replica is ready, then waits until it no longer is, and so on."""
+        """Polls the description until the replica is ready, then waits until it is no longer ready, and repeats both."""
         while True:
             pause_s = _LOADING_PAUSE_S
             try:
@@ -104,7 +109,10 @@ class ReplicaWatcher:
         self._replaced(predecessor, self.replica)
 
     async def _record_loads(self, replica: Replica) -> None:
-        """Records load reports. A replica without reports still serves: its health decides that."""
+        """Records load reports until it is cancelled.
+
+        A replica that sends no reports can still serve. Its health check decides whether it is ready.
+        """
         while True:
             with suppress(StagemeshError):
                 async with aclosing(self._client.watch_load()) as reports:

@@ -1,4 +1,4 @@
-"""The calling end of ExecuteSteps: the steps of all requests at one replica, over one stream."""
+"""The caller's side of ExecuteSteps: one stream for the steps of all requests on one replica."""
 
 import asyncio
 import itertools
@@ -22,36 +22,40 @@ _METHOD = f"/{stage_pb2.DESCRIPTOR.services_by_name['StageService'].full_name}/E
 
 
 class ToError(Protocol):
-    """Returns the error of a call whose stream ended."""
+    """Returns the error of a call whose stream has ended."""
 
     def __call__(self, error: StagemeshError | None, *, running: bool) -> StagemeshError:
-        """`error` is why the stream ended, or None if this end closed it. `running` says whether the call had brought
-        an event.
+        """`error` is the reason why the stream ended, or None if this side closed it.
+
+        `running` means that the call had received an event.
         """
         ...
 
 
 class StepStream:
-    """Handles the messages of the stream (`StreamHandler`). A stream that `is_closed` must be replaced by a new one."""
+    """Handles the messages of the stream (`StreamHandler`). A stream that `is_closed` must be replaced by a new stream."""
 
     def __init__(self, channel: grpc.aio.Channel, *, peer: str, location: Mapping[str, str], to_error: ToError) -> None:
-        """Needs a running event loop. `location` is added to the metadata of errors."""
+        """Requires a running event loop. `location` is added to the metadata of errors."""
         self.is_closed = False
         """Whether the stream has ended."""
         self._is_closing = False
-        """Whether the stream accepts no more calls: it has ended, or the replica announced its end."""
+        """Whether the stream accepts no more calls, because it has ended or because the replica announced its end."""
         self._peer, self._location, self._to_error = peer, location, to_error
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
         self._unsent: dict[int, bytes] = {}
-        """The messages that wait to be sent, by call. Cancellations are sent before them."""
+        """The messages that wait to be sent, by call number. Cancellations are sent first."""
         self._cancelled: deque[int] = deque()
         self._stream = ClientStream(channel, self, peer=f"replica {location['replica']}", method=_METHOD)
         # An empty context, because the stream does not belong to the request that happens to be the first.
         self._running = asyncio.create_task(self._stream.run(), name=f"steps at {peer}", context=Context())
 
     async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
-        """Runs a step to its end. Cancelling it cancels the step. Raises the step's error, or what `take` raised."""
+        """Runs a step to its end. Cancelling the call cancels the step.
+
+        Raises the error of the step, or the error that `take` raised.
+        """
         if self._is_closing:
             raise self._to_error(None, running=False)
         number = next(self._numbers)
@@ -117,19 +121,19 @@ class StepStream:
 
     def _too_large(self, size_bytes: int) -> InvalidRequestError:
         return InvalidRequestError(
-            f"the request to {self._peer} takes {size_bytes} bytes; a message holds at most {MAX_MESSAGE_BYTES}; give "
-            "a smaller input",
+            f"the request to {self._peer} is {size_bytes} bytes long; the limit is {MAX_MESSAGE_BYTES}; shorten the "
+            "input",
             reason="REQUEST_TOO_LARGE",
             metadata=self._location,
         )
 
 
 class _Call:
-    """One step of the stream."""
+    """One step on the stream."""
 
     def __init__(self, take: TakeEvent) -> None:
         self.has_events = self.has_ended = False
-        """Whether an event has arrived, and whether the replica has ended the call."""
+        """Whether an event has arrived (`has_events`), and whether the replica has ended the call (`has_ended`)."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure: Exception | None = None
         self._take, self._context = take, copy_context()
@@ -148,7 +152,7 @@ class _Call:
         self._end(error)
 
     def raise_failure(self) -> None:
-        """Raises the error with which the call ended, if it failed. To be called once."""
+        """Raises the error with which the call ended, if it failed. Must be called only once."""
         failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -163,7 +167,10 @@ class _Call:
 
 
 def _detached(event: stage_pb2.ExecuteStepResponse) -> stage_pb2.ExecuteStepResponse:
-    """Copies an event that may be kept, because it would keep its whole message alive. Outputs are never kept."""
+    """Returns a copy of an event that may be retained, because the original would keep its whole message alive.
+
+    Outputs are not copied, because they are never retained.
+    """
     if event.HasField("output"):
         return event
     own = stage_pb2.ExecuteStepResponse()

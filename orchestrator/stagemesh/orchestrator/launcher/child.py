@@ -35,15 +35,18 @@ class Child:
         return self._process.pid
 
     async def wait(self) -> int:
-        """Returns the exit status (negative: the signal) after the process has ended and its group was killed."""
+        """Waits until the process has ended, kills its group, and returns the exit status.
+
+        The status is the negative number of the signal if a signal killed the process.
+        """
         status = await self._process.wait()
         self._kill_group()
         return status
 
     async def stop(self, *, terminate_s: float = TERMINATE_S) -> None:
-        """Sends SIGTERM to the process, and kills its group when it ends or after `terminate_s`.
+        """Sends SIGTERM to the process. Kills its group when the process has ended, or after `terminate_s` seconds.
 
-        Does nothing if the process has ended.
+        Does nothing if the process has already ended.
         """
         if self._process.returncode is not None:
             return

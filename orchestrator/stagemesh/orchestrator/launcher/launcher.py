@@ -24,10 +24,11 @@ _POLL_S = 0.1
 class Launcher:
     """The processes of one pipeline. Use `async with launcher.running():` once, in the program's main thread.
 
-    - `listen` is the address for clients and `admin_listen` the address for operators. Port 0 stands for any free port.
-      Without `admin_listen`, operators use the port after that of clients, or any free port if it is in use.
-    - `overrides` are those that the pipeline was loaded with.
-    - `listener` is called with each change of a process.
+    - `listen` is the address for clients, and `admin_listen` is the address for operators. Port 0 selects a free port.
+      If `admin_listen` is None, operators use the port after the port for clients, or any free port if that port is in
+      use.
+    - `overrides` are the overrides with which the pipeline was loaded.
+    - `listener` is called after each change of a process.
     """
 
     def __init__(
@@ -49,15 +50,15 @@ class Launcher:
         self.admin_endpoint = self._next_to_clients() if admin_listen is None else self._with_port(admin_listen)
         self.processes: dict[str, ProcessStatus] = {}
         self.edges: tuple[EdgeDescription, ...] = ()
-        """The edges with their connectors, once the pipeline is ready."""
+        """The edges with their connectors. Empty until the pipeline is ready."""
         self._ready = asyncio.Event()
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Starts all processes, and stops them when the body ends.
+        """Starts all processes, and stops them at the end of the block.
 
-        Raises NotReadyError if a port is in use, or if a process never becomes ready. The second error also ends the
-        body.
+        Raises NotReadyError if a port is in use, or if a process never becomes ready. In the second case, cancels the
+        block.
         """
         check_listen(self.endpoint)
         check_listen(self.admin_endpoint, option="--admin-port")
@@ -84,8 +85,8 @@ class Launcher:
     async def wait_ready(self) -> None:
         """Returns when every process has been ready and every edge has a connector.
 
-        Raises NotReadyError (CONNECTOR_UNAVAILABLE) if an edge has none. A process that cannot become ready ends the
-        body of `running`.
+        Raises NotReadyError (CONNECTOR_UNAVAILABLE) if an edge has none. If a process cannot become ready, the block of
+        `running` is cancelled.
         """
         async with open_channel(self.endpoint) as channel:
             while True:

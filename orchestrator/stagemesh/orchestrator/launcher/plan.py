@@ -24,7 +24,7 @@ def plan_processes(
     overrides: Mapping[str, str],
     ports: PortPicker,
 ) -> tuple[ProcessSpec, ...]:
-    """Returns the processes of the orchestrator and of each stage's replicas. Writes their configs to `folder`."""
+    """Returns the processes of the orchestrator and of all replicas. Writes their config files to `folder`."""
     addresses = {stage.name: _addresses(stage, ports) for stage in pipeline.stages.values()}
     replicas = [
         _plan_replica(pipeline, stage, address=address, folder=folder)

@@ -7,21 +7,21 @@ import socket
 from stagemesh.common.errors import InvalidRequestError, NotReadyError
 
 HOST = "127.0.0.1"
-# Below the range that kernels use for outgoing connections, so that no connection takes a port while its service
-# restarts.
+# Below the range that kernels use for outgoing connections, so that no connection occupies the port of a service while
+# the service restarts.
 CANDIDATES = range(20000, 32000)
 _TRIES = 200
 _LAST_PORT = 65535
 
 
 class PortPicker:
-    """Picks free ports of the loopback address, each at most once."""
+    """Picks free ports of the loopback address. It never picks a port twice."""
 
     def __init__(self) -> None:
         self._taken: set[int] = set()
 
     def pick_after(self, port: int) -> int:
-        """Returns the port after `port` if it is free, or else another free port."""
+        """Returns the port after `port` if it is free, or any other free port."""
         following = port + 1
         if following in self._taken or following > _LAST_PORT or _bind_error(HOST, following) is not None:
             return self.pick()
@@ -29,7 +29,7 @@ class PortPicker:
         return following
 
     def pick(self) -> int:
-        """Returns a free port. Raises NotReadyError (NO_FREE_PORT)."""
+        """Returns a free port. Raises NotReadyError (NO_FREE_PORT) if none was found."""
         for port in random.sample(CANDIDATES, _TRIES):
             if port not in self._taken and _bind_error(HOST, port) is None:
                 self._taken.add(port)
@@ -42,7 +42,11 @@ class PortPicker:
 
 
 def check_listen(listen: str, *, option: str = "--port") -> None:
-    """Raises InvalidRequestError if `listen` is not "host:port", and NotReadyError (PORT_IN_USE, CANNOT_LISTEN)."""
+    """Checks that a service can listen at an address.
+
+    Raises InvalidRequestError if `listen` is not "host:port", and NotReadyError (PORT_IN_USE, CANNOT_LISTEN) if the
+    address cannot be used.
+    """
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > _LAST_PORT:
         raise InvalidRequestError(

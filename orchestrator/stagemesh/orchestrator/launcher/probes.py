@@ -26,18 +26,18 @@ _TRANSIENT = frozenset({grpc.StatusCode.UNAVAILABLE.value[0], grpc.StatusCode.DE
 
 
 class Observation(NamedTuple):
-    """The state that a service reports."""
+    """The state that a service reports, and a human-readable detail, which may be empty."""
 
     state: ProcessState
     detail: str
 
 
 Probe: TypeAlias = Callable[[grpc.aio.Channel], Awaitable[Observation | None]]
-"""Asks a service for its state over a channel. Returns None if the service does not answer."""
+"""A function that asks a service for its state over a channel. It returns None if the service does not answer."""
 
 
 async def probe_stage(channel: grpc.aio.Channel) -> Observation | None:
-    """Asks a stage replica by Describe."""
+    """Asks a stage replica for its state with Describe. Returns None if it does not answer."""
     try:
         answer = await StageServiceStub(channel).Describe(stage_pb2.DescribeRequest(), timeout=_TIMEOUT_S)
     except grpc.aio.AioRpcError:
@@ -46,7 +46,10 @@ async def probe_stage(channel: grpc.aio.Channel) -> Observation | None:
 
 
 async def probe_health(channel: grpc.aio.Channel) -> Observation | None:
-    """Asks any service by grpc.health: READY if it serves, LOADING otherwise."""
+    """Asks any service for its health with grpc.health. Returns None if it does not answer.
+
+    The state is READY if the service is serving, and LOADING otherwise.
+    """
     # The stubs of grpc_health have no types.
     check = channel.unary_unary(
         "/grpc.health.v1.Health/Check",
@@ -89,6 +92,6 @@ def _check_links(edge: orchestrator_pb2.EdgeDescription) -> None:
 
 
 def _is_known(edge: orchestrator_pb2.EdgeDescription) -> bool:
-    """Returns whether all links have a connector. With `auto`, a link also works if the question failed."""
+    """Returns whether all links have a connector. With `auto`, a link also counts if its probe failed."""
     is_auto = edge.connector == chunk_pb2.CONNECTOR_AUTO
     return bool(edge.links) and all(link.connector or (is_auto and link.HasField("error")) for link in edge.links)

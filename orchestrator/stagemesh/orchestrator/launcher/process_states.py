@@ -21,7 +21,7 @@ class ProcessState(Enum):
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """A process at one moment. `name` is the name of its replica, or "orchestrator"."""
+    """The state of a process at one moment. `name` is the name of its replica, or "orchestrator"."""
 
     name: str
     stage: str

@@ -1,4 +1,4 @@
-"""Decides when a process that has ended is restarted, and when to stop trying."""
+"""Decides when a process that has ended is restarted, and when it is abandoned."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,12 @@ from stagemesh.common.backoff import Backoff
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """The pause before a restart doubles with each failure and is reset after `healthy_s` of readiness.
+    """Limits the restarts of a process.
 
-    A process that was never ready is abandoned after `quick_failures` failures. A failure that took `slow_s` or more
-    counts twice: a slow failure, such as a model that cannot be loaded, does not go away with patience.
+    The pause before a restart is `first_pause_s` at first. It doubles with each failure up to `max_pause_s`, and is
+    reset after the process has been ready for `healthy_s` seconds. A process that was never ready is abandoned after
+    `quick_failures` failures. A failure that took `slow_s` seconds or more counts twice, because slow failures, such as
+    a model that cannot be loaded, rarely disappear after a restart.
     """
 
     first_pause_s: float = 0.1
@@ -21,7 +23,7 @@ class RestartPolicy:
 
 
 class RestartSchedule:
-    """Counts the failures of one process. Times are monotonic seconds, passed in by the caller."""
+    """Counts the failures of one process. The caller passes in times, in seconds on a monotonic clock."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -37,12 +39,15 @@ class RestartSchedule:
         self._ready_s = None
 
     def ready(self, now_s: float) -> None:
-        """Records that the process is ready. Further calls before the next start change nothing."""
+        """Records that the process is ready. Further calls before the next start have no effect."""
         self._ever_ready = True
         self._ready_s = now_s if self._ready_s is None else self._ready_s
 
     def ended(self, now_s: float) -> float | None:
-        """Records that the process has ended. Returns the pause before the next start, or None to abandon it."""
+        """Records that the process has ended.
+
+        Returns the pause in seconds before the next start, or None if the process must be abandoned.
+        """
         policy = self._policy
         if self._ready_s is not None and now_s - self._ready_s >= policy.healthy_s:
             self._backoff.reset()

@@ -11,7 +11,9 @@ _LOCK = ".lock"
 
 
 class RunFolder:
-    """The folder of one run. A file lock protects it, which the kernel releases however the run ends."""
+    """The folder of one run. It is protected by a file lock, which the kernel releases when the run ends for any
+    reason.
+    """
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -19,7 +21,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, runs_dir: Path) -> "RunFolder":
-        """Creates a folder. Removes the configs of ended runs, and their logs except those of the newest runs."""
+        """Creates a folder. Removes the configs of ended runs, and the logs of all ended runs except the newest ones."""
         runs_dir.mkdir(parents=True, exist_ok=True)
         runs_lock = _lock(runs_dir, flags=fcntl.LOCK_EX)
         try:
@@ -41,7 +43,7 @@ class RunFolder:
         return self.path / f"{name}.log"
 
     def close(self) -> None:
-        """Removes the configs and releases the folder; later runs remove the logs. Closing twice is harmless."""
+        """Removes the configs, and releases the folder. Later runs remove the logs. Closing twice is harmless."""
         if self._lock is not None:
             _remove_configs(self.path)
             os.close(self._lock)
@@ -81,7 +83,10 @@ def _remove_configs(path: Path) -> None:
 
 
 def _lock(folder: Path, *, flags: int) -> int:
-    """Locks a folder and returns the file descriptor of the lock. Raises BlockingIOError if LOCK_NB is set."""
+    """Locks a folder, and returns the file descriptor of the lock.
+
+    With LOCK_NB, raises BlockingIOError if another process has locked the folder.
+    """
     lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, flags)

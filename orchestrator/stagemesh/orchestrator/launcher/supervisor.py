@@ -21,12 +21,12 @@ _POLL_S = 0.2
 _READY_POLL_S = 1.0
 
 Listener = Callable[[ProcessStatus], None]
-"""Called with each change of a process."""
+"""A function that is called after each change of a process."""
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A process that must be kept running."""
+    """A process to keep running: its command, its log file, and the probe that reports its state."""
 
     name: str
     stage: str
@@ -37,7 +37,7 @@ class ProcessSpec:
 
 
 class Supervisor:
-    """Supervises one process over all of its restarts."""
+    """Supervises one process across all of its restarts."""
 
     def __init__(self, spec: ProcessSpec, *, policy: RestartPolicy, listener: Listener) -> None:
         self._spec = spec

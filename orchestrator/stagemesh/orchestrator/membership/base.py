@@ -1,4 +1,4 @@
-"""Members and their sources: which replicas there are, and which ones are accepted."""
+"""Members of a pipeline, the sources that report them, and the check that a replica belongs to the pipeline."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -19,26 +19,27 @@ class Member:
 
 
 class MembershipListener(Protocol):
-    """Gets the members as they join and leave. Several sources may report the same member, which leaves with the last
-    report.
+    """Receives the members as they join and leave.
+
+    Several sources may report the same member. The member leaves when none of them reports it any longer.
     """
 
     def join(self, member: Member) -> None:
-        """Called when a source reports a new member; once for each source until the member leaves."""
+        """Called when a source reports a new member. Each source reports a member once until the member leaves."""
 
     def leave(self, member: Member, why: str) -> None:
-        """Called when a source no longer reports a member. `why` is a text for people."""
+        """Called when a source no longer reports a member. `why` is a human-readable reason."""
 
 
 class MemberSource(Protocol):
     """A source of members."""
 
     async def follow(self, listener: MembershipListener) -> None:
-        """Reports all members and every change to the listener until it is cancelled. Called once."""
+        """Reports all members and every change to the listener until it is cancelled. Must be called only once."""
 
 
 class Belonging(Protocol):
-    """The fields of DescribeResponse and ReplicaIdentity that say where a replica belongs."""
+    """The fields of DescribeResponse and ReplicaIdentity that identify where a replica belongs."""
 
     wire_version: int
     pipeline: str
@@ -47,9 +48,9 @@ class Belonging(Protocol):
 
 
 def find_refusal(description: Belonging, *, stage: str, pipeline: Pipeline, generations: Collection[str] = ()) -> str:
-    """Returns why a replica does not belong to this stage, for people, or an empty text if it does.
+    """Returns a human-readable reason why a replica does not belong to this stage, or an empty text if it belongs.
 
-    Replicas of `generations` are accepted in addition to those of the pipeline's own generation.
+    Replicas of `generations` are accepted in addition to replicas of the pipeline's own generation.
     """
     generation = description.generation if description.generation in generations else pipeline.generation
     facts = {

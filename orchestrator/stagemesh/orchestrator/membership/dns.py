@@ -1,4 +1,4 @@
-"""Members that are found by a DNS name with several addresses, such as that of a headless Kubernetes service."""
+"""Members that are found by a DNS name with several addresses, such as the name of a headless Kubernetes service."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 _RESOLVE_TIMEOUT_S = 5.0
 
 Resolve: TypeAlias = Callable[[str], Awaitable[Collection[str]]]
-"""Returns the IP addresses of a host name. Raises OSError if there is no answer."""
+"""A function that returns the IP addresses of a host name. It raises OSError if there is no answer."""
 
 
 async def resolve(host: str) -> Collection[str]:
@@ -24,10 +24,10 @@ async def resolve(host: str) -> Collection[str]:
 
 
 class DnsSource:
-    """Resolves a name periodically and reports a member of one stage for each of its addresses.
+    """Resolves a name periodically, and reports a member of one stage for each of its addresses.
 
-    The last answer remains valid while there is no new one, so that a failing resolver removes no replica. The fleet
-    sees without the resolver whether a replica still serves.
+    The last answer remains valid until there is a new answer, so that a failing resolver removes no replica. The fleet
+    detects without the resolver whether a replica still serves.
     """
 
     def __init__(self, stage: str, name: DnsName, *, resolve: Resolve = resolve) -> None:

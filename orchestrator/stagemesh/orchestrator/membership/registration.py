@@ -1,6 +1,6 @@
-"""Members that register themselves. Each one holds a lease, and leaves when it deregisters or when the lease ends.
+"""Members that register themselves. A member has a lease, and leaves when it deregisters or when the lease ends.
 
-Leases are timed by the event loop's clock, which does not jump when the system time is set.
+Leases are measured with the event loop's clock, which does not jump when the system time is set.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Lease:
-    """A registered replica's right to be a member."""
+    """The right of a registered replica to be a member until a given time."""
 
     member: Member
     incarnation: str
@@ -29,10 +29,10 @@ class Lease:
 
 
 class RegistrationSource:
-    """Reports the replicas that hold a lease."""
+    """Reports the replicas that have a lease."""
 
     def __init__(self, pipeline: Pipeline, *, lease_s: float, generations: Collection[str] = ()) -> None:
-        """Replicas of `generations` may register in addition to those of the pipeline's own generation."""
+        """Replicas of `generations` may register in addition to replicas of the pipeline's own generation."""
         self.lease_s = lease_s
         self._pipeline, self._generations = pipeline, generations
         self._leases: dict[str, Lease] = {}
@@ -52,10 +52,10 @@ class RegistrationSource:
             self._leases.clear()
 
     def register(self, identity: membership_pb2.ReplicaIdentity) -> Lease:
-        """Begins a lease, or continues the one that the same incarnation holds.
+        """Starts a lease, or continues the lease of the same incarnation.
 
         Raises InvalidRequestError (INVALID_REPLICA) if the identity is incomplete, NotReadyError (REPLICA_REFUSED) if
-        the replica belongs elsewhere, and ExistsError (REPLICA_EXISTS) if another replica of this name is connected.
+        the replica belongs elsewhere, and ExistsError (REPLICA_EXISTS) if another replica with this name is connected.
         """
         if self._listener is None:
             raise NotReadyError("the orchestrator is starting or stopping; try again", reason="NOT_RUNNING")
@@ -76,10 +76,10 @@ class RegistrationSource:
         return lease
 
     def renew(self, lease: Lease) -> None:
-        """Extends the lease by `lease_s` from now.
+        """Extends the lease by `lease_s` seconds from now.
 
-        Raises StaleAttemptError if another process has registered under the name since, and NotReadyError (LEASE_ENDED)
-        if the lease has ended; the replica must register again then.
+        Raises StaleAttemptError if another process has since registered under the name. Raises NotReadyError
+        (LEASE_ENDED) if the lease has ended; the replica must then register again.
         """
         holder = self._leases.get(lease.member.name)
         if holder is not lease:
@@ -96,7 +96,7 @@ class RegistrationSource:
         self._end(lease, "it deregistered")
 
     def disconnect(self, lease: Lease) -> None:
-        """Notes that a stream broke. The lease runs until its end, unless another stream renews it."""
+        """Records that a stream broke. The lease continues until its end, and another stream can renew it."""
         lease.streams -= 1
 
     def _check_belongs(self, identity: membership_pb2.ReplicaIdentity) -> None:
@@ -116,11 +116,14 @@ class RegistrationSource:
             )
 
     def _replace_holder(self, held: Lease, member: Member) -> None:
-        """Ends the lease of another process with the same name, if that is disconnected or had the same address."""
+        """Ends the lease of another process with the same name.
+
+        Raises ExistsError (REPLICA_EXISTS) if that process is connected and has another address.
+        """
         if held.streams and held.member.endpoint != member.endpoint:
             raise ExistsError(
-                f"a replica named {member.name} is registered from {held.member.endpoint}; rename the one at "
-                f"{member.endpoint}, or stop the other",
+                f"a replica named {member.name} is registered from {held.member.endpoint}; rename the "
+                f"replica at {member.endpoint}, or stop the other replica",
                 reason="REPLICA_EXISTS",
                 metadata={"replica": member.name, "endpoint": held.member.endpoint},
                 retry_after_s=self.lease_s,

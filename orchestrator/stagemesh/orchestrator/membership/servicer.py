@@ -18,7 +18,7 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[membership_pb2.RegisterRequest, 
 
 
 class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
-    """Serves the registration of one orchestrator. Rejects every replica if the source is None."""
+    """Serves the registration of replicas for one orchestrator. Rejects every replica if `source` is None."""
 
     def __init__(self, source: RegistrationSource | None) -> None:
         self._source = source
@@ -46,7 +46,8 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
                 while await _next(request_iterator, source.closed):
                     source.renew(lease)
                     yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
-                # A broken connection may look like the orderly end of the replica's stream. This answer raises then.
+                # A broken connection may look like the orderly end of the replica's stream. This answer raises in that
+                # case.
                 yield membership_pb2.RegisterResponse(lease_s=source.lease_s)
                 source.leave(lease)
             finally:
@@ -54,8 +55,9 @@ class MembershipServicer(membership_pb2_grpc.MembershipServiceServicer):
 
 
 async def _next(requests: AsyncIterator[membership_pb2.RegisterRequest], closed: asyncio.Event) -> bool:
-    """Returns True if the replica sends a message, and False if it ends its stream. Raises NotReadyError if the
-    orchestrator stops first.
+    """Waits for the replica's next message. Returns True if it arrives, and False if the replica ends its stream.
+
+    Raises NotReadyError (NOT_RUNNING) if the orchestrator stops first.
     """
     reading, closing = asyncio.ensure_future(anext(requests, None)), asyncio.ensure_future(closed.wait())
     try:

@@ -7,7 +7,7 @@ from stagemesh.orchestrator.membership.base import Member, MembershipListener
 
 
 class StaticSource:
-    """Reports the replicas in the config. They never leave."""
+    """Reports the replicas in the config as members. These members never leave."""
 
     def __init__(self, replicas: Mapping[str, Sequence[ReplicaAddress]]) -> None:
         self._members = [

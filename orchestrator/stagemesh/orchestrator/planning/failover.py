@@ -1,4 +1,4 @@
-"""Finds another replica for a stage of a running request, at once or as soon as there is one."""
+"""Finds another replica for a stage of a running request, and waits until there is one."""
 
 import asyncio
 from collections import defaultdict
@@ -23,16 +23,21 @@ class Placement(NamedTuple):
 
 
 class Failover:
-    """Places the lost stages of all requests of one orchestrator. Reserves at most one replica of a stage at a time."""
+    """Finds other replicas for the failed stages of all requests of one orchestrator.
+
+    Reserves at most one replica of each stage at a time.
+    """
 
     def __init__(self, planner: Planner, *, max_kept_state_bytes: int = 256 << 20) -> None:
         self.kept_states = StateBudget(max_kept_state_bytes)
-        """The checkpoint states that lost steps can resume from."""
+        """The checkpoint states from which steps can resume if their replica terminates."""
         self._planner = planner
         self._reserving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def find(self, stage: str, plan: Callable[[], Plan], *, avoid: Collection[Replica]) -> Placement:
-        """Returns a ready replica, one of those in `avoid` only if there is no other. Waits until there is one."""
+        """Waits until a replica of the stage is ready, and returns it. Returns a replica in `avoid` only if there is no
+        other.
+        """
         backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         while True:
             for avoided in (avoid, ()):

@@ -1,11 +1,11 @@
-"""Chooses a replica for each stage of a request and says what each stage must do.
+"""Chooses a replica for each stage of a request, and describes the work of each stage.
 
-The choice takes the replica with the least work left, and the nearest one of equals. To compare all replicas would take
-longer the more there are, and would send everything that arrives between two load reports to the same replica. A choice
-between two random replicas keeps all of them about equally busy (M. Mitzenmacher, "The Power of Two Choices in
-Randomized Load Balancing", 2001). A third one makes the slowest requests of busy stages a seventh faster
-(`benchmarks/simulate.py`). The choice considers the same number of random replicas on the host and in the zone of each
-upstream and downstream replica.
+A choice considers a few random replicas and selects the one with the least remaining work. If several have about
+equally little, a co-located replica is preferred. Comparing all replicas would take longer with each replica, and would
+send all requests that arrive between two load reports to the same replica. A choice between two random replicas keeps
+all replicas about equally busy (M. Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001). A
+third candidate makes the slowest requests of busy stages a seventh faster (`benchmarks/simulate.py`). The choice
+considers the same number of random replicas on the host and in the zone of each upstream and downstream replica.
 """
 
 import random
@@ -22,12 +22,13 @@ from stagemesh.orchestrator.spec import Edge, Pipeline, Route, Stage
 from stagemesh.v1 import stage_pb2
 
 _CANDIDATES = 3
-# How much more work a nearer replica may have: about the cost of the crossing, which is far less than a step.
+# The additional work in seconds that a co-located replica may have and still be preferred. This is about the cost of
+# sending to another host or zone, which is far less than the cost of a step.
 _OTHER_HOST_S = 0.005
 _OTHER_ZONE_S = 0.02
 _RETRY_AFTER_S = 1.0
 _MAX_NAMED = 8
-"""An error message names at most this number of replicas."""
+"""The maximum number of replicas that an error message names."""
 
 
 class NotReadyYetError(UnavailableError):
@@ -40,14 +41,15 @@ class Choice(Protocol):
     def choose(
         self, ready: ReadyReplicas, *, near: Sequence[Replica] = (), avoid: Collection[Replica] = ()
     ) -> Replica | None:
-        """Returns a ready replica for a request whose upstream and downstream stages run on the replicas `near`, or
-        None if all are in `avoid`.
+        """Returns a ready replica, or None if all ready replicas are in `avoid`.
+
+        `near` contains the replicas of the request's upstream and downstream stages.
         """
         ...
 
 
 class LeastWork:
-    """Chooses the replica with the least work left among a few random ones. Prefers nearer ones of equals."""
+    """Chooses the replica with the least remaining work among a few random replicas. Prefers co-located replicas."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()  # noqa: S311
@@ -76,35 +78,36 @@ class PlannedStep:
     inputs: tuple[stage_pb2.InputBinding, ...]
     outputs: tuple[stage_pb2.OutputBinding, ...]
     output_names: Mapping[str, str]
-    """The pipeline's outputs that the stage makes, by the stage's name for the tensor."""
+    """The names of the pipeline's outputs that the stage produces, by the stage's names for the tensors."""
     release: Callable[[], None]
-    """Takes the step off its replica's load. Calling it again is harmless."""
+    """Removes the step from its replica's load. Calling it twice is harmless."""
     absent: tuple[str, ...] = ()
-    """The tensors that the stage accepts and that no edge of the request brings."""
+    """The tensors that the stage accepts but that no edge of the request delivers."""
 
     @property
     def takes_input(self) -> bool:
-        """Whether the stage gets the client's input."""
+        """Whether the stage receives the client's input."""
         return not self.inputs
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of one request, producers before consumers. They count as load until they are released."""
+    """The steps of one request, producers before consumers. A step counts as load until it is released."""
 
     steps: tuple[PlannedStep, ...]
     route: Route
     generation: str = ""
-    """The generation of all its replicas."""
+    """The generation of all replicas of the plan."""
 
     @property
     def replicas(self) -> Mapping[str, str]:
-        """The name of the chosen replica, by stage."""
+        """The names of the chosen replicas by stage."""
         return {step.stage.name: step.replica.name for step in self.steps}
 
     def moved(self, stage: str, replica: Replica) -> "Plan":
-        """Returns the plan with one stage on another replica, whose load now includes it. The bindings of the stages
-        before and after it name that replica.
+        """Returns the plan with one stage on another replica, whose load then includes the step.
+
+        The bindings of the upstream and downstream stages name the new replica.
         """
         chosen = {step.stage.name: step.replica for step in self.steps} | {stage: replica}
         steps = tuple(
@@ -116,13 +119,13 @@ class Plan:
         return replace(self, steps=steps)
 
     def release(self) -> None:
-        """Takes every step off its replica's load. Steps that were released before do not change."""
+        """Removes every step from its replica's load. Does nothing for steps that were already released."""
         for step in self.steps:
             step.release()
 
 
 class Planner:
-    """Plans requests over the replicas that are ready now. The number of replicas does not change how long it takes."""
+    """Plans requests over the replicas that are currently ready. The duration is independent of the number of replicas."""
 
     def __init__(
         self,
@@ -140,8 +143,8 @@ class Planner:
     def plan(self, route: Route) -> Plan:
         """Chooses a ready replica for each stage of a route, all of one generation.
 
-        Raises UnavailableError (STAGE_NOT_READY), which names a stage and the states of its replicas. The error is a
-        NotReadyYetError if one of those may become ready soon.
+        Raises UnavailableError (STAGE_NOT_READY) if this is impossible. The error names a stage and the states of its
+        replicas. It is a NotReadyYetError if one of these replicas may become ready soon.
         """
         generation, ready = self._choose_generation([stage.name for stage in route.stages])
         chosen: dict[str, Replica] = {}
@@ -152,7 +155,7 @@ class Planner:
         return Plan(tuple(_step(stage, route, chosen) for stage in route.stages), route, generation)
 
     def choose_again(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica:
-        """Returns a ready replica for one stage of a plan, of the plan's generation and none of those in `avoid`.
+        """Returns a ready replica for one stage of a plan. It has the plan's generation and is not in `avoid`.
 
         Raises UnavailableError (STAGE_NOT_READY) if there is none.
         """
@@ -164,8 +167,9 @@ class Planner:
         return replica
 
     def _choose_generation(self, stages: Sequence[str]) -> tuple[str, Mapping[str, ReadyReplicas]]:
-        """Chooses at random among the generations that have every stage ready, weighted by the number of replicas of
-        their scarcest stage.
+        """Chooses at random among the generations in which every stage has a ready replica.
+
+        The weight of a generation is the number of ready replicas of its scarcest stage.
         """
         ready = self._registry.ready(stages)
         if not ready:
@@ -177,7 +181,7 @@ class Planner:
         return self._rng.choices(list(ready.items()), weights)[0]
 
     def _adjacent(self, stage: str, chosen: Mapping[str, Replica]) -> list[Replica]:
-        """Returns the chosen replicas of the upstream and downstream stages."""
+        """Returns the chosen replicas of the stage's upstream and downstream stages."""
         edges = (*self._pipeline.incoming(stage), *self._pipeline.outgoing(stage))
         names = dict.fromkeys(edge.producer if edge.consumer == stage else edge.consumer for edge in edges)
         return [chosen[name] for name in names if name in chosen]
@@ -252,7 +256,7 @@ def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
 
 
 def _may_become_ready(replica: Replica) -> bool:
-    """Returns whether a replica loads or may come back without an operator, and belongs to this pipeline."""
+    """Returns whether a replica of this pipeline is loading, or may recover without an operator."""
     return replica.end_cause is not None or replica.state in (ReplicaState.LOADING, ReplicaState.UNREACHABLE)
 
 

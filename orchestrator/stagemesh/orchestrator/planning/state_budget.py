@@ -1,4 +1,4 @@
-"""Total size limit for the checkpoint states that an orchestrator keeps."""
+"""Limits the total size of the checkpoint states that an orchestrator retains."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,23 +11,23 @@ class _KeptState(NamedTuple):
 
 
 class StateBudget:
-    """Limits the total size of the states that steps can resume from if their replica is lost.
+    """Limits the total size of the states from which steps can resume if their replica terminates.
 
-    The oldest states are dropped first. A step whose state is dropped restarts from its beginning if it is lost. A
-    state that a restarted step was sent is not counted, because it is part of that step's request.
+    The oldest states are dropped first. A step whose state was dropped restarts from its beginning if its replica
+    terminates. A state that was sent to a restarted step is not counted, because it is part of the step's request.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.size_bytes = 0
-        """Total size of the kept states."""
+        """The total size of the retained states in bytes."""
         self._limit_bytes = limit_bytes
         # By `id`, because owners need not be hashable. An owner stays alive at least until its state is released.
         self._states: OrderedDict[int, _KeptState] = OrderedDict()
 
     def keep(self, owner: object, size_bytes: int, *, drop: Callable[[], None]) -> bool:
-        """Replaces the owner's state. Returns False if the new state alone exceeds the limit and must not be kept.
+        """Replaces the owner's state. Returns False if the new state alone exceeds the limit and must not be retained.
 
-        `drop` is called when the state is dropped because of newer states of other owners.
+        `drop` is called if newer states of other owners displace the state.
         """
         self.release(owner)
         if size_bytes > self._limit_bytes:

@@ -1,1 +1,1 @@
-"""Runs requests, from validation through recovery to the end, and keeps what they produce for their callers."""
+"""Runs requests, from validation through recovery to the end, and retains their outputs for callers."""

@@ -18,13 +18,14 @@ from stagemesh.orchestrator.request.step_state import StepState
 from stagemesh.v1 import stage_pb2
 
 ACCEPT_S = 5.0
-"""The time within which a replica must accept a step."""
+"""The time in seconds within which a replica must accept a step."""
 REATTACH_S = 2.0
-"""How long a replica may be unreachable before its steps are run elsewhere. Shorter than the time for which the replica
-keeps them.
+"""The time in seconds for which a replica may be unreachable before its steps are run elsewhere.
+
+It is shorter than the time for which the replica retains the steps.
 """
 DRAINED = "DRAINED"
-"""The reason of a step that its draining replica has paused, so that it continues elsewhere."""
+"""The error reason of a step that its draining replica has paused. The step continues on another replica."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.4
 
 
@@ -44,7 +45,7 @@ class StepEvents:
         self._graph, self._states = graph, states
         self._requests, self._record, self._failures, self._changed = requests, record, failures, changed
         self._delivered = Position()
-        """How far the record is in the pipeline's outputs."""
+        """The position of the record in the pipeline's outputs."""
 
     def take(self, state: StepState, attempt: int, event: stage_pb2.ExecuteStepResponse) -> None:
         """Applies an event of an attempt. Raises UnavailableError (DRAINED) if the replica paused the step."""
@@ -83,7 +84,7 @@ class StepEvents:
                 pass
 
     def finish(self, state: StepState, finished: stage_pb2.StepFinished) -> None:
-        """Ends a stage that has finished, or that nothing needs any more."""
+        """Ends a stage that has finished, or whose results are no longer needed."""
         state.phase = Phase.FINISHED
         state.release_replica()
         if state.notes is not None:
@@ -97,8 +98,8 @@ class StepEvents:
         # An attempt that resumed from a checkpoint continues the checkpoint's numbers.
         due = state.next_seqs.get(tensor, seq if state.resumed is not None else 0)
         if seq != due or state.phase is Phase.FINISHED:
-            detail = f"where {due} was due" if seq != due else "after it had finished"
-            message = f"stage {state.name!r} sent piece {seq} of output {tensor!r} {detail}; see its log"
+            detail = f"where {due} was expected" if seq != due else "after it had finished"
+            message = f"stage {state.name!r} sent fragment {seq} of output {tensor!r} {detail}; see its log"
             self._failures.add_final(state.name, InternalError(message, reason="OUTPUT_OUT_OF_ORDER"))
             return
         state.next_seqs[tensor] = due + 1
@@ -114,13 +115,14 @@ class StepEvents:
 
 
 async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_s: float, take: TakeEvent) -> None:
-    """Executes a step to its end and calls `take` once for each event. The first event is the acceptance.
+    """Executes a step to its end, and calls `take` exactly once for each event. The first event is the acceptance.
 
-    `request` is a serialized ExecuteStepRequest, because it is kept to the end and a message takes several times as
-    much memory. `deadline_s` is in the event loop's time. The step is called again if the connection broke.
+    `request` is a serialized ExecuteStepRequest, because it is retained until the end, and a message needs several
+    times as much memory. `deadline_s` is in the event loop's time. If the connection breaks, the step is called again.
 
-    Raises the error with which the step failed, or what `take` raised; UnavailableError (NOT_ACCEPTED) if the replica
-    did not accept the step in time; UnavailableError (REPLICA_LOST) if the replica remains unreachable.
+    Raises the error with which the step failed, or the error that `take` raised. Raises UnavailableError (NOT_ACCEPTED)
+    if the replica did not accept the step in time, and UnavailableError (REPLICA_LOST) if the replica remains
+    unreachable.
     """
     loop = asyncio.get_running_loop()
     relay, broken_s = _EventRelay(take, stage=stage), 0.0
@@ -156,19 +158,19 @@ async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_
 
 
 class _EventRelay:
-    """Passes each event of a step once, although each call of the step replays its events from the first one."""
+    """Passes on each event of a step once, although each call of the step replays the events from the first."""
 
     def __init__(self, take: TakeEvent, *, stage: str) -> None:
         self._take, self._stage = take, stage
         self._passed = Position()
         self.replayed = Position()
-        """How far the present call is."""
+        """The position of the current call in the step's events."""
         self.accept_timeout: asyncio.Timeout | None = None
-        """The timeout that the first event of the present call ends."""
+        """The timeout that ends with the first event of the current call."""
 
     @property
     def has_events(self) -> bool:
-        """Whether the present call has brought an event."""
+        """Whether the current call has received an event."""
         return bool(self.replayed.counts)
 
     def take(self, event: stage_pb2.ExecuteStepResponse) -> None:
@@ -195,7 +197,10 @@ def _not_accepted(replica: Replica, *, stage: str) -> UnavailableError:
 
 
 async def _check_incarnation(replica: Replica, *, stage: str, timeout_s: float) -> None:
-    """Raises if another process serves at the address now. It does not know the step, and would start it again."""
+    """Raises the cause of the replica's end if another process now serves at its address.
+
+    The other process does not know the step, and would start it again.
+    """
     with suppress(StagemeshError):
         description = await replica.client.describe(timeout_s=timeout_s)
         if description.incarnation != replica.incarnation:

@@ -39,7 +39,7 @@ def _run(command: Command, values: dict[str, Any], *, server: str, as_json: bool
 
 
 def _answers(command: Command, values: dict[str, Any], *, server: str) -> "Iterator[tuple[Message, str]]":
-    """Yields each answer with the name of the replica that gave it, which is empty for AdminService."""
+    """Yields each answer with the name of the replica that sent it. The name is empty for answers of AdminService."""
     from contextlib import closing
 
     from stagemesh.orchestrator.cli.admin.client import TIMEOUT_S, connected, is_control, is_stream, make_request

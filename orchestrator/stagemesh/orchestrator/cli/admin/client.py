@@ -1,4 +1,4 @@
-"""The connection of the command line to AdminService, and through it to the controls of replicas."""
+"""The connection of the command line to AdminService, which also forwards calls to the control services of replicas."""
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -28,24 +28,27 @@ _CONTROL = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].method
 
 
 def is_control(rpc: str) -> bool:
-    """Whether an RPC belongs to StageControlService, which each replica serves, and not to AdminService."""
+    """Returns whether an RPC belongs to StageControlService, which each replica serves, instead of AdminService."""
     return rpc not in _ADMIN
 
 
 def is_stream(rpc: str) -> bool:
-    """Whether an RPC answers with a stream of messages."""
+    """Returns whether an RPC answers with a stream of messages."""
     return bool(_method(rpc).server_streaming)
 
 
 def make_request(rpc: str, values: dict[str, Any]) -> "Message":
-    """Returns the request of an RPC with those of `values` that are set and name one of its fields."""
+    """Returns the request message of an RPC.
+
+    Sets each field for which `values` contains a value other than None. Ignores values whose names are not fields.
+    """
     message = _method(rpc).input_type
     fields = {name: value for name, value in values.items() if value is not None and name in message.fields_by_name}
     return GetMessageClass(message)(**fields)
 
 
 class AdminConnection:
-    """Calls RPCs of AdminService and of StageControlService by their names. Every method raises a StagemeshError."""
+    """Calls RPCs of AdminService and StageControlService by name. Raises a StagemeshError if a call fails."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -71,14 +74,14 @@ class AdminConnection:
             call.cancel()
 
     def replicas_of(self, target: str) -> list[str]:
-        """Returns the replica with this name, or else the replicas of the stage with this name.
+        """Returns the name of the replica with this name, or the names of all replicas of the stage with this name.
 
         Raises NotFoundError (UNKNOWN_TARGET) if there is neither.
         """
         known = {replica.name: replica.stage for replica in self._replicas()}
         found = [target] if target in known else [name for name, stage in known.items() if stage == target]
         if not found:
-            raise NotFoundError(f"no replica or stage {target!r} here", reason="UNKNOWN_TARGET")
+            raise NotFoundError(f"unknown replica or stage {target!r}", reason="UNKNOWN_TARGET")
         return found
 
     def close(self) -> None:
@@ -103,7 +106,7 @@ class AdminConnection:
 
 @contextmanager
 def connected(endpoint: str) -> Generator[AdminConnection]:
-    """Opens a connection and closes it at the end."""
+    """Opens a connection, and closes it at the end of the block."""
     connection = AdminConnection(endpoint)
     try:
         yield connection

@@ -1,4 +1,4 @@
-"""The table of the commands for operators: for each, its RPC, its parameters, its request and its display."""
+"""The table of commands for operators, with the RPC, the parameters, the request and the display of each command."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Values: TypeAlias = Mapping[str, Any]
 """The values of a command's parameters by name. For an RPC of a replica, "replica" is the replica's name."""
 Display: TypeAlias = "Callable[[Any, Values], RenderableType]"
-"""Returns what to print for an answer."""
+"""A function that returns the text or table to print for an answer."""
 
 _CHANGE_S = 600.0
 _LOAD_S = 300.0
@@ -30,20 +30,21 @@ class Command:
     """
 
     name: str
-    """With the name of its group, if it has one: "lora load"."""
+    """The name of the command. It starts with the name of the command's group if there is one, for example "lora load".
+    """
     help: str
     rpc: str | Callable[[Values], str]
     display: Display
     parameters: Mapping[str, Parameter]
-    """A parameter that has the name of a field of the request sets that field."""
+    """The parameters of the command by name. A parameter with the name of a request field sets that field."""
     fields: Callable[[Values], Values] = lambda _: {}
-    """Returns the fields of the request that are not simply the parameter with the same name."""
+    """Returns the request fields that are computed from the parameters."""
     fails: Callable[[Any], bool] = lambda _: False
-    """Whether an answer means that the command exits with status 1."""
+    """Returns whether an answer makes the command exit with status 1."""
 
 
 def _table(columns: Sequence[Column], rows: str) -> Display:
-    """Displays a repeated field of the answer as a table."""
+    """Returns a display that shows a repeated field of the answer as a table."""
     return lambda answer, _: make_table(columns, getattr(answer, rows))
 
 

@@ -10,7 +10,7 @@ from stagemesh.orchestrator.cli.options import DEFAULT_ADMIN_SERVER
 from stagemesh.orchestrator.cli.parameters import Parameter, argument, option
 
 _COMPLETION_TIMEOUT_S = 0.5
-# For each list of AdminService: its field in the answer, and the name of an item.
+# For each list RPC of AdminService: the answer's field with the items, and a function that returns an item's name.
 _LISTS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "ListStages": ("stages", lambda stage: stage.name),
     "ListReplicas": ("replicas", lambda replica: replica.name),
@@ -20,7 +20,7 @@ _LISTS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def _complete(*rpcs: str) -> Callable[[typer.Context, str], list[str]]:
-    """Returns a completion callback for names in these lists. It completes nothing if the server does not answer."""
+    """Returns a callback that completes the names in these lists. It completes nothing if the server does not answer."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         from stagemesh.common.errors import StagemeshError
@@ -80,14 +80,14 @@ REQUEST_ID = argument(str, "Select the request with this id.", metavar="ID", com
 EDGE = argument(str, "Select the edge with this name, for example 'a->b'.", metavar="EDGE", complete=complete_edge)
 STAGE_FILTER = option(
     str,
-    "List only the replicas of this stage. Lists those of all stages if omitted.",
+    "List only the replicas of this stage. Lists the replicas of all stages if omitted.",
     "--stage",
     default="",
     metavar="STAGE",
     autocompletion=complete_stage,
 )
 REPLICA_STATE_FILTER = option(
-    ReplicaStateOption, "List only replicas in this state. Lists those in all states if omitted.", "--state"
+    ReplicaStateOption, "List only replicas in this state. Lists replicas in all states if omitted.", "--state"
 )
 REQUEST_STATE_FILTER = option(
     list[RequestStateOption],
@@ -105,14 +105,14 @@ ON_TARGET = option(
 )
 PRODUCER = option(
     str,
-    "Probe only from this producing replica. Probes from all of them if omitted.",
+    "Probe only from this producing replica. Probes from all producing replicas if omitted.",
     default="",
     metavar="REPLICA",
     autocompletion=complete_replica,
 )
 CONSUMER = option(
     str,
-    "Probe only to this consuming replica. Probes to all of them if omitted.",
+    "Probe only to this consuming replica. Probes to all consuming replicas if omitted.",
     default="",
     metavar="REPLICA",
     autocompletion=complete_replica,
@@ -127,7 +127,7 @@ PAGE_TOKEN = option(
 
 
 def timeout(default_s: float) -> Parameter:
-    """Returns the option --timeout of a command whose default is `default_s`."""
+    """Returns the option --timeout with this default in seconds."""
     return option(
         float,
         "Fail if the command takes longer than this number of seconds.",
@@ -184,8 +184,8 @@ DRAIN_STEPS = option(
 )
 DRAIN_ADAPTER = option(
     bool,
-    "Wait until requests that use the adapter have ended. Without this option, the command fails if there are such "
-    "requests.",
+    "Wait until requests that use the adapter have ended. Without this option, the command fails if requests use the "
+    "adapter.",
     "--drain",
     default=False,
 )

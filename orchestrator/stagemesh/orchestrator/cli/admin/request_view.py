@@ -33,7 +33,7 @@ class Moment(NamedTuple):
 
 
 def request_view(answer: admin_pb2.GetRequestResponse) -> RenderableType:
-    """Returns all that the server knows about a request."""
+    """Returns a display of everything that the server reports about a request."""
     parts: list[RenderableType] = [_summary(answer.request), "", make_table(_STEPS, answer.steps)]
     if answer.flows:
         parts += ["", make_table(_FLOWS, answer.flows)]
@@ -91,7 +91,7 @@ _STEPS = (
 
 
 def _newest(flow: Any) -> control_pb2.FlowReport:
-    """The producer's report, or the consumer's if the producer gave none."""
+    """Returns the producer's report, or the consumer's report if the producer sent none."""
     report: control_pb2.FlowReport = flow.sent if flow.HasField("sent") else flow.received
     return report
 

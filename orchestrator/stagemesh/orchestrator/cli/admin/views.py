@@ -1,4 +1,4 @@
-"""The columns of the tables that show what AdminService lists."""
+"""The columns of the tables in which the lists of AdminService are displayed."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -37,13 +37,13 @@ def replica_state(replica: Any) -> Cell:
 
 
 def ready_replicas(stage: Any) -> Cell:
-    """Returns how many replicas of a stage are ready."""
+    """Returns the number of ready replicas of a stage, and the number of all its replicas."""
     style = "green" if stage.ready == stage.replicas and stage.ready else "yellow" if stage.ready else "red"
     return [(f"{stage.ready} of {stage.replicas}", style)]
 
 
 def arena(load: Any) -> str:
-    """Returns which part of an arena is in use. Empty if its size is not known."""
+    """Returns the used percentage and the size of an arena. Empty if the size is unknown."""
     if not load.arena_size_bytes:
         return ""
     return f"{load.arena_used_bytes / load.arena_size_bytes:.0%} of {size(load.arena_size_bytes)}"
@@ -123,7 +123,7 @@ REQUESTS = (
 
 
 def pipelines_view(pipelines: "Sequence[admin_pb2.PipelineStatus]") -> "RenderableType":
-    """Returns the table of pipelines, followed by the callers that have requests in each."""
+    """Returns the table of pipelines, followed by a table of callers for each pipeline that has any."""
     from rich.console import Group
 
     parts: list[RenderableType] = [make_table(PIPELINES, pipelines)]
@@ -134,7 +134,7 @@ def pipelines_view(pipelines: "Sequence[admin_pb2.PipelineStatus]") -> "Renderab
 
 
 def edges_view(edges: "Sequence[admin_pb2.EdgeStatus]") -> "RenderableType":
-    """Returns the edges with the data that crossed them, followed by the connectors that their replicas use."""
+    """Returns the edges with their amounts of transferred data, followed by the connectors that their replicas use."""
     from rich.console import Group
 
     if not edges:
