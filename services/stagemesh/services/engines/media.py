@@ -1,4 +1,4 @@
-"""The media of a message: images, audio and videos."""
+"""The media in a message: images, audio and videos."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ MEDIA_TYPES: Mapping[MediaKind, Mapping[str, str]] = {
         "image/gif": "gif",
     },
 }
-"""The media types of each kind, with the names of their formats: Pillow's for images, FFmpeg's for the rest."""
+"""The supported media types of each kind, with the format names that Pillow (images) and FFmpeg (others) use."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class MediaFile:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Decoded audio: float32[samples] or float32[samples, channels] in [-1, 1]."""
+    """Decoded audio: float32[samples] or float32[samples, channels], with values in [-1, 1]."""
 
     samples: Array
     sample_rate_hz: int
 
     @property
     def kind(self) -> MediaKind:
-        """The kind of medium."""
+        """The kind of medium, always "audio"."""
         return "audio"
 
 

@@ -1,4 +1,4 @@
-"""Parses the options of stages and requests, with errors that name the allowed values."""
+"""Parses the options of stages and requests. Errors name the allowed values."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -15,9 +15,9 @@ Options = TypeVar("Options")
 
 
 def parse_options(kind: type[Options], options: Mapping[str, JsonValue], *, stage: str) -> Options:
-    """Returns the options of a stage as the dataclass `kind`; raises InvalidRequestError with the option at fault.
+    """Parses a stage's options into the dataclass `kind`. Raises InvalidRequestError, which names the invalid option.
 
-    `stage` is the name for the error message, or "" to leave it out.
+    `stage` is the stage's name for the error message. If "", the message does not name the stage.
     """
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for name in options:
@@ -40,7 +40,7 @@ def _in(stage: str) -> str:
 
 
 def unknown_option(name: str, known: Iterable[str], *, stage: str) -> InvalidRequestError:
-    """Returns the error for an unknown option; it lists similar names, or up to 12 known ones if none is similar."""
+    """Returns the error for an unknown option. It lists similar names, or up to 12 known names if none is similar."""
     choices = sorted(known)
     near = get_close_matches(name, choices, n=3) or choices[:12]
     return InvalidRequestError(
@@ -52,6 +52,6 @@ def unknown_option(name: str, known: Iterable[str], *, stage: str) -> InvalidReq
 
 
 def request_options(given: Mapping[str, float], specs: Mapping[str, OptionSpec], *, stage: str) -> dict[str, float]:
-    """Returns a request's options completed with the defaults; raises InvalidRequestError as `check_options` does."""
+    """Returns a request's options, completed with the defaults. Raises InvalidRequestError if an option is invalid."""
     check_options(given, specs, owner=f"stage {stage}")
     return {name: spec.default for name, spec in specs.items()} | dict(given)

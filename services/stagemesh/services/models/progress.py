@@ -1,4 +1,4 @@
-"""Shows the progress of fetching: bars on a terminal, lines elsewhere."""
+"""Shows the progress of fetching: bars on a terminal, lines otherwise."""
 
 from pathlib import Path
 from types import TracebackType
@@ -9,7 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 
 class ProgressBars:
-    """A `Reporter` with one bar per phase."""
+    """A `Reporter` that shows one bar for each phase."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())

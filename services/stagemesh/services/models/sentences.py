@@ -1,4 +1,4 @@
-"""Splits a stream of text into sentences. Emits a sentence as soon as the next one has started."""
+"""Splits a stream of text into sentences. Emits a sentence as soon as the next sentence has started."""
 
 import codecs
 import re
@@ -24,7 +24,7 @@ class Sentences:
     def push(self, packet: Packet) -> Sequence[Packet]:
         self._text += _plain(self._decoder.decode(packet.tensors["text"].tobytes()))
         *ended, last = split(self._text) or [""]
-        # The last sentence may continue. Keeps the white space after it, which may separate words.
+        # The last sentence may continue. The white space after it is retained, because it may separate words.
         self._text = self._text[self._text.rindex(last) :]
         return [_packet(sentence) for sentence in ended]
 
@@ -34,7 +34,7 @@ class Sentences:
 
 
 def split(text: str) -> list[str]:
-    """Returns the sentences of `text` by hibari's rules, with the closing quotes and brackets that hibari drops."""
+    """Returns the sentences of `text` by hibari's rules. Retains closing quotes and brackets, which hibari drops."""
     return list(_closed(text, Hibari.split_sentences(text)))
 
 
@@ -48,8 +48,8 @@ def _closed(text: str, sentences: Sequence[str]) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    # hibari searches for a title from a full stop back to a space. With a tab it would read into the sentence before,
-    # which is no longer available if it arrived in an earlier packet.
+    # hibari searches for a title from a full stop back to a space. With a tab it would read into the previous sentence,
+    # which is not available if it arrived in an earlier packet.
     return _OTHER_SPACE.sub(" ", text)
 
 

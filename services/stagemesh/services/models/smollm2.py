@@ -1,4 +1,4 @@
-"""Converts the SmolLM2 GGUF file into what vLLM loads fastest: bfloat16 safetensors, config and tokenizer."""
+"""Converts the SmolLM2 GGUF file to the format that vLLM loads fastest: bfloat16 safetensors, config and tokenizer."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -8,10 +8,10 @@ from stagemesh.common.settings import set_library_variables
 
 
 def convert(source: Path, target: Path, report: Callable[[str], None]) -> None:
-    """Writes the model of the GGUF file `source` into the folder `target`."""
-    # Read when transformers is imported: it must neither contact a hub nor draw progress bars over the caller's.
+    """Converts the GGUF file `source` and writes the model into the folder `target`."""
+    # Set before transformers is imported. It must neither contact a hub nor draw progress bars over the caller's bars.
     set_library_variables({"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}, replace=True)
-    # The error of transformers does not name this module if it is missing.
+    # If this module is missing, the error of transformers does not name it.
     import_module("gguf")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

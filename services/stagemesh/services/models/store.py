@@ -1,4 +1,4 @@
-"""The store of fetched models on disk. A model's folder is always complete; its manifest records the source."""
+"""The store of fetched models on disk. A model's folder is always complete. Its manifest records the source."""
 
 import fcntl
 import json
@@ -15,17 +15,17 @@ _MANIFEST = "stagemesh.json"
 
 
 class ModelStore:
-    """The folder of the fetched models."""
+    """The folder that contains all fetched models."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, recipe: Recipe) -> Path:
-        """Returns the folder of a model, which exists once the model is present."""
+        """Returns the path of a model's folder. The folder exists if the model is present."""
         return self.root / recipe.model
 
     def has(self, recipe: Recipe) -> bool:
-        """Returns whether a model is present, complete, and made by this recipe."""
+        """Returns whether a model is present, complete, and built by this recipe."""
         folder = self.path(recipe)
         try:
             manifest = json.loads((folder / _MANIFEST).read_text())
@@ -41,7 +41,7 @@ class ModelStore:
 
     @contextmanager
     def create(self, recipe: Recipe) -> Generator[Path]:
-        """Yields an empty work folder. If the block succeeds, its subfolder `model` becomes the model.
+        """Yields an empty work folder. If the block succeeds, the subfolder `model` becomes the model's folder.
 
         Deletes the rest of the work folder in any case.
         """
@@ -63,7 +63,7 @@ class ModelStore:
 
     @contextmanager
     def exclusive(self) -> Generator[None]:
-        """Holds a lock on this folder, so that only one process fetches into it; waits for the lock."""
+        """Waits for a lock on this folder, which allows only one process at a time to fetch. Released after the block."""
         self.root.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -77,7 +77,7 @@ def disk_full(root: Path, recipe: Recipe) -> NotReadyError:
     """Returns the error for a disk without enough free space."""
     return NotReadyError(
         f"not enough space for {recipe.model} in {root}: {recipe.disk_bytes >> 20} MB must be free; "
-        "free some, or set STAGEMESH_HOME to a folder on another disk",
+        "free some space, or set STAGEMESH_HOME to a folder on another disk",
         reason="DISK_FULL",
     )
 

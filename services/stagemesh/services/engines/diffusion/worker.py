@@ -1,4 +1,4 @@
-"""Owns a device: the model, the requests that are in progress, and the device's memory. Not thread-safe."""
+"""Owns a device's model, requests in progress and memory. Not thread-safe."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -36,15 +36,15 @@ PROFILED_STEP = "denoising step"
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Properties of a loaded model that are needed to validate and admit requests."""
+    """Properties of a loaded model. The engine needs them to validate and admit requests."""
 
     sizes: ModelSizes
     frames_multiple: int
-    """The number of frames is one more than a multiple of this number; 0 for image models."""
+    """The number of frames must be one more than a multiple of this number. 0 for image models."""
     min_steps: int
     takes_image: bool
     free_bytes: int
-    """Device memory that is available for requests."""
+    """Device memory that is available for requests, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -52,32 +52,32 @@ class PreparedRequest:
     """A request that is ready for its first step, or for the next step after a checkpoint."""
 
     key: tuple[object, ...]
-    """Requests with the same key can share a step."""
+    """A compatibility key. Requests with the same key can share a step."""
     tokens: int
     step_index: int
     total_steps: int
     prompt_cache: CacheStatistics
-    """Statistics of the prompt cache at this moment."""
+    """Statistics of the prompt cache after the request was prepared."""
 
 
 class DiffusionWorker:
-    """Executes requests, which it knows by name. Arguments and results are numbers, strings and arrays."""
+    """Runs requests on one device, addressed by name. Arguments and results are numbers, strings and arrays."""
 
     def __init__(self, folder: Path, options: DiffusionOptions, *, rank_group: "RankGroup | None" = None) -> None:
         self._folder, self._options, self._rank_group = folder, options, rank_group
         self._device = rank_group.device if rank_group is not None else choose_device(options)
         if not library_variable("OMP_NUM_THREADS"):
-            # Stages share a machine. With more threads each, they would compete for the cores.
+            # Stages share a machine. With more threads in each stage, they would compete for the cores.
             torch.set_num_threads(1)
         self._runner: DiffusionRunner | None = None
         self._sleeping_runner: DiffusionRunner | None = None
-        """The runner while it sleeps with its weights in host memory."""
+        """The runner while the engine is asleep with the weights in host memory. None otherwise."""
         self._prompt_cache = PromptCache(options.prompt_cache_bytes)
         self._profile: _StepProfile | None = None
         self._states: dict[str, DiffusionRequestState] = {}
 
     def load(self) -> ModelFacts:
-        """Loads the model."""
+        """Loads the model and returns its properties. Raises NotReadyError if the model cannot be loaded."""
         self._runner = runner = DiffusionRunner(
             self._folder, self._options, self._device, prompt_cache=self._prompt_cache
         )
@@ -122,37 +122,40 @@ class DiffusionWorker:
         return PreparedRequest(key, tokens, request.step_index, request.total_steps, self._prompt_cache.statistics)
 
     def step(self, names: Sequence[str]) -> list[StagemeshError | None]:
-        """Advances each request by one step. Returns each request's error, or None."""
+        """Advances each request by one step. Returns each request's error, or None for a request that succeeded."""
         states = [self._states[name] for name in names]
         if self._profile is None:
             return self.runner.step(states)
         return self._profile.record_step(lambda: self.runner.step(states))
 
     def decode(self, name: str) -> Array:
-        """Returns float32[images or frames, 3, height, width] in [0, 1]; before the last step, a preview."""
+        """Returns the result, or a preview before the last step.
+
+        The frames are float32[images or frames, 3, height, width] with values in [0, 1].
+        """
         return self.runner.decode(self._states[name])
 
     def decode_latents(self, latents: Array) -> Array:
-        """Decodes the latents of another stage, as `decode` does."""
+        """Decodes the latents of another stage. Returns frames in the format of `decode`."""
         request = DiffusionRequestState("", DiffusionInputs(seed=0))
         self.runner.transfer.restore_latents(request, latents)
         self.runner.prepare(request)
         return self.runner.decode(request)
 
     def conditioning(self, name: str) -> Array:
-        """Returns the results of encoding as uint8[bytes]."""
+        """Returns the results of encoding, serialized as uint8[bytes]."""
         return self.runner.transfer.serialize_conditioning(self._states[name])
 
     def latents(self, name: str) -> Array:
-        """Returns the inputs of decoding as uint8[bytes]."""
+        """Returns the inputs of decoding, serialized as uint8[bytes]."""
         return self.runner.transfer.serialize_latents(self._states[name])
 
     def state(self, name: str) -> Array:
-        """Returns everything that is needed to resume the request elsewhere, as uint8[bytes]."""
+        """Returns all data needed to resume the request elsewhere, serialized as uint8[bytes]."""
         return self.runner.transfer.serialize_state(self._states[name])
 
     def drop(self, name: str) -> None:
-        """Removes a request. Does nothing if it is unknown."""
+        """Removes a request. Does nothing if the request is unknown."""
         state = self._states.pop(name, None)
         if state is not None:
             self.runner.forget(state)
@@ -164,16 +167,16 @@ class DiffusionWorker:
         return self.runner.adapters.load(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        """Unloads an adapter. Does nothing if it is unknown."""
+        """Unloads an adapter. Does nothing if the adapter is not loaded."""
         self.runner.adapters.unload(name)
 
     def clear_prompt_cache(self) -> CacheStatistics:
-        """Clears the prompt cache and returns its statistics. Requests in progress keep their embeddings."""
+        """Clears the prompt cache and returns its statistics. Requests in progress retain their embeddings."""
         self._prompt_cache.clear()
         return self._prompt_cache.statistics
 
     def sleep(self, level: int) -> None:
-        """Frees the memory of the weights, and at level 2 also that of the prompt cache."""
+        """Frees the memory of the weights. At level 2, also frees the memory of the prompt cache."""
         runner, self._runner = self.runner, None
         self._states.clear()
         if level > 1:
@@ -189,7 +192,7 @@ class DiffusionWorker:
         release_unused_memory()
 
     def wake(self) -> bool:
-        """Loads the weights again. Returns whether they were read from their files, in which case adapters are lost."""
+        """Restores the weights. Returns whether they were read from files, which removes all loaded adapters."""
         if self._sleeping_runner is None:
             self.load()
             freeze_loaded_objects()
@@ -199,7 +202,10 @@ class DiffusionWorker:
         return False
 
     def start_profile(self, path: str, *, max_steps: int | None) -> None:
-        """Profiles the next `max_steps` steps, or all steps until `stop_profile`. `path` is the file's prefix."""
+        """Profiles the next `max_steps` steps, or all steps until `stop_profile` if None.
+
+        `path` is the prefix of the profile's file.
+        """
         rank = self._rank_group.rank if self._rank_group is not None else 0
         self._profile = _StepProfile(Path(f"{path}-rank{rank}.json.gz"), max_steps=max_steps)
 
@@ -210,7 +216,7 @@ class DiffusionWorker:
             started.end()
 
     def shutdown(self) -> None:
-        """Frees all resources. Shutting down twice is harmless."""
+        """Frees all resources. May be called more than once."""
         self.stop_profile()
         self._states.clear()
         if self._runner is not None:
@@ -220,10 +226,10 @@ class DiffusionWorker:
 
 
 class _StepProfile:
-    """A profile of steps by torch's profiler. It must start and end on the same thread."""
+    """A recording of steps by torch's profiler. It must be started and ended on the same thread."""
 
     def __init__(self, file: Path, *, max_steps: int | None) -> None:
-        """Starts the profile. At its end, it is written to `file` as a Chrome trace."""
+        """Starts the recording. `end` writes it to `file` as a Chrome trace."""
         self._file, self._steps_left = file, max_steps
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -232,7 +238,7 @@ class _StepProfile:
         self._profile.start()
 
     def record_step(self, step: Callable[[], T]) -> T:
-        """Runs and records a step. Ends the profile after the last step."""
+        """Runs and records a step. Ends the recording after the last step."""
         with record_function(PROFILED_STEP):
             result = step()
         if self._steps_left is not None:
@@ -242,7 +248,7 @@ class _StepProfile:
         return result
 
     def end(self) -> None:
-        """Writes the file. Ending twice is harmless."""
+        """Ends the recording and writes the file. May be called more than once."""
         ended, self._profile = self._profile, None
         if ended is not None:
             ended.stop()

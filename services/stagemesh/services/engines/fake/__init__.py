@@ -1,12 +1,12 @@
-"""The fake engine, which has no model: for tests, benchmarks, and rehearsals of a deployment.
+"""The fake engine for tests, benchmarks and trial deployments. It has no model.
 
 A stage's `function` selects its inputs and outputs. Its options set the timing, the sizes and the faults.
 
 =======  =========================  ===========================================
 source   the client's prompt        text
 relay    text                       the same text
-frames   text                       float32 frames, one per byte
-mix      text and frames, or one    the frames plus the sum of the text's bytes
+frames   text                       float32 frames, one for each byte
+mix      text or frames, or both    the frames plus the sum of the text's bytes
 sound    frames                     audio at 24 kHz, 8 samples per frame
 =======  =========================  ===========================================
 """
@@ -41,7 +41,7 @@ _SIGNATURES = {
 
 
 def signature(function: str | None) -> Signature:
-    """Returns the signature of a fake stage; raises NotFoundError with the known functions."""
+    """Returns the signature of a fake stage. Raises NotFoundError, which lists the known functions."""
     found = _SIGNATURES.get(function or "source")
     if found is None:
         raise NotFoundError(

@@ -1,4 +1,4 @@
-"""Amounts that are numbers or distributions, and the seeded random generator that draws from them."""
+"""Numeric options that are fixed or random, and the seeded random generator that samples them."""
 
 import hashlib
 import math
@@ -11,36 +11,36 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 Number: TypeAlias = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 
 _MAX_SIGMA = 10
-"""The largest standard deviation of the logarithm. Larger ones yield useless and finally infinite draws."""
+"""The maximum standard deviation of the logarithm. Larger values yield useless and finally infinite samples."""
 
 
 @dataclass(frozen=True)
 class Amount:
-    """A fixed number or one distribution; exactly one field is set. In options, a plain number is a fixed amount."""
+    """A fixed number or a distribution. Exactly one field is set. In options, a plain number is a fixed amount."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     fixed: Number | None = None
     uniform: tuple[Number, Number] | None = None
-    """Uniform from the first to the second number."""
+    """The minimum and maximum of a uniform distribution."""
     exponential: Number | None = None
-    """Exponential with this mean."""
+    """The mean of an exponential distribution."""
     lognormal: tuple[Number, Number] | None = None
-    """Log-normal with this median and this standard deviation of the logarithm."""
+    """The median of a log-normal distribution, and the standard deviation of its logarithm."""
     one_of: Annotated[tuple[Number, ...], Field(min_length=1)] | None = None
-    """One of these numbers, all equally probable."""
+    """The equally probable values of a discrete distribution."""
 
     def __post_init__(self) -> None:
         given = (self.fixed, self.uniform, self.exponential, self.lognormal, self.one_of)
         if sum(kind is not None for kind in given) != 1:
             raise ValueError(f"give {_FORMS}")
         if self.uniform is not None and self.uniform[0] > self.uniform[1]:
-            raise ValueError("uniform goes from the lower number to the higher one")
+            raise ValueError("uniform must be the lower number, then the higher number")
         if self.lognormal is not None and self.lognormal[1] > _MAX_SIGMA:
             raise ValueError(f"lognormal's second number is a deviation of the logarithm, at most {_MAX_SIGMA}")
 
     def at(self, quantile: float) -> float:
-        """Returns the amount at a quantile, which must be over 0 and under 1."""
+        """Returns the amount at a quantile, which must be greater than 0 and less than 1."""
         if self.uniform is not None:
             low, high = self.uniform
             return low + (high - low) * quantile
@@ -56,7 +56,7 @@ class Amount:
 
     @property
     def mean(self) -> float:
-        """The mean of the distribution."""
+        """The mean of the distribution, or the fixed number."""
         if self.uniform is not None:
             return sum(self.uniform) / 2
         if self.exponential is not None:
@@ -89,26 +89,26 @@ def _whole(amount: Amount) -> Amount:
 
 AmountOption: TypeAlias = Annotated[Amount, BeforeValidator(_from_number)]
 CountOption: TypeAlias = Annotated[Amount, BeforeValidator(_from_number), AfterValidator(_whole)]
-"""An amount of which draws are rounded to whole numbers."""
+"""An amount whose samples are rounded to whole numbers. A fixed amount must be a whole number."""
 
 
 @dataclass(frozen=True)
 class SeededRandom:
-    """A random generator whose draws depend only on the request's seed, the stage and the key of the draw."""
+    """A random generator whose samples depend only on the request's seed, the stage and the key of the sample."""
 
     seed: int
     stage: str
 
     def quantile(self, *key: str | int) -> float:
-        """Returns a number over 0 and under 1, uniformly distributed."""
+        """Returns a uniformly distributed number that is greater than 0 and less than 1."""
         digest = hashlib.blake2b(repr((self.seed, self.stage, key)).encode(), digest_size=8).digest()
-        # 52 bits plus the half fit in a float, so that no number is rounded up to 1.
+        # 52 bits and the added half fit in a float, so the result is never rounded up to 1.
         return ((int.from_bytes(digest) >> 12) + 0.5) / (1 << 52)
 
     def draw(self, amount: Amount, *key: str | int) -> float:
-        """Draws from an amount."""
+        """Returns a sample of an amount."""
         return amount.fixed if amount.fixed is not None else amount.at(self.quantile(*key))
 
     def count(self, amount: Amount, *key: str | int) -> int:
-        """Draws from an amount and rounds to a whole number."""
+        """Returns a sample of an amount, rounded to a whole number."""
         return round(self.draw(amount, *key))

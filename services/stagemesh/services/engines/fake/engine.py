@@ -1,4 +1,4 @@
-"""An engine whose output depends only on seed, prompt and step, so that runs can be compared byte by byte."""
+"""An engine whose output depends only on seed, prompt and step. Runs can therefore be compared byte by byte."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -12,7 +12,7 @@ from stagemesh.services.engines.fake.task_run import FakeRun, hold_memory
 
 
 class FakeEngine:
-    """Runs fake tasks."""
+    """Runs the tasks of a fake stage, at most `max_running` at a time."""
 
     def __init__(self, config: StageConfig) -> None:
         self._stage, self._function = config.stage, config.function or "source"
@@ -47,7 +47,7 @@ class FakeEngine:
 
     async def wait_failed(self) -> str:
         await asyncio.Event().wait()
-        raise AssertionError("a fake engine never dies")
+        raise AssertionError("a fake engine never fails")
 
     async def close(self) -> None:
         self._closed.set()

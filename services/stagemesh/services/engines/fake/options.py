@@ -17,51 +17,52 @@ _NONE, _ONE, _FOUR = Amount(fixed=0), Amount(fixed=1), Amount(fixed=4)
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that strikes some requests, chosen by their seeds."""
+    """A fault that affects some requests, chosen by their seeds."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     kind: FaultKind
-    """error: the stage fails the request. hang: the task makes no more progress. slow: each further step takes `slow_s`
-    longer. exit: the process is killed by SIGKILL. disorder: two outputs are swapped."""
+    """The kind of the fault. `error`: the stage fails the request. `hang`: the task makes no further progress. `slow`:
+    each further step takes `slow_s` longer. `exit`: SIGKILL terminates the process. `disorder`: two outputs are
+    swapped."""
     probability: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The probability for each attempt of each request."""
+    """The probability of the fault in each attempt of each request."""
     after_steps: CountOption = _NONE
-    """The number of steps before the fault. A request with fewer steps is not struck."""
+    """The number of steps before the fault. Requests with fewer steps are not affected."""
     attempts: Count = 1
-    """The fault strikes attempts up to this number; 0 for all attempts."""
+    """The number of attempts that the fault affects, counted from the first. 0 means all attempts."""
     slow_s: AmountOption = _ONE
-    """The added seconds of a slow step, drawn for each step."""
+    """The time added to a slow step, in seconds, sampled for each step."""
 
 
 @dataclass(frozen=True)
 class FakeOptions:
-    """The behaviour of a fake stage. An `Amount` is a number or a distribution, sampled by the request's seed."""
+    """The behaviour of a fake stage. An amount is a number or a distribution, sampled with the request's seed."""
 
     steps: CountOption = _FOUR
-    """The steps of a source if the request sets no max_tokens; for other stages, the expected number of steps."""
+    """The number of steps of a source if the request does not set max_tokens. For other stages, the expected number."""
     step_s: AmountOption = _NONE
-    """The seconds of a step, drawn for each step. 0.02 yields 50 outputs per second."""
+    """The duration of a step in seconds, sampled for each step. 0.02 yields 50 outputs per second."""
     first_step_s: AmountOption | None = None
-    """The seconds of the first step; None for `step_s`."""
+    """The duration of the first step in seconds. None means `step_s`."""
     size_bytes: CountOption = _NONE
-    """The size to which text is padded or cut, drawn for each step; 0 leaves it unchanged."""
+    """The size in bytes to which text is repeated or cut, sampled for each step. 0 leaves the text unchanged."""
     fail_at_step: int | None = None
-    """The step, from 0, that raises for every request."""
+    """The step, counted from 0, that fails in every request. None disables this fault."""
     faults: tuple[Fault, ...] = ()
-    """The other faults."""
+    """Further faults."""
     start_s: Annotated[float, Field(ge=0)] = 0.0
-    """The seconds of loading."""
+    """The duration of loading the engine, in seconds."""
     max_running: Annotated[int, Field(ge=1)] = 256
-    """The number of tasks that run at once; more tasks are queued."""
+    """The maximum number of tasks that run at the same time. Further tasks wait."""
     checkpoint_steps: Count = 0
-    """The number of steps between two checkpoints; 0 for no checkpoints."""
+    """The number of steps between two checkpoints. 0 disables checkpoints."""
     memory_bytes: Count = 0
-    """The bytes of memory that the engine allocates at its start."""
+    """The memory that the engine allocates when it starts, in bytes."""
     request_memory_bytes: Count = 0
-    """The bytes of memory that each running task allocates."""
+    """The memory that each running task allocates, in bytes."""
 
 
 def fake_options(options: Mapping[str, JsonValue], *, stage: str = "") -> FakeOptions:
-    """Returns a stage's options; raises InvalidRequestError with the option at fault."""
+    """Parses a stage's options. Raises InvalidRequestError, which names the invalid option."""
     return parse_options(FakeOptions, options, stage=stage)

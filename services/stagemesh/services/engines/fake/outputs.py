@@ -1,4 +1,4 @@
-"""The outputs of fake stages: a deterministic function of seed, prompt and step."""
+"""The outputs of fake stages. They are a deterministic function of seed, prompt and step."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ def source_text(task: Task, step: int) -> Array:
 
 
 def resize_text(text: Array, size_bytes: int) -> Array:
-    """Returns the text repeated or cut to a size; 0 leaves it unchanged."""
+    """Returns the text repeated or cut to this size. A size of 0 leaves the text unchanged."""
     return np.resize(text, size_bytes) if size_bytes and text.size else text
 
 
@@ -38,12 +38,12 @@ def compute_output(function: str, given: Tensors) -> Mapping[str, Array]:
 
 
 def text_to_frames(text: Array) -> Array:
-    """Returns one frame for each byte: the byte's value times 1, 2, 3 …"""
+    """Returns one frame for each byte: the byte's value times 1, 2, 3, and so on."""
     return text[:, None].astype(np.float32) * np.arange(1, FRAME_WIDTH + 1, dtype=np.float32)
 
 
 def mix(text: Array | None, frames: Array | None) -> Array:
-    """Returns the frames, or those of the text, plus the sum of the text's bytes (modulo 256)."""
+    """Returns the frames plus the sum of the text's bytes (modulo 256). Uses the text's frames if `frames` is None."""
     if frames is None:
         assert text is not None, "an input has at least one tensor"
         frames = text_to_frames(text)
@@ -52,7 +52,7 @@ def mix(text: Array | None, frames: Array | None) -> Array:
 
 
 def pack(inputs: Sequence[Tensors]) -> Tensors:
-    """Returns the remaining inputs as tensors of a checkpoint. A tensor that an input lacks has length -1."""
+    """Returns the remaining inputs as tensors of a checkpoint. A missing tensor has length -1."""
     names = {name: tensor for given in inputs for name, tensor in given.items()}
     packed: dict[str, Array] = {}
     for name, like in names.items():
@@ -63,17 +63,17 @@ def pack(inputs: Sequence[Tensors]) -> Tensors:
 
 
 def is_packed(tensors: Tensors) -> bool:
-    """Returns whether a checkpoint's tensors hold inputs."""
+    """Returns whether a checkpoint's tensors contain inputs."""
     return any(name.endswith(_LENGTHS) for name in tensors)
 
 
 def step_state(step: int) -> Tensors:
-    """Returns the state of a stage after `step` steps. A stage that resumes from it receives all inputs again."""
+    """Returns the state after `step` steps, without inputs. A stage that resumes from it receives all inputs again."""
     return {_STEP: np.array([step], np.int64)}
 
 
 def unpack(packed: Tensors) -> list[Tensors]:
-    """Returns the inputs that `pack` packed."""
+    """Returns the inputs that were passed to `pack`."""
     inputs: list[dict[str, Array]] = []
     for name in [name for name in packed if name + _LENGTHS in packed]:
         end, lengths = 0, [int(length) for length in packed[name + _LENGTHS]]

@@ -1,4 +1,4 @@
-"""One task of a fake stage: its steps, their timing, and the faults that strike it."""
+"""One task of a fake stage: its steps, their timing, and its faults."""
 
 import asyncio
 import math
@@ -35,10 +35,10 @@ from stagemesh.services.engines.input_join import packets_of
 
 
 class FakeRun:
-    """Turns each input into an emission, with the configured timing and faults. Call `events` once."""
+    """Converts each input to an emission, with the configured timing and faults. Call `events` only once."""
 
     def __init__(self, task: Task, *, stage: str, function: str, options: FakeOptions, closed: asyncio.Event) -> None:
-        """`closed` is set when the engine closes."""
+        """Creates the run. The engine sets `closed` when it closes."""
         self._task, self._stage, self._function, self._options = task, stage, function, options
         self._signature = signature(function)
         self._random = SeededRandom(task.seed, stage)
@@ -46,22 +46,22 @@ class FakeRun:
         self._closed = closed
         self._resumed = task.resume_from.steps if task.resume_from is not None else 0
         self._rows_to_skip: dict[str, int] = {}
-        """The number of rows before the checkpoint, by tensor, which must be skipped when they are made again."""
+        """The number of rows before the checkpoint, by tensor. They are skipped when they are computed again."""
         self._step = 0
         if task.resume_from is not None and task.resume_from.rows and not is_packed(task.resume_from.tensors):
-            # The inputs may be cut in other places than before, so the task resumes at a row, not at a step.
+            # The new inputs may be split differently, so the task resumes at a row, not at a step.
             self._resumed, self._rows_to_skip = 0, dict(task.resume_from.rows)
         self._clock = StepClock(keeps_rate=self._is_source, clock=asyncio.get_running_loop().time)
         self._memory = hold_memory(0)
 
     @property
     def left_s(self) -> float:
-        """The estimated remaining seconds of work."""
+        """The estimated remaining work in seconds."""
         expected = self._source_steps if self._is_source else self._options.steps.mean
         return max(0.0, expected - self._step) * self._options.step_s.mean
 
     async def events(self) -> AsyncGenerator[EngineEvent, None]:
-        """Yields the events of the task, as `Engine.submit`."""
+        """Yields the events of the task, as specified by `Engine.submit`."""
         self._memory = hold_memory(self._options.request_memory_bytes)
         size_bytes, delayed = 0, list[Emission]()
         async with aclosing(self._inputs()) as inputs:
@@ -76,7 +76,7 @@ class FakeRun:
                 disordered = self._faults.swaps_outputs(self._step)
                 self._step += 1
                 pauses = self._step - self._resumed == self._task.max_steps or self._task.pause_requested.is_set()
-                # A delayed output is emitted before a pause, because it would be lost afterwards.
+                # A delayed output must be emitted before a pause, because it would be lost afterwards.
                 if disordered and not pauses:
                     delayed.append(emission)
                     continue
@@ -117,7 +117,7 @@ class FakeRun:
         return self._step < self._resumed or any(self._rows_to_skip.values())
 
     def _after_checkpoint(self, made: Tensors) -> Tensors | None:
-        """Returns the part of a step's tensors after the checkpoint, or None if there is none."""
+        """Returns the part of a step's tensors after the checkpoint, or None if the whole step precedes it."""
         if not any(self._rows_to_skip.values()):
             return None if self._before_checkpoint else made
         skips = {name: min(len(tensor), self._rows_to_skip.get(name, 0)) for name, tensor in made.items()}
@@ -128,7 +128,7 @@ class FakeRun:
         return rest if self._resumed == self._step else None
 
     async def _inputs(self) -> AsyncGenerator[Tensors, None]:
-        """Yields the input of each step, from the first step or from the paused state that the task resumes."""
+        """Yields the input of each step, from the first step or from the paused state."""
         if self._is_source:
             for step in range(self._source_steps):
                 yield {"text": self._sized(source_text(self._task, step), step)}
@@ -153,7 +153,7 @@ class FakeRun:
         return resize_text(text, self._random.count(self._options.size_bytes, "size", step))
 
     def _check_order(self, packet: Packet, last: int) -> int:
-        """Returns the packet's step, or `last` if it has none; raises InvalidChunkError if it is lower than `last`."""
+        """Returns the packet's step, or `last` if it has none. Raises InvalidChunkError if the step is below `last`."""
         step = packet.metadata.get("step")
         if not isinstance(step, int) or len(self._task.inlets) > 1:
             return last
@@ -165,10 +165,10 @@ class FakeRun:
         return step
 
     async def _state(self, inputs: AsyncGenerator[Tensors, None]) -> Checkpoint | None:
-        """Returns the state to resume from, with the remaining inputs, or None if no work is left.
+        """Returns the state to resume from, with the remaining inputs, or None if no work remains.
 
-        A task that is asked to pause does not wait for its remaining inputs: the replica that resumes it receives all
-        inputs from the start.
+        A task that must pause on request does not wait for its remaining inputs. The replica that resumes the task
+        receives all inputs from the start.
         """
         if self._task.pause_requested.is_set():
             return Checkpoint(self._step, tensors=step_state(self._step))
@@ -178,7 +178,7 @@ class FakeRun:
         return Checkpoint(self._step, tensors=pack(left)) if left else None
 
     async def _compute(self) -> None:
-        """Waits for the duration of a step, and fails if a fault strikes."""
+        """Waits for the duration of a step. Applies the faults that are due."""
         step = self._step
         await self._faults.strike(step, stage=self._stage)
         await asyncio.sleep(self._clock.pause_s(self._duration_s(step) + self._faults.slowness_s(step)))
@@ -193,7 +193,7 @@ class FakeRun:
 
 
 class TaskFaults:
-    """The faults that strike one attempt of a request, and the steps before which they strike."""
+    """The faults of one attempt of a request, and the steps before which they occur."""
 
     def __init__(self, faults: Sequence[Fault], task: Task, random: SeededRandom) -> None:
         self._random = random
@@ -205,11 +205,11 @@ class TaskFaults:
         }
 
     def swaps_outputs(self, step: int) -> bool:
-        """Returns whether the outputs of this step and the next are swapped."""
+        """Returns whether the outputs of this step and of the next step are swapped."""
         return bool(self._now("disorder", step))
 
     def slowness_s(self, step: int) -> float:
-        """Returns the seconds that are added to this step."""
+        """Returns the time that slow faults add to this step, in seconds."""
         return sum(
             self._random.draw(fault.slow_s, "slow", number, step)
             for number, (fault, after) in self._faults.items()
@@ -217,7 +217,7 @@ class TaskFaults:
         )
 
     async def strike(self, step: int, *, stage: str) -> None:
-        """Kills the process, hangs or raises InternalError if such a fault strikes before this step."""
+        """Applies a fault that is due before this step: kills the process, waits forever, or raises InternalError."""
         if self._now("exit", step):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._now("hang", step):
@@ -232,9 +232,9 @@ class TaskFaults:
 class StepClock:
     """Computes when the steps of a task end, by a clock in seconds.
 
-    With `keeps_rate`, a step that starts late ends on the original schedule, so that the average rate is kept. After a
-    longer wait, steps do not catch up but rejoin the schedule at its next point, so that tasks that were blocked
-    together do not resume in lockstep. Without `keeps_rate`, each step takes its duration from its start.
+    With `keeps_rate`, a step that starts late ends on the original schedule, which preserves the average rate. After a
+    longer wait, steps do not catch up. They rejoin the schedule at its next point, so that tasks that were blocked
+    together do not resume in lockstep. Without `keeps_rate`, each step ends its full duration after its start.
     """
 
     def __init__(self, *, keeps_rate: bool, clock: Callable[[], float]) -> None:
@@ -242,7 +242,7 @@ class StepClock:
         self._due_s = -math.inf
 
     def pause_s(self, duration_s: float) -> float:
-        """Returns the seconds until a step that starts now ends."""
+        """Returns the time until a step that starts now ends, in seconds."""
         now_s = self._now_s()
         late_s = now_s - self._due_s
         keeps = self._keeps_rate and math.isfinite(late_s)
@@ -251,10 +251,10 @@ class StepClock:
 
 
 def hold_memory(size_bytes: int) -> Array:
-    """Allocates memory that is freed with the returned array; raises OverloadedError if there is too little."""
+    """Allocates memory, which is freed with the returned array. Raises OverloadedError if too little is available."""
     try:
         return np.ones(size_bytes, np.uint8)
     except MemoryError as exc:
         raise OverloadedError(
-            f"the fake engine cannot hold {size_bytes} bytes; lower memory_bytes or request_memory_bytes"
+            f"the fake engine cannot allocate {size_bytes} bytes; lower memory_bytes or request_memory_bytes"
         ) from exc

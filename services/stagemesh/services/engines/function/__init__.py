@@ -1,4 +1,4 @@
-"""The function engine: runs any callable on batches of packets."""
+"""The function engine, which runs a Python callable on batches of packets."""
 
 from collections.abc import Mapping
 

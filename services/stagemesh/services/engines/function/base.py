@@ -1,4 +1,4 @@
-"""The API of a function stage."""
+"""The API that the function of a function stage implements."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,32 +12,32 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class Call(Generic[State]):
-    """One request's part of a batch."""
+    """One request's item in a batch."""
 
     state: State
     packet: Packet | None
-    """The input, without optional tensors that are absent. None once, after the last input, to flush."""
+    """The input, without absent optional tensors. None in the last call of a request, which flushes the function."""
 
 
 class Function(Protocol[State]):
-    """A callable on batches of packets with a state per request. Runs on a thread of its own."""
+    """A callable on batches of packets, with a separate state for each request. Runs on its own thread."""
 
     def open(self, *, seed: int, options: Mapping[str, float]) -> State:
-        """Returns the state of a new request. It is dropped when the request ends."""
+        """Returns the state of a new request. The engine drops it when the request ends."""
         ...
 
     def __call__(self, batch: Sequence[Call[State]]) -> Sequence[Sequence[Packet]]:
         """Returns a sequence of packets for each call, in the order of the calls.
 
-        Raises an error for the whole batch before it has changed any state; the engine then retries the calls one by
-        one, so that only the request at fault fails.
+        Raises an error for the whole batch before it has changed any state. The engine then retries the calls one by
+        one, so that only the request that caused the error fails.
         """
         ...
 
 
 class OpensWithout(ABC, Generic[State]):
-    """Implemented by a function that must know at a request's start which optional tensors are absent."""
+    """Implemented by a function that must know which optional tensors are absent when a request starts."""
 
     @abstractmethod
     def open_without(self, absent: frozenset[str], *, seed: int, options: Mapping[str, float]) -> State:
-        """Called instead of `open`. `absent` may be empty."""
+        """Returns the state of a new request. Called instead of `open`. `absent` may be empty."""

@@ -1,4 +1,4 @@
-"""Batches the waiting calls of all requests and runs the function on them, in one thread."""
+"""Batches the waiting calls of all requests and runs the function on each batch, on one thread."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ class _Waiting(NamedTuple):
 class Batcher:
     """Passes calls to a function in arrival order, at most `max_batch` at a time.
 
-    A request has at most one waiting call, because it awaits each call before the next.
+    A request has at most one waiting call, because it awaits each call before it makes the next call.
     """
 
     def __init__(self, function: Function[object], *, name: str, thread: ThreadPoolExecutor, max_batch: int) -> None:
@@ -37,7 +37,7 @@ class Batcher:
         self._waiting: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
         self._call_s = 0.0
-        """The seconds per call, as an exponentially weighted moving average."""
+        """The time per call in seconds, as an exponentially weighted moving average."""
         self._closed = False
 
     @property
@@ -47,11 +47,14 @@ class Batcher:
 
     @property
     def work_s(self) -> float:
-        """The estimated seconds of work of the waiting calls."""
+        """The estimated time to run the waiting calls, in seconds."""
         return len(self._waiting) * self._call_s
 
     async def call(self, call: Call[object]) -> Sequence[Packet]:
-        """Returns the function's packets for a call. Cancelling drops the call, or its result if it has started."""
+        """Returns the function's packets for a call.
+
+        Cancellation drops the call, or drops its result if the call has started.
+        """
         if self._closed:
             raise UnavailableError(f"function {self._name} is closed")
         waiting = _Waiting(call, asyncio.get_running_loop().create_future())
@@ -60,7 +63,7 @@ class Batcher:
         return await waiting.done
 
     async def run(self) -> None:
-        """Runs calls until it is cancelled; the waiting calls then fail."""
+        """Runs calls until it is cancelled. Calls that are then waiting fail."""
         try:
             while True:
                 await self._arrived.wait()
@@ -99,7 +102,7 @@ class Batcher:
     def _compute(self, calls: Sequence[Call[object]]) -> Sequence[Sequence[Packet] | StagemeshError]:
         try:
             made = self._function(calls)
-        except Exception as exc:  # noqa: BLE001  # user code: any exception ends its own request only
+        except Exception as exc:  # noqa: BLE001  # user code: any exception fails only its own request
             if len(calls) == 1:
                 return [self._to_error(exc)]
             return [self._compute([call])[0] for call in calls]

@@ -1,4 +1,4 @@
-"""The function engine: one callable on one thread; the packets of all requests are batched as they arrive."""
+"""The function engine runs one callable on one thread. It batches the packets of all requests as they arrive."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -89,7 +89,7 @@ class FunctionEngine:
         return EngineLoad(running=self._held, queued=waiting, work_s=work_s)
 
     async def wait_failed(self) -> str:
-        assert self._serving is not None, "start comes first"
+        assert self._serving is not None, "`start` has not been called"
         await asyncio.wait([self._serving])
         return f"the batcher of function {self._name} ended"
 

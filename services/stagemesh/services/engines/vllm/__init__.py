@@ -1,4 +1,4 @@
-"""The vllm engine: autoregressive stages on vLLM's own AsyncLLM. No code of vLLM is copied."""
+"""The vllm engine: autoregressive stages on vLLM's AsyncLLM. Contains no code copied from vLLM."""
 
 from collections.abc import Mapping
 

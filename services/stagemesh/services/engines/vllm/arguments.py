@@ -11,7 +11,7 @@ from stagemesh.common.errors import InvalidRequestError
 from stagemesh.services.engines.options import unknown_option
 from stagemesh.services.engines.vllm.features import RUNNER_MODULES, RequestFeature
 
-# vLLM replaces the short name "uni" by "mp" on a CPU, which costs a third process.
+# vLLM replaces the short name "uni" with "mp" on a CPU, which starts a third process.
 _UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _WORKER = "stagemesh.services.engines.vllm.worker.StageWorker"
 _CPU_KV_CACHE_BYTES = 512 << 20
@@ -21,7 +21,7 @@ _RESERVED = frozenset({"model", "disable_log_stats"})
 def engine_arguments(
     options: Mapping[str, JsonValue], *, model: str, stage: str, features: Sequence[RequestFeature] = ()
 ) -> AsyncEngineArgs:
-    """Returns the arguments for a stage's engine.
+    """Returns vLLM's engine arguments for a stage.
 
     Raises InvalidRequestError for an option that vLLM does not know or rejects.
     """
@@ -31,11 +31,11 @@ def engine_arguments(
             raise unknown_option(name, known, stage=stage)
     common: dict[str, JsonValue] = {
         "worker_cls": _WORKER,
-        # With "auto" the first request would determine the backend of all. This backend supports all kinds of
-        # structure, and rejects a structure that it cannot follow before the request runs.
+        # With "auto" the first request would determine the backend of all requests. This backend supports all kinds of
+        # structure, and rejects an unsupported structure before the request runs.
         "structured_outputs_config": {"backend": "guidance"},
         "scheduling_policy": "priority",
-        # The default is 4 GB in each process.
+        # vLLM's default is 4 GB in each process.
         "mm_processor_cache_gb": 0,
     }
     chosen = {**common, **_defaults(options), **options}
@@ -59,7 +59,7 @@ def _defaults(options: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
         "enforce_eager": True,
     }
     if "gpu_memory_utilization" not in options:
-        # vLLM would take nearly all of the host's memory, and would not start if other programs use some of it.
+        # vLLM would use nearly all of the host's memory, and would not start if other programs use some of it.
         defaults["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
     if options.get("tensor_parallel_size", 1) == options.get("pipeline_parallel_size", 1) == 1:
         defaults["distributed_executor_backend"] = _UNIPROC

@@ -1,4 +1,4 @@
-"""The vllm engine's operator controls: sleep, caches, adapters and profiles, safe to use while requests run."""
+"""The vllm engine's operator controls: sleep, caches, adapters and profiles. Safe to use while requests run."""
 
 import asyncio
 from collections.abc import Sequence
@@ -31,14 +31,14 @@ def prepare_control(arguments: "AsyncEngineArgs", *, profile_dir: str | None) ->
     if profile_dir is not None:
         from vllm.config import ProfilerConfig
 
-        # Without the service's own process, because profiling slows down its event loop.
+        # `ignore_frontend` excludes the service's own process, because profiling would slow down its event loop.
         arguments.profiler_config = ProfilerConfig(
             profiler="torch", torch_profiler_dir=private_folder(profile_dir), ignore_frontend=True
         )
 
 
 class _CoreRecorder:
-    """Records profiles of vLLM's workers. vLLM learns the folder for the files when it starts."""
+    """Records profiles of vLLM's workers. vLLM receives the folder for the files when it starts."""
 
     def __init__(self, llm: "AsyncLLM") -> None:
         self._llm = llm
@@ -68,7 +68,7 @@ class Control:
         )
 
     def check_awake(self) -> None:
-        """Raises NotReadyError while the engine or a part of it sleeps."""
+        """Raises NotReadyError if any part of the engine is asleep."""
         self._sleep_state.check_awake()
 
     def check_sleep(self, level: int) -> None:
@@ -80,7 +80,7 @@ class Control:
                 metadata={"engine": "vllm", "ability": "sleep", "device": current_platform.device_type},
             )
         if level not in _LEVELS:
-            raise InvalidRequestError(f"level is {level}; it must be 1 (keep the weights in host memory) or 2")
+            raise InvalidRequestError(f"level is {level}; it must be 1 (keeps the weights in host memory) or 2")
         if not self._llm.vllm_config.model_config.enable_sleep_mode:
             raise NotReadyError(
                 f"stage {self._stage} was started without sleep mode; start it with the option enable_sleep_mode",
@@ -121,7 +121,7 @@ class Control:
         )
 
     def count_prompt(self, output: "RequestOutput") -> None:
-        """Counts the prompt of a request, from its last output."""
+        """Adds a finished request's prompt tokens to the cache statistics. `output` is the request's last output."""
         self._prompt_tokens += len(output.prompt_token_ids or ())
         self._cached_tokens += output.num_cached_tokens or 0
 

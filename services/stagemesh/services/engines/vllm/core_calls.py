@@ -1,4 +1,4 @@
-"""Calls into vLLM's engine core that end when the core dies."""
+"""Calls to vLLM's engine core that fail if the core terminates."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -15,19 +15,19 @@ _DEATH_POLL_S = 0.2
 
 
 class CoreRefusalError(InternalError):
-    """vLLM's core or a worker raised an exception; the message is vLLM's."""
+    """vLLM's core or a worker raised an exception. The message contains vLLM's message."""
 
     default_reason = "VLLM_FAILED"
 
 
 async def core_call(llm: "AsyncLLM", call: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of a call into the core.
+    """Returns the result of a call to the core.
 
-    Raises CoreRefusalError if the core raises an exception, UnavailableError if the core dies.
+    Raises CoreRefusalError if the core raises an exception, and UnavailableError if the core terminates.
     """
     task = asyncio.ensure_future(call)
     try:
-        # A dead core never answers the calls that it received.
+        # A terminated core never answers the calls that it received.
         while not (await asyncio.wait([task], timeout=_DEATH_POLL_S))[0] and not llm.errored:
             pass
     finally:
@@ -36,17 +36,17 @@ async def core_call(llm: "AsyncLLM", call: Coroutine[Any, Any, T]) -> T:
         raise UnavailableError("vLLM's engine core died during the call")
     try:
         return task.result()
-    except Exception as exc:  # vLLM turns every failure of its core into a bare Exception
+    except Exception as exc:  # vLLM converts every failure of its core to a bare Exception
         if llm.errored:
             raise UnavailableError(f"vLLM's engine core has died: {exc}") from exc
         raise CoreRefusalError(f"vLLM rejects the call: {exc}") from exc
 
 
 async def worker_call(llm: "AsyncLLM", method: str, *args: object) -> list[Any]:
-    """Returns the results of a method of the workers' class, one for each worker. Raises the errors of `core_call`."""
+    """Calls a method of the workers' class and returns each worker's result. Raises the errors of `core_call`."""
     return await core_call(llm, cast("Coroutine[Any, Any, list[Any]]", llm.collective_rpc(method, args=args)))
 
 
 async def runner_call(llm: "AsyncLLM", method: str, *args: object) -> list[Any]:
-    """Returns the results of a method that a feature adds to the workers' model runners, one for each worker."""
+    """Calls a method that a feature adds to the workers' model runners. Returns each worker's result."""
     return await worker_call(llm, "call_runner", method, *args)

@@ -1,4 +1,4 @@
-"""The vllm engine: AsyncLLM behind the engine API. vLLM is imported when the engine starts."""
+"""The vllm engine: implements the engine API with AsyncLLM. Imports vLLM when the engine starts."""
 
 import asyncio
 import itertools
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 _HEALTH_POLL_S = 0.2
 _ARENA_DIVISOR = 4
-"""The size of the arena divided by this number is the default size of the memory for hidden states."""
+"""The default size of the memory for hidden states is the size of the arena divided by this number."""
 _LOAD_SMOOTHING = 0.1
 
 
 class LoadMeter:
-    """Estimates the work left, from the tokens that requests may still sample and the mean time of a token."""
+    """Estimates the remaining work from the number of tokens that requests may still sample and the time per token."""
 
     def __init__(self) -> None:
         self._tokens_left: dict[str, int] = {}
@@ -39,7 +39,7 @@ class LoadMeter:
         self._tokens_left[name] = max_tokens
 
     def count(self, name: str, new_tokens: int) -> None:
-        """Counts tokens that a request has sampled."""
+        """Counts newly sampled tokens of a request."""
         if not new_tokens:
             return
         now_s = time.monotonic()
@@ -53,7 +53,7 @@ class LoadMeter:
         del self._tokens_left[name]
 
     def load(self, *, max_running: int) -> EngineLoad:
-        """Returns the load of an engine that runs at most `max_running` requests at once."""
+        """Returns the load of an engine that runs at most `max_running` requests at the same time."""
         held = len(self._tokens_left)
         running = min(held, max_running)
         rounds = sum(self._tokens_left.values()) / max(1, running)
@@ -61,11 +61,11 @@ class LoadMeter:
 
 
 class VllmEngine:
-    """Runs tasks on vLLM's AsyncLLM.
+    """Runs tasks on vLLM's AsyncLLM, with one additional thread that lives as long as the engine.
 
-    A thread of its own, which lives as long as the engine, imports vLLM and starts its processes: the event loop stays
-    responsive, and the kernel ties a child process to the thread that started it. The thread also runs the tokenizer,
-    which must not be used by two threads at once.
+    The thread imports vLLM and starts its processes. The event loop therefore remains responsive. It is a long-lived
+    thread because the kernel ties a child process to the thread that started it. The thread also runs the tokenizer,
+    which must not be used by two threads at the same time.
     """
 
     def __init__(self, config: StageConfig) -> None:
@@ -84,7 +84,7 @@ class VllmEngine:
 
     @property
     def control(self) -> Control:
-        """The controls of the running engine. Raises UnavailableError if it does not run."""
+        """The controls of the running engine. Raises UnavailableError if the engine is not running."""
         if self._control is None:
             raise UnavailableError(f"the engine of stage {self._config.stage} is closed")
         return self._control
@@ -110,7 +110,7 @@ class VllmEngine:
 
         await loop.run_in_executor(self._thread, self._load, report_soon, loop)
         llm = self._running()
-        # vLLM asks its core for these at the first request, and would wait forever if the core died then.
+        # vLLM requests these from its core at the first request, and would wait forever if the core had terminated.
         await llm.get_supported_tasks()
         self._control = Control(llm, stage=self._config.stage, profile_dir=self._options.profile_dir)
         for feature in self._features:
@@ -123,7 +123,7 @@ class VllmEngine:
         async with AsyncExitStack() as held:
             request = await self._read_request(task, held)
             adapter = await held.enter_async_context(self.control.adapters.using(task.adapter))
-            # No await from here until vLLM has the request: a feature may abort it from then on.
+            # There must be no await until vLLM has the request, because a feature may abort the request from here on.
             hooks = [hook for feature in self._features if (hook := feature.open(request, held)) is not None]
             self._meter.begin(request.name, request.params.max_tokens or 0)
             held.callback(self._meter.end, request.name)
@@ -147,7 +147,7 @@ class VllmEngine:
         return self._meter.load(max_running=self._llm.vllm_config.scheduler_config.max_num_seqs if self._llm else 1)
 
     async def wait_failed(self) -> str:
-        while not self._running().errored:  # noqa: ASYNC110  # vLLM has a flag for it, and no event
+        while not self._running().errored:  # noqa: ASYNC110  # vLLM provides a flag for it, but no event
             await asyncio.sleep(_HEALTH_POLL_S)
         return "vLLM's engine core has died; its own log has the cause"
 
@@ -157,7 +157,7 @@ class VllmEngine:
         if control is not None:
             control.profiles.discard()
         if llm is not None:
-            # On the thread that started vLLM's processes.
+            # Runs on the thread that started vLLM's processes.
             await asyncio.get_running_loop().run_in_executor(self._thread, llm.shutdown)
         features, self._features = self._features, []
         for feature in features:
@@ -171,7 +171,7 @@ class VllmEngine:
 
     def _load(self, report: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:
         prepare_environment()
-        # vLLM's client creates its asyncio sockets in its constructor; they belong to the service's loop.
+        # vLLM's client creates its asyncio sockets in its constructor. They belong to the service's event loop.
         asyncio.set_event_loop(loop)
         try:
             from vllm.usage.usage_lib import UsageContext
@@ -195,14 +195,14 @@ class VllmEngine:
         prepare_control(arguments, profile_dir=self._options.profile_dir)
         report(f"loading {self._config.model}")
         try:
-            # Not returned, because the future would keep it alive after `close`, and vLLM fails if it is freed at exit.
+            # Not returned, because the future would retain it after `close`, and vLLM fails if it is freed at exit.
             config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
             for feature in self._features:
                 feature.configure(config)
             self._llm = AsyncLLM.from_vllm_config(
                 config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True
             )
-            # vLLM reads files each time it is asked for them.
+            # Cached, because vLLM reads files each time.
             self._sampling_defaults = config.model_config.get_diff_sampling_param()
         except (OSError, RuntimeError, ValueError) as exc:
             raise NotReadyError(
@@ -212,7 +212,7 @@ class VllmEngine:
             ) from exc
 
     def _make_features(self) -> list[RequestFeature]:
-        """Returns the features that the stage's options ask for, in the order in which they open a request."""
+        """Returns the features that the stage's options enable, in the order in which they open a request."""
         from stagemesh.services.engines.vllm.embeddings.feature import Embeddings
         from stagemesh.services.engines.vllm.hidden_states.feature import HiddenStates
         from stagemesh.services.engines.vllm.media.feature import Media
@@ -239,8 +239,8 @@ class VllmEngine:
         return self._llm
 
     async def _read_request(self, task: Task, held: AsyncExitStack) -> EngineRequest:
-        """Returns the checked request for a task. Its resources are released when `held` exits."""
-        # The request's id alone is not unique: a new attempt may start while vLLM still ends the previous one.
+        """Returns the validated request for a task. Its resources are released when `held` exits."""
+        # The request id alone is not unique: a new attempt may start before vLLM has ended the previous attempt.
         name = f"{task.request_id}/{next(self._numbers)}"
         prompt: RequestPrompt | None = None
         for feature in self._features:
@@ -248,14 +248,14 @@ class VllmEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._check_request, task, name, prompt)
 
     def _check_request(self, task: Task, name: str, prompt: RequestPrompt | None) -> EngineRequest:
-        """Checks sampling and, if no feature has read it, the prompt. Runs on the thread."""
+        """Converts the prompt if no feature has read it, and checks the sampling options. Runs on the thread."""
         from stagemesh.services.engines.vllm.prompts import prompt_tokens
         from stagemesh.services.engines.vllm.sampling import check, sampling_params
 
         llm = self._running()
         if prompt is None:
             if task.inlets:
-                raise InvalidRequestError(f"stage {self._config.stage} takes no embeddings", reason="UNKNOWN_EDGE")
+                raise InvalidRequestError(f"stage {self._config.stage} accepts no embeddings", reason="UNKNOWN_EDGE")
             vocabulary = llm.model_config.get_vocab_size()
             prompt = RequestPrompt(prompt_tokens(task.prompt, llm.renderer, vocabulary=vocabulary))
         params = sampling_params(
@@ -269,7 +269,7 @@ class VllmEngine:
 
 
 def prepare_environment() -> None:
-    """Sets the environment variables that vLLM reads when it is imported, except those that the user has set."""
+    """Sets the environment variables that vLLM reads when it is imported. Keeps variables that the user has set."""
     set_library_variables(
         {
             "HF_HUB_OFFLINE": "1",

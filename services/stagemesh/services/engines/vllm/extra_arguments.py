@@ -1,7 +1,6 @@
-"""Arguments of features that travel with a request to vLLM's other processes, in `SamplingParams.extra_args`.
+"""Passes arguments of features to vLLM's other processes together with a request, in `SamplingParams.extra_args`.
 
-An argument is a msgspec struct, stored as builtins under the name of its class. Importing this module imports nothing
-of vLLM.
+An argument is a msgspec struct, stored as builtins under the name of its class. This module does not import vLLM.
 """
 
 from typing import TYPE_CHECKING, TypeVar
@@ -16,13 +15,13 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def set_argument(params: "SamplingParams", argument: msgspec.Struct) -> None:
-    """Adds an argument to a request."""
+    """Adds an argument to a request's sampling parameters."""
     arguments = params.extra_args or {}
     params.extra_args = {**arguments, _key(type(argument)): msgspec.to_builtins(argument)}
 
 
 def get_argument(params: "SamplingParams | None", kind: type[T]) -> T | None:
-    """Returns a request's argument of this class, or None if the request has none."""
+    """Returns a request's argument of this class, or None if the request does not have one."""
     arguments = params.extra_args if params is not None else None
     if not arguments or _key(kind) not in arguments:
         return None
@@ -30,7 +29,7 @@ def get_argument(params: "SamplingParams | None", kind: type[T]) -> T | None:
 
 
 def track_arguments(known: dict[str, T], step: "SchedulerOutput", kind: type[T]) -> None:
-    """Updates the arguments of running requests, by request id, with a step's new and finished requests."""
+    """Adds the arguments of a step's new requests to `known`, by request id. Removes those of finished requests."""
     for request_id in step.finished_req_ids:
         known.pop(request_id, None)
     for new in step.scheduled_new_reqs:

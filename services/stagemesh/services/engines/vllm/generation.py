@@ -1,4 +1,4 @@
-"""Runs one request in vLLM and turns vLLM's outputs into the engine's events."""
+"""Runs one request in vLLM and converts vLLM's outputs to the engine's events."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stagemesh.services.engines.vllm.engine import LoadMeter
 
 _PROGRESS_TOKENS = 64
-"""The interval of progress events. A caller that needs finer progress streams the text or the tokens."""
+"""The number of tokens between two progress events. A caller that needs finer progress streams the text or tokens."""
 
 
 async def generate(
@@ -39,7 +39,7 @@ async def generate(
     control: "Control",
     stage: str,
 ) -> AsyncGenerator[EngineEvent]:
-    """Runs a request and yields its events, the last one being Usage. Raises the errors of `Engine.submit`."""
+    """Runs a request and yields its events. The last event is Usage. Raises the errors of `Engine.submit`."""
     task, sampled = request.task, request.sampled
     async with aclosing(_outputs(llm, request, adapter, stage=stage)) as outputs:
         async for output in outputs:
@@ -67,7 +67,7 @@ async def generate(
 async def _outputs(
     llm: "AsyncLLM", request: EngineRequest, adapter: "LoRARequest | None", *, stage: str
 ) -> AsyncGenerator["RequestOutput"]:
-    """Yields vLLM's outputs, and maps vLLM's exceptions to ours."""
+    """Yields vLLM's outputs. Converts vLLM's exceptions to this project's errors."""
     tokens = [*request.prompt.token_ids, *request.sampled]
     engine_input = cast("EngineInput", {**request.prompt.engine_input, "prompt_token_ids": tokens})
     try:
@@ -89,9 +89,9 @@ async def _outputs(
 
 
 def _emission(output: "CompletionOutput", task: Task) -> Emission | None:
-    """Returns the new text and tokens of an output, or None if there are none.
+    """Returns an emission of the new text and tokens of an output, or None if there are none.
 
-    Tokens always come with a text, which may be empty, so that a consumer of both finds both in one packet.
+    Tokens are always emitted together with a text, which may be empty, so that a consumer of both needs one packet.
     """
     tokens = list(output.token_ids) if is_wanted(task, TOKEN_IDS) else []
     if not output.text and not tokens:
@@ -104,13 +104,13 @@ def _emission(output: "CompletionOutput", task: Task) -> Emission | None:
 
 
 def _check_end(output: "CompletionOutput", task: Task, *, stage: str) -> None:
-    """Raises an error if vLLM ended the request with one."""
+    """Raises an error if vLLM ended the request with an error."""
     if output.finish_reason != "error":
         return
     if task.sampling.structure is not None:
         raise InvalidRequestError(
             f"stage {stage}: no token can continue the {task.sampling.structure.kind}, or the "
-            f"{task.sampling.structure.kind} is too large; simplify it, or leave bad_words out",
+            f"{task.sampling.structure.kind} is too large; simplify it, or omit bad_words",
             reason="INVALID_SAMPLING",
         )
     raise UnavailableError(f"stage {stage}: vLLM ended the request with an error; its own log has the cause")

@@ -1,4 +1,4 @@
-"""The options of a vllm stage that are not vLLM's own engine arguments. Imports nothing of vLLM."""
+"""The options of a vllm stage that are not vLLM's own engine arguments. Does not import vLLM."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -15,7 +15,7 @@ _NO_OTHERS = ConfigDict(extra="forbid")
 
 
 def tensor_name(layer: Layer) -> str:
-    """Returns the name of the tensor with a layer's states, such as `hidden_states` (the last) or `hidden_states_8`."""
+    """Returns the tensor name for a layer's states, such as `hidden_states` (last layer) or `hidden_states_8`."""
     return "hidden_states" if layer == LAST else f"hidden_states_{layer}"
 
 
@@ -25,21 +25,22 @@ class HiddenStatesOptions:
 
     __pydantic_config__: ClassVar = _NO_OTHERS
     layers: tuple[Layer, ...] = (LAST,)
-    """N is the state that enters decoder layer N (0: the embeddings); `last` is the state after the final norm."""
+    """The emitted layers. N is the state that enters decoder layer N; 0 is the embeddings. `last` is the state after
+    the final norm."""
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
-    """The dtype of the emitted tensors, independent of the model's own."""
+    """The dtype of the emitted tensors, independent of the model's dtype."""
     share_bytes: int = 0
-    """The size of the arena's part that the worker writes into; 0 means a quarter of the arena."""
+    """The size of the arena's partition for the worker, in bytes. 0 means a quarter of the arena."""
 
     def __post_init__(self) -> None:
         if not self.layers or len(set(self.layers)) < len(self.layers):
             raise ValueError(f"layers is {list(self.layers)}; name each wanted layer once")
         if any(isinstance(layer, int) and layer < 0 for layer in self.layers):
-            raise ValueError(f"layers is {list(self.layers)}; layers count from 0, and `last` is the last one")
+            raise ValueError(f"layers is {list(self.layers)}; layers count from 0, and `last` is the last layer")
 
     @property
     def inner_layers(self) -> list[int]:
-        """The layers before the last, sorted."""
+        """The emitted layers before the last layer, sorted."""
         return sorted(layer for layer in self.layers if isinstance(layer, int))
 
     @property
@@ -49,7 +50,7 @@ class HiddenStatesOptions:
 
 
 INPUTS_EMBEDS = "inputs_embeds"
-"""The tensor that a stage with embeddings accepts."""
+"""The name of the tensor that a stage with embeddings accepts."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +59,21 @@ class EmbeddingsOptions:
 
     __pydantic_config__: ClassVar = _NO_OTHERS
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
-    """The dtype of the accepted tensors, independent of the model's own."""
+    """The dtype of the accepted tensors, independent of the model's dtype."""
 
 
 @dataclass(frozen=True)
 class StageOptions:
-    """Stagemesh's own options of a vllm stage."""
+    """The options of a vllm stage that Stagemesh defines."""
 
     hidden_states: HiddenStatesOptions | None = None
     embeddings: EmbeddingsOptions | None = None
     checkpoint_tokens: int = 64
-    """The number of tokens between two checkpoints of a request; 0 disables checkpoints."""
+    """The number of tokens between two checkpoints of a request. 0 disables checkpoints."""
     profile_dir: str | None = None
-    """The absolute path of the folder that profiles are written into; None disables profiles."""
+    """The absolute path of the folder for profiles. None disables profiles."""
     media_bytes: int = 256 << 20
-    """The largest decoded size of the images, audio and video of one request."""
+    """The maximum decoded size of one request's images, audio and video, in bytes."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_tokens < 0:
@@ -87,7 +88,7 @@ _OWN = frozenset(field.name for field in fields(StageOptions))
 
 
 def own_options(options: Mapping[str, JsonValue], *, stage: str = "") -> StageOptions:
-    """Returns Stagemesh's part of a stage's options. Raises InvalidRequestError, which names the invalid option."""
+    """Parses Stagemesh's part of a stage's options. Raises InvalidRequestError, which names the invalid option."""
     return parse_options(StageOptions, {name: options[name] for name in options if name in _OWN}, stage=stage)
 
 

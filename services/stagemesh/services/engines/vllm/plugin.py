@@ -1,4 +1,4 @@
-"""vLLM's `vllm.general_plugins` entry point, which vLLM calls first in every process that it starts."""
+"""vLLM's `vllm.general_plugins` entry point. vLLM calls it first in every process that it starts."""
 
 import multiprocessing
 from typing import Any
@@ -11,13 +11,13 @@ _PUNICA = "stagemesh.services.engines.vllm.adapters.cpu_rows.AppliesOnlyChosen"
 
 
 def register() -> None:
-    """Ties the life of vLLM's processes (engine core, workers) to their parent process, and fixes vLLM on a CPU."""
+    """Makes vLLM's processes (engine core, workers) end with their parent process, and fixes vLLM on a CPU."""
     if current_platform.is_cpu():
         # vLLM compiles small functions of its sampler even with `enforce_eager`. On a CPU the first request for
-        # log-probabilities would delay all others by seconds, and would end the engine if no C++ compiler is installed.
+        # log-probabilities would delay all others by seconds, or would end the engine if there is no C++ compiler.
         platform: Any = type(current_platform)
         platform.simple_compile_backend = "eager"
-        # By name, because few stages have adapters.
+        # Passed by name, so that stages without adapters do not import the class.
         platform.get_punica_wrapper = classmethod(lambda _: _PUNICA)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:

@@ -1,4 +1,4 @@
-"""Turns a task's prompt into token ids, with the model's chat template if it has one."""
+"""Converts a task's prompt to token ids. Uses the model's chat template if there is one."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingInfo
     from vllm.renderers.chat_utils import ChatCompletionMessageParam
 
-# vLLM's message parts for media. They are empty, because vLLM receives the decoded media separately.
+# vLLM's message parts for media. They have no content, because vLLM receives the decoded media separately.
 _EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
     "image": {"type": "image_pil", "image_pil": None},
     "audio": {"type": "input_audio", "input_audio": {"data": "", "format": ""}},
@@ -25,21 +25,22 @@ _EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
 def prompt_tokens(prompt: Prompt | None, renderer: BaseRenderer, *, vocabulary: int) -> list[int]:
     """Returns the token ids of a prompt, with placeholders for media.
 
-    Text and messages go through the model's chat template; text is encoded without it if the model has no template.
-    Raises InvalidRequestError if the prompt is empty, if the template rejects it, or if the model lacks one of its ids.
+    Applies the model's chat template to text and messages. If the model has no template, encodes text without it.
+    Raises InvalidRequestError if the prompt is empty, if the template rejects it, or if an id is not in the model's
+    vocabulary.
     """
     given = [] if prompt is None or isinstance(prompt, str) else [part for part in prompt if isinstance(part, int)]
     ids = given or _encode(prompt, renderer)
     if not ids:
         raise InvalidRequestError("the prompt is empty; send text, messages or token ids", reason="EMPTY_PROMPT")
-    # A tokenizer may know more tokens than the model. Placeholders of media are not in the vocabulary either.
+    # A tokenizer may know more tokens than the model. Placeholders for media are not in the vocabulary either.
     if not media_of(prompt):
         check_tokens(ids, vocabulary=vocabulary)
     return ids
 
 
 def check_tokens(ids: Sequence[int], *, vocabulary: int) -> None:
-    """Raises InvalidRequestError if an id is outside the model's vocabulary."""
+    """Raises InvalidRequestError if a token id is outside the model's vocabulary."""
     outside = next((token for token in ids if not 0 <= token < vocabulary), None)
     if outside is not None:
         raise InvalidRequestError(
@@ -79,8 +80,8 @@ def _conversation_tokens(messages: Sequence[ChatMessage], renderer: BaseRenderer
         for message in messages
     ]
     tokenizer = renderer.get_tokenizer()
-    # The template of a processor, which supports media, precedes the tokenizer's. Without a processor, vLLM must not
-    # search for one.
+    # The template of a processor, which supports media, takes precedence over the tokenizer's. Without a processor, the
+    # template is passed so that vLLM does not search for one.
     template = None if renderer.mm_processor is not None else getattr(tokenizer, "chat_template", None)
     params = ChatParams(
         chat_template=template if isinstance(template, str) else None,

@@ -1,4 +1,4 @@
-"""Turns a task's sampling options into vLLM's, and checks them."""
+"""Converts a task's sampling options to vLLM's parameters, and checks them."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -18,34 +18,34 @@ TOKEN_IDS = "token_ids"  # noqa: S105  # tokens of a vocabulary
 
 
 class CheckedParams(SamplingParams):
-    """Sampling parameters that `check` checks on another thread. vLLM's own check, on the event loop, does nothing."""
+    """Sampling parameters that `check` checks on another thread. Disables vLLM's own check on the event loop."""
 
     def verify(self, *args: object, **kwargs: object) -> None:
-        """Does nothing, because `check` has done it."""
+        """Does nothing, because `check` has already verified the parameters."""
 
     def update_from_tokenizer(self, tokenizer: TokenizerLike) -> None:
-        """Does nothing, because `check` has done it."""
+        """Does nothing, because `check` has already updated the parameters."""
 
 
 def sampling_params(
     task: Task, *, prompt_length: int, max_model_len: int, defaults: Mapping[str, Any]
 ) -> CheckedParams:
-    """Returns vLLM's sampling parameters for a task. `check` must check them before use.
+    """Returns vLLM's sampling parameters for a task. Pass them to `check` before use.
 
-    `defaults` are the model's own, by vLLM's names. Raises InvalidRequestError if vLLM rejects a value or if the prompt
-    leaves too few positions, UnsupportedError if vLLM lacks an ability that the task needs.
+    `defaults` are the model's own defaults, by vLLM's names. Raises InvalidRequestError if vLLM rejects a value or if
+    the prompt leaves too few positions, and UnsupportedError if the task needs an ability that vLLM does not have.
     """
     sampling = task.sampling
     if sampling.structure is not None and task.resume_from is not None:
         raise UnsupportedError(
             f"a request with {sampling.structure.kind} cannot resume from a checkpoint: vLLM would restart the "
-            "structure; leave resume_from unset to start over"
+            "structure; omit resume_from to start over"
         )
     wanted = sampling.max_tokens or max(1, sampling.min_tokens)
     space = max_model_len - prompt_length
     if space < wanted:
         raise InvalidRequestError(
-            f"the prompt has {prompt_length} tokens and the output {wanted}, but the model takes {max_model_len} in "
+            f"the prompt has {prompt_length} tokens and the output {wanted}, but the model accepts {max_model_len} in "
             "all; shorten the prompt or lower max_tokens",
             reason="PROMPT_TOO_LONG",
         )
@@ -59,7 +59,7 @@ def sampling_params(
         return CheckedParams(
             seed=task.seed,
             output_kind=RequestOutputKind.DELTA,
-            # Log-probabilities are emitted with the tokens only.
+            # Log-probabilities are emitted only with the tokens.
             logprobs=sampling.logprobs if is_wanted(task, TOKEN_IDS) else None,
             **values,
         )
@@ -68,14 +68,14 @@ def sampling_params(
 
 
 def is_wanted(task: Task, tensor: str) -> bool:
-    """Returns whether the task's caller or an edge takes an emitted tensor."""
+    """Returns whether the task's caller or an edge requests this emitted tensor."""
     return task.wanted is None or tensor in task.wanted
 
 
 def check(params: CheckedParams, config: VllmConfig, tokenizer: TokenizerLike) -> None:
-    """Raises InvalidRequestError for values that vLLM would reject later, and for values that would end its engine.
+    """Raises InvalidRequestError for values that vLLM would reject later or that would terminate its engine.
 
-    The time depends on the size of a JSON schema. Other threads can run during the check.
+    The duration depends on the size of a JSON schema. Other threads can run during the check.
     """
     vocabulary = config.model_config.get_vocab_size()
     for token in params.stop_token_ids or ():
@@ -101,7 +101,7 @@ def _check_token(token: int, vocabulary: int, *, field: str) -> None:
 
 
 def _given(sampling: SamplingOptions) -> dict[str, Any]:
-    """Returns the options that a request sets, by vLLM's names, without `max_tokens` and `logprobs`."""
+    """Returns the options that a request sets, by vLLM's names, except `max_tokens` and `logprobs`."""
     values: dict[str, Any] = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
     structure: Structure | None = values.pop("structure")
     if structure is not None:
@@ -110,6 +110,6 @@ def _given(sampling: SamplingOptions) -> dict[str, Any]:
         arguments: dict[str, Any] = {kind: texts}
         values["structured_outputs"] = StructuredOutputsParams(**arguments)
     del values["max_tokens"], values["logprobs"]
-    # vLLM wants lists.
+    # vLLM expects lists.
     values |= {name: list(values[name]) for name in ("stop", "stop_token_ids", "bad_words")}
     return {name: value for name, value in values.items() if value is not None}

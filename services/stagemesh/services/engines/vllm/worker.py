@@ -1,4 +1,4 @@
-"""vLLM's workers with the features' model runners; the engine arguments name the class as `worker_cls`."""
+"""vLLM's workers with the features' model runners. The engine arguments name the class as `worker_cls`."""
 
 import atexit
 import gc
@@ -21,10 +21,10 @@ else:
 
 
 class StageWorker(Worker):
-    """The platform's own worker, whose model runner has the features' mixins."""
+    """The platform's own worker, extended with the features' mixins for its model runner."""
 
     def init_device(self) -> None:
-        """Makes vLLM's model runner and adds the features' mixins to its class."""
+        """Creates vLLM's model runner and adds the features' mixins to its class."""
         super().init_device()
         runner: Any = self.model_runner
         kind: type[Any] = runner.__class__
@@ -36,22 +36,22 @@ class StageWorker(Worker):
         runner.__class__ = type(f"Stage{kind.__name__}", (*mixins, kind), {})
 
     def call_runner(self, method: str, *args: object) -> Any:
-        """Calls a method of the model runner, for `collective_rpc`."""
+        """Calls a method of the model runner. Called through `collective_rpc`."""
         return getattr(self.model_runner, method)(*args)
 
     def shutdown(self) -> None:
-        """Shuts down, and makes the process end seconds faster: the garbage collector skips all loaded objects."""
+        """Shuts the worker down. Lets the process exit seconds earlier: garbage collection skips all loaded objects."""
         super().shutdown()
         atexit.register(gc.freeze)
 
 
 class FixesCpuRunner:
-    """Mixed into vLLM's V1 runner on a CPU, with two fixes."""
+    """A mixin of vLLM's V1 runner on a CPU that fixes two errors."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the model, and allocates the buffers for the upstream pipeline rank's tensors.
+        """Loads the model and allocates the buffers for tensors from the previous pipeline rank.
 
-        vLLM allocates them in a warm-up that it skips on a CPU.
+        vLLM allocates these buffers in a warm-up that it skips on a CPU.
         """
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner: Any = self
@@ -61,11 +61,11 @@ class FixesCpuRunner:
             )
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Samples without the generators of requests whose prefill is unfinished.
+        """Samples tokens without the random generators of requests whose prefill is unfinished.
 
         vLLM samples for every request of a step, discards the token of an unfinished prefill, and rewinds the request's
-        generator by the offset that a GPU would use. A CPU generator cannot rewind, which ends the engine ("CPU
-        Generator does not use offset"). Here the discarded token comes from the shared generator.
+        generator by the offset that a GPU would use. A CPU generator cannot rewind, which terminates the engine ("CPU
+        Generator does not use offset"). Here, the discarded token uses the shared generator.
         """
         runner: Any = self
         generators: dict[int, torch.Generator] = runner.input_batch.generators

@@ -1,7 +1,7 @@
-"""hibari: English text to speech in two stages, an acoustic network and a signal-processing vocoder, at 24 kHz.
+"""hibari: English text to speech at 24 kHz in two stages, an acoustic network and a signal-processing vocoder.
 
-Frames are 12.5 ms. `spectrum` holds the network's five parts for each of 601 frequency bins: the harmonic branch's
-log magnitude and phase, the noise branch's log magnitude, and the residual's log magnitude and phase.
+Frames are 12.5 ms long. `spectrum` contains the network's five parts for each of 601 frequency bins. The parts are the
+harmonic branch's log magnitude and phase, the noise branch's log magnitude, and the residual's log magnitude and phase.
 """
 
 from stagemesh.common.descriptors import Emitted, FunctionDescriptor, OptionSpec, Signature

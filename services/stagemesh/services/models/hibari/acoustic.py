@@ -1,4 +1,4 @@
-"""The acoustic stage: turns a sentence into spectral frames."""
+"""The acoustic stage, which converts sentences to spectral frames."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,20 +12,20 @@ from stagemesh.services.engines.function.base import Call
 
 MODEL_FILE = "hibari.onnx"
 _MIN_IDS = 3
-"""A sentence with fewer ids holds only the two pads."""
+"""The minimum number of ids of a sentence. A sentence with fewer ids contains only the two padding ids."""
 
 
 class AcousticModel:
-    """A `Function` whose state is the request's speed. The text of each packet is one sentence."""
+    """A `Function` that converts text to frames. A packet contains one sentence. The state is the request's speed."""
 
     def __init__(self, model: Path | None, options: Mapping[str, object]) -> None:
         if options:
             raise InvalidRequestError(
-                f"hibari.acoustic takes no options, not {', '.join(options)}", reason="UNKNOWN_OPTION"
+                f"hibari.acoustic accepts no options; omit {', '.join(options)}", reason="UNKNOWN_OPTION"
             )
         path = model / MODEL_FILE if model is not None and model.is_dir() else model
         self._hibari = Hibari(model=None if path is None else str(path), threads=1)
-        # Loading the lexicon takes half a second, so it is loaded here and not during the first request.
+        # Loads the lexicon, which takes half a second, now instead of during the first request.
         self._hibari.phonemize("Hello.")
 
     def open(self, *, seed: int, options: Mapping[str, float]) -> float:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""The vocoder's source: a band-limited pulse train that follows the pitch, computed as a stream."""
+"""The vocoder's source signal: a band-limited pulse train that follows the pitch, computed as a stream."""
 
 from typing import TypeAlias
 
@@ -15,16 +15,16 @@ _NEAR_POLE = 2e-3
 
 
 class PulseTrain:
-    """Sums all harmonics below 11 kHz at unit amplitude. Silent if the pitch is below 40 Hz. Lags one frame behind."""
+    """Sums all harmonics below 11 kHz at unit amplitude. Silent for pitches below 40 Hz. Lags by one frame."""
 
     def __init__(self) -> None:
         self._f0: Floats = np.empty(0, np.float32)
-        """The frames that have not been turned into samples, after the one before them."""
+        """The pitch of the frames that have not been converted to samples, preceded by one earlier frame."""
         self._cycles_hz = 0.0
-        """The sum of the pitch over all samples so far, which is the phase times the sample rate."""
+        """The sum of the pitch over all samples so far. It equals the phase in cycles times the sample rate."""
 
     def push(self, f0: Floats, *, last: bool) -> Floats:
-        """Returns the samples that these frames' pitch (in Hz) completes, as float32[frames * hop]."""
+        """Returns the samples that these frames complete, as float32[frames * hop]. `f0` is the pitch in Hz."""
         before = f0[:1] if not len(self._f0) else self._f0[:0]
         known = np.concatenate([before, self._f0, f0])
         if last:
@@ -40,7 +40,7 @@ class PulseTrain:
         """
         voiced = pitch_hz > _VOICED_HZ
         pitch_hz = np.maximum(pitch_hz, np.float32(_VOICED_HZ))
-        # A running sum adds one sample after the other, so that splitting the input changes no bit.
+        # A running sum adds the samples one by one, so splitting the input does not change any bit of the result.
         cycles = np.cumsum(np.concatenate([[self._cycles_hz], pitch_hz]), dtype=np.float64)[1:]
         self._cycles_hz = float(cycles[-1])
         phase = (np.modf(cycles / dsp.SR)[0] * (2 * np.pi)).astype(np.float32)
@@ -53,7 +53,7 @@ class PulseTrain:
 
 
 def _interpolate(f0: Floats) -> Floats:
-    """Returns the pitch at each sample of the inner frames, interpolated linearly between frame centres."""
+    """Returns the pitch at each sample of the inner frames, linearly interpolated between frame centres."""
     offset = ((np.arange(_HOP) + 0.5) / _HOP - 0.5).astype(np.float32)
     half = _HOP // 2
     rising, falling = offset[half:], offset[:half]

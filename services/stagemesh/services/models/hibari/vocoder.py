@@ -1,8 +1,8 @@
-"""The vocoder stage: turns spectral frames into audio. The samples do not depend on how frames are split into packets.
+"""The vocoder stage, which converts spectral frames to audio. The packet boundaries do not affect the samples.
 
-It computes the same as `hibari.dsp.synth` for a whole sentence, as a stream. From packet to packet it keeps the phase
-of the pulse train, the samples that the next transform needs, and the frames that still overlap. It lags four frames
-behind its input. Noise is generated frame by frame, so that it does not depend on the packets either.
+It computes the same result as `hibari.dsp.synth` for a whole sentence, but as a stream. Between packets it retains the
+phase of the pulse train, the samples that the next transform needs, and the frames that still overlap. It lags by four
+frames. Noise is generated frame by frame, so that it does not depend on the packets either.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ _HALF = _WINDOW // 2
 
 
 class Vocoder:
-    """A `Function` whose state is the request's stream."""
+    """A `Function` that converts frames to audio. The state is the request's `VocoderStream`."""
 
     def __init__(self, model: Path | None, options: Mapping[str, object]) -> None:
         if model is not None or options:
@@ -42,7 +42,7 @@ class Vocoder:
 
 
 class VocoderStream:
-    """Turns the frames of one request into audio, sentence by sentence."""
+    """Converts the frames of one request to audio, sentence by sentence."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
@@ -66,21 +66,24 @@ class VocoderStream:
 
 
 class SentenceStream:
-    """Turns the frames of one sentence into audio."""
+    """Converts the frames of one sentence to audio."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
         self._pulses = PulseTrain()
         self._source: Floats | None = None
-        """The pulse samples from the next frame's window on, including the reflection before the first sample."""
+        """The pulse samples from the start of the next frame's window, including the reflection before the sentence.
+
+        None until there are enough samples for the reflection.
+        """
         self._early: Floats = np.empty(0, np.float32)
-        """The pulse samples while there are too few to reflect."""
+        """The pulse samples so far while there are too few for the reflection."""
         self._spectrum: Floats = np.empty((0, 5, BINS), np.float32)
         self._overlapping: Floats = np.zeros((_OVERLAP - 1, _OVERLAP, _HOP), np.float32)
         self._frames_done = 0
 
     def push(self, spectrum: Floats, f0: Floats, *, last: bool) -> Floats:
-        """Returns the samples that these frames complete; `last` ends the sentence."""
+        """Returns the samples that these frames complete. `last` ends the sentence."""
         self._spectrum = np.concatenate([self._spectrum, spectrum])
         self._extend_source(self._pulses.push(f0, last=last), last=last)
         frames = self._inverse(self._next_windows())
@@ -93,7 +96,7 @@ class SentenceStream:
         return _overlap_add(blocks, first=first, total=total if last else None)
 
     def _extend_source(self, samples: Floats, *, last: bool) -> None:
-        """Adds pulse samples, with the reflections at both ends of the sentence that the transform expects."""
+        """Adds pulse samples. Adds the reflections at both ends of the sentence that the transform expects."""
         if self._source is not None:
             self._source = np.concatenate([self._source, samples])
         else:
@@ -105,7 +108,7 @@ class SentenceStream:
             self._source = np.pad(self._source, (0, _HALF), mode="reflect")
 
     def _next_windows(self) -> Floats:
-        """Returns the complete windows of pulse samples as float32[frames, window]."""
+        """Removes and returns the complete windows of pulse samples, as float32[frames, window]."""
         if self._source is None or len(self._source) < _WINDOW:
             return np.empty((0, _WINDOW), np.float32)
         windows = np.lib.stride_tricks.sliding_window_view(self._source, _WINDOW)[::_HOP][: len(self._spectrum)]
@@ -113,7 +116,7 @@ class SentenceStream:
         return windows
 
     def _inverse(self, windows: Floats) -> Floats:
-        """Returns the windowed frames in the time domain as float32[frames, overlap, hop]."""
+        """Returns the windowed frames in the time domain, as float32[frames, overlap, hop]."""
         count = len(windows)
         if not count:
             return np.empty((0, _OVERLAP, _HOP), np.float32)
@@ -137,10 +140,10 @@ def _polar(magnitude: Floats, angle: Floats) -> npt.NDArray[np.complex64]:
 
 
 def _overlap_add(blocks: Floats, *, first: int, total: int | None) -> Floats:
-    """Returns the normalised sum of overlapping frames. `blocks` starts with the frames before `first` that overlap."""
+    """Returns the normalised sum of overlapping frames. `blocks` starts with earlier frames that overlap `first`."""
     count = len(blocks) - (_OVERLAP - 1)
     terms = [blocks[_OVERLAP - 1 - k : _OVERLAP - 1 - k + count, k] for k in range(_OVERLAP)]
-    # The newest frame first, so that every sample is summed in the same order.
+    # The newest frame comes first, so that every sample is summed in the same order.
     samples = ((terms[0] + terms[1]) + terms[2]) + terms[3]
     for row in range(count):
         samples[row] *= _norm(
@@ -152,7 +155,7 @@ def _overlap_add(blocks: Floats, *, first: int, total: int | None) -> Floats:
 
 @cache
 def _norm(present: tuple[bool, ...]) -> Floats:
-    """Returns 1 / (the sum of the squared windows of the present frames)."""
+    """Returns the reciprocal of the sum of the squared windows of the present frames."""
     squares = (dsp.WIN * dsp.WIN).reshape(_OVERLAP, _HOP)
     total = np.zeros(_HOP, np.float32)
     for k, is_present in enumerate(present):

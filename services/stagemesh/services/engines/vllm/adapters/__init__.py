@@ -1,1 +1,1 @@
-"""LoRA adapters of a running vLLM engine."""
+"""LoRA adapters in a running vLLM engine."""

@@ -1,4 +1,4 @@
-"""Loads, unloads and leases the LoRA adapters of a running vLLM."""
+"""Loads, unloads and leases the LoRA adapters of a running vLLM engine."""
 
 import asyncio
 import logging
@@ -48,7 +48,7 @@ class Adapters:
 
     @asynccontextmanager
     async def using(self, name: str | None) -> "AsyncGenerator[LoRARequest | None]":
-        """Leases the adapter that a task names. Yields None for a task without an adapter. Raises NotFoundError."""
+        """Leases the adapter that a task names, or yields None for None. Raises NotFoundError if it is not loaded."""
         if name is None:
             yield None
         elif self._registry is None:
@@ -83,7 +83,7 @@ class Adapters:
             return entry.adapter
 
     async def restore(self) -> None:
-        """Loads all adapters again after vLLM has reloaded the model's weights. Call it while holding `lock`."""
+        """Loads all adapters again after vLLM has reloaded the model's weights. The caller must hold `lock`."""
         registry = self._registry
         for entry in registry.entries() if registry else ():
             assert registry is not None
@@ -108,14 +108,14 @@ class Adapters:
         try:
             await core_call(self._llm, self._llm.add_lora(_request(entry)))
         except CoreRefusalError as exc:
-            # vLLM registers an adapter even if it fails late.
+            # vLLM registers an adapter even if loading fails late.
             await core_call(self._llm, self._llm.remove_lora(entry.number))
             raise InvalidRequestError(f"adapter {entry.name!r}: {exc.message}", reason="INVALID_ADAPTER") from exc
         registry.add(entry)
         return entry
 
     async def _targets(self, files: AdapterFiles) -> Mapping[str, Sizes | None]:
-        """Returns the sizes of the layers that an adapter changes, from all workers."""
+        """Returns the sizes of the layers that an adapter changes, as reported by all workers."""
         names = sorted(files.layers)
         answers: list[dict[str, list[int]]] = await worker_call(self._llm, "adapter_targets", names)
         return {name: Sizes(*sizes) if sizes else None for answer in answers for name, sizes in answer.items()}
@@ -132,5 +132,5 @@ class Adapters:
 def _request(entry: Entry) -> "LoRARequest":
     from vllm.lora.request import LoRARequest
 
-    # vLLM caches by name and path, but an adapter that is loaded later under the same name and path may differ.
+    # The name contains the number, because vLLM caches by name and path, and an adapter loaded later may differ.
     return LoRARequest(f"{entry.name}#{entry.number}", entry.number, entry.path)

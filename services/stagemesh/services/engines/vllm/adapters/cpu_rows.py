@@ -1,4 +1,4 @@
-"""Fixes vLLM's LoRA kernels on a CPU, which would apply an adapter to requests without one."""
+"""Fixes vLLM's LoRA kernels on a CPU, which would apply an adapter to requests without an adapter."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -9,10 +9,10 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 
 class AppliesOnlyChosen(PunicaWrapperCPU):
-    """Applies adapters only to the rows of requests that name one. `plugin` passes the class's name to vLLM.
+    """Applies adapters only to the rows of requests that name an adapter. `plugin` passes the class's name to vLLM.
 
-    vLLM marks a row without an adapter by the slot -1, which indexes the last slot on a CPU. If every slot has an
-    adapter, a request without an adapter would get the adapter of another request in its batch.
+    vLLM marks a row without an adapter with slot -1. On a CPU, this index selects the last slot. If every slot has an
+    adapter, a request without an adapter would therefore use another request's adapter.
     """
 
     def add_expand(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -30,7 +30,7 @@ class AppliesOnlyChosen(PunicaWrapperCPU):
 
 @contextmanager
 def _restored(y: torch.Tensor, rows: torch.Tensor) -> Generator[None]:
-    """Restores these rows of `y`, [..., width], at the end of the block."""
+    """Restores the given rows of `y`, [..., width], at the end of the block."""
     flat = y.view(-1, y.shape[-1])
     before = flat[rows]
     yield

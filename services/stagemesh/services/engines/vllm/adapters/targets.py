@@ -1,4 +1,4 @@
-"""The layers that an adapter can change, in vLLM's workers (`worker_extension_cls`)."""
+"""Reports the layers that an adapter can change. Runs in vLLM's workers (`worker_extension_cls`)."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 
 class AdapterTargets:
-    """Adds a method to the worker's class, for `collective_rpc`."""
+    """A mixin of the worker's class. Adds a method for `collective_rpc`."""
 
     def adapter_targets(self, names: list[str]) -> dict[str, list[int]]:
-        """Returns the [inputs, outputs] of the named layers that this worker has, summed over all ranks.
+        """Returns [inputs, outputs] of each named layer that this worker has. Sizes are the totals over all ranks.
 
-        Names are PEFT's. The list is empty for a layer of unknown size, which vLLM checks itself.
+        Names are PEFT's layer names. The list is empty for a layer of unknown size, which vLLM checks itself.
         """
         worker: Any = self
         manager = worker.model_runner.lora_manager._adapter_manager  # noqa: SLF001  # vLLM has no public accessor
@@ -27,7 +27,7 @@ class AdapterTargets:
 
 
 def _sizes(manager: Any) -> dict[str, list[int]]:
-    """Returns the layers' sizes by vLLM's names. A packed layer (q, k and v in one) has an entry for each part."""
+    """Returns the layers' sizes by vLLM's layer names. A packed layer (q, k and v in one) has one entry per part."""
     sizes: dict[str, list[int]] = {}
     for name, module in manager.modules.items():
         layer = module.base_layer
@@ -44,7 +44,7 @@ def _outputs(layer: Any, parts: int) -> list[int]:
     if parts == 1:
         return [layer.output_size]
     if hasattr(layer, "total_num_kv_heads"):
-        # The layer's own output_sizes count replicated key and value heads once for each rank.
+        # The layer's own output_sizes count replicated key and value heads once per rank.
         heads = [layer.total_num_heads, layer.total_num_kv_heads, layer.total_num_kv_heads]
         widths = [layer.head_size, layer.head_size, getattr(layer, "v_head_size", layer.head_size)]
         outputs = [count * width for count, width in zip(heads, widths, strict=True)]

@@ -1,1 +1,1 @@
-"""Embeddings from upstream stages that enter a prompt while its request runs."""
+"""Prompt embeddings from upstream stages. They may arrive while the request runs."""

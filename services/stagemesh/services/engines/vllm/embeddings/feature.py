@@ -1,4 +1,4 @@
-"""Embeddings from an upstream stage instead of a prompt: the replica reads a request's flow while it runs."""
+"""Embeddings from an upstream stage in place of a prompt. The replica reads a request's flow while the request runs."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
@@ -43,23 +43,23 @@ class EmbeddingFlow(RequestHook):
         self._ended = False
 
     async def read_prompt(self) -> int:
-        """Returns the number of prompt positions once it is known and the first row has arrived.
+        """Reads the flow until the first row has arrived and the prompt's length is known. Returns the length.
 
-        All rows belong to the prompt if their metadata do not say otherwise. Raises InvalidRequestError,
-        InvalidChunkError, and the error that the flow ended with.
+        If the packets' metadata do not set the length, all rows belong to the prompt. Raises InvalidRequestError,
+        InvalidChunkError, or the error with which the flow ended.
         """
         while await self._read() and not (self._prompt_tokens and self._next_position):
             pass
         if not self._next_position:
-            raise InvalidRequestError("the edge brought no embeddings", reason="EMPTY_PROMPT")
+            raise InvalidRequestError("the edge delivered no embeddings", reason="EMPTY_PROMPT")
         self._prompt_tokens = self._prompt_tokens or self._next_position
         self._check_complete()
         return self._prompt_tokens
 
     def start(self, limit: RequestLimit, abort: Callable[[], Awaitable[None]]) -> None:
-        """Starts to read the rest of the flow, to its end. Drops rows that arrive too late for the request.
+        """Starts to read the rest of the flow. Drops rows that arrive after the request needs them.
 
-        Calls `abort` if the flow fails; `observe` then raises the flow's error.
+        Calls `abort` if the flow fails. `observe` then raises the flow's error.
         """
         self._set_limit(limit)
         self._reading = asyncio.create_task(self._read_rest(limit, abort), name="embeddings")
@@ -75,7 +75,7 @@ class EmbeddingFlow(RequestHook):
             yield event
 
     async def stop(self) -> None:
-        """Stops reading."""
+        """Stops reading the flow."""
         self._reading.cancel()
         await asyncio.wait([self._reading])
         if not self._reading.cancelled():
@@ -97,7 +97,7 @@ class EmbeddingFlow(RequestHook):
         limit.set_arrived(UNLIMITED if self._ended else self._next_position)
 
     async def _read(self) -> bool:
-        """Reads one packet. Returns False at the end of the flow."""
+        """Reads one packet and returns True. Returns False at the end of the flow."""
         packet = await anext(self._flow, None)
         if packet is None:
             self._ended = True
@@ -131,7 +131,7 @@ class EmbeddingFlow(RequestHook):
     def _write(self, rows: Array) -> None:
         if not self._prompt_tokens:
             self._check_fits(self._next_position + len(rows))
-        # A slot has as many rows as the model has positions; a request cannot use more.
+        # A slot has one row for each position of the model. A request cannot use more rows.
         space = self._memory.ticket.positions - self._next_position
         if space > 0:
             self._memory.rows(self.slot, self._next_position, min(space, len(rows)))[...] = rows[:space]
@@ -141,7 +141,7 @@ class EmbeddingFlow(RequestHook):
         positions = self._memory.ticket.positions
         if prompt_tokens >= positions:
             raise InvalidRequestError(
-                f"the prompt has at least {prompt_tokens} embeddings, but the model takes {positions} tokens in all; "
+                f"the prompt has at least {prompt_tokens} embeddings, but the model accepts {positions} tokens in all; "
                 "shorten the prompt",
                 reason="PROMPT_TOO_LONG",
             )
@@ -155,13 +155,13 @@ class EmbeddingFlow(RequestHook):
 
 @dataclass(frozen=True, eq=False)
 class EmbeddedPrompt(RequestPrompt):
-    """A prompt of placeholder tokens, whose embeddings are in the memory."""
+    """A prompt of placeholder tokens whose embeddings are in the shared memory."""
 
     flow: EmbeddingFlow = field(kw_only=True)
 
 
 class Embeddings(RequestFeature):
-    """Gives each request with embeddings a slot of the memory that the workers read."""
+    """Allocates a slot of the memory that the workers read to each request with embeddings."""
 
     runner_module = "stagemesh.services.engines.vllm.embeddings.runner"
     _llm: "AsyncLLM"
@@ -175,7 +175,7 @@ class Embeddings(RequestFeature):
         if arguments.speculative_config is not None:
             raise InvalidRequestError(
                 f"stage {self._stage}: embeddings are added to the embeddings of sampled tokens, which "
-                "speculative_config guesses; leave one of them out",
+                "speculative_config guesses; omit one of them",
                 reason="INVALID_OPTION",
             )
         arguments.enable_prompt_embeds = True
@@ -191,7 +191,7 @@ class Embeddings(RequestFeature):
         await runner_call(llm, "attach_embeddings", encode_ticket(self._memory.ticket))
 
     async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:
-        """Returns the prompt once its length is known. Waits for a free slot first, and leaves the flow unread then."""
+        """Waits for a free slot, then reads the flow until the prompt's length is known. Returns the prompt."""
         if not task.inlets:
             return None
         if len(task.inlets) > 1:
@@ -200,13 +200,13 @@ class Embeddings(RequestFeature):
                 "stage",
                 reason="INVALID_EDGE",
             )
-        assert self._memory is not None, "requests come after `start`"
+        assert self._memory is not None, "`start` has not been called"
         (inlet,) = task.inlets.values()
         slot = await self._free_slots.get()
         held.callback(self._release, self._memory, slot)
         flow = EmbeddingFlow(inlet, self._memory, slot)
         placeholders = [PLACEHOLDER] * await flow.read_prompt()
-        # A salt, because the same placeholders stand for other embeddings in each request.
+        # A salt, because the same placeholders represent different embeddings in each request.
         return EmbeddedPrompt(placeholders, {"type": "token", "cache_salt": name}, flow=flow)
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:

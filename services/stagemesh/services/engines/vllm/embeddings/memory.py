@@ -1,8 +1,8 @@
-"""Memory through which a replica passes embeddings to its engine's workers, one slot for each running request.
+"""Memory through which a replica passes embeddings to its engine's workers. Each running request has one slot.
 
-The memory is a sparse file: a slot's pages exist once they are written, and are released with the slot. A worker reads
-the rows of every step that needs them, also after a preemption. The scheduler runs no step before its rows are in the
-memory (`run_ahead`). Importing this module imports nothing of vLLM.
+The memory is a sparse file. A slot's pages are allocated when they are written, and released with the slot. A worker
+reads the rows of every step that needs them, also after a preemption. The scheduler runs no step before its rows are in
+the memory (`run_ahead`). This module does not import vLLM.
 """
 
 import mmap
@@ -16,15 +16,19 @@ from stagemesh.common.errors import NotReadyError
 from stagemesh.common.tensors import DTYPES, Array
 
 PLACEHOLDER = 0
-"""The token that stands for an embedding in a prompt."""
+"""The token that represents an embedding in a prompt."""
 
 
 class Embedded(msgspec.Struct, frozen=True):
-    """A request's argument: it takes embeddings from a slot."""
+    """A request's argument for vLLM's processes: the slot that contains its embeddings."""
 
     slot: int
     prompt_tokens: int
-    """Rows before this position replace embeddings of the prompt; later rows are added to those of sampled tokens."""
+    """The number of prompt tokens.
+
+    Rows before this position replace the embeddings of the prompt. Later rows are added to the embeddings of sampled
+    tokens.
+    """
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,11 @@ class EmbeddingTicket:
     """The number of rows in a slot."""
     width: int
     dtype: str
-    """The rows' dtype, by its name in the contract and in torch."""
+    """The rows' dtype, by its name in the API and in torch."""
 
     @property
     def slot_bytes(self) -> int:
-        """The size of a slot, in whole pages."""
+        """The size of a slot in bytes, rounded up to whole pages."""
         size_bytes = self.positions * self.width * DTYPES[self.dtype].itemsize
         return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -51,7 +55,10 @@ class EmbeddingMemory:
     """One process's mapping of the memory."""
 
     def __init__(self, ticket: EmbeddingTicket, *, own: int | None = None) -> None:
-        """`own` is the descriptor of the file if this object closes it. Raises NotReadyError if it cannot be opened."""
+        """Maps the memory. Raises NotReadyError if the file cannot be opened.
+
+        `own` is the file's descriptor, which `close` closes. None if this process does not own the file.
+        """
         self.ticket = ticket
         self._own = own
         path = f"/proc/{ticket.process_id}/fd/{ticket.file_descriptor}"
@@ -68,7 +75,7 @@ class EmbeddingMemory:
             ) from exc
 
     def rows(self, slot: int, position: int, count: int) -> Array:
-        """Returns a view of a slot's rows, [count, width], for the replica to write and a worker to read.
+        """Returns a view of a slot's rows, [count, width]. The replica writes it and a worker reads it.
 
         Rows are zero until they are written.
         """
@@ -80,19 +87,19 @@ class EmbeddingMemory:
         return np.frombuffer(self._mapping, dtype, count * ticket.width, offset).reshape(count, ticket.width)
 
     def close(self) -> None:
-        """Closes the file of a replica's own memory. Existing mappings stay valid. Closing twice is harmless."""
+        """Closes the file if this process owns it. Existing mappings stay valid. May be called more than once."""
         if self._own is not None:
             os.close(self._own)
             self._own = None
 
     def clear(self, slot: int) -> None:
-        """Releases a slot's pages, so that it contains zeros again."""
+        """Releases a slot's pages. The slot then contains zeros."""
         size_bytes = self.ticket.slot_bytes
         self._mapping.madvise(mmap.MADV_REMOVE, slot * size_bytes, size_bytes)
 
 
 def create_memory(*, slots: int, positions: int, width: int, dtype: str) -> EmbeddingMemory:
-    """Creates a replica's memory. Its file lives at most as long as this process."""
+    """Creates a replica's memory. Its file exists at most until this process ends."""
     fd = os.memfd_create("stagemesh-embeddings", os.MFD_CLOEXEC)
     ticket = EmbeddingTicket(os.getpid(), fd, slots, positions, width, dtype)
     os.ftruncate(fd, slots * ticket.slot_bytes)

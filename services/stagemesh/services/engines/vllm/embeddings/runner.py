@@ -1,6 +1,6 @@
-"""vLLM's model runners use embeddings from upstream instead of token embeddings.
+"""Mixins of vLLM's model runners that replace token embeddings with embeddings from an upstream stage.
 
-The rows that a step needs are in the memory before the step is scheduled.
+The rows that a step needs are in the shared memory before the step is scheduled.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class _TakesEmbeddings:
-    """The part that all runners have in common. It does nothing until `attach_embeddings` is called."""
+    """The common part of all runners. It does nothing until `attach_embeddings` is called."""
 
     _embedding_memory: EmbeddingMemory | None = None
     _embedded: dict[str, Embedded]
 
     def attach_embeddings(self, ticket: bytes) -> None:
-        """Opens the memory with requests' embeddings."""
+        """Opens the shared memory that contains the embeddings of requests."""
         self._embedding_memory, self._embedded = EmbeddingMemory(decode_ticket(ticket)), {}
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
-        """Runs the first half of a step, after it has read which requests take embeddings."""
+        """Records which requests of the step have embeddings, then runs the first half of the step."""
         if self._embedding_memory is not None:
             track_arguments(self._embedded, scheduler_output, Embedded)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
@@ -40,9 +40,9 @@ class _TakesEmbeddings:
         starts: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
     ) -> None:
-        """Writes requests' rows into a step's embeddings, [tokens, width].
+        """Writes the rows of all requests into a step's embeddings, [tokens, width].
 
-        The rows of request i start at index `starts[i]`, which is position `positions[i]` of the request.
+        The first row of request i has index `starts[i]` in the step and position `positions[i]` in the request.
         """
         memory = self._embedding_memory
         if memory is None or not self._embedded:
@@ -59,7 +59,7 @@ class _TakesEmbeddings:
 
 
 class RunnerV1(_TakesEmbeddings):
-    """For `vllm.v1.worker.gpu_model_runner` and its subclasses, including the CPU's."""
+    """A mixin for `vllm.v1.worker.gpu_model_runner` and its subclasses, including the CPU runner."""
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         made = cast("Any", super())._preprocess(*args, **kwargs)  # noqa: SLF001  # our own class
@@ -83,7 +83,7 @@ class RunnerV1(_TakesEmbeddings):
 
 
 class RunnerV2(_TakesEmbeddings):
-    """For `vllm.v1.worker.gpu.model_runner` and its subclasses."""
+    """A mixin for `vllm.v1.worker.gpu.model_runner` and its subclasses."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model and wraps the function that prepares a step's embeddings."""
@@ -103,5 +103,5 @@ class RunnerV2(_TakesEmbeddings):
 
 def _tensor(memory: EmbeddingMemory, rows: npt.NDArray[np.generic]) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, memory.ticket.dtype)
-    # numpy has no bfloat16; the contract stores its bits as uint16.
+    # numpy has no bfloat16. The API represents its bits as uint16.
     return torch.from_numpy(rows).view(dtype) if rows.dtype == np.uint16 else torch.from_numpy(rows)

@@ -1,4 +1,4 @@
-"""Hidden states that a stage emits: vLLM's worker writes them into the arena, and each request gets its own rows."""
+"""Emits a stage's hidden states. vLLM's worker writes them into the arena. Each request receives its own rows."""
 
 import asyncio
 import logging
@@ -44,14 +44,14 @@ _log = logging.getLogger(__name__)
 
 
 class HiddenStates(RequestFeature):
-    """Receives rows from the worker that writes them. Used on the event loop."""
+    """Receives the rows that a worker writes, and emits them. Must be used on the event loop."""
 
     runner_module = "stagemesh.services.engines.vllm.hidden_states.runner"
 
     def __init__(
         self, options: HiddenStatesOptions, arena: PartitionsArena | None, *, share_bytes: int, stage: str
     ) -> None:
-        """`share_bytes` is the size of the arena's part that the worker writes into."""
+        """Creates the feature. `share_bytes` is the size of the arena's partition for the worker."""
         self._options, self._arena, self._stage = options, arena, stage
         self._share_bytes = share_bytes
         self._tickets: list[PartitionTicket] = []
@@ -61,11 +61,11 @@ class HiddenStates(RequestFeature):
     def set_arguments(self, arguments: "AsyncEngineArgs") -> None:
         arguments.additional_config = {**arguments.additional_config, CONFIG_KEY: self._options.inner_layers}
         if arguments.speculative_config is not None:
-            # The rows of rejected drafts are known only after a step's tokens.
+            # Which rows belong to rejected drafts is known only after the step's tokens are sampled.
             arguments.async_scheduling = False
 
     def configure(self, config: "VllmConfig") -> None:
-        """Raises InvalidRequestError if the model cannot emit the states, or if one token's rows exceed the memory."""
+        """Raises InvalidRequestError if the model cannot emit the states, or if the memory is too small for one row."""
         model, options = config.model_config, self._options
         problem = _layer_problem(
             model, options.inner_layers, pipeline_ranks=config.parallel_config.pipeline_parallel_size
@@ -77,19 +77,19 @@ class HiddenStates(RequestFeature):
         min_bytes = OVERFLOW_DIVISOR * min_overflow_bytes(row_bytes=row_bytes, tensors=tensors)
         if self._share_bytes < min_bytes:
             raise self._invalid(
-                f"hidden_states.share_bytes is {self._share_bytes}; for {tensors} times {width} values a token it must "
-                f"be at least {min_bytes}"
+                f"hidden_states.share_bytes is {self._share_bytes}; {tensors} tensors with {width} values per token "
+                f"need at least {min_bytes}"
             )
 
     async def start(self, llm: "AsyncLLM") -> None:
-        """Connects the worker that writes rows.
+        """Connects the worker that writes the rows.
 
         Raises NotReadyError if the arena has no space for the rows, InvalidRequestError if the model's class does not
-        give the states of inner layers, and UnavailableError if no worker connects.
+        provide the states of inner layers, and UnavailableError if no worker connects.
         """
         for model in await runner_call(llm, "model_without_layers"):
             if model is not None:
-                raise self._invalid(f"hidden_states: {model} gives no states of inner layers; ask for `last` alone")
+                raise self._invalid(f"hidden_states: {model} provides no states of inner layers; request only `last`")
         assert self._arena is not None, "a stage's runtime passes the arena before it starts the engine"
         overflow_bytes = self._share_bytes // OVERFLOW_DIVISOR
         for size_bytes in (self._share_bytes - overflow_bytes, overflow_bytes):
@@ -107,7 +107,7 @@ class HiddenStates(RequestFeature):
                     await attaching
             except TimeoutError:
                 raise UnavailableError(
-                    "no worker of vLLM connected to write hidden states; the worker's log has the cause"
+                    "no vLLM worker connected to write hidden states; the worker's log has the cause"
                 ) from None
             finally:
                 attaching.cancel()
@@ -120,11 +120,11 @@ class HiddenStates(RequestFeature):
         prompt_tokens = len(request.prompt.token_ids)
         first_position = prompt_tokens - 1 if task.tokens == "last" else 0
         if task.resume_from is not None:
-            # All states of a request have the same number of rows. The rows before the checkpoint were emitted.
+            # All states of a request have the same number of rows. The rows before the checkpoint are already emitted.
             first_position += max(task.resume_from.rows.get(name, 0) for name in self._options.tensors)
         set_argument(request.params, RequestedRows(request.name, first_position))
         if first_position < request.computed_tokens:
-            # vLLM does not compute positions that it finds in the prefix cache. It always computes the last one.
+            # vLLM does not compute positions that it finds in the prefix cache, except the last position.
             request.params.skip_reading_prefix_cache = True
         states = RequestStates(first_position=first_position, prompt_tokens=prompt_tokens)
         self._requests[request.name] = states
@@ -146,8 +146,8 @@ class HiddenStates(RequestFeature):
         return InvalidRequestError(f"stage {self._stage}: {problem}", reason="INVALID_OPTION")
 
     def _read_messages(self, arena: PartitionsArena) -> None:
-        """Reads the messages that have arrived, one for each step."""
-        assert self._connection is not None, "a closed connection is not watched"
+        """Reads the messages that have arrived. Each step sends at least one message."""
+        assert self._connection is not None, "a closed connection has no reader"
         try:
             while data := self._connection.recv(_MAX_MESSAGE_BYTES):
                 self._push(decode_rows(data), arena)
@@ -182,7 +182,7 @@ class _EmittedStates(RequestHook):
     def observe(self, *, finished: bool) -> Iterator[Emission]:  # noqa: ARG002  # `finish` emits the rest
         for packet in self._states.take(before=self._request.computed_tokens):
             yield Emission(packet)
-        # Reached after the consumer has taken the rows, so that a slow consumer delays only its own request.
+        # Reached after the consumer has received the rows, so that a slow consumer delays only its own request.
         self._request.limit.set_taken(self._request.known_tokens)
 
     async def finish(self) -> AsyncGenerator[Emission]:
@@ -203,21 +203,21 @@ async def _accept(listener: socket.socket, token: bytes) -> socket.socket:
 
 
 def _layer_problem(model: "ModelConfig", inner_layers: list[int], *, pipeline_ranks: int) -> str | None:
-    """Returns why a model does not give these layers' states, or None.
+    """Returns the reason why a model cannot provide the states of these layers, or None if it can.
 
-    `inner_layers` are sorted, and `pipeline_ranks` is the number of workers that share the layers. Only the model's
-    class knows whether it gives any of them, and the class is loaded in the worker, which reports it.
+    `inner_layers` are sorted. `pipeline_ranks` is the number of workers that share the layers. Whether the model's
+    class provides states of inner layers is known only in the worker that loads the class. `start` queries the worker.
     """
     if model.runner_type != "generate":
-        return "a model that pools samples no tokens and emits nothing; leave the option out, or runner: pooling"
+        return "a model that pools samples no tokens and emits nothing; omit the option, or omit runner: pooling"
     if not inner_layers:
         return None
     count = model.hf_text_config.num_hidden_layers
     if inner_layers[-1] >= count:
-        return f"layers holds {inner_layers[-1]}; the model has layers 0 to {count - 1} and `last`"
+        return f"layers contains {inner_layers[-1]}; the model has layers 0 to {count - 1} and `last`"
     if pipeline_ranks > 1:
         return (
             f"states of inner layers are not all on one worker with pipeline_parallel_size {pipeline_ranks}; "
-            "ask for `last` alone"
+            "request only `last`"
         )
     return None

@@ -1,4 +1,4 @@
-"""The hidden states of one request, in the replica's process."""
+"""The received hidden states of one request, in the replica's process."""
 
 import asyncio
 from collections import deque
@@ -10,22 +10,22 @@ from stagemesh.common.tensors import Tensors
 from stagemesh.connectors.edge import Packet
 
 _LATE_S = 10.0
-"""The longest delay of rows after the tokens of the same step."""
+"""The maximum delay of rows after the tokens of the same step, in seconds."""
 
 
 class RequestStates:
-    """One request's rows: each position once and in order, even if the worker writes rows again."""
+    """One request's rows. Returns each position once and in order, even if the worker writes rows again."""
 
     def __init__(self, *, first_position: int, prompt_tokens: int) -> None:
         self.next_position = first_position
-        """All wanted rows before this position have arrived."""
+        """The position after the last row that has arrived. All requested rows before it have arrived."""
         self._prompt_tokens = prompt_tokens
         self._ready: deque[tuple[int, Tensors]] = deque()
         self._error: StagemeshError | None = None
         self._changed = Notifier()
 
     def push(self, position: int, tensors: Tensors) -> None:
-        """Adds rows that start at `position`. Drops rows that arrived before, as happens after a preemption."""
+        """Adds rows that start at `position`. Drops rows that arrived earlier, which happens after a preemption."""
         count = _count(tensors)
         skipped = self.next_position - position
         if skipped >= count:
@@ -45,7 +45,7 @@ class RequestStates:
         self._changed.fire()
 
     def take(self, *, before: int) -> list[Packet]:
-        """Returns the rows before a position that have arrived since the last call. Raises the recorded error."""
+        """Removes and returns the rows before a position. Raises the recorded error."""
         if self._error is not None:
             raise self._error
         taken: list[Packet] = []
@@ -59,12 +59,12 @@ class RequestStates:
         return taken
 
     async def up_to(self, position: int) -> AsyncGenerator[Packet]:
-        """Yields the remaining rows before `position`. Raises UnavailableError if they do not arrive."""
+        """Yields the remaining rows before `position` as they arrive. Raises UnavailableError if they do not arrive."""
         while True:
             if packets := self.take(before=position):
                 for packet in packets:
                     yield packet
-                # More rows may have arrived while the consumer took these.
+                # More rows may have arrived while the consumer processed these.
                 continue
             if self.next_position >= position:
                 return

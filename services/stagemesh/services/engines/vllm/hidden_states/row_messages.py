@@ -1,4 +1,4 @@
-"""The messages between a worker that writes hidden states and its replica. Imports nothing of vLLM."""
+"""The messages between a worker that writes hidden states and its replica. Does not import vLLM."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
 CONFIG_KEY = "stagemesh_layers"
 """The key of vLLM's `additional_config` under which the emitted inner layers are listed."""
 OVERFLOW_DIVISOR = 4
-"""The size of the worker's memory divided by this number is the size of the overflow memory.
+"""The size of the overflow memory is the size of the worker's memory divided by this number.
 
 The replica copies rows out of the overflow memory at once, so that unread rows do not block other rows.
 """
@@ -19,42 +19,42 @@ _WRITES_IN_OVERFLOW = 2
 
 
 def max_rows(overflow_bytes: int, *, row_bytes: int, tensors: int) -> int:
-    """Returns the largest number of rows in one write. A row has `row_bytes` in all tensors together."""
+    """Returns the maximum number of rows in one write. `row_bytes` is the size of a row in all tensors together."""
     return (overflow_bytes // _WRITES_IN_OVERFLOW - tensors * ALIGNMENT_BYTES) // row_bytes
 
 
 def min_overflow_bytes(*, row_bytes: int, tensors: int) -> int:
-    """Returns the size of the overflow memory that one row needs."""
+    """Returns the minimum size of the overflow memory in bytes, which suffices for writes of one row."""
     return _WRITES_IN_OVERFLOW * (row_bytes + tensors * ALIGNMENT_BYTES)
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """The addresses through which a worker reaches its replica."""
+    """The addresses and tickets through which a worker accesses its replica."""
 
     address: str
-    """An abstract unix socket for messages: first `token`, then one `StepRows` each."""
+    """The abstract unix socket for messages. The first message is `token`. Each further message is a `StepRows`."""
     token: bytes
     rows: PartitionTicket
-    """Memory for rows, which stay there until they are read."""
+    """Memory for rows. Rows remain in it until they are read."""
     overflow: PartitionTicket
-    """Memory for rows while `rows` is full. The replica copies them out at once."""
+    """Memory for rows when `rows` is full. The replica copies the rows out at once."""
     dtype: str
-    """The dtype of the emitted tensors, by its name in the contract and in torch."""
+    """The dtype of the emitted tensors, by its name in the API and in torch."""
     tensors: list[str]
     """The names of the emitted tensors."""
 
 
 class RequestedRows(msgspec.Struct, frozen=True):
-    """A request's argument: the rows that it emits."""
+    """A request's argument for vLLM's processes: the rows that the request emits."""
 
     name: str
     first_position: int
-    """Rows before this position are not emitted."""
+    """The position of the first emitted row. Earlier rows are not emitted."""
 
 
 class RequestRows(msgspec.Struct, frozen=True, array_like=True):
-    """A request's rows within a step's rows."""
+    """The rows of one request within the rows of a step."""
 
     name: str
     position: int
@@ -65,7 +65,10 @@ class RequestRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepRows(msgspec.Struct, frozen=True, array_like=True):
-    """The rows of one engine step, or a part of them: tensors [rows, hidden], one for each emitted layer."""
+    """Rows of one engine step. Each emitted layer has a tensor [rows, hidden].
+
+    A step with many rows is split into several messages.
+    """
 
     handle: Handle
     requests: list[RequestRows]

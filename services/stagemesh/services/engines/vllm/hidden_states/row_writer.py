@@ -1,4 +1,4 @@
-"""Writes rows of hidden states from a worker's process into the replica's arena, and reports them to the replica."""
+"""Writes hidden states from a worker's process into the replica's arena, and reports the rows to the replica."""
 
 import socket
 import threading
@@ -20,11 +20,11 @@ from stagemesh.services.engines.vllm.hidden_states.row_messages import (
 
 _SEND_TIMEOUT_S = 60.0
 _MAX_STAGED_BYTES = 256 << 20
-"""The size of the rows that may wait for space in the arena. The engine waits, too, if there are more."""
+"""The maximum size of the rows that wait for space in the arena, in bytes. Beyond it, the engine waits, too."""
 
 
 class Slice(NamedTuple):
-    """Some consecutive rows of one request in a batch."""
+    """Consecutive rows of one request in a batch."""
 
     name: str
     position: int
@@ -35,7 +35,7 @@ class Slice(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive rows of a batch that are copied at once."""
+    """Consecutive rows of a batch that are copied together."""
 
     first: int
     """The index of the first row in the target."""
@@ -45,27 +45,30 @@ class Run(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Rows that are in the arena, or that are being copied."""
+    """Rows that are in the arena or are being copied into it."""
 
     requests: list[RequestRows]
     handle: Handle | None
-    """The rows' location in the arena, or None if the arena had no space for them."""
+    """The rows' location in the arena. None if the arena had no space for them."""
     overflow: bool
-    """Whether the rows go into the overflow memory."""
+    """Whether the rows are written into the overflow memory."""
     staged: Mapping[str, torch.Tensor]
-    """The rows for which the arena had no space; empty if there is a `handle`."""
+    """The rows for which the arena had no space, by tensor name. Empty if there is a `handle`."""
     copied: torch.cuda.Event | None
-    """The event that marks the end of the copy; None if the copy has ended."""
+    """The event that marks the end of the copy. None if the copy has ended."""
 
 
 class RowWriter:
-    """Writes and reports rows in order.
+    """Writes rows into the arena and reports them in order.
 
-    The worker's main thread uses it. That thread waits neither for the GPU nor for space in the arena.
+    The worker's main thread calls it, and waits neither for the GPU nor for space in the arena, up to a limit.
     """
 
     def __init__(self, attachment: Attachment, *, device: torch.device) -> None:
-        """Raises NotReadyError if the arena cannot be opened, OSError if the replica does not listen."""
+        """Opens the arena and connects to the replica.
+
+        Raises NotReadyError if the arena cannot be opened, and OSError if the replica does not listen.
+        """
         self.tensors = attachment.tensors
         self._writer, self._overflow = ArenaWriter(attachment.rows), ArenaWriter(attachment.overflow)
         self._overflow_bytes = attachment.overflow.size_bytes
@@ -85,9 +88,9 @@ class RowWriter:
         self._staged_lock = threading.Lock()
 
     def copy(self, states: Mapping[str, torch.Tensor], slices: Sequence[Slice]) -> list[Written]:
-        """Starts to copy slices of `states`, [tokens, hidden] by tensor name, into the arena.
+        """Starts to copy slices of `states`, which are [tokens, hidden] tensors by name, into the arena.
 
-        On a GPU the copy runs on a stream of its own, and the compute stream may overwrite `states` afterwards.
+        On a GPU the copy runs on its own stream. The compute stream may overwrite `states` afterwards.
         """
         self._check()
         row_bytes = sum(rows.shape[1] * self._dtype.itemsize for rows in states.values())
@@ -95,9 +98,9 @@ class RowWriter:
         return [self._copy(states, part) for part in _split(slices, limit)]
 
     def send(self, written: Sequence[Written], counts: Mapping[str, int]) -> None:
-        """Reports rows to the replica once they are copied.
+        """Reports rows to the replica after they are copied.
 
-        `counts` limits the number of rows of some requests, by name.
+        `counts` limits the number of reported rows of some requests, by request name.
         """
         left = dict(counts)
         for part in written:
@@ -110,7 +113,7 @@ class RowWriter:
     # -- internals
 
     def _check(self) -> None:
-        """Raises the thread's last failure. Waits for the thread if too many bytes are staged."""
+        """Raises the last failure of the reporting thread. Waits for the thread if too many bytes are staged."""
         if self._last is not None and (self._last.done() or self._staged_bytes > _MAX_STAGED_BYTES):
             self._last.result()
             self._last = None
@@ -146,7 +149,7 @@ class RowWriter:
             self._staged_bytes += size_bytes
 
     def _finish(self, written: Written, requests: list[RequestRows]) -> None:
-        """Waits for the copy and for space, then reports the rows. Runs on the thread."""
+        """Waits for the copy and for space, then reports the rows. Runs on the reporting thread."""
         if written.copied is not None:
             written.copied.synchronize()
         handle = written.handle
@@ -175,9 +178,9 @@ def _copy_on_stream(
     targets: Mapping[str, torch.Tensor],
     runs: Sequence[Run],
 ) -> torch.cuda.Event:
-    """Copies rows to the host on `stream`. Returns the event that marks the end of the copy.
+    """Copies rows to the host on `stream`. Returns an event that marks the end of the copy.
 
-    The compute stream gathers the rows first, because the next replay of its graph overwrites the graph's output.
+    Gathers the rows on the compute stream first, because the next replay of its graph overwrites the graph's output.
     """
     gathered = {
         name: torch.cat([rows[run.start : run.start + run.rows] for run in runs]).to(targets[name].dtype)
@@ -192,14 +195,14 @@ def _copy_on_stream(
 
 
 def _pin(memory: memoryview) -> None:
-    """Pins host memory: the driver would copy unpinned memory twice, and the worker would wait for it."""
+    """Pins host memory. The driver would copy unpinned memory twice, and the worker would wait for the copies."""
     cuda: Any = torch.cuda
     address = np.frombuffer(memory, np.uint8).ctypes.data
     cuda.check_error(int(cuda.cudart().cudaHostRegister(address, memory.nbytes, 0)))
 
 
 def _split(slices: Sequence[Slice], max_rows: int) -> list[list[Slice]]:
-    """Splits slices into parts of at most `max_rows` rows. Cuts a slice that is longer."""
+    """Splits slices into parts of at most `max_rows` rows. Splits a slice that does not fit into a part."""
     parts: list[list[Slice]] = [[]]
     space = max_rows
     for each in slices:
@@ -216,7 +219,7 @@ def _split(slices: Sequence[Slice], max_rows: int) -> list[list[Slice]]:
 
 
 def _runs(slices: Sequence[Slice]) -> list[Run]:
-    """Joins slices that are adjacent in the batch into runs."""
+    """Combines slices that are adjacent in the batch into runs."""
     runs: list[Run] = []
     first = 0
     for each in slices:
@@ -239,7 +242,7 @@ def _request_rows(slices: Sequence[Slice]) -> list[RequestRows]:
 
 
 def _limit_rows(requests: list[RequestRows], left: dict[str, int]) -> list[RequestRows]:
-    """Shortens requests' rows to the numbers in `left`, which it decreases by the rows that remain."""
+    """Shortens requests' rows to the numbers in `left`. Subtracts the remaining rows from `left`."""
     if not left:
         return requests
     limited: list[RequestRows] = []

@@ -1,6 +1,6 @@
-"""Hidden states leave vLLM's model runners for the replica's arena.
+"""Mixins of vLLM's model runners that write hidden states into the replica's arena.
 
-`_EmitsHiddenStates` reads a step between its two halves, `execute_model` and `sample_tokens`. Its subclasses know the
+`_EmitsHiddenStates` reads a step between its two halves, `execute_model` and `sample_tokens`. Its subclasses access the
 attributes of each kind of runner.
 """
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """A step between its halves. The requests are in the order of their rows."""
+    """The state of a step between its two halves. The requests are in the order of their rows."""
 
     request_ids: Sequence[str]
     starts: npt.NDArray[np.int32]
-    """The index of each request's first row, and the number of rows."""
+    """The index of each request's first row, followed by the total number of rows."""
     positions: npt.NDArray[np.int32]
     """The position of each request's first row among its tokens."""
     hidden: torch.Tensor
@@ -36,7 +36,7 @@ class Batch(NamedTuple):
 
 
 class _EmitsHiddenStates:
-    """The part that all runners have in common. It does nothing until `attach_replica` is called."""
+    """The common part of all runners. It does nothing until `attach_replica` is called."""
 
     _rows: RowWriter | None = None
     _requested: dict[str, RequestedRows]
@@ -44,20 +44,20 @@ class _EmitsHiddenStates:
     _model_without_layers: str | None = None
 
     def attach_replica(self, attachment: bytes) -> None:
-        """Starts to write the rows that requests ask for. Does nothing in a worker that does not write rows.
+        """Starts to write the rows that requests need. Does nothing in a worker that does not write rows.
 
-        One worker writes: the first tensor rank of the last pipeline rank, which has all rows of the last layer.
+        Only one worker writes: the first tensor rank of the last pipeline rank, which has all rows of the last layer.
         """
         if get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
             self._requested, self._drafts = {}, {}
             self._rows = RowWriter(decode_attachment(attachment), device=cast("Any", self).device)
 
     def model_without_layers(self) -> str | None:
-        """Returns the model's class name if it does not give the inner layers that the stage emits, else None."""
+        """Returns the name of the model's class if it lacks inner layers that the stage emits, else None."""
         return self._model_without_layers
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the model, and makes it return the states of the inner layers that the stage emits."""
+        """Loads the model and configures it to return the states of the inner layers that the stage emits."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self._inner_layers:
             model = cast("Any", self).get_model()
@@ -68,7 +68,7 @@ class _EmitsHiddenStates:
             self.use_aux_hidden_state_outputs = True
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
-        """Runs the first half of a step, after it has read which rows new requests ask for."""
+        """Records which rows the new requests need, then runs the first half of the step."""
         if self._rows is not None:
             track_arguments(self._requested, scheduler_output, RequestedRows)
             self._drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -87,12 +87,12 @@ class _EmitsHiddenStates:
 
     @property
     def _inner_layers(self) -> Sequence[int]:
-        """The layers before the last whose states are emitted, sorted."""
+        """The emitted layers before the last layer, sorted."""
         layers: Sequence[int] = cast("Any", self).vllm_config.additional_config.get(CONFIG_KEY, ())
         return layers
 
     def _batch(self) -> Batch | None:
-        """Returns the step whose second half has not run, or None if this rank has none."""
+        """Returns the step whose second half has not run, or None if this rank has no such step."""
         raise NotImplementedError
 
     def _slices(self, batch: Batch) -> list[Slice]:
@@ -114,7 +114,7 @@ class _EmitsHiddenStates:
         return {name: states[name] for name in self._rows.tensors}
 
     def _valid_counts(self, batch: Batch, output: Any) -> dict[str, int]:
-        """Returns the number of valid rows of each request with draft tokens: rejected drafts are computed again."""
+        """Returns the number of valid rows of each request with draft tokens. Rejected drafts are computed again."""
         assert isinstance(output, ModelRunnerOutput), "the feature disables asynchronous scheduling with drafts"
         counts: dict[str, int] = {}
         for i, request_id in enumerate(batch.request_ids):
@@ -127,7 +127,7 @@ class _EmitsHiddenStates:
 
 
 class RunnerV1(_EmitsHiddenStates):
-    """For `vllm.v1.worker.gpu_model_runner` and its subclasses, including the CPU's."""
+    """A mixin for `vllm.v1.worker.gpu_model_runner` and its subclasses, including the CPU runner."""
 
     def _batch(self) -> Batch | None:
         runner = cast("Any", self)
@@ -145,7 +145,7 @@ class RunnerV1(_EmitsHiddenStates):
 
 
 class RunnerV2(_EmitsHiddenStates):
-    """For `vllm.v1.worker.gpu.model_runner` and its subclasses."""
+    """A mixin for `vllm.v1.worker.gpu.model_runner` and its subclasses."""
 
     def _batch(self) -> Batch | None:
         runner = cast("Any", self)

@@ -1,1 +1,1 @@
-"""Images, audio and video in prompts: decoded, then processed by vLLM."""
+"""Images, audio and video in prompts. They are decoded here, then processed by vLLM."""

@@ -1,4 +1,4 @@
-"""Decodes images, audio and video into arrays, within limits, because callers are not trusted."""
+"""Decodes images, audio and video into arrays. Enforces limits, because callers are not trusted."""
 
 import struct
 import zlib
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 _RGB = 3
-# A model that resizes the shortest side to a fixed length would blow up a narrow image.
+# A model that resizes the shorter side to a fixed length would enlarge a narrow image to an enormous size.
 _MAX_SIDE_RATIO = 200
-# Takes at most about half a minute.
+# Decoding this number of pixels takes about half a minute.
 _MAX_DECODED_PIXELS = 4 << 30
 _DAMAGED = (
     *(ArithmeticError, AttributeError, EOFError, LookupError, OSError, SyntaxError, TypeError, ValueError),
@@ -34,7 +34,7 @@ _DAMAGED = (
 
 
 class DecodedAudio(NamedTuple):
-    """One channel of float32 samples."""
+    """Audio with one channel of float32 samples."""
 
     samples: npt.NDArray[np.float32]
     sample_rate_hz: int
@@ -42,42 +42,42 @@ class DecodedAudio(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DecodedVideo:
-    """Some frames of a video, uint8[frames, height, width, 3]."""
+    """Selected frames of a video, as uint8[frames, height, width, 3]."""
 
     frames: npt.NDArray[np.uint8]
     indices: tuple[int, ...]
-    """The frames' indices in the whole video."""
+    """The index of each frame in the whole video."""
     total_frames: int
     frame_rate_hz: float
 
     @property
     def duration_s(self) -> float:
-        """The duration of the whole video."""
+        """The duration of the whole video, in seconds."""
         return self.total_frames / self.frame_rate_hz
 
 
 class DecodedBytes:
-    """Counts the decoded size of one request's media, up to `limit_bytes`."""
+    """Counts the decoded size of one request's media, and enforces the limit `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._bytes = 0
 
     def add(self, size_bytes: int, kind: MediaKind) -> None:
-        """Adds a size. Raises InvalidRequestError (MEDIA_TOO_LARGE) if the limit is exceeded."""
+        """Adds a size in bytes. Raises InvalidRequestError (MEDIA_TOO_LARGE) if the limit is exceeded."""
         self._bytes += size_bytes
         if self._bytes > self._limit_bytes:
             raise InvalidRequestError(
-                f"the request's media have {self._bytes} bytes once decoded, of {self._limit_bytes} allowed (the "
-                f"{kind} exceeded it); send smaller or fewer media, or start the stage with a larger media_bytes",
+                f"the request's media have at least {self._bytes} bytes when decoded (the {kind} exceeds the limit of "
+                f"{self._limit_bytes}); send smaller or fewer media, or start the stage with a larger media_bytes",
                 reason="MEDIA_TOO_LARGE",
             )
 
 
 def read_image(file: MediaFile, decoded: DecodedBytes) -> Image.Image:
-    """Returns a file's first image. Raises InvalidRequestError if it is damaged, too large or too narrow."""
+    """Returns the first image of a file. Raises InvalidRequestError if it is damaged, too large or too narrow."""
     with _reading("image"):
-        # Only the declared format: some of Pillow's formats start other programs.
+        # Only the declared format, because some of Pillow's formats start other programs.
         image = Image.open(BytesIO(file.data), formats=[MEDIA_TYPES["image"][file.media_type]])
     _check_sides("image", image.width, image.height)
     decoded.add(image.width * image.height * _RGB, "image")
@@ -87,13 +87,13 @@ def read_image(file: MediaFile, decoded: DecodedBytes) -> Image.Image:
 
 
 def read_samples(audio: Samples, decoded: DecodedBytes) -> DecodedAudio:
-    """Returns audio that the request contains as samples. Raises InvalidRequestError if a sample is not finite."""
+    """Returns audio that was sent as samples. Raises InvalidRequestError if a sample is not finite."""
     decoded.add(audio.samples.nbytes, "audio")
     return DecodedAudio(_one_channel(audio.samples.astype(np.float32, copy=False)), audio.sample_rate_hz)
 
 
 def read_audio(file: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
-    """Returns a file's first audio track. Raises InvalidRequestError if it is damaged, empty or too long."""
+    """Returns the first audio track of a file. Raises InvalidRequestError if it is damaged, empty or too long."""
     fragments = list[Array]()
     with _reading("audio"), _opened(file) as container:
         if not container.streams.audio:
@@ -114,7 +114,7 @@ def read_audio(file: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
 
 
 def read_video(file: MediaFile, decoded: DecodedBytes, *, max_frames: int) -> DecodedVideo:
-    """Returns at most `max_frames` frames, evenly spread over a video.
+    """Returns at most `max_frames` frames, evenly distributed over a video.
 
     Raises InvalidRequestError if the file is damaged or too large.
     """
@@ -157,7 +157,7 @@ def _opened(file: MediaFile) -> "Generator[InputContainer]":
             reason="MISSING_MODULE",
         ) from exc
     try:
-        # Only the declared format: FFmpeg would open the addresses that playlist formats list.
+        # Only the declared format, because FFmpeg would open the addresses that playlist formats list.
         with av.open(BytesIO(file.data), "r", format=MEDIA_TYPES[file.kind][file.media_type]) as container:
             yield container
     except FFmpegError as exc:
@@ -185,14 +185,14 @@ def _one_channel(samples: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def _count_frames(container: "InputContainer", stream: "VideoStream", *, max_frames: int) -> int:
-    """Counts the frames by their packets, because a file's header may be wrong."""
+    """Counts a video's frames by its packets, because a file's header may be wrong."""
     count = 0
     for packet in container.demux(stream):
         count += bool(packet.size)
         if count > max_frames:
             raise InvalidRequestError(
                 f"the video has over {max_frames} frames of {stream.codec_context.width} by "
-                f"{stream.codec_context.height} pixels; send a shorter or smaller one",
+                f"{stream.codec_context.height} pixels; send a shorter or smaller video",
                 reason="MEDIA_TOO_LARGE",
             )
     if not count:
@@ -215,7 +215,7 @@ def _frames(
 
 
 def _pixels(frame: "VideoFrame", width: int, height: int) -> npt.NDArray[np.uint8]:
-    # A video may change its frame size.
+    # The frame size may change within a video.
     return frame.to_ndarray(format="rgb24", width=width, height=height).astype(np.uint8, copy=False)
 
 

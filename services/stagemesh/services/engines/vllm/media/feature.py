@@ -1,4 +1,4 @@
-"""Prompts with images, audio and video: decoded here, expanded and turned into tensors by vLLM."""
+"""Prompts with images, audio and video. Decodes the media. vLLM then expands the prompt and creates the tensors."""
 
 import asyncio
 import hashlib
@@ -45,20 +45,20 @@ _PROCESSOR_ERRORS = (
 )
 _Resampler: TypeAlias = Literal["pyav", "scipy", "soxr", "torchaudio"]
 _RESAMPLERS: Mapping[_Resampler, str] = {"torchaudio": "torchaudio", "pyav": "av", "scipy": "scipy", "soxr": "soxr"}
-"""vLLM's resampling methods and the modules that they need."""
+"""vLLM's resampling methods, with the module that each method needs."""
 
 
 class Media(RequestFeature):
     """Reads prompts with media.
 
-    Files are decoded on a thread of their own, so that a long video does not delay text prompts. `tokenizer_thread`
-    runs the tokenizer, and vLLM's own thread runs the model's processor.
+    Files are decoded on a separate thread, so that a long video does not delay text prompts. `tokenizer_thread` runs
+    the tokenizer. vLLM runs the model's processor on its own thread.
     """
 
     _llm: "AsyncLLM"
 
     def __init__(self, *, stage: str, media_bytes: int, tokenizer_thread: Executor) -> None:
-        """`media_bytes` limits the decoded size of one request's media."""
+        """Creates the feature. `media_bytes` limits the decoded size of one request's media."""
         self._stage, self._media_bytes = stage, media_bytes
         self._tokenizer_thread = tokenizer_thread
         self._decoding_thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-media")
@@ -69,7 +69,7 @@ class Media(RequestFeature):
     async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:  # noqa: ARG002
         """Returns the prompt of a task with media.
 
-        Raises InvalidRequestError if a medium cannot be read, UnsupportedError if the model does not accept its kind.
+        Raises InvalidRequestError if a medium cannot be read, and UnsupportedError if the model rejects its kind.
         """
         media = media_of(task.prompt)
         if not media:
@@ -92,9 +92,9 @@ class Media(RequestFeature):
         return prompt_tokens(prompt, self._llm.renderer, vocabulary=vocabulary)
 
     async def _process(self, prompt: TokensPrompt) -> "MultiModalInput":
-        """Returns the input that the model's processor makes of tokens and decoded media."""
+        """Runs the model's processor on tokens and decoded media, and returns its result."""
         try:
-            # Without vLLM's cache, which would count the media as sent even if the request is rejected later.
+            # Skips vLLM's cache, which would count the media as sent even if the request is rejected later.
             features = await self._llm.renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
         except _PROCESSOR_ERRORS as exc:
             raise InvalidRequestError(
@@ -109,24 +109,24 @@ class Media(RequestFeature):
         return features
 
     def _checked_info(self, media: Sequence[Medium]) -> "BaseProcessingInfo":
-        """Returns vLLM's information about the model's media. Raises an error if the model does not accept these."""
+        """Returns vLLM's information about the model's media. Raises an error if the model does not accept `media`."""
         processor = cast("BaseMultiModalProcessor[BaseProcessingInfo] | None", self._llm.renderer.mm_processor)
         limits: Mapping[str, int] = processor.info.allowed_mm_limits if processor is not None else {}
         accepted = [kind for kind, limit in limits.items() if limit]
         for kind, count in Counter(medium.kind for medium in media).items():
             if kind not in accepted:
                 raise UnsupportedError(
-                    f"stage {self._stage}: the model {self._llm.model_config.model} takes no {kind}; it takes "
+                    f"stage {self._stage}: the model {self._llm.model_config.model} accepts no {kind}; it accepts "
                     f"{', '.join(['text', *accepted])}",
                     metadata={"stage": self._stage, "ability": kind},
                 )
             if count > limits[kind]:
                 raise InvalidRequestError(
-                    f"stage {self._stage}: the request contains {count} of kind {kind}; the model takes {limits[kind]} "
-                    "at most, or the number that the stage's option limit_mm_per_prompt sets",
+                    f"stage {self._stage}: the request contains {count} of kind {kind}; the model accepts at most "
+                    f"{limits[kind]}, or the number that the stage's option limit_mm_per_prompt sets",
                     reason="TOO_MANY_MEDIA",
                 )
-        assert processor is not None, "without a processor no kind is accepted"
+        assert processor is not None, "a model without a processor accepts no media"
         return processor.info
 
     def _decode(self, media: Sequence[Medium], info: "BaseProcessingInfo") -> dict[str, list[object]]:
@@ -150,7 +150,7 @@ class Media(RequestFeature):
 
 
 def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
-    """Returns audio at the model's sample rate. vLLM itself would resample with torchaudio only."""
+    """Returns audio at the model's sample rate. vLLM itself would resample only with torchaudio."""
     wanted = info.data_parser.audio_resampler
     if wanted.target_sr is None:
         return audio.samples
@@ -165,27 +165,27 @@ def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
     except ImportError as exc:
         raise UnsupportedError(
             f"this stage cannot resample audio from {audio.sample_rate_hz} Hz to the model's {wanted.target_sr:g} Hz; "
-            "install PyAV or SciPy, or send it at that rate",
+            "install PyAV or SciPy, or send the audio at that rate",
             reason="MISSING_MODULE",
         ) from exc
     return samples, wanted.target_sr
 
 
 def video_data(video: DecodedVideo) -> tuple[npt.NDArray[np.uint8], dict[str, object]]:
-    """Returns a video in vLLM's terms: its frames and their metadata."""
+    """Returns a video in the form that vLLM accepts: its frames and their metadata."""
     return video.frames, {
         "total_num_frames": video.total_frames,
         "fps": video.frame_rate_hz,
         "duration": video.duration_s,
         "video_backend": "pyav",
         "frames_indices": list(video.indices),
-        # vLLM samples the frames unless they are a sample already.
+        # vLLM must select frames itself only if the video contains all of its frames.
         "do_sample_frames": len(video.indices) == video.total_frames,
     }
 
 
 def _without_placeholders(features: "MultiModalInput") -> list[int]:
-    """Returns the prompt's tokens with 0 instead of placeholders, which are not in the vocabulary."""
+    """Returns the prompt's tokens with 0 in place of placeholders, which are not in the vocabulary."""
     ids = list(features["prompt_token_ids"])
     for ranges in features["mm_placeholders"].values():
         for placeholder in ranges:
@@ -194,7 +194,7 @@ def _without_placeholders(features: "MultiModalInput") -> list[int]:
 
 
 def _digest(media: Sequence[Medium]) -> bytes:
-    """Returns a digest of the media, because prompts with different media can have the same tokens."""
+    """Returns a digest of the media. Prompts with different media can have the same tokens."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for medium in media:
         if isinstance(medium, MediaFile):

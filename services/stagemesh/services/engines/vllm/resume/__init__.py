@@ -1,1 +1,1 @@
-"""Requests that resume from a checkpoint."""
+"""Resumes requests from a checkpoint."""

@@ -1,7 +1,7 @@
-"""Requests that resume from a checkpoint: vLLM gets its tokens as the prompt's end and counts them as output.
+"""Resumes requests from a checkpoint. vLLM receives its tokens at the end of the prompt but counts them as output.
 
-The request's limits shrink by the number of these tokens. Its text resumes within a character or a stop text, because
-the detokenizer processes the tokens first. `resume.runner` tells the sampler about them.
+The request's limits are reduced by the number of these tokens. Its text can resume within a character or a stop text,
+because the detokenizer processes the tokens first. `resume.runner` passes them to the sampler.
 """
 
 import copy
@@ -34,12 +34,12 @@ Params = TypeVar("Params", bound=SamplingParams)
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """Describes a request that resumes from a checkpoint."""
+    """A request's argument for vLLM's processes: describes how the request resumes from a checkpoint."""
 
     tokens: int
-    """The number of tokens at the end of the prompt that are output."""
+    """The number of tokens at the end of the prompt that count as output."""
     min_tokens: int
-    """The minimum length of the whole output."""
+    """The minimum length of the whole output, in tokens."""
 
 
 class Resume(RequestFeature):
@@ -76,10 +76,10 @@ class _Checkpoints(RequestHook):
 
 
 def remaining_params(params: Params, *, resumed: int) -> Params:
-    """Returns the sampling parameters for the rest of an output of which `resumed` tokens exist."""
+    """Returns the sampling parameters for the rest of an output. `resumed` tokens of the output already exist."""
     if not resumed:
         return params
-    assert params.max_tokens is not None, "a stage's requests are limited"
+    assert params.max_tokens is not None, "`sampling_params` always sets max_tokens"
     rest = copy.copy(params)
     rest.max_tokens = params.max_tokens - resumed
     rest.min_tokens = max(0, params.min_tokens - resumed)
@@ -88,9 +88,9 @@ def remaining_params(params: Params, *, resumed: int) -> Params:
 
 
 class ResumingOutputProcessor(OutputProcessor):
-    """vLLM's output processor, in which the text of a resumed request continues at the checkpoint.
+    """vLLM's output processor, extended so that the text of a resumed request continues at the checkpoint.
 
-    The engine changes the class of vLLM's own object, so this class has no `__init__`.
+    The engine changes the class of vLLM's own object. Therefore this class has no `__init__`.
     """
 
     def add_request(
@@ -110,7 +110,7 @@ class ResumingOutputProcessor(OutputProcessor):
             state.detokenizer, state.sent_tokens_offset = detokenizer, resumed.tokens
 
     def _resumed_detokenizer(self, request: EngineCoreRequest, resumed: Resumed) -> IncrementalDetokenizer:
-        """Returns a detokenizer in its state at the checkpoint."""
+        """Returns a detokenizer in the state that it had at the checkpoint."""
         params = request.sampling_params
         assert params is not None
         assert request.prompt_token_ids is not None, "a resumed prompt consists of tokens"
@@ -131,9 +131,9 @@ class ResumingOutputProcessor(OutputProcessor):
 
 
 def _checked_tokens(request: EngineRequest, *, vocabulary: int) -> Sequence[int]:
-    """Returns the tokens of the checkpoint from which a request resumes; none without a checkpoint.
+    """Returns the tokens of the checkpoint from which a request resumes. Empty without a checkpoint.
 
-    A checkpoint without a digest, which a caller has written by hand, is accepted for every prompt. Raises
+    A checkpoint that a caller has written by hand may lack a digest. It is accepted for every prompt. Raises
     InvalidRequestError if the request cannot have produced the checkpoint.
     """
     checkpoint, max_tokens = request.task.resume_from, request.params.max_tokens or 0
@@ -144,12 +144,12 @@ def _checked_tokens(request: EngineRequest, *, vocabulary: int) -> Sequence[int]
         raise _invalid(f"counts {checkpoint.steps} steps and has {len(tokens)} tokens; send it back unchanged")
     digest = checkpoint.tensors.get(_PROMPT)
     if digest is not None and not np.array_equal(digest, _digest(request.prompt)):
-        raise _invalid("belongs to another prompt; send the prompt that it was made with")
+        raise _invalid("belongs to another prompt; send the prompt of the checkpoint")
     outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
     if outside is not None:
         raise _invalid(f"has token id {outside}, which is outside the model's vocabulary of {vocabulary}")
     if len(tokens) >= max_tokens:
-        raise _invalid(f"has {len(tokens)} tokens already and max_tokens is {max_tokens}; nothing is left to do")
+        raise _invalid(f"already has {len(tokens)} tokens and max_tokens is {max_tokens}; raise max_tokens")
     return tokens
 
 

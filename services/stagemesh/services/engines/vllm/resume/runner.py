@@ -1,4 +1,4 @@
-"""vLLM's model runners count the checkpoint's tokens of a resumed request as sampled tokens."""
+"""Mixins of vLLM's model runners that count the checkpoint's tokens of a resumed request as sampled tokens."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 Draw = Callable[[torch.Tensor, Mapping[int, torch.Generator], None, None], object]
-"""The last stage of vLLM's sampler. Its arguments are logits, generators by row, no top-k and no top-p."""
+"""The last step of vLLM's sampler. The arguments are logits, generators by row, no top-k and no top-p."""
 
 
 class RunnerV1:
-    """For `vllm.v1.worker.gpu_model_runner` and its subclasses, including the CPU's."""
+    """A mixin for `vllm.v1.worker.gpu_model_runner` and its subclasses, including the CPU runner."""
 
     @property
     def _resumed(self) -> dict[str, list[int]]:
@@ -39,9 +39,12 @@ class RunnerV1:
         return result
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        """Shows the checkpoint tokens to penalties and bad words. The runner itself would count them twice."""
+        """Samples tokens with penalties and bad words that consider the checkpoint tokens.
+
+        The tokens are added only while sampling, because the runner itself would count them twice.
+        """
         batch = cast("Any", self).input_batch
-        # The lists are empty if no request needs them.
+        # vLLM leaves the lists empty if no request needs them.
         lists = batch.sampling_metadata.output_token_ids
         resumed_tokens = self._resumed if lists else {}
         pairs = [(lists[i], resumed_tokens[name]) for i, name in enumerate(batch.req_ids) if name in resumed_tokens]
@@ -55,17 +58,18 @@ class RunnerV1:
 
 
 class RunnerV2:
-    """For `vllm.v1.worker.gpu.model_runner`, which accepts sampled tokens with a new request, as after a preemption.
+    """A mixin for `vllm.v1.worker.gpu.model_runner`.
 
-    Its randomness is a function of seed and position.
+    This runner accepts sampled tokens with a new request, as after a preemption. Its random numbers depend only on the
+    seed and the position.
     """
 
     def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
-        """Restores the original prompt and limits of new requests."""
+        """Restores the original prompt and limits of new requests that resume."""
         for new in scheduler_output.scheduled_new_reqs:
             resumed = get_argument(new.sampling_params, Resumed)
             if resumed is not None and new.prompt_token_ids is not None and new.sampling_params is not None:
-                # A copy, because the scheduler may hold the same object and must keep the limits of the rest.
+                # A copy, because the scheduler may use the same object and must retain the remaining limits.
                 params = new.sampling_params = new.sampling_params.clone()
                 assert params.max_tokens is not None
                 params.max_tokens, params.min_tokens = params.max_tokens + resumed.tokens, resumed.min_tokens
@@ -74,11 +78,11 @@ class RunnerV2:
 
 
 def _advance(generator: torch.Generator, draw: Draw, *, draws: int, width: int) -> None:
-    """Advances `generator` to its state after `draws` tokens were sampled from `width` logits each."""
+    """Advances `generator` to the state that it has after `draws` tokens, each sampled from `width` logits."""
     narrow, wide = generator.clone_state(), generator.clone_state()
     for probe, probe_width in ((narrow, 1), (wide, width)):
         draw(torch.zeros(1, probe_width, device=generator.device), {0: probe}, None, None)
-    # On a CPU a token consumes one random number whatever the width; elsewhere it consumes one for each logit.
+    # On a CPU a token consumes one random number for any width. On other devices it consumes one for each logit.
     if torch.equal(narrow.get_state(), wide.get_state()):
         width = 1
     logits = torch.zeros(1, width, device=generator.device)

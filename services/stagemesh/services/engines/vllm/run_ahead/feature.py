@@ -1,4 +1,4 @@
-"""Limits how far vLLM computes requests ahead of their inputs and of their consumers."""
+"""Limits the distance by which vLLM computes requests ahead of their inputs and their consumers."""
 
 import asyncio
 import logging
@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 class RunAhead(RequestFeature):
     """Sends the limits of all requests to vLLM's scheduler.
 
-    It comes last in the engine's list: the other features have set a request's limit before `open`. Changes within one
-    iteration of the event loop are sent together.
+    It is the last feature in the engine's list, because the other features set a request's limit in `open`. Changes
+    within one iteration of the event loop are sent together.
     """
 
     _llm: "AsyncLLM"
@@ -69,12 +69,12 @@ class RunAhead(RequestFeature):
             while self._changed:
                 changed, self._changed = self._changed, set()
                 unknown = await self._call_core([(name, self._limits[name].position) for name in changed])
-                # The scheduler does not know a request that has not arrived or has ended. This side knows which.
+                # The scheduler does not know requests that have not arrived or have ended. This process knows which.
                 if early := {name for name in unknown if name in self._limits}:
                     self._changed |= early
                     await asyncio.sleep(_RETRY_S)
         except StagemeshError:
-            # `VllmEngine.wait_failed` ends the requests of an engine core that died.
+            # `VllmEngine.wait_failed` ends the requests if the engine core has terminated.
             _log.exception("cannot send limits to vLLM's engine core")
         finally:
             self._sending = None

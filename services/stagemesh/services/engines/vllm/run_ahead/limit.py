@@ -1,4 +1,4 @@
-"""The run-ahead limit of one request, in token positions. Importing this module imports nothing of vLLM."""
+"""The run-ahead limit of one request, in token positions. This module does not import vLLM."""
 
 from collections.abc import Callable
 
@@ -6,19 +6,19 @@ import msgspec
 
 UNLIMITED = 1 << 40
 MAX_TOKENS_AHEAD = 256
-"""vLLM computes at most this number of tokens ahead of a consumer that is slow to take a request's rows."""
+"""The maximum number of tokens that vLLM computes ahead of a consumer that has not received a request's rows."""
 
 
 class StartLimit(msgspec.Struct, frozen=True):
-    """The limit with which a request enters vLLM."""
+    """A request's argument for vLLM's processes: the limit with which the request starts."""
 
     name: str
     position: int
-    """vLLM may compute the positions before this one."""
+    """The limit. vLLM may compute only the positions before it."""
 
 
 class RequestLimit:
-    """One request's limit. It only grows."""
+    """One request's limit. It never decreases."""
 
     def __init__(self) -> None:
         self._arrived = self._ahead = UNLIMITED
@@ -26,7 +26,7 @@ class RequestLimit:
 
     @property
     def position(self) -> int:
-        """VLLM may compute the positions before this one: their inputs arrived, and the consumer keeps up."""
+        """The limit. vLLM may compute only earlier positions. Their inputs have arrived and the consumer keeps up."""
         return min(self._arrived, self._ahead)
 
     def set_arrived(self, position: int) -> None:
@@ -34,9 +34,9 @@ class RequestLimit:
         self._move(position, self._ahead)
 
     def set_taken(self, position: int) -> None:
-        """Records that the consumer has taken the outputs of all positions before `position`."""
+        """Records that the consumer has received the outputs of all positions before `position`."""
         ahead = position + MAX_TOKENS_AHEAD
-        # Not for every token: each change is a message to the engine core.
+        # Not updated for every token, because each change is a message to the engine core.
         if self._ahead == UNLIMITED or ahead - self._ahead >= MAX_TOKENS_AHEAD // 2:
             self._move(self._arrived, ahead)
 

@@ -1,7 +1,7 @@
-"""vLLM's schedulers, extended to compute each request no further than its limit while the rest of the batch continues.
+"""vLLM's schedulers, extended to stop each request at its limit while the rest of the batch continues.
 
-A request at its limit stays in the running queue and keeps its blocks, like a request whose next token is still being
-sampled. vLLM's scheduler asks each request for its number of tokens, and the request reports at most its limit.
+A request at its limit remains in the running queue and retains its blocks, like a request whose next token is still
+being sampled. vLLM's scheduler reads the number of tokens from each request. The request reports at most its limit.
 """
 
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ from stagemesh.services.engines.vllm.extra_arguments import get_argument
 from stagemesh.services.engines.vllm.run_ahead.limit import StartLimit
 
 CORE_METHOD = "stagemesh_set_limits"
-"""The method that the schedulers add to vLLM's engine core."""
+"""The name of the method that the schedulers add to vLLM's engine core."""
 _NOT_YET_RUNNING = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED})
 
 
 class LimitedRequest(Request):
-    """A request with a limit. vLLM makes the object as a plain Request, so this class has no `__init__`."""
+    """A request with a limit. vLLM creates the object as a plain Request, so this class has no `__init__`."""
 
     limit: int
 
     @property
     def num_tokens(self) -> int:
-        """The number of known tokens, capped by the limit while the scheduler decides about admission."""
+        """The number of known tokens. Capped at the limit until the request is admitted."""
         known = len(self._all_token_ids)
         return min(known, self.limit) if self.status in _NOT_YET_RUNNING else known
 
@@ -39,21 +39,21 @@ class LimitedRequest(Request):
 
     @property
     def parked(self) -> bool:
-        """Whether the request waits only for its limit."""
+        """Whether the request waits only for a higher limit."""
         return self.status == RequestStatus.RUNNING and self.num_computed_tokens >= self.limit
 
 
 class LimitsRequests:
-    """Mixed into vLLM's schedulers."""
+    """A mixin of vLLM's schedulers that enforces the limits of requests."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limited: WeakValueDictionary[str, LimitedRequest] = WeakValueDictionary()
-        # The engine core has no other seam through which the replica could reach its scheduler.
+        # The engine core has no other interface through which the replica could reach its scheduler.
         setattr(EngineCore, CORE_METHOD, _set_limits)
 
     def add_request(self, request: Request) -> None:
-        """Adds a request, with a limit if the request arrives with one."""
+        """Adds a request, and applies the limit that the request specifies."""
         start = get_argument(request.sampling_params, StartLimit)
         if start is not None:
             limited = cast("LimitedRequest", request)
@@ -65,13 +65,13 @@ class LimitsRequests:
     def get_num_unfinished_requests(self) -> int:
         """Returns the number of unfinished requests that are not parked.
 
-        The engine core sleeps while the number is 0, and a new limit wakes it.
+        The engine core sleeps while the number is 0. A new limit wakes it.
         """
         unfinished: int = cast("Any", super()).get_num_unfinished_requests()
         return max(0, unfinished - sum(request.parked for request in self._limited.values()))
 
     def set_limits(self, limits: Sequence[Sequence[Any]]) -> list[str]:
-        """Raises the limits of requests, given as (name, position) pairs. Returns the unknown names."""
+        """Raises the limits of requests, given as (name, position) pairs. Returns the names of unknown requests."""
         unknown: list[str] = []
         for name, position in limits:
             request = self._limited.get(name)
@@ -83,11 +83,11 @@ class LimitsRequests:
 
 
 class LimitingScheduler(LimitsRequests, Scheduler):
-    """For an engine that schedules a step after the previous step has ended."""
+    """A scheduler for an engine that schedules a step after the previous step has ended."""
 
 
 class LimitingAsyncScheduler(LimitsRequests, AsyncScheduler):
-    """For an engine that schedules a step while the previous step runs."""
+    """A scheduler for an engine that schedules a step while the previous step runs."""
 
 
 def _set_limits(core: EngineCore, limits: list[Any]) -> list[str]:
