@@ -26,11 +26,11 @@ class LocalSocket:
         raw, _ = await asyncio.get_running_loop().sock_accept(self.raw)
         return LocalSocket(raw)
 
-    def greet(self, descriptor: int) -> None:
-        """Sends the first byte, and a descriptor with it."""
+    def send_descriptor(self, descriptor: int) -> None:
+        """Sends the first byte together with a descriptor."""
         socket.send_fds(self.raw, [b"\0"], [descriptor])
 
-    async def greeting(self) -> int:
+    async def receive_descriptor(self) -> int:
         """Receives the descriptor that is sent with the first byte. The caller closes it."""
         await _readable(self.raw)
         _, descriptors, _, _ = socket.recv_fds(self.raw, 1, 1)

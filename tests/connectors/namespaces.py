@@ -41,7 +41,7 @@ class Namespaces:
         self._run(self._switch, f"ip link set port{number} down")
 
     def heal(self, number: int) -> None:
-        """Plugs it in again."""
+        """Plugs a host in again."""
         self._run(self._switch, f"ip link set port{number} up")
 
     def _plug_in(self, number: int, pid: int) -> None:

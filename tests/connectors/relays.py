@@ -72,15 +72,17 @@ class Relay(grpc.GenericRpcHandler):
         async def write(message: bytes) -> None:
             await call.write(message)
 
-        async def there() -> None:
+        async def send_requests() -> None:
             await pump(_chain(first, requests), write, faults=faults, direction=Direction.REQUESTS)
             await call.done_writing()
             await asyncio.Event().wait()
 
-        async def back() -> None:
+        async def send_replies() -> None:
             await pump(self._rewritten(aiter(call), faults), replies.put, faults=faults, direction=Direction.REPLIES)
 
-        async for reply in _until_first(replies, asyncio.create_task(there()), asyncio.create_task(back())):
+        async for reply in _until_first(
+            replies, asyncio.create_task(send_requests()), asyncio.create_task(send_replies())
+        ):
             yield reply
 
     async def _rewritten(self, replies: AsyncIterator[bytes], faults: Faults) -> AsyncIterator[bytes]:
@@ -88,11 +90,11 @@ class Relay(grpc.GenericRpcHandler):
         async for message in replies:
             response = stage_pb2.PutChunkResponse.FromString(message)
             if response.welcome.local_socket:
-                name = self.false_socket or self._stand_before(response.welcome.local_socket, faults)
+                name = self.false_socket or self._listen_for(response.welcome.local_socket, faults)
                 response.welcome.local_socket = name
             yield response.SerializeToString()
 
-    def _stand_before(self, target: str, faults: Faults) -> str:
+    def _listen_for(self, target: str, faults: Faults) -> str:
         name = f"stagemesh-relay-{os.getpid()}-{next(_numbers)}"
         self._run(self._accept(listen(name), target, faults))
         return name
@@ -105,13 +107,13 @@ class Relay(grpc.GenericRpcHandler):
     async def _relay(self, producer: LocalSocket, target: str, faults: Faults) -> None:
         self.local_streams += 1
         with producer, connect(target) as consumer:
-            descriptor = await producer.greeting()
-            consumer.greet(descriptor)
+            descriptor = await producer.receive_descriptor()
+            consumer.send_descriptor(descriptor)
             os.close(descriptor)
-            there = pump(producer.frames(), consumer.write_frame, faults=faults, direction=Direction.REQUESTS)
-            # The Welcome that comes here names a socket too; who has this stream dials no second one.
-            back = pump(consumer.frames(), producer.write_frame, faults=faults, direction=Direction.REPLIES)
-            await _first_of(asyncio.create_task(there), asyncio.create_task(back))
+            requests = pump(producer.frames(), consumer.write_frame, faults=faults, direction=Direction.REQUESTS)
+            # This Welcome also names a local socket. The producer ignores it, because it already has this stream.
+            replies = pump(consumer.frames(), producer.write_frame, faults=faults, direction=Direction.REPLIES)
+            await _first_of(asyncio.create_task(requests), asyncio.create_task(replies))
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

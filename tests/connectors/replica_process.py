@@ -116,7 +116,7 @@ class Program:
         return {"connector": found.connector, "refusals": refusals}
 
     async def break_reads(self, *, after: int) -> None:
-        """Lets nixl fail all reads but the first ones, as if its network broke."""
+        """Makes nixl fail all reads except the first ones, as if its network broke."""
         from stagemesh.connectors.nixl.connector import NixlReader
 
         fetch, reads = NixlReader.fetch, itertools.count()

@@ -189,7 +189,7 @@ TestArenaModel.settings = settings(max_examples=100, stateful_step_count=50, dea
     ],
     ids=["strided", "fortran", "broadcast", "0-d", "no elements", "empty"],
 )
-async def test_every_kind_of_tensor_is_written_once_and_right(arena: Arena, tensor: Array) -> None:
+async def test_every_kind_of_tensor_is_written_once_and_unchanged(arena: Arena, tensor: Array) -> None:
     written = await arena.write({"n": np.ones(3, np.uint8), "x": tensor}, MemoryAccount())
     view = written.tensors["x"]
     np.testing.assert_array_equal(view, tensor)
@@ -197,7 +197,7 @@ async def test_every_kind_of_tensor_is_written_once_and_right(arena: Arena, tens
     assert (arena.copies, arena.copied_bytes) == (2, 3 + tensor.nbytes)
 
 
-async def test_large_tensors_are_written_in_a_thread_and_right() -> None:
+async def test_large_tensors_are_written_unchanged_in_a_thread() -> None:
     arena = Arena(4 * COPY_IN_THREAD_BYTES)
     tensor = np.random.default_rng(0).integers(0, 255, COPY_IN_THREAD_BYTES, np.uint8)
     written = await arena.write({"x": tensor}, MemoryAccount())
@@ -220,7 +220,7 @@ async def test_region_is_freed_by_its_last_holder(arena: Arena) -> None:
     assert (account.held_bytes, arena.used_bytes) == (0, 0)
 
 
-async def test_tensor_that_lies_in_the_arena_is_found(arena: Arena) -> None:
+async def test_tensor_in_the_arena_is_found(arena: Arena) -> None:
     written = await arena.write({"n": np.ones(3, np.uint8), "x": np.arange(9000.0)}, MemoryAccount())
     tensor = written.tensors["x"]
     frozen = tensor[512:600]
@@ -230,7 +230,7 @@ async def test_tensor_that_lies_in_the_arena_is_found(arena: Arena) -> None:
     assert arena.find(frozen) == (written.region, written.region.offset + 64 + 4096)
 
 
-async def test_tensor_that_does_not_lie_in_one_region_is_not_found(arena: Arena) -> None:
+async def test_tensor_outside_a_single_region_is_not_found(arena: Arena) -> None:
     tensor = (await arena.write({"x": np.arange(9000.0)}, MemoryAccount())).tensors["x"]
     over_the_end: Array = np.ndarray(100_000, np.uint8, arena.memory, arena.data_offset)
     table: Array = np.ndarray(8, np.uint8, arena.memory, PAGE_BYTES)
@@ -252,7 +252,7 @@ async def test_chunk_beyond_half_of_the_arena_names_the_remedy(arena: Arena) -> 
     _region(arena, arena.max_region_bytes)
 
 
-async def test_flow_that_holds_much_leaves_room_for_others(arena: Arena) -> None:
+async def test_flow_with_much_memory_leaves_space_for_others(arena: Arena) -> None:
     greedy, modest = MemoryAccount(), MemoryAccount()
     first = _region(arena, MIB // 2, greedy)
     _region(arena, PAGE_BYTES)
@@ -266,7 +266,7 @@ async def test_flow_that_holds_much_leaves_room_for_others(arena: Arena) -> None
     taken.release()
 
 
-async def test_large_wish_is_not_overtaken_for_ever(arena: Arena) -> None:
+async def test_large_allocation_is_not_overtaken_forever(arena: Arena) -> None:
     held = [_region(arena, MIB // 4) for _ in range(4)]
     large = asyncio.create_task(arena.allocate(MIB // 2, MemoryAccount()))
     await asyncio.sleep(0)
@@ -280,17 +280,17 @@ async def test_large_wish_is_not_overtaken_for_ever(arena: Arena) -> None:
     assert {(await large).size_bytes, (await small).size_bytes} == {MIB // 2, PAGE_BYTES}
 
 
-async def test_wishes_of_one_flow_are_served_in_order(arena: Arena) -> None:
+async def test_allocations_of_one_flow_are_served_in_order(arena: Arena) -> None:
     account = MemoryAccount()
     held = _region(arena, MIB // 2, account)
     _region(arena, PAGE_BYTES)
     order: list[int] = []
 
-    async def wish(number: int, size_bytes: int) -> None:
+    async def allocate_next(number: int, size_bytes: int) -> None:
         await arena.allocate(size_bytes, account)
         order.append(number)
 
-    tasks = [asyncio.create_task(wish(n, size)) for n, size in enumerate((MIB // 4, PAGE_BYTES, PAGE_BYTES))]
+    tasks = [asyncio.create_task(allocate_next(n, size)) for n, size in enumerate((MIB // 4, PAGE_BYTES, PAGE_BYTES))]
     await asyncio.sleep(0)
     assert arena.try_allocate(PAGE_BYTES, account) is None
     held.release()
@@ -298,7 +298,7 @@ async def test_wishes_of_one_flow_are_served_in_order(arena: Arena) -> None:
     assert order == [0, 1, 2]
 
 
-async def test_what_is_kept_in_case_goes_before_anyone_waits(arena: Arena) -> None:
+async def test_retained_regions_are_freed_before_an_allocation_waits(arena: Arena) -> None:
     account = MemoryAccount()
     _region(arena, PAGE_BYTES)
     kept = [_region(arena, MIB // 4, account) for _ in range(2)]
@@ -312,7 +312,7 @@ async def test_what_is_kept_in_case_goes_before_anyone_waits(arena: Arena) -> No
     assert not kept
 
 
-async def test_cancelled_wish_passes_its_turn_on(arena: Arena) -> None:
+async def test_cancelled_allocation_passes_its_turn_on(arena: Arena) -> None:
     held = [_region(arena, MIB // 2) for _ in range(2)]
     waiting = [asyncio.create_task(arena.allocate(MIB // 2, MemoryAccount())) for _ in range(3)]
     await asyncio.sleep(0)
@@ -371,7 +371,7 @@ async def test_array_may_be_dropped_in_any_thread(arena: Arena) -> None:
     assert arena.used_bytes == 0
 
 
-async def test_array_dropped_just_now_makes_room_at_once(arena: Arena) -> None:
+async def test_dropped_array_frees_its_space_at_once(arena: Arena) -> None:
     arrays = [_region(arena, MIB // 2).as_array() for _ in range(2)]
     arrays.clear()
     assert arena.try_allocate(MIB // 2, MemoryAccount()) is not None
@@ -387,7 +387,7 @@ def test_array_may_outlive_loop_and_arena() -> None:
     del array
 
 
-async def test_stats_tell_how_scattered_the_free_memory_is(arena: Arena) -> None:
+async def test_stats_report_the_fragmentation_of_free_memory(arena: Arena) -> None:
     regions = [_region(arena, MIB // 4) for _ in range(4)]
     regions[0].release()
     regions[2].release()
@@ -405,7 +405,7 @@ async def test_generations_neither_wrap_nor_collide(arena: Arena, count: int) ->
         assert arena.find(region.bytes(0, 8)) == (region, region.offset)
 
 
-async def test_closing_ends_those_who_wait_and_leaves_views_alone() -> None:
+async def test_closing_fails_waiting_allocations_and_leaves_views_valid() -> None:
     arena = Arena(MIB)
     written = await arena.write({"x": np.arange(100)}, MemoryAccount())
     _region(arena, MIB // 2)
@@ -438,7 +438,7 @@ def test_reader_finds_the_data_of_a_file_of_any_size(pages: int) -> None:
     assert file_bytes // PAGE_BYTES * 8 <= offset - PAGE_BYTES
 
 
-async def test_no_memory_is_a_clear_error_at_start() -> None:
+async def test_missing_memory_is_a_clear_error_at_the_start() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
@@ -449,12 +449,12 @@ async def test_no_memory_is_a_clear_error_at_start() -> None:
     assert caught.value.reason == "NO_MEMORY"
 
 
-def test_more_than_the_host_has_is_refused_before_it_is_taken() -> None:
+def test_arena_larger_than_the_hosts_memory_is_rejected_before_allocation() -> None:
     with pytest.raises(NotReadyError, match="MiB are free"):
         Arena(1 << 46)
 
 
-def test_layout_is_aligned_and_gives_each_tensor_a_place() -> None:
+def test_layout_is_aligned_and_separates_the_tensors() -> None:
     layout = layout_of({"a": np.zeros(0), "b": np.zeros(65, np.uint8), "c": np.array(1.0)})
     assert layout.offsets == (0, 64, 192)
     assert layout.size_bytes == 256

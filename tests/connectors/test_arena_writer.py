@@ -67,7 +67,7 @@ def _write_packets(ticket: PartitionTicket, connection: Connection) -> None:
         connection.send(writer.write(_content(number), 30))
 
 
-def test_thousand_packets_of_a_worker_arrive_whole_and_in_order(arena: Arena) -> None:
+def test_a_thousand_packets_of_a_worker_arrive_complete_and_in_order(arena: Arena) -> None:
     ticket = arena.open_partition(MIB)
     held: deque[Callable[[], None]] = deque()
     with _worker(_write_packets, ticket) as (connection, _):
@@ -97,7 +97,7 @@ def _fill(ticket: PartitionTicket, connection: Connection) -> None:
     connection.send(writer.write({"x": np.ones(100_000, np.uint8)}, 30))
 
 
-def test_worker_waits_while_its_slab_is_full(arena: Arena) -> None:
+def test_worker_waits_while_its_partition_is_full(arena: Arena) -> None:
     ticket = arena.open_partition(MIB)
     with _worker(_fill, ticket) as (connection, _):
         handles: list[Handle] = []
@@ -117,7 +117,7 @@ def _write_until_killed(ticket: PartitionTicket, connection: Connection) -> None
         connection.send(writer.write({"x": np.full(50_000, 7, np.uint8)}, 30))
 
 
-def test_slab_of_a_killed_worker_comes_back_when_its_views_are_gone(arena: Arena) -> None:
+def test_partition_of_a_killed_worker_is_freed_with_its_last_view(arena: Arena) -> None:
     ticket = arena.open_partition(MIB)
     with _worker(_write_until_killed, ticket) as (connection, process_id):
         held = arena.adopt(connection.recv())
@@ -154,7 +154,7 @@ def _be_replica(_: PartitionTicket, connection: Connection) -> None:
     connection.recv()
 
 
-def test_worker_is_told_when_its_replica_dies(arena: Arena) -> None:
+def test_worker_is_notified_when_its_replica_dies(arena: Arena) -> None:
     with _worker(_be_replica, arena.open_partition(PAGE_BYTES)) as (to_replica, replica_id):
         ticket: PartitionTicket = to_replica.recv()
         with _worker(_outlive_replica, ticket) as (to_worker, _):
@@ -177,7 +177,7 @@ def test_adopted_region_is_shared_and_found_like_any_other(arena: Arena) -> None
         writer.write({"x": np.zeros(MIB, np.uint8)}, 0)
 
 
-def test_room_between_what_is_held_is_used(arena: Arena) -> None:
+def test_space_between_held_regions_is_used(arena: Arena) -> None:
     with _writer(arena.open_partition(8 * PAGE_BYTES)) as writer:
         page: dict[str, Array] = {"x": np.zeros(PAGE_BYTES, np.uint8)}
         held = [arena.adopt(writer.write(page, 0)) for _ in range(8)]
@@ -208,7 +208,7 @@ def test_room_between_what_is_held_is_used(arena: Arena) -> None:
         lambda handle: replace(handle, tensors=(PlacedTensor("x", "object", (1,), 0),)),
     ],
 )
-def test_forged_handle_is_refused(arena: Arena, forge: Callable[[Handle], Handle]) -> None:
+def test_forged_handle_is_rejected(arena: Arena, forge: Callable[[Handle], Handle]) -> None:
     arena.open_partition(MIB)
     with _writer(arena.open_partition(MIB)) as writer:
         handle = writer.write({"x": np.arange(1000.0)}, 1)
@@ -222,13 +222,13 @@ def test_forged_handle_is_refused(arena: Arena, forge: Callable[[Handle], Handle
             arena.adopt(handle)
 
 
-def test_what_never_fits_a_slab_is_refused(arena: Arena) -> None:
+def test_packet_larger_than_the_partition_is_rejected(arena: Arena) -> None:
     with _writer(arena.open_partition(MIB)) as writer, pytest.raises(InvalidChunkError, match="slab") as caught:
         writer.write({"x": np.zeros(MIB + 1, np.uint8)}, 1)
     assert caught.value.reason == "CHUNK_TOO_LARGE"
 
 
-def test_slabs_leave_room_for_the_replica_itself(arena: Arena) -> None:
+def test_partitions_leave_space_for_the_replica_itself(arena: Arena) -> None:
     with pytest.raises(NotReadyError, match="raise data_plane"):
         arena.open_partition(2 * MIB + 1)
     arena.open_partition(2 * MIB)
@@ -239,7 +239,7 @@ def test_slabs_leave_room_for_the_replica_itself(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("count", [10**8 - 1, 2**32 - 1, 2**47])
-def test_generations_of_all_writers_are_apart(arena: Arena, count: int) -> None:
+def test_generations_of_different_writers_never_coincide(arena: Arena, count: int) -> None:
     arena._generation = count
     regions = [arena.try_allocate(PAGE_BYTES, MemoryAccount()) for _ in range(3)]
     generations = {region.generation for region in regions if region}
@@ -250,7 +250,7 @@ def test_generations_of_all_writers_are_apart(arena: Arena, count: int) -> None:
     assert len(generations) == 9
 
 
-def test_ticket_of_a_closed_or_other_arena_is_refused(arena: Arena) -> None:
+def test_ticket_of_a_closed_or_other_arena_is_rejected(arena: Arena) -> None:
     ticket = arena.open_partition(MIB)
     other = Arena(MIB)
     with pytest.raises(NotReadyError, match="another replica"):
@@ -260,7 +260,7 @@ def test_ticket_of_a_closed_or_other_arena_is_refused(arena: Arena) -> None:
         ArenaWriter(replace(ticket, file_descriptor=10_000))
 
 
-def test_release_in_the_midst_of_writing_is_safe(arena: Arena) -> None:
+def test_release_during_a_write_is_safe(arena: Arena) -> None:
     """The replica clears pages while the worker searches for free ones: neither sees a partial change."""
     with _writer(arena.open_partition(64 * PAGE_BYTES)) as writer:
         written: deque[Handle] = deque()

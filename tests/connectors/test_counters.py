@@ -41,7 +41,7 @@ async def _carry(a: Host, outlet: Any, inlet: Any) -> None:
 
 @ALL
 @LONG_AGO
-async def test_ids_stay_unique_after_very_many_leases_and_transfers(
+async def test_ids_stay_unique_after_many_leases_and_transfers(
     connector: str, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with two_hosts() as (a, b):
@@ -57,7 +57,7 @@ async def test_ids_stay_unique_after_very_many_leases_and_transfers(
 
 @ALL
 @LONG_AGO
-async def test_flow_continues_after_very_many_chunks_and_bytes(connector: str, start: int) -> None:
+async def test_flow_continues_after_many_chunks_and_bytes(connector: str, start: int) -> None:
     async with two_hosts(window_bytes=WINDOW_BYTES) as (a, b):
         outlet, inlet = open_flow(a, b, connector=named(connector))
         _advance_outlet(outlet, start)

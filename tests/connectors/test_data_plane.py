@@ -1,4 +1,4 @@
-"""One edge between two data planes: what is the same for all connectors. The conformance kit tests the rest."""
+"""One edge between two data planes: behavior that all connectors share. The conformance kit tests the rest."""
 
 import asyncio
 

@@ -65,16 +65,16 @@ async def _carry(outlet: Outlet, inlet: Inlet) -> list[MetadataValue]:
 
 
 @pytest.mark.parametrize("somebodys", [True, False])
-async def test_auto_goes_over_the_network_to_who_claims_this_host(somebodys: bool) -> None:
+async def test_auto_serves_a_false_claimant_over_the_network(somebodys: bool) -> None:
     async with _claimed("auto", somebodys=somebodys) as (a, other, outlet, inlet):
         assert await _carry(outlet, inlet) == list(range(5))
         assert outlet.usage.connector != "shm"
-        # The replica of the socket works as before.
+        # The replica that owns the socket still works.
         assert await _carry(*open_flow(a, other, request="r2", connector=named("shm"))) == list(range(5))
 
 
 @pytest.mark.parametrize("somebodys", [True, False])
-async def test_shm_is_refused_to_who_claims_this_host(somebodys: bool) -> None:
+async def test_shm_is_rejected_for_a_false_claimant(somebodys: bool) -> None:
     async with _claimed("shm", somebodys=somebodys) as (_, _, outlet, _):
         with pytest.raises(NotReadyError, match="not on one host"):
             await outlet.send(packet(0, 100_000))

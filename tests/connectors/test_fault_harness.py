@@ -43,11 +43,11 @@ async def _pumped(faults: Faults, count: int = 4) -> list[int]:
         (Fault.CUT, 2, [0, 1, -1]),
     ],
 )
-async def test_fault_befalls_the_message_it_names(fault: Fault | None, index: int, passed: list[int]) -> None:
+async def test_fault_affects_the_named_message(fault: Fault | None, index: int, passed: list[int]) -> None:
     assert await _pumped(Faults(fault, Direction.REQUESTS, index)) == passed
 
 
-def test_batched_items_are_hit_one_by_one() -> None:
+def test_batched_items_are_affected_one_by_one() -> None:
     items = [stage_pb2.PutItem(demand=stage_pb2.CreditDemand(size_bytes=n)) for n in range(3)]
     batch = stage_pb2.PutChunkRequest(hello=stage_pb2.Hello(replica="a"), items=items)
     parts = [
@@ -57,11 +57,11 @@ def test_batched_items_are_hit_one_by_one() -> None:
     assert parts[0].hello.replica == "a"
 
 
-async def test_descriptor_comes_before_the_messages() -> None:
+async def test_descriptor_arrives_before_the_messages() -> None:
     name = f"stagemesh-test-{os.getpid()}"
     with listen(name) as listener, connect(name) as one, await listener.accept() as other:
-        one.greet(one.raw.fileno())
-        received = await other.greeting()
+        one.send_descriptor(one.raw.fileno())
+        received = await other.receive_descriptor()
         assert os.fstat(received).st_ino == os.fstat(one.raw.fileno()).st_ino
         os.close(received)
         writing = asyncio.create_task(one.write_frame(b"x" * 200_000))

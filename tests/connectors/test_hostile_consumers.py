@@ -98,13 +98,13 @@ class Consumer:
         kind = item.WhichOneof("item") or ""
         content = getattr(item, kind)
         if kind == "offer":
-            return [self._met(content)]
+            return [self._meeting_reply(content)]
         if content.key.request_id == KEY.request_id and kind in self.answers:
             return self.answers[kind](content)
         usual: dict[str, Answer] = {"open": _opened, "chunk": _acked}
         return usual[kind](content) if kind in usual else []
 
-    def _met(self, offer: stage_pb2.Offer) -> Reply:
+    def _meeting_reply(self, offer: stage_pb2.Offer) -> Reply:
         meeting = stage_pb2.Meeting(connector=offer.connector)
         if not (self.meetings.pop(0) if self.meetings else True):
             meeting.error.CopyFrom(chunk_pb2.Error(code=9, message="not now"))
@@ -129,8 +129,8 @@ class Scene:
             await outlet.finish()
         return outlet
 
-    async def let_go(self) -> None:
-        """Returns when the producer's arena is empty."""
+    async def until_released(self) -> None:
+        """Waits until the producer's arena is empty."""
         async with asyncio.timeout(5):
             while self.plane.arena_used_bytes:
                 await asyncio.sleep(0)
@@ -175,7 +175,7 @@ async def test_false_answer_fails_its_flow_and_no_other(kind: str, answer: Answe
             await it.send()
         assert (await other).usage.chunks == 200
         assert it.consumer.connections == 1
-        await it.let_go()
+        await it.until_released()
 
 
 NOBODYS = key_to_wire(EdgeKey("?", "a->b", 1))
@@ -202,7 +202,7 @@ async def test_meaningless_replies_are_ignored(talk: list[Reply]) -> None:
         it.consumer.answers["chunk"] = lambda item: talk + _acked(item) + talk
         assert (await it.send()).usage.chunks == 3
         assert it.consumer.connections == 1
-        await it.let_go()
+        await it.until_released()
 
 
 @pytest.mark.parametrize("limit_bytes", [HUGE, 1 << 40])
@@ -225,10 +225,10 @@ async def test_leases_returned_twice_or_too_early_free_nothing_else() -> None:
         it.consumer.answers["chunk"] = lambda item: [_released(*range(item.data.lease_id + 9))] * 2 + _acked(item)
         outlet = await it.send(connector=SHM, count=50)
         assert outlet.usage.connector == SHM
-        await it.let_go()
+        await it.until_released()
 
 
-async def test_connector_that_worked_is_offered_again_after_a_refusal() -> None:
+async def test_connector_that_worked_is_offered_again_after_a_rejection() -> None:
     async with scene() as it:
         it.consumer.meetings = [True, False]
         failures = iter([True])

@@ -194,7 +194,7 @@ async def test_false_claim_of_the_same_host_is_rejected() -> None:
     [OPEN, stage_pb2.PutItem(chunk=chunk_pb2.Chunk(key=WIRE_KEY, data=_tensor(inline=b"old!")))],
     ids=["an OpenEdge", "a chunk"],
 )
-async def test_former_incarnation_cannot_write_into_its_successors_flow(item: stage_pb2.PutItem) -> None:
+async def test_earlier_incarnation_cannot_write_into_its_successors_flow(item: stage_pb2.PutItem) -> None:
     async with peer() as former:
         await former.welcomed()
         async with dialled(former.host, incarnation="j") as successor:

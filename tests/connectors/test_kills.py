@@ -39,7 +39,7 @@ async def _victim(survivor: Replica, *, request: str, connector: str, draw: rand
             producer, consumer, request=request, connector=connector, count=ENDLESS, size_bytes=size_bytes
         )
         await survivor.wait("progress", lambda count: count >= least, request=request)
-        # Not a wait for something: the moment is to be any.
+        # Kills at a random moment.
         await asyncio.sleep(pause_s)
         killed_at = time.monotonic()
         yield victim
@@ -56,14 +56,14 @@ async def _victim(survivor: Replica, *, request: str, connector: str, draw: rand
 async def _round(survivor: Replica, other: Replica, *, number: int, connector: str, draw: random.Random) -> None:
     """Kills a replica while the survivor has a flow with another replica, which must continue undisturbed."""
     async with _victim(survivor, request=f"killed-{number}", connector=connector, draw=draw) as victim:
-        beside = await flow(
-            survivor, other, request=f"beside-{number}", connector=connector, count=20, size_bytes=100_000
+        other_flow = await flow(
+            survivor, other, request=f"other_flow-{number}", connector=connector, count=20, size_bytes=100_000
         )
         victim.kill()
-    sent, received = await asyncio.gather(*beside)
+    sent, received = await asyncio.gather(*other_flow)
     assert (sent["chunks"], received["count"]) == (20, 20)
-    await survivor.call("forget", request=f"beside-{number}")
-    await other.call("forget", request=f"beside-{number}")
+    await survivor.call("forget", request=f"other_flow-{number}")
+    await other.call("forget", request=f"other_flow-{number}")
     await survivor.wait("stats", lambda stats: stats["arena_used_bytes"] == 0)
 
 
@@ -81,7 +81,7 @@ async def _kill_rounds(connector: str, rounds: int) -> None:
     async with replica("s-0", limits=LIMITS) as survivor, replica("t-0", limits=LIMITS) as other:
         for number in range(WARM_UP_ROUNDS):
             await _round(survivor, other, number=number, connector=connector, draw=draw)
-        # What the survivor makes once and keeps: a victim that sends in pieces may come late.
+        # Creates what the survivor creates once and retains. A victim may die before the survivor has created it.
         warm = await flow(other, survivor, request="warm", connector=connector, count=5, size_bytes=1 << 20)
         await asyncio.gather(*warm)
         for each in (survivor, other):
@@ -94,7 +94,7 @@ async def _kill_rounds(connector: str, rounds: int) -> None:
 
 
 @ALL
-async def test_survivor_of_a_kill_notices_at_once(connector: str) -> None:
+async def test_the_survivor_notices_a_kill_at_once(connector: str) -> None:
     await _kill_rounds(connector, 7)
 
 

@@ -1,7 +1,6 @@
 """Two data planes on a wire that loses, repeats and swaps messages and breaks, against a list of the sent packets.
 
-All of it is the real thing but the wire and the clock: messages move when the machine says so, and time passes when it
-says so.
+Everything except the wire and the clock is real. The state machine decides when messages move and when time passes.
 """
 
 import asyncio
@@ -159,7 +158,7 @@ class DataPlaneModel(RuleBasedStateMachine):
     def begin(self) -> None:
         self.patches.setattr(connection, "ClientStream", self._stream)
         self.patches.setattr(connection, "open_channel", _no_channel)
-        self.patches.setattr(consumer_link.ConsumerLink, "_is_gone", _never_gone)
+        self.patches.setattr(consumer_link.ConsumerLink, "_is_gone", _never_terminated)
         self.patches.setattr(consumer_link, "GIVE_UP_S", NEVER_S)
         self.patches.setattr(inlet, "LOST_PRODUCER_S", NEVER_S)
         self.patches.setattr(inlet, "MAX_RESYNCS", sys.maxsize)
@@ -173,7 +172,7 @@ class DataPlaneModel(RuleBasedStateMachine):
         self.consumer = DataPlane(replica="b", pipeline="p", generation="g", **LIMITS)
         self.flows = {request: Flow(self, request) for request in FLOWS}
 
-    # -- the users
+    # -- producers and readers
 
     @rule(request=REQUESTS, size=st.sampled_from(SIZES))
     def send(self, request: str, size: int) -> None:
@@ -232,7 +231,7 @@ class DataPlaneModel(RuleBasedStateMachine):
         self.loop.now_s += time_s
         self._settle()
 
-    # -- what holds
+    # -- invariants
 
     @invariant()
     def credit_is_kept(self) -> None:
@@ -263,21 +262,21 @@ class DataPlaneModel(RuleBasedStateMachine):
         for flow in self.flows.values():
             flow.to_send.put_nowait(None)
         for _ in range(400):
-            self._everything_goes_on()
+            self._deliver_everything()
             if all(task.done() for flow in self.flows.values() for task in flow.tasks):
                 break
             self.wait(1.0)
         for flow in self.flows.values():
-            assert [task.done() for task in flow.tasks] == [True, True], f"{flow.request} stands still"
+            assert [task.done() for task in flow.tasks] == [True, True], f"{flow.request} makes no progress"
             assert flow.read_count == len(flow.sizes)
             assert flow.inlet.attempt.is_read
         self.no_flow_failed()
-        # What was lent in messages that were lost comes back with a connection.
+        # Leases that lost messages granted are returned with the next connection.
         self.cut()
         self.wait(1.0)
-        self._everything_goes_on()
+        self._deliver_everything()
 
-    def _everything_goes_on(self) -> None:
+    def _deliver_everything(self) -> None:
         for _ in range(3):
             for direction in Direction:
                 self.deliver(direction, len(self._queue(direction)))
@@ -315,7 +314,7 @@ async def _turns() -> None:
         await asyncio.sleep(0)
 
 
-async def _never_gone(self: object) -> bool:
+async def _never_terminated(self: object) -> bool:
     return False
 
 
@@ -329,7 +328,7 @@ TestDataPlane.settings = settings(
     max_examples=100,
     stateful_step_count=100,
     deadline=None,
-    # To shrink what it finds takes longer than a test may.
+    # Shrinking a failing example takes longer than the timeout of a test.
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

@@ -53,7 +53,7 @@ async def hosts() -> AsyncIterator[list[Driven]]:
 # -- data
 
 
-async def test_bytes_arrive_as_they_were_written() -> None:
+async def test_bytes_arrive_unchanged() -> None:
     async with processes("a-0", "b-0") as (producer, consumer):
         assert "error" not in await consumer.connect(producer)
         for seed, size in enumerate(SIZES):
@@ -82,7 +82,7 @@ async def test_fetches_overlap() -> None:
         assert all(answer["intact"] for answer in await asyncio.gather(*reads))
 
 
-async def test_fetches_wait_for_room_to_land() -> None:
+async def test_fetches_wait_for_landing_memory() -> None:
     async with processes("a-0", "b-0", landing_bytes=4 * MIB) as (producer, consumer):
         await consumer.connect(producer)
         places = (await producer.do("write", sizes=[2 * MIB - 64 * KIB], seed=1))["places"]
@@ -115,7 +115,7 @@ async def connector(name: str) -> AsyncIterator[tuple[NixlConnector, Arena]]:
 
 
 @asynccontextmanager
-async def met() -> AsyncIterator[tuple[NixlReader, Arena, Written]]:
+async def connected_reader() -> AsyncIterator[tuple[NixlReader, Arena, Written]]:
     """Yields a reader of an arena, the arena, and the tensors that were written there."""
     async with connector("a-0") as (producer, arena), connector("b-0") as (consumer, _):
         written = await arena.write({"x": content(20_000, 1)}, MemoryAccount())
@@ -126,8 +126,8 @@ def place_of(written: Written) -> ArenaRange:
     return ArenaRange(written.region.offset, 20_000, written.region.generation)
 
 
-async def test_region_that_was_given_away_is_not_delivered() -> None:
-    async with met() as (reader, arena, written):
+async def test_reassigned_region_is_not_delivered() -> None:
+    async with connected_reader() as (reader, arena, written):
         place = place_of(written)
         written.region.release()
         with pytest.raises(InvalidChunkError) as refused:
@@ -157,8 +157,8 @@ HUGE = (1 << 64) - 1
         {"generation": 1 << 64},
     ],
 )
-async def test_range_that_is_not_the_regions_is_refused(change: dict[str, int]) -> None:
-    async with met() as (reader, _, written):
+async def test_range_outside_the_region_is_rejected(change: dict[str, int]) -> None:
+    async with connected_reader() as (reader, _, written):
         with pytest.raises(InvalidChunkError):
             await reader.fetch([place_of(written)._replace(**change)], MemoryAccount())
         assert (await reader.fetch([place_of(written)], MemoryAccount()))[0].nbytes == 20_000
@@ -176,7 +176,7 @@ async def test_range_that_is_not_the_regions_is_refused(change: dict[str, int]) 
         {"agent": "a-0/1/ffff"},
     ],
 )
-async def test_offer_that_is_not_the_producers_arena_is_refused(change: dict[str, object]) -> None:
+async def test_offer_of_another_arena_is_rejected(change: dict[str, object]) -> None:
     async with connector("a-0") as (producer, _), connector("b-0") as (consumer, _):
         offer = await producer.offer()
         forged = replace(NixlOffer.parse(offer), **change).pack()  # type: ignore[arg-type]
@@ -187,7 +187,7 @@ async def test_offer_that_is_not_the_producers_arena_is_refused(change: dict[str
 
 
 @pytest.mark.parametrize("cut", [0, 10, 60, -1])
-async def test_garbled_offer_is_refused(cut: int) -> None:
+async def test_garbled_offer_is_rejected(cut: int) -> None:
     async with connector("a-0") as (producer, _), connector("b-0") as (consumer, _):
         offer = await producer.offer()
         for garbled in (offer[:cut], b"\0" + offer[1:]):
@@ -219,7 +219,7 @@ async def test_readers_of_one_arena_share_a_connection() -> None:
         assert (await third.fetch([place_of(written)], MemoryAccount()))[0].nbytes == 20_000
 
 
-def test_user_is_told_what_will_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_description_names_the_transport_and_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     assert describe() == "tcp (UCX_TLS)"
 
@@ -258,7 +258,7 @@ async def test_killed_consumer_does_not_harm_the_producer(*, tcp: bool) -> None:
         assert (await other.read(producer, [MIB]))["intact"]
 
 
-async def test_silent_producer_is_given_up_and_its_landing_kept() -> None:
+async def test_silent_producer_is_abandoned_and_its_landing_memory_retained() -> None:
     async with processes("a-0", "b-0", tcp=True) as (producer, consumer):
         await consumer.connect(producer)
         places = (await producer.do("write", sizes=[8 * MIB], seed=1))["places"]
@@ -297,7 +297,7 @@ async def test_connector_closes_while_a_producer_is_silent() -> None:
         assert (await consumer.do("usage"))["landing_bytes"] == 0
 
 
-async def test_producer_that_closes_fails_reads_and_lives() -> None:
+async def test_producer_that_closes_fails_its_reads_and_keeps_running() -> None:
     async with processes("a-0", "b-0", tcp=True) as (producer, consumer):
         await consumer.connect(producer)
         places = (await producer.do("write", sizes=[16 * MIB], seed=1))["places"]
@@ -309,7 +309,7 @@ async def test_producer_that_closes_fails_reads_and_lives() -> None:
         assert (await producer.do("usage"))["cpu_s"] > 0
 
 
-async def test_restarted_producer_is_another_one() -> None:
+async def test_restarted_producer_is_another_producer() -> None:
     async with processes("b-0") as (consumer,):
         for seed in range(3):
             async with processes("a-0") as (producer,):

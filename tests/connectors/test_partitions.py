@@ -45,9 +45,9 @@ async def test_delivery_completes_after_a_partition(connector: str) -> None:
             await b.wait("progress", lambda count: count == 10, request="r")
             hosts.cut(1)
             await b.call("allow", request="r")
-            # The partition's length is what is tested; meanwhile others do not notice.
-            _, beside = await asyncio.gather(asyncio.sleep(PARTITION_S), _untouched(a, c, connector))
-            assert beside == 20
+            # The test needs a partition of this length. A flow between the other hosts continues undisturbed.
+            _, undisturbed = await asyncio.gather(asyncio.sleep(PARTITION_S), _untouched(a, c, connector))
+            assert undisturbed == 20
             hosts.heal(1)
             async with asyncio.timeout(20):
                 sent, received = await asyncio.gather(*tasks)
@@ -62,7 +62,7 @@ async def _untouched(a: Replica, c: Replica, connector: str) -> int:
 
 
 @pytest.mark.skipif("nixl" not in ACROSS, reason="nixl is not installed")
-async def test_nixl_that_fails_on_the_way_is_replaced_by_grpc() -> None:
+async def test_nixl_that_fails_during_a_flow_is_replaced_by_grpc() -> None:
     with namespaces() as hosts:
         async with _on_host(hosts, 0, "a-0") as a, _on_host(hosts, 1, "b-0") as b:
             await b.call("break_reads", after=10)

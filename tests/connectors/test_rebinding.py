@@ -114,7 +114,7 @@ async def test_restarted_producer_continues_the_edge_by_rows(policy: ChunkPolicy
         former.abort(InternalError("it is gone"))
 
 
-async def test_producer_that_resumes_from_a_checkpoint_may_cut_elsewhere() -> None:
+async def test_producer_that_resumes_from_a_checkpoint_may_cut_at_other_rows() -> None:
     async with asyncio.timeout(_BOUND_S), hosts(3) as (a1, a2, b):
         inlet = into(b, a1, attempt=1, rebind_s=REBIND_S)
         former = out(a1, b, attempt=1)
@@ -160,7 +160,7 @@ async def test_consumer_that_stops_reading_ends_the_edge() -> None:
         assert caught.value.reason == "CHUNK_GONE"
 
 
-async def test_lost_edge_that_is_aborted_keeps_nothing() -> None:
+async def test_lost_edge_that_is_aborted_retains_nothing() -> None:
     async with asyncio.timeout(_BOUND_S), hosts(2) as (a, b):
         inlet = into(b, a, attempt=1)
         outlet = out(a, b, attempt=1)

@@ -36,7 +36,7 @@ async def _carry(outlet: Outlet, inlet: Inlet, count: int) -> None:
     await inlet.aclose()
 
 
-async def test_kept_chunks_are_replayed_to_the_end() -> None:
+async def test_retained_chunks_are_replayed_to_the_end() -> None:
     async with two_hosts() as (a, b):
         outlet, inlet = open_flow(a, b, connector=GRPC)
         for seq in range(3):

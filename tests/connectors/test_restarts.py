@@ -1,4 +1,4 @@
-"""A producer that is killed and restarted at the same address: no data of its former incarnation is accepted (D6)."""
+"""A producer that is killed and restarted at the same address: no data of its earlier incarnation is accepted (D6)."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ READ = 3
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_data_of_a_former_incarnation_is_never_accepted(connector: str) -> None:
+async def test_data_of_an_earlier_incarnation_is_never_accepted(connector: str) -> None:
     async with replica("b-0", limits=LIMITS) as consumer:
         async with replica("a-0", limits=LIMITS) as former:
             address = former.endpoint
@@ -31,11 +31,11 @@ async def test_data_of_a_former_incarnation_is_never_accepted(connector: str) ->
         async with replica("a-0", address=address, limits=LIMITS) as successor:
             assert successor.endpoint == address
             await _new_data_arrives(successor, consumer, connector)
-            await _old_flow_is_refused(successor, consumer, connector)
+            await _old_flow_is_rejected(successor, consumer, connector)
             await consumer.call("allow", request="old")
             with pytest.raises(ReplicaError) as caught:
                 await tasks[1]
-            # The chunks that arrived equal the sent ones byte for byte (`receive` checks it). Then the reader gets the error.
+            # `receive` checks that the chunks which arrived equal the sent ones. Then the reader gets the error.
             assert caught.value.reason == "PRODUCER_LOST"
             assert await consumer.call("progress", request="old") > READ
 
@@ -46,7 +46,7 @@ async def _new_data_arrives(successor: Replica, consumer: Replica, connector: st
     assert (sent["chunks"], sent["connector"], received["count"]) == (200, connector, 200)
 
 
-async def _old_flow_is_refused(successor: Replica, consumer: Replica, connector: str) -> None:
+async def _old_flow_is_rejected(successor: Replica, consumer: Replica, connector: str) -> None:
     """Checks that a producer which sends the same flow again is rejected, with all of its chunks."""
     with pytest.raises(ReplicaError) as caught:
         await successor.call(

@@ -30,7 +30,7 @@ async def arena() -> AsyncIterator[Arena]:
     made.close()
 
 
-async def _meet(arena: Arena, **changes: object) -> ShmReader:
+async def _connect(arena: Arena, **changes: object) -> ShmReader:
     connector = ShmConnector(arena)
     offer = stage_pb2.ArenaAdvertisement.FromString(await connector.offer())
     offer.MergeFrom(stage_pb2.ArenaAdvertisement(**changes))  # type: ignore[arg-type]
@@ -42,9 +42,9 @@ async def _write(arena: Arena, size_bytes: int = 20_000) -> tuple[Written, Arena
     return written, ArenaRange(written.region.offset, size_bytes, written.region.generation)
 
 
-async def test_consumer_reads_what_was_written_where_it_lies(arena: Arena) -> None:
+async def test_consumer_reads_written_data_in_place(arena: Arena) -> None:
     written, place = await _write(arena)
-    reader = await _meet(arena)
+    reader = await _connect(arena)
     view = reader.view(place)
     np.testing.assert_array_equal(view, written.tensors["x"])
     written.tensors["x"][7] = 99
@@ -52,9 +52,9 @@ async def test_consumer_reads_what_was_written_where_it_lies(arena: Arena) -> No
     assert not view.flags.writeable
 
 
-async def test_reading_nothing_is_no_error(arena: Arena) -> None:
+async def test_an_empty_read_is_not_an_error(arena: Arena) -> None:
     _, place = await _write(arena)
-    assert (await _meet(arena)).view(place._replace(size_bytes=0)).nbytes == 0
+    assert (await _connect(arena)).view(place._replace(size_bytes=0)).nbytes == 0
 
 
 HUGE = (1 << 64) - 1
@@ -81,17 +81,17 @@ HUGE = (1 << 64) - 1
     ],
     ids=str,
 )
-async def test_range_that_is_not_the_regions_is_refused(arena: Arena, changes: dict[str, int]) -> None:
+async def test_range_outside_the_region_is_rejected(arena: Arena, changes: dict[str, int]) -> None:
     arena.try_allocate(MIB // 2, MemoryAccount())
     _, place = await _write(arena)
     with pytest.raises(InvalidChunkError):
-        (await _meet(arena)).view(place._replace(**changes))
+        (await _connect(arena)).view(place._replace(**changes))
 
 
 @pytest.mark.parametrize("count", [0, 10**8, 2**32 - 1])
 async def test_freed_region_is_never_read_as_new_data(arena: Arena, count: int) -> None:
     arena._generation = count
-    reader = await _meet(arena)
+    reader = await _connect(arena)
     written, old = await _write(arena)
     written.region.release()
     with pytest.raises(InvalidChunkError, match="was freed"):
@@ -107,7 +107,7 @@ async def test_freed_region_is_never_read_as_new_data(arena: Arena, count: int) 
 async def test_views_outlive_reader_and_arena() -> None:
     arena = Arena(MIB)
     _, place = await _write(arena)
-    reader = await _meet(arena)
+    reader = await _connect(arena)
     view = reader.view(place)
     await reader.close()
     await reader.close()
@@ -118,7 +118,7 @@ async def test_views_outlive_reader_and_arena() -> None:
     assert view[:5].tolist() == [0, 1, 2, 3, 4]
 
 
-async def test_consumer_that_was_handed_nothing_is_told_why(arena: Arena) -> None:
+async def test_consumer_without_a_descriptor_receives_the_reason(arena: Arena) -> None:
     connector = ShmConnector(arena)
     with pytest.raises(NotReadyError, match="not on one host") as caught:
         await connector.connect(await connector.offer(), Producer("a-0", "1", None))
@@ -126,7 +126,7 @@ async def test_consumer_that_was_handed_nothing_is_told_why(arena: Arena) -> Non
 
 
 @pytest.mark.parametrize("changes", [{"token": b"x" * 16}, {"token": b""}, {"size_bytes": MIB}], ids=str)
-async def test_arena_that_the_offer_does_not_speak_of_is_refused(arena: Arena, changes: dict[str, object]) -> None:
+async def test_arena_other_than_the_offered_one_is_rejected(arena: Arena, changes: dict[str, object]) -> None:
     offer = stage_pb2.ArenaAdvertisement.FromString(await ShmConnector(arena).offer())
     for name, value in changes.items():
         setattr(offer, name, value)
@@ -134,7 +134,7 @@ async def test_arena_that_the_offer_does_not_speak_of_is_refused(arena: Arena, c
         await ShmConnector(arena).connect(offer.SerializeToString(), Producer("a-0", "1", arena.fd))
 
 
-async def test_offer_that_cannot_be_read_is_refused(arena: Arena) -> None:
+async def test_unreadable_offer_is_rejected(arena: Arena) -> None:
     with pytest.raises(NotReadyError):
         await ShmConnector(arena).connect(b"\xff\xff\xff", Producer("a-0", "1", arena.fd))
 
@@ -163,19 +163,19 @@ def _handed_over(kind: str, size_bytes: int) -> Iterator[int]:
 
 @pytest.mark.parametrize("kind", ["unsealed", "file", "socket", "closed", "other layout"])
 @pytest.mark.parametrize("size_bytes", [0, 100, 2 * PAGE_BYTES, 64 * PAGE_BYTES])
-async def test_file_that_could_change_under_the_reader_is_refused(arena: Arena, kind: str, size_bytes: int) -> None:
+async def test_descriptor_of_anything_but_a_sealed_arena_is_rejected(arena: Arena, kind: str, size_bytes: int) -> None:
     offer = stage_pb2.ArenaAdvertisement(size_bytes=size_bytes, token=bytes(16)).SerializeToString()
     with _handed_over(kind, size_bytes) as fd, pytest.raises(NotReadyError) as caught:
         await ShmConnector(arena).connect(offer, Producer("a-0", "1", fd))
     assert caught.value.reason == "CONNECTOR_UNAVAILABLE"
 
 
-async def test_descriptor_stays_the_callers(arena: Arena) -> None:
-    await (await _meet(arena)).close()
+async def test_descriptor_remains_the_callers(arena: Arena) -> None:
+    await (await _connect(arena)).close()
     assert os.fstat(arena.fd).st_size == arena.file_bytes
 
 
-def test_lease_goes_back_once_with_the_last_view() -> None:
+def test_lease_is_returned_once_with_the_last_view() -> None:
     memory = mmap.mmap(-1, PAGE_BYTES)
     tensors = [np.frombuffer(memory, np.uint8, 64, n * 64).view(np.int32).reshape(4, 4) for n in range(3)]
     views = [tensor[1:] for tensor in tensors]
@@ -189,7 +189,7 @@ def test_lease_goes_back_once_with_the_last_view() -> None:
     assert released == [True]
 
 
-async def test_lease_goes_back_once_from_many_threads() -> None:
+async def test_lease_is_returned_once_from_many_threads() -> None:
     released: list[bool] = []
     for _ in range(50):
         arrays = [np.zeros(4) for _ in range(8)]

@@ -23,7 +23,7 @@ async def _fast(producer: Replica, consumer: Replica, *, request: str, connector
     return float(FAST / sent["seconds"])
 
 
-async def _slow_beside_fast(connector: str, chunks: int) -> float:
+async def _slow_with_fast(connector: str, chunks: int) -> float:
     """Delivers all chunks of a slow request; returns the rate of a concurrent fast one relative to its rate alone."""
     async with replica("a-0", limits=LIMITS) as producer, replica("b-0", limits=LIMITS) as consumer:
         alone = max([await _fast(producer, consumer, request=f"alone-{n}", connector=connector) for n in range(3)])
@@ -46,11 +46,11 @@ async def _slow_beside_fast(connector: str, chunks: int) -> float:
 
 @ALL
 async def test_slow_consumer_costs_its_producer_no_memory(connector: str) -> None:
-    assert await _slow_beside_fast(connector, 600) > 0
+    assert await _slow_with_fast(connector, 600) > 0
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @ALL
 async def test_slow_request_does_not_slow_a_fast_one(connector: str) -> None:
-    assert await _slow_beside_fast(connector, 10_000) >= 0.8
+    assert await _slow_with_fast(connector, 10_000) >= 0.8

@@ -1,5 +1,5 @@
-"""Simulated replicas that pass rows on, follow the rules of recovery exactly, and die on request. All run in one
-process and by the event loop's clock, so that hours take a moment.
+"""Simulated replicas that forward rows, follow the rules of recovery exactly, and die on request. All run in one
+process by the event loop's clock, so that hours of virtual time take a moment.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ class SimulatedReplica:
         self.deaths += 1
         self._drop()
         self.world.changed.fire()
-        asyncio.get_running_loop().call_later(START_S, self._rise)
+        asyncio.get_running_loop().call_later(START_S, self._restart)
 
     def fail(self) -> None:
         """Kills the engine. Its steps fail at once, and the process dies after FAILED_S."""
@@ -108,7 +108,7 @@ class SimulatedReplica:
         self.world.changed.fire()
         asyncio.get_running_loop().call_later(FAILED_S, self.die)
 
-    def hand_on(self) -> None:
+    def pause_steps(self) -> None:
         """Pauses all steps, as a drain does."""
         for step_id, step in self.steps.items():
             self.tasks[step_id].cancel()
@@ -131,7 +131,7 @@ class SimulatedReplica:
             task.cancel()
         self.tasks.clear()
 
-    def _rise(self) -> None:
+    def _restart(self) -> None:
         self.dead = self.fails = False
 
     def _check(self) -> None:

@@ -1,4 +1,4 @@
-"""Injects faults: kind, victim and time follow from a seed. Measures how long the requests that they hit paused."""
+"""Injects faults whose kind, victim and time follow from a seed. Measures the pauses of the requests that they hit."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ from tests.soak.report import UNTOUCHED
 PAUSE_S = (0.5, 3.5)
 """Seconds between two faults."""
 MAX_DEATHS = 2
-"""The number of deaths that a request may suffer. After two it runs alone, and a third one would rightly fail it."""
+"""The number of deaths that a request may suffer. After two it runs alone, and a third death would rightly fail it."""
 _AT_WORK_S = 0.3
 
 
@@ -50,21 +50,19 @@ class Injector:
         output_of: Mapping[str, str],
         load_s: float,
     ) -> None:
-        """`output_of` names, by stage, the output in which a client sees that the stage continues. `load_s` is the
+        """`output_of` maps each stage to the output in which a client sees that the stage continues. `load_s` is the
         maximum time for a process to become ready.
         """
         self.counts = Counter[FaultKind]()
         self.missed = list[str]()
         self.struck = dict[str, list[HitRequest]]()
-        """The pauses in seconds by kind of fault. UNTOUCHED has those of requests that ran elsewhere at the time of a
-        fault.
-        """
+        """The requests that were hit, by kind of fault. UNTOUCHED has requests that ran elsewhere during a fault."""
         self._deployment, self._operator, self._load = deployment, operator, load
         self._kinds, self._random = kinds, Random(seed)
         self._faults = Faults(deployment, operator, Random(seed + 1), load_s=load_s)
         self._output_of, self._load_s = output_of, load_s
         self._ill = set[str]()
-        """The replicas that have a fault now."""
+        """The replicas on which a fault is in progress."""
         self._deaths = Counter[str]()
 
     async def run(self, *, count: int, stop_s: float) -> None:

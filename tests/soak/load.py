@@ -28,7 +28,7 @@ class Load:
         self._numbers = itertools.count()
 
     async def each_once(self, count: int, *, clients: int) -> None:
-        """Runs the next `count` requests, some at a time."""
+        """Runs the next `count` requests, at most `clients` at a time."""
         left = iter(range(count))
         await self._all(clients, lambda: next(left, None) is not None)
 

@@ -15,7 +15,7 @@ UNTOUCHED = "nothing"
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of a soak, and its problems."""
+    """The figures and the problems of a soak."""
 
     requests: int
     failed: Mapping[str, str]
@@ -30,15 +30,16 @@ class Report:
     pause_s: Mapping[str, Sequence[float]]
     """The seconds until the client of each hit request received more, by kind of fault."""
     growth: Sequence[str]
+    """A text for each process whose memory or number of open files grew."""
     orchestrator_mb: Sequence[int]
-    """The measured resources of each process over time."""
+    """The measured memory of the orchestrator in MB, over time."""
     left: Sequence[str]
     """Resources that were not released: steps, arenas, requests, shared memory."""
     slowest_s: float
 
     @property
     def flaws(self) -> Flaws:
-        """The number of bytes that all clients received."""
+        """The flaws of all deliveries, added up."""
         return sum(self.flawed.values(), Flaws())
 
     def problems(self) -> list[str]:

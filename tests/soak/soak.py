@@ -34,7 +34,7 @@ class Plan:
     faults: int = 1_000_000
     """The maximum number of faults."""
     faults_s: float = 0.0
-    """The seconds for which faults are injected. With 0 the load runs each request once more."""
+    """The number of seconds for which faults are injected. If it is 0, each request runs once more instead."""
     clients: int = 6
     replicas: int = 3
     step_s: float = 0.08
@@ -42,7 +42,7 @@ class Plan:
     different: int = 12
     """The number of different requests, which are repeated."""
     load_s: float = 30.0
-    """The maximum seconds for a process to become ready."""
+    """The maximum time in seconds for a process to become ready."""
 
 
 @dataclass

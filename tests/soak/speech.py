@@ -15,7 +15,7 @@ from tests.soak.workload import Request
 from tests.speech.whisper import transcribe, word_error_rate
 
 Recognizer: TypeAlias = Callable[[npt.NDArray[np.float32], int], str]
-"""Returns the words in audio samples of a sample rate."""
+"""Returns the words that are spoken in audio samples, given the samples and their rate in Hz."""
 
 TOPICS = ("river", "castle", "garden", "mountain", "kitchen", "library")
 _SEED, _MAX_TOKENS = 7, 40

@@ -19,4 +19,4 @@ class Work:
     judge: Callable[[Delivery], Flaws] = Delivery.flaws
     """Judges all deliveries, in the order in which they ended. Those without a fault come first."""
     timeout_s: float = 45.0
-    """The number of steps of a request, which takes two seconds without a fault."""
+    """The time limit of a request in seconds. A request takes two seconds without a fault."""

@@ -16,7 +16,7 @@ from stagemesh.services.engines.fake.options import fake_options
 from stagemesh.services.engines.fake.outputs import compute_output, resize_text, source_text
 
 OUTPUT_OF = {"source": "text", "frames": "frames", "sound": "audio"}
-"""The function of each stage."""
+"""The output of each stage, by stage."""
 
 CHECKPOINT_STEPS = 8
 _SIZES: JsonValue = {"one_of": [24, 100, 1000]}
@@ -38,7 +38,7 @@ outputs: {{text: source, frames: frames, audio: sound}}
 
 
 def write_pipeline(folder: Path, *, replicas: int, step_s: float) -> Path:
-    """Returns the pipeline file: three stages with fake engines."""
+    """Writes a pipeline file with three stages, which have fake engines. Returns its path."""
     path = folder / "soaked.yaml"
     path.write_text(_PIPELINE.format(replicas=replicas, step_s=step_s, checkpoint_steps=CHECKPOINT_STEPS))
     return path

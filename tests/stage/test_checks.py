@@ -96,7 +96,7 @@ def _part(**content: object) -> Change:
     return change
 
 
-def _sound(
+def _audio(
     rate_hz: int, *, dtype: tensor_pb2.DataType.ValueType = tensor_pb2.DATA_TYPE_FLOAT32, samples: int = 2
 ) -> Change:
     tensor = tensor_pb2.Tensor(dtype=dtype, shape=[samples], inline=bytes(4 * samples))
@@ -118,9 +118,9 @@ SEEING = Signature(media=True)
             "INVALID_MEDIA",
             "use one of video",
         ),
-        (_sound(999), "INVALID_MEDIA", "audio is at 999 Hz; it must be at 1000 to 384000 Hz"),
-        (_sound(8_000, samples=0), "INVALID_MEDIA", "not empty"),
-        (_sound(8_000, dtype=tensor_pb2.DATA_TYPE_INT32), "INVALID_MEDIA", "audio is int32"),
+        (_audio(999), "INVALID_MEDIA", "audio is at 999 Hz; it must be at 1000 to 384000 Hz"),
+        (_audio(8_000, samples=0), "INVALID_MEDIA", "not empty"),
+        (_audio(8_000, dtype=tensor_pb2.DATA_TYPE_INT32), "INVALID_MEDIA", "audio is int32"),
     ],
 )
 def test_an_invalid_medium_is_rejected(change: Change, reason: str, message: str) -> None:
@@ -142,7 +142,7 @@ def test_content_and_parts_exclude_each_other() -> None:
 def test_media_are_rejected_by_a_text_engine() -> None:
     request = step_request()
     request.ClearField("streamed")
-    _sound(8_000)(request)
+    _audio(8_000)(request)
     check_spec(spec_from_wire(request), SEEING, engine="fake")
     with pytest.raises(UnsupportedError, match="engine fake takes text alone on this stage; leave the audio out"):
         check_spec(spec_from_wire(request), SOURCE, engine="fake")

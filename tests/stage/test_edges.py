@@ -65,7 +65,7 @@ async def test_a_packet_for_two_stages_is_stored_once() -> None:
         framing = stage_pb2.ExecuteStepRequest(request_id="r", step_id="r/framer/1", attempt=1)
         framing.inputs.add(edge=other, producer="thinker-0")
         sent, received, framed = await asyncio.gather(
-            _hear(thinker, thinking), _hear(talker, talking), _hear(framer, framing)
+            _receive(thinker, thinking), _receive(talker, talking), _receive(framer, framing)
         )
         assert sent[0] == received[0]
         assert framed[1].usage.steps == 5
@@ -95,7 +95,7 @@ async def _mixed(request: str, thinker: Replica, framer: Replica, mixer: Replica
     framing.inputs.add(edge="raw", producer="thinker-0")
     mixing.inputs.add(edge="text", producer="thinker-0", apart=apart)
     mixing.inputs.add(edge="frames", producer="framer-0", apart=apart)
-    events = await asyncio.gather(_hear(mixer, mixing), _hear(framer, framing), _hear(thinker, thinking))
+    events = await asyncio.gather(_receive(mixer, mixing), _receive(framer, framing), _receive(thinker, thinking))
     return int(events[0][1].usage.steps)
 
 
@@ -172,12 +172,12 @@ async def _run(
 ) -> tuple[tuple[str, stage_pb2.StepFinished], tuple[str, stage_pb2.StepFinished]]:
     thinking, talking = _requests(talker, **how)  # type: ignore[arg-type]
     async with asyncio.TaskGroup() as group:
-        hearing = group.create_task(_hear(talker, talking))
-        sent = await _hear(thinker, thinking)
+        hearing = group.create_task(_receive(talker, talking))
+        sent = await _receive(thinker, thinking)
     return sent, hearing.result()
 
 
-async def _hear(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> tuple[str, stage_pb2.StepFinished]:
+async def _receive(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> tuple[str, stage_pb2.StepFinished]:
     text, finished = "", stage_pb2.StepFinished()
     async for event in replica.stub.ExecuteStep(request, timeout=20):
         text += event.output.text
@@ -188,7 +188,7 @@ async def _hear(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> tupl
 async def _failures(thinker: Replica, talker: Replica, **how: object) -> dict[str, StagemeshError]:
     """Returns the errors of the stages; the consumer opens first."""
     thinking, talking = _requests(talker, **how)  # type: ignore[arg-type]
-    results = await asyncio.gather(_hear(talker, talking), _hear(thinker, thinking), return_exceptions=True)
+    results = await asyncio.gather(_receive(talker, talking), _receive(thinker, thinking), return_exceptions=True)
     return {
         name: from_rpc_error(result, peer=name)
         for name, result in zip(("talker", "thinker"), results, strict=True)

@@ -76,7 +76,7 @@ async def until(holds: object) -> None:
             await asyncio.sleep(0.002)
 
 
-def hear(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> Received:
+def receive(replica: Replica, request: stage_pb2.ExecuteStepRequest) -> Received:
     events: list[stage_pb2.ExecuteStepResponse] = []
 
     async def follow() -> None:
@@ -151,13 +151,13 @@ async def accepted(received: Received) -> None:
 async def test_a_new_consumer_receives_all_chunks_from_the_first(connector: str, *, kills: bool) -> None:
     async with stages() as (thinkers, talkers):
         thinker, first, second = await thinkers.replica(), await talkers.replica(), await talkers.replica()
-        lost = hear(first, talking(thinker))
+        lost = receive(first, talking(thinker))
         await accepted(lost)
-        thought = hear(thinker, thinking(first, connector=connector))
+        thought = receive(thinker, thinking(first, connector=connector))
         await lost.outputs(5)
         if kills:
             await kill(first)
-        talked = hear(second, talking(thinker, attempt=2, edge=2))
+        talked = receive(second, talking(thinker, attempt=2, edge=2))
         await accepted(talked)
         await thinker.stub.RebindStep(rebind_output(second, connector=connector))
         await asyncio.gather(thought.task, talked.task)
@@ -171,13 +171,13 @@ async def test_a_consumer_can_be_replaced_during_a_replay() -> None:
     async with stages() as (thinkers, talkers):
         thinker = await thinkers.replica()
         replicas = [await talkers.replica(step_s=0.02) for _ in range(3)] + [await talkers.replica()]
-        received = [hear(replicas[0], talking(thinker))]
+        received = [receive(replicas[0], talking(thinker))]
         await accepted(received[0])
-        thought = hear(thinker, thinking(replicas[0]))
+        thought = receive(thinker, thinking(replicas[0]))
         for number, replica in enumerate(replicas[1:], start=2):
             await received[-1].outputs(3)
             await kill(replicas[number - 2])
-            received.append(hear(replica, talking(thinker, attempt=number, edge=number)))
+            received.append(receive(replica, talking(thinker, attempt=number, edge=number)))
             await accepted(received[-1])
             await thinker.stub.RebindStep(rebind_output(replica, edge=number))
         await asyncio.gather(thought.task, received[-1].task)
@@ -190,12 +190,12 @@ async def test_a_finished_step_still_feeds_a_new_consumer() -> None:
     async with stages() as (thinkers, talkers):
         thinker, first = await thinkers.replica(step_s=0.0), await talkers.replica(step_s=0.05)
         second = await talkers.replica()
-        lost = hear(first, talking(thinker))
+        lost = receive(first, talking(thinker))
         await accepted(lost)
-        thought = hear(thinker, thinking(first))
+        thought = receive(thinker, thinking(first))
         await thought.task
         await kill(first)
-        talked = hear(second, talking(thinker, attempt=2, edge=2))
+        talked = receive(second, talking(thinker, attempt=2, edge=2))
         await accepted(talked)
         await thinker.stub.RebindStep(rebind_output(second))
         await talked.task
@@ -213,9 +213,9 @@ async def test_a_finished_step_still_feeds_a_new_consumer() -> None:
 async def test_a_consumer_drops_rows_that_a_new_producer_repeats(*, kills: bool, resumes: bool) -> None:
     async with stages(checkpoint_steps=4) as (thinkers, talkers):
         first, second, talker = await thinkers.replica(), await thinkers.replica(), await talkers.replica()
-        talked = hear(talker, talking(first))
+        talked = receive(talker, talking(first))
         await accepted(talked)
-        lost = hear(first, thinking(talker))
+        lost = receive(first, thinking(talker))
         await talked.outputs(11)
         if kills:
             await kill(first)
@@ -226,7 +226,7 @@ async def test_a_consumer_drops_rows_that_a_new_producer_repeats(*, kills: bool,
             rows = dict(lost.checkpoints[1].rows)
             assert rows == {"text": 8 * 200}
         await talker.stub.RebindStep(rebind_input(second, **rows))
-        again = hear(second, request)
+        again = receive(second, request)
         await asyncio.gather(again.task, talked.task)
         whole = await _whole(thinkers)
         assert talked.text == whole
@@ -237,13 +237,13 @@ async def test_a_consumer_drops_rows_that_a_new_producer_repeats(*, kills: bool,
 async def test_the_transform_keeps_its_state_over_a_rebinding() -> None:
     async with stages() as (thinkers, talkers):
         first, second, talker = await thinkers.replica(), await thinkers.replica(), await talkers.replica()
-        talked = hear(talker, talking(first, transform="text.sentences"))
+        talked = receive(talker, talking(first, transform="text.sentences"))
         await accepted(talked)
-        lost = hear(first, thinking(talker))
+        lost = receive(first, thinking(talker))
         await talked.outputs(3)
         await kill(first)
         await talker.stub.RebindStep(rebind_input(second))
-        again = hear(second, thinking(talker, attempt=2, edge=2))
+        again = receive(second, thinking(talker, attempt=2, edge=2))
         await asyncio.gather(again.task, talked.task)
         assert "".join(talked.text.split()) == "".join(again.text.split())
         lost.task.cancel()
@@ -253,11 +253,11 @@ async def test_a_producer_that_repeats_received_rows_only_finishes() -> None:
     async with stages() as (thinkers, talkers):
         first, second = await thinkers.replica(step_s=0.0), await thinkers.replica(step_s=0.001)
         talker = await talkers.replica(step_s=0.01)
-        talked = hear(talker, talking(first))
+        talked = receive(talker, talking(first))
         await accepted(talked)
-        await hear(first, thinking(talker)).task
+        await receive(first, thinking(talker)).task
         await talker.stub.RebindStep(rebind_input(second))
-        again = hear(second, thinking(talker, attempt=2, edge=2))
+        again = receive(second, thinking(talker, attempt=2, edge=2))
         await asyncio.gather(again.task, talked.task)
         assert talked.text == again.text
         await until(lambda: not talker.runtime.data_plane.consumer._flows)
@@ -267,9 +267,9 @@ async def test_a_producer_that_repeats_received_rows_only_finishes() -> None:
 async def test_a_checkpoint_beyond_the_received_rows_is_rejected() -> None:
     async with stages() as (thinkers, talkers):
         first, second, talker = await thinkers.replica(), await thinkers.replica(), await talkers.replica()
-        talked = hear(talker, talking(first))
+        talked = receive(talker, talking(first))
         await accepted(talked)
-        thought = hear(first, thinking(talker))
+        thought = receive(first, thinking(talker))
         await talked.outputs(2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await talker.stub.RebindStep(rebind_input(second, text=1_000_000))
@@ -283,9 +283,9 @@ async def test_a_checkpoint_beyond_the_received_rows_is_rejected() -> None:
 async def test_a_rebinding_without_the_first_chunk_is_rejected() -> None:
     async with stages() as (thinkers, talkers):
         thinker, first, second = await thinkers.replica(), await talkers.replica(), await talkers.replica()
-        talked = hear(first, talking(thinker))
+        talked = receive(first, talking(thinker))
         await accepted(talked)
-        thought = hear(thinker, thinking(first))
+        thought = receive(thinker, thinking(first))
         await talked.outputs(3)
         retention = thinker.runtime.data_plane._retention
         retention.evict_oldest()
@@ -300,11 +300,11 @@ async def test_a_rebinding_without_the_first_chunk_is_rejected() -> None:
 async def test_a_repeated_rebinding_does_nothing_and_an_older_one_is_rejected() -> None:
     async with stages() as (thinkers, talkers):
         thinker, first, second = await thinkers.replica(), await talkers.replica(), await talkers.replica()
-        lost = hear(first, talking(thinker))
+        lost = receive(first, talking(thinker))
         await accepted(lost)
-        thought = hear(thinker, thinking(first))
+        thought = receive(thinker, thinking(first))
         await lost.outputs(3)
-        talked = hear(second, talking(thinker, attempt=3, edge=3))
+        talked = receive(second, talking(thinker, attempt=3, edge=3))
         await accepted(talked)
         for _ in range(2):
             await thinker.stub.RebindStep(rebind_output(second, edge=3))
@@ -321,14 +321,14 @@ async def test_edges_without_a_new_peer_fail_after_a_while(monkeypatch: pytest.M
     monkeypatch.setattr(inlet, "LOST_PRODUCER_S", 0.1)
     async with stages() as (thinkers, talkers):
         thinker, middle, last = await thinkers.replica(), await talkers.replica(), await talkers.replica()
-        final = hear(last, _relayed(middle))
+        final = receive(last, _relayed(middle))
         await accepted(final)
         request = talking(thinker)
         request.outputs.append(output(last, edge=1))
         request.outputs[0].edge = "talker->last"
-        received = hear(middle, request)
+        received = receive(middle, request)
         await accepted(received)
-        thought = hear(thinker, thinking(middle))
+        thought = receive(thinker, thinking(middle))
         await final.outputs(3)
         await kill(middle)
         for one, reason in ((thought, "UNAVAILABLE"), (final, "PRODUCER_LOST")):
@@ -356,7 +356,7 @@ def _relayed(middle: Replica) -> stage_pb2.ExecuteStepRequest:
 
 async def _whole(thinkers: Stage) -> str:
     """Returns the output of a thinker without any failure."""
-    alone = hear(await thinkers.replica(step_s=0.0), step_request())
+    alone = receive(await thinkers.replica(step_s=0.0), step_request())
     await alone.task
     return alone.text
 

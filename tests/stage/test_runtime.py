@@ -108,7 +108,7 @@ async def test_the_engine_releases_a_step_without_callers(monkeypatch: pytest.Mo
             async with aclosing(runtime.execute(step_spec(), time_left_s=None)) as others:
                 await anext(others)
             assert engine.running == ["r"]
-        await _let_go(engine)
+        await _until_released(engine)
         with pytest.raises(CancelledRequestError, match="every caller of the step has left"):
             await events_of(runtime, step_spec())
         assert engine.released == ["r"]
@@ -123,7 +123,7 @@ async def test_a_caller_that_leaves_at_once_stops_the_step(monkeypatch: pytest.M
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait([waiting])
-        await _let_go(engine)
+        await _until_released(engine)
         with pytest.raises(CancelledRequestError):
             await events_of(runtime, step_spec())
         assert engine.running == []
@@ -138,7 +138,7 @@ async def test_a_caller_that_returns_keeps_the_step_running() -> None:
         assert isinstance((await events_of(runtime, step_spec()))[-1], Finished)
 
 
-async def _let_go(engine: GatedEngine) -> None:
+async def _until_released(engine: GatedEngine) -> None:
     async with asyncio.timeout(10):
         while not engine.released:
             await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Simulated clients that arrive at random times and retry as admission tells them, in virtual time."""
+"""Simulated clients that arrive at random times and retry after the delay that admission returns, in virtual time."""
 
 import random
 from dataclasses import dataclass, field
@@ -19,18 +19,18 @@ class SimulatedRequest:
     delay_s: float | None = None
     """The retry delay of the first rejection, in seconds."""
     in_s: float | None = None
-    """When the request was queued or admitted."""
+    """The time at which the request was queued or admitted."""
     began_s: float | None = None
 
 
 @dataclass
 class SimulatedClients:
-    """Clients with short and long requests. The fraction `come_back` of the rejected ones retries."""
+    """Clients with short and long requests. The fraction `retrying` of the rejected ones retries."""
 
     driver: AdmissionDriver
     seed: int
     arrivals_a_second: float
-    come_back: float = 1.0
+    retrying: float = 1.0
     requests: list[SimulatedRequest] = field(default_factory=list[SimulatedRequest])
 
     def __post_init__(self) -> None:
@@ -60,13 +60,13 @@ class SimulatedClients:
             )
             simulated.recorded.on_admitted = partial(self._begin, simulated)
             self.requests.append(simulated)
-            self._agenda.add(at_s, partial(self._come, simulated))
+            self._agenda.add(at_s, partial(self._arrive, simulated))
         self._agenda.run(until_s=for_s * 100)
 
     def _duration_s(self) -> float:
         return self._random.expovariate(1 / (0.5 if self._random.random() < 0.8 else 8.0))
 
-    def _come(self, simulated: SimulatedRequest) -> None:
+    def _arrive(self, simulated: SimulatedRequest) -> None:
         now_s = self.driver.clock.now_s
         try:
             simulated.recorded.ticket = self.driver.admission.enter(simulated.recorded.request, simulated.recorded)
@@ -74,9 +74,9 @@ class SimulatedClients:
             again_s = exc.retry_after_s or 0.0
             if simulated.delay_s is None:
                 simulated.delay_s = again_s
-                if self._random.random() >= self.come_back:
+                if self._random.random() >= self.retrying:
                     return
-            self._agenda.add(again_s, partial(self._come, simulated))
+            self._agenda.add(again_s, partial(self._arrive, simulated))
         else:
             simulated.in_s = now_s
 

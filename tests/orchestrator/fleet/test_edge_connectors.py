@@ -1,4 +1,4 @@
-"""Edges are probed once both replicas are ready. A fixed connector that cannot work is found before any request."""
+"""Edges are probed once both replicas are ready. A fixed connector that cannot work is detected before any request."""
 
 import asyncio
 import socket
@@ -36,7 +36,7 @@ async def _link(chain: Mesh) -> orchestrator_pb2.EdgeLink:
     return (await chain.describe()).edges[0].links[0]
 
 
-async def _until_refused(chain: Mesh) -> orchestrator_pb2.EdgeLink:
+async def _until_rejected(chain: Mesh) -> orchestrator_pb2.EdgeLink:
     async with asyncio.timeout(10):
         while True:
             links = (await chain.describe()).edges[0].links
@@ -117,7 +117,7 @@ async def test_the_probe_names_edge_consumer_and_connector(tmp_path: Path) -> No
 
 async def test_fixed_connector_that_cannot_work_keeps_the_pipeline_from_serving(tmp_path: Path) -> None:
     async with mesh(tmp_path, FIXED, ready=False, probed={"a": [BROKEN]}) as chain:
-        link = await _until_refused(chain)
+        link = await _until_rejected(chain)
         error = await chain.failure()
         await until_health(chain.channel, serving=False)
     assert (link.error.reason, link.connector) == ("CONNECTOR_UNAVAILABLE", 0)
@@ -128,7 +128,7 @@ async def test_fixed_connector_that_cannot_work_keeps_the_pipeline_from_serving(
 
 async def test_requests_that_do_not_need_the_edge_run(tmp_path: Path) -> None:
     async with mesh(tmp_path, FIXED, ready=False, probed={"a": [BROKEN]}) as chain:
-        await _until_refused(chain)
+        await _until_rejected(chain)
         assert texts(await chain.generate(outputs=["first"]), "first") == "a done"
 
 
@@ -155,7 +155,7 @@ async def test_auto_serves_even_if_the_probe_failed(tmp_path: Path) -> None:
     ]
 
 
-async def test_replica_that_was_away_is_probed_again(tmp_path: Path) -> None:
+async def test_replica_that_was_unreachable_is_probed_again(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
         chain.stages["b"].description.state = stage_pb2.REPLICA_STATE_LOADING
         chain.servers["b"].set_health("", serving=False)
@@ -300,7 +300,7 @@ async def test_a_broken_replica_blames_no_replica_that_joins_later() -> None:
         assert links.ready
 
 
-async def test_a_broken_replica_is_all_that_remains_when_the_others_leave() -> None:
+async def test_the_pipeline_stops_serving_if_only_a_broken_replica_remains() -> None:
     links, good = EdgeConnectors((_EDGE,)), _replica("b-0")
     broken = _replica("b-1")
     async with _probing(links) as changed:

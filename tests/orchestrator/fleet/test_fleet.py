@@ -250,7 +250,7 @@ def test_a_replica_takes_the_name_that_it_reports(pipeline: Pipeline, known_as: 
     _play(pipeline, scene)
 
 
-def test_a_second_replica_of_a_name_is_refused(pipeline: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_replica_of_a_name_is_rejected(pipeline: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
     async def scene(world: _World) -> None:
         world.fleet.join(Member("b", "10.0.0.1:7"))
         world.stages["10.0.0.1:7"].description.replica = "b-0"

@@ -190,7 +190,7 @@ async def test_a_silent_orchestrator_does_not_delay_a_leaving_replica(pipeline: 
     ("field", "complaint"),
     [("generation", "its generation is other, expected"), ("pipeline", "its pipeline is other, expected chain")],
 )
-async def test_a_stage_of_another_pipeline_logs_why_it_is_refused(
+async def test_a_stage_of_another_pipeline_logs_why_it_is_rejected(
     path: Path, pipeline: Pipeline, caplog: pytest.LogCaptureFixture, field: str, complaint: str
 ) -> None:
     async with _orchestrator(path) as orchestrator:

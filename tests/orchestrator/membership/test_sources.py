@@ -252,7 +252,7 @@ def test_a_restarted_process_replaces_its_predecessor(pipeline: Pipeline) -> Non
     virtual_time.run(play())
 
 
-def test_a_name_in_use_is_refused_until_its_holder_disconnects(pipeline: Pipeline) -> None:
+def test_a_name_in_use_is_rejected_until_its_holder_disconnects(pipeline: Pipeline) -> None:
     async def play() -> None:
         source = RegistrationSource(pipeline, lease_s=15)
         async with _followed(source) as listener:
@@ -276,7 +276,7 @@ def test_a_name_in_use_is_refused_until_its_holder_disconnects(pipeline: Pipelin
         ("stage", "d", "pipeline 'chain' has no stage 'd'"),
     ],
 )
-async def test_a_replica_of_another_pipeline_is_refused(
+async def test_a_replica_of_another_pipeline_is_rejected(
     pipeline: Pipeline, field: str, value: str | int, complaint: str
 ) -> None:
     source = RegistrationSource(pipeline, lease_s=15)
@@ -295,7 +295,7 @@ async def test_another_generation_may_be_accepted(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"replica": ""}, {"incarnation": ""}, {"endpoint": ""}, {"endpoint": "h"}])
-async def test_an_incomplete_identity_is_refused(pipeline: Pipeline, fields: dict[str, str]) -> None:
+async def test_an_incomplete_identity_is_rejected(pipeline: Pipeline, fields: dict[str, str]) -> None:
     source = RegistrationSource(pipeline, lease_s=15)
     async with _followed(source):
         with pytest.raises(InvalidRequestError):

@@ -22,7 +22,7 @@ def pipeline(tmp_path: Path) -> Pipeline:
     return load_pipeline(str(tmp_path / "chain.yaml"))
 
 
-def _book(pipeline: Pipeline, count: int) -> ReplicaRegistry:
+def _registry(pipeline: Pipeline, count: int) -> ReplicaRegistry:
     registry = ReplicaRegistry()
     for stage in pipeline.stages:
         for number in range(count):
@@ -31,13 +31,13 @@ def _book(pipeline: Pipeline, count: int) -> ReplicaRegistry:
 
 
 def test_requests_spread_over_the_replicas(pipeline: Pipeline) -> None:
-    planner = Planner(pipeline, _book(pipeline, 2))
+    planner = Planner(pipeline, _registry(pipeline, 2))
     chosen = [planner.plan(pipeline.route(["last"])).replicas["b"] for _ in range(4)]
     assert sorted(chosen) == ["b-0", "b-0", "b-1", "b-1"]
 
 
 def test_a_released_plan_makes_its_replica_the_first_choice_again(pipeline: Pipeline) -> None:
-    registry = _book(pipeline, 2)
+    registry = _registry(pipeline, 2)
     planner = Planner(pipeline, registry)
     first = planner.plan(pipeline.route(["last"]))
     planner.plan(pipeline.route(["last"]))
@@ -48,13 +48,13 @@ def test_a_released_plan_makes_its_replica_the_first_choice_again(pipeline: Pipe
 
 
 def test_only_ready_replicas_are_chosen(pipeline: Pipeline) -> None:
-    registry = _book(pipeline, 2)
+    registry = _registry(pipeline, 2)
     registry.of("b")[0].observe(ReplicaState.DRAINING, "")
     assert {Planner(pipeline, registry).plan(pipeline.route(["last"])).replicas["b"] for _ in range(20)} == {"b-1"}
 
 
 def test_a_leaving_replica_gets_no_requests_even_if_it_reports_ready(pipeline: Pipeline) -> None:
-    registry = _book(pipeline, 2)
+    registry = _registry(pipeline, 2)
     leaving = registry.of("b")[0]
     leaving.leave("it left")
     leaving.observe(ReplicaState.READY, "")
@@ -63,7 +63,7 @@ def test_a_leaving_replica_gets_no_requests_even_if_it_reports_ready(pipeline: P
 
 
 def test_the_error_names_a_stage_without_a_ready_replica_and_their_states(pipeline: Pipeline) -> None:
-    registry = _book(pipeline, 2)
+    registry = _registry(pipeline, 2)
     registry.of("b")[0].observe(ReplicaState.LOADING, "reading weights")
     registry.of("b")[1].observe(ReplicaState.UNREACHABLE, "")
     with pytest.raises(UnavailableError, match=r"stage 'b' is ready: b-0 loading \(reading weights\), b-1 unreachable"):
@@ -72,7 +72,7 @@ def test_the_error_names_a_stage_without_a_ready_replica_and_their_states(pipeli
 
 
 def test_an_error_names_a_few_of_many_replicas(pipeline: Pipeline) -> None:
-    registry = _book(pipeline, 100)
+    registry = _registry(pipeline, 100)
     for replica in registry.of("b"):
         replica.observe(ReplicaState.LOADING, "")
     with pytest.raises(UnavailableError, match="and 92 more") as caught:
@@ -81,7 +81,7 @@ def test_an_error_names_a_few_of_many_replicas(pipeline: Pipeline) -> None:
 
 
 def test_a_stage_that_is_not_needed_need_not_be_ready(pipeline: Pipeline) -> None:
-    registry = _book(pipeline, 1)
+    registry = _registry(pipeline, 1)
     registry.of("c")[0].observe(ReplicaState.FAILED, "")
     assert set(Planner(pipeline, registry).plan(pipeline.route(["first"])).replicas) == {"a"}
 
@@ -100,7 +100,7 @@ def test_a_plan_uses_one_generation(pipeline: Pipeline) -> None:
 
 
 def test_a_generation_gets_requests_once_all_its_stages_are_ready(pipeline: Pipeline) -> None:
-    registry = _book(pipeline, 1)
+    registry = _registry(pipeline, 1)
     ready_replica("a-new", pipeline, registry=registry, generation="new")
     planner = Planner(pipeline, registry)
     assert {planner.plan(pipeline.route(["last"])).replicas["a"] for _ in range(20)} == {"a-0"}
@@ -111,7 +111,7 @@ def test_a_generation_gets_requests_once_all_its_stages_are_ready(pipeline: Pipe
 
 
 def test_another_replica_of_the_generation_is_chosen_again(pipeline: Pipeline) -> None:
-    registry = _book(pipeline, 2)
+    registry = _registry(pipeline, 2)
     ready_replica("b-new", pipeline, registry=registry, generation="new")
     planner = Planner(pipeline, registry)
     plan = planner.plan(pipeline.route(["last"]))
@@ -137,7 +137,7 @@ def test_the_end_of_a_replica_is_reported_to_its_callbacks(pipeline: Pipeline) -
 @pytest.mark.parametrize(
     ("field", "value"), [("generation", "other"), ("pipeline", "other"), ("wire_version", 2), ("stage", "other")]
 )
-def test_a_replica_of_another_pipeline_is_refused(pipeline: Pipeline, field: str, value: str | int) -> None:
+def test_a_replica_of_another_pipeline_is_rejected(pipeline: Pipeline, field: str, value: str | int) -> None:
     description = stage_pb2.DescribeResponse(
         pipeline="chain",
         generation=pipeline.generation,

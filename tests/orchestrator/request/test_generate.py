@@ -74,7 +74,7 @@ outputs: {end: join}
 """
 
 
-async def test_a_stage_is_told_which_tensors_are_absent(tmp_path: Path) -> None:
+async def test_a_stage_is_notified_of_absent_tensors(tmp_path: Path) -> None:
     async with mesh(tmp_path, CONDITIONAL) as conditional:
         events = await conditional.generate()
         assert not conditional.stages["text"].requests

@@ -9,7 +9,7 @@ from stagemesh.common.tensors import inline_tensor, read_inline
 from stagemesh.v1.request_pb2 import Audio, Image, Output, TokenIds, TokenLogprobs
 
 
-def _sound(samples: int, *, channels: int = 0) -> Output:
+def _audio(samples: int, *, channels: int = 0) -> Output:
     shape = (samples, channels) if channels else (samples,)
     tensor = inline_tensor("samples", np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
     return Output(name="audio", seq=4, audio=Audio(samples=tensor, sample_rate_hz=24000))
@@ -32,7 +32,7 @@ def test_tokens_keep_their_logprobs() -> None:
 
 @pytest.mark.parametrize("channels", [0, 2])
 def test_audio_is_cut_between_samples(channels: int) -> None:
-    whole = _sound(5, channels=channels)
+    whole = _audio(5, channels=channels)
     rest = after(whole, 2)
     assert rest is not None
     np.testing.assert_array_equal(read_inline(rest.audio.samples), read_inline(whole.audio.samples)[2:])
@@ -57,13 +57,13 @@ def test_an_image_or_scalar_is_one_unit(whole: Output) -> None:
 
 
 def test_nothing_remains_of_a_received_piece() -> None:
-    assert after(_sound(5), 5) is None
+    assert after(_audio(5), 5) is None
     assert after(Output(text=""), 1) is None
     assert after(Output(), 1) is None
 
 
 def test_a_tensor_with_a_wrong_size_is_not_cut() -> None:
-    whole = _sound(5)
+    whole = _audio(5)
     whole.audio.samples.shape[:] = [6]
     with pytest.raises(InvalidChunkError, match="24 bytes"):
         after(whole, 1)

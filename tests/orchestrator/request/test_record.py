@@ -21,18 +21,20 @@ async def test_outputs_take_as_many_bytes_as_on_the_wire() -> None:
         assert sum([len(item) async for item in items]) == record.size_bytes
 
 
-async def _heard(record: RequestRecord, **had: Mapping[str, int]) -> list[orchestrator_pb2.GenerateResponse]:
+async def _received(record: RequestRecord, **had: Mapping[str, int]) -> list[orchestrator_pb2.GenerateResponse]:
     async with aclosing(record.follow(**{"next_seqs": {}, **had})) as events:
         return [orchestrator_pb2.GenerateResponse.FromString(event) async for event in events]
 
 
 async def test_callers_get_messages() -> None:
-    received = await _heard(_record_of("Hel", "lo"))
+    received = await _received(_record_of("Hel", "lo"))
     assert [event.output.text for event in received if event.HasField("output")] == ["Hel", "lo"]
     assert received[-1].HasField("finished")
 
 
 async def test_callers_get_the_outputs_that_they_lack() -> None:
-    received = await _heard(_record_of("Hel", "lo ", "you"), next_positions={"text": 4})
+    received = await _received(_record_of("Hel", "lo ", "you"), next_positions={"text": 4})
     assert [event.output.text for event in received if event.HasField("output")] == ["o ", "you"]
-    assert [event.output.text for event in await _heard(_record_of("Hel", "lo"), next_seqs={"text": 1})][:1] == ["lo"]
+    assert [event.output.text for event in await _received(_record_of("Hel", "lo"), next_seqs={"text": 1})][:1] == [
+        "lo"
+    ]

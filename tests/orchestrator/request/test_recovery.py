@@ -226,7 +226,7 @@ class _Mesh:
         return True
 
     def works(self, stage: str) -> bool:
-        """Has the stage make a row or finish, if it can. Returns whether it did."""
+        """Makes a row at the stage, or finishes it, if possible. Returns whether it did."""
         state, step = self.states[stage], self.steps.get(stage)
         if state.phase is not Phase.RUNNING or step is None:
             return False

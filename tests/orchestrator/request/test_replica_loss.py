@@ -137,10 +137,10 @@ def test_a_request_continues_soon_after_a_kill(chain: Pipeline) -> None:
     assert second.accepted_s - first.ended_s < 0.3
 
 
-def _hand_on(stage: str, *, after_s: float) -> Callable[[_Mesh], Coroutine[object, object, None]]:
+def _pause_steps(stage: str, *, after_s: float) -> Callable[[_Mesh], Coroutine[object, object, None]]:
     async def fault(mesh: _Mesh) -> None:
         await asyncio.sleep(after_s)
-        mesh.of(stage).hand_on()
+        mesh.of(stage).pause_steps()
 
     return fault
 
@@ -148,7 +148,7 @@ def _hand_on(stage: str, *, after_s: float) -> Callable[[_Mesh], Coroutine[objec
 @pytest.mark.parametrize("stage", ["a", "b", "c"])
 def test_a_paused_stage_resumes_elsewhere(chain: Pipeline, stage: str) -> None:
     world = World(chain)
-    mesh = _run(world, _hand_on(stage, after_s=0.45))
+    mesh = _run(world, _pause_steps(stage, after_s=0.45))
     assert mesh.spoken == _SPOKEN
     first, second = (notes for notes in mesh.timeline.steps if notes.stage == stage)
     assert first.replica != second.replica
