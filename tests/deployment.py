@@ -1,4 +1,4 @@
-"""A pipeline that really runs: `stagemesh up` as a child process, and what a test does to it."""
+"""A running pipeline: `stagemesh up` as a child process, and the actions of a test on it."""
 
 import json
 import signal

@@ -43,7 +43,7 @@ class RawNixlSender(Sender):
         await self.serve()
 
     async def close(self) -> None:
-        """The agent goes with the process."""
+        """Does nothing: the agent ends with the process."""
 
     async def send(self, tensor: Bytes) -> None:
         np.copyto(self._memory[: tensor.nbytes], tensor)
@@ -94,7 +94,7 @@ class RawNixlReceiver(Receiver):
         self.peers[0].send("through")
 
     async def close(self) -> None:
-        """The agent goes with the process."""
+        """Does nothing: the agent ends with the process."""
 
     async def receive(self, size_bytes: int) -> Bytes:
         transfer = self._prepared(size_bytes)

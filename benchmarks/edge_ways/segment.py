@@ -27,7 +27,7 @@ class SegmentSender(Sender):
         self._sent = 0
 
     async def close(self) -> None:
-        """Nothing is held between messages."""
+        """Does nothing: no resources are retained between messages."""
 
     async def send(self, tensor: Bytes) -> None:
         self._sent += 1
@@ -49,7 +49,7 @@ class SegmentReceiver(Receiver):
         """Does nothing: there is no connection."""
 
     async def close(self) -> None:
-        """Nothing is held between messages."""
+        """Does nothing: no resources are retained between messages."""
 
     async def receive(self, size_bytes: int) -> Bytes:  # noqa: ARG002 - the message tells
         name, payload_bytes = self.peers[0].recv()

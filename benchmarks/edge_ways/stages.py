@@ -44,7 +44,7 @@ class _TimedEngine:
 
     @property
     def abilities(self) -> EngineAbilities:
-        """None."""
+        """The engine has no optional abilities."""
         return EngineAbilities()
 
     async def start(self, report: Callable[[str], None]) -> None:

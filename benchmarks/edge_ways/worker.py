@@ -1,4 +1,4 @@
-"""A benchmark's process: it holds one object and runs the object's methods on its own event loop on request."""
+"""A process of a benchmark. It has one object, and runs methods of the object on its own event loop on request."""
 
 import asyncio
 import ctypes

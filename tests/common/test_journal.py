@@ -9,7 +9,7 @@ from stagemesh.common.errors import UnavailableError
 from stagemesh.common.journal import Journal
 
 
-async def test_late_reader_hears_everything() -> None:
+async def test_late_reader_receives_everything() -> None:
     journal = Journal[int]()
     journal.append(1)
     journal.append(2)
@@ -17,7 +17,7 @@ async def test_late_reader_hears_everything() -> None:
     assert [item async for item in journal.follow()] == [1, 2]
 
 
-async def test_waiting_readers_all_hear_an_item() -> None:
+async def test_all_waiting_readers_receive_an_item() -> None:
     journal = Journal[int]()
     async with asyncio.TaskGroup() as group:
         readers = [group.create_task(_collect(journal)) for _ in range(3)]

@@ -105,7 +105,7 @@ async def test_an_edge_that_ends_early_is_named(engine: FunctionEngine) -> None:
         await collect(engine.submit(task))
 
 
-async def test_a_function_is_told_the_absent_tensors() -> None:
+async def test_a_function_is_notified_of_absent_tensors() -> None:
     engine = make(TELLING)
     await engine.start(quiet)
     events = await collect(engine.submit(Task("r", 0, inlets={"in": stream([1])}, absent=frozenset({"side"}))))

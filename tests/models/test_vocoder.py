@@ -33,7 +33,7 @@ def spoken() -> dict[str, Array]:
     return {name: np.concatenate([packet.tensors[name] for packet in packets]) for name in packets[0].tensors}
 
 
-def _sound(frames: dict[str, Array], cuts: list[int]) -> npt.NDArray[np.float32]:
+def _audio(frames: dict[str, Array], cuts: list[int]) -> npt.NDArray[np.float32]:
     stream, total = VocoderStream(SEED), len(frames["f0"])
     places = [0, *sorted({min(cut, total) for cut in cuts}), total]
     packets = [
@@ -47,16 +47,16 @@ def _sound(frames: dict[str, Array], cuts: list[int]) -> npt.NDArray[np.float32]
 @given(cuts=st.lists(st.integers(0, 500), max_size=60))
 @settings(max_examples=40, deadline=None)
 def test_packet_boundaries_do_not_change_a_bit(spoken: dict[str, Array], cuts: list[int]) -> None:
-    np.testing.assert_array_equal(_sound(spoken, cuts), _sound(spoken, []))
+    np.testing.assert_array_equal(_audio(spoken, cuts), _audio(spoken, []))
 
 
 @pytest.mark.parametrize("frames", range(1, 8))
 def test_the_shortest_sentences_are_complete(spoken: dict[str, Array], frames: int) -> None:
     short = {name: tensor[:frames].copy() for name, tensor in spoken.items()}
     short["boundary"][-1] = 1
-    sound = _sound(short, [])
+    sound = _audio(short, [])
     assert len(sound) == frames * dsp.HOP
-    np.testing.assert_array_equal(_sound(short, list(range(frames))), sound)
+    np.testing.assert_array_equal(_audio(short, list(range(frames))), sound)
 
 
 class _FrameMajorNoise:
@@ -78,7 +78,7 @@ def test_streamed_audio_equals_that_of_the_whole_sentence(spoken: dict[str, Arra
         spectrum, f0 = tensors["spectrum"].astype(np.float32), tensors["f0"].astype(np.float32)
         lh, theta, ln, lr, phi = (np.ascontiguousarray(spectrum[:, part].T) for part in range(5))
         wholes.append(dsp.synth(lh, theta, ln, lr, phi, f0, rng))
-    np.testing.assert_allclose(_sound(spoken, [40, 80, 200]), np.concatenate(wholes), atol=1e-4)
+    np.testing.assert_allclose(_audio(spoken, [40, 80, 200]), np.concatenate(wholes), atol=1e-4)
 
 
 def test_the_first_audio_follows_a_few_frames(spoken: dict[str, Array]) -> None:

