@@ -103,7 +103,7 @@ class Ledger:
     def __init__(self, retention: "Retention") -> None:
         self.next_seq = self.acked = 0
         self.sent_chunks = self.sent_bytes = 0
-        """The number of data chunks in the ledger's history, and the sum of their payload bytes."""
+        """The number of data chunks that have been appended, and the sum of their payload bytes."""
         self.ended = False
         """Whether the ledger contains the flow's End or Abort."""
         self.is_bulk = False

@@ -1,6 +1,7 @@
-"""The producing end of a flow, and fan-out: several flows that carry the same packets, written once.
+"""The producing end of a flow, and fan-out, which writes a packet once and sends it over several flows.
 
-An outlet is a series of attempts, each of which sends every chunk to one consumer.
+An outlet has one attempt at a time. A new attempt sends all chunks to another consumer after the previous consumer was
+lost.
 """
 
 import asyncio
@@ -20,18 +21,18 @@ from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2
 
 BULK_BYTES = 256 << 10
-"""A flow with chunks larger than this is sent over the bulk stream if its bytes travel as fragments."""
+"""A flow with a chunk of more bytes than this uses the bulk stream if its chunks are sent as fragments."""
 _NOWHERE = ArenaRange(0, 0, 0)
 
 Select: TypeAlias = Callable[[Packet], Packet | None]
-"""Returns the part of a packet that an outlet carries, or None if it carries nothing of it."""
+"""A function that returns the part of a packet that an outlet sends, or None if the outlet sends nothing."""
 
 
 class Outlet:
     """The producing end of a flow, used by one producing task.
 
-    Packets are cut into chunks once, so that every consumer gets the same chunks. If the consumer is lost, another one
-    may take its place within `rebind_s`: all chunks from the first one on are sent to it.
+    If the consumer is lost, another consumer can replace it within `rebind_s` seconds and receives all chunks from the
+    first one. Packets are cut into chunks only once, so that every consumer receives the same chunks.
     """
 
     def __init__(
@@ -44,10 +45,13 @@ class Outlet:
         rebind_s: float = 0.0,
         on_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """Calls `on_over` when the flow is committed, aborted, or has failed without a successor."""
+        """Creates the first attempt.
+
+        `on_over` is called when the flow is committed or aborted, or when it has failed and cannot continue.
+        """
         self.ledger = Ledger(retention)
         self.is_over = False
-        """Whether no consumer can be sent anything any more."""
+        """Whether the flow can no longer send data to any consumer."""
         self._chunker = None if isinstance(policy, StepPolicy) else Chunker(policy)
         self._arena, self._account = arena, MemoryAccount()
         self._rebind_s, self._on_over = rebind_s, on_over
@@ -59,13 +63,13 @@ class Outlet:
 
     @property
     def usage(self) -> FlowUsage:
-        """What was sent."""
+        """The number of chunks and bytes that the flow has sent."""
         ledger = self.ledger
         return FlowUsage(self.attempt.key.edge, self.attempt.connector, ledger.sent_chunks, ledger.sent_bytes)
 
     @property
     def status(self) -> FlowStatus:
-        """The present state."""
+        """A snapshot of the flow's state."""
         attempt, ledger = self.attempt, self.ledger
         return FlowStatus(
             edge=attempt.key.edge,
@@ -81,20 +85,26 @@ class Outlet:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the present attempt has failed."""
+        """Whether the current attempt has failed."""
         return self.attempt.phase is Phase.FAILED
 
     def has_credit(self, size_bytes: int) -> bool:
-        """Returns whether the consumer accepts that many more payload bytes."""
+        """Returns whether the consumer has granted credit for `size_bytes` more payload bytes."""
         return self.attempt.has_credit(self.ledger.sent_bytes + size_bytes)
 
     async def send(self, packet: Packet) -> None:
-        """Sends a packet; returns when there is credit and arena space for it. Raises the error that ended the flow."""
+        """Sends a packet. Returns after waiting for credit and arena space, but does not wait for the delivery.
+
+        Raises the error that ended the flow.
+        """
         for chunk in self._chunker.push(packet) if self._chunker else (packet,):
             await self._send(chunk)
 
     async def finish(self) -> None:
-        """Sends what the chunk policy holds back and End; returns when the consumer has everything."""
+        """Sends the chunk policy's last chunk and End. Returns when the consumer has received all chunks.
+
+        Raises the error that ended the flow.
+        """
         for chunk in self._chunker.finish() if self._chunker else ():
             await self._send(chunk)
         self._check_error()
@@ -105,7 +115,7 @@ class Outlet:
             await self.ledger.changed.wait()
 
     def abort(self, error: StagemeshError) -> None:
-        """Sends Abort unless the flow has ended, and accepts no other consumer. Never raises."""
+        """Sends an Abort with `error` unless the flow has ended, and rejects further consumers. Never raises."""
         if self.is_over:
             return
         edge, ledger = self.attempt.key.edge, self.ledger
@@ -121,19 +131,19 @@ class Outlet:
     # -- another consumer
 
     def check_rebindable(self) -> None:
-        """Raises NotReadyError (CHUNK_GONE) if another consumer could not be sent every chunk."""
+        """Raises NotReadyError (CHUNK_GONE) if some chunks are no longer available for another consumer."""
         if self.is_over or not self.ledger.is_complete:
             edge = self.attempt.key.edge
             raise NotReadyError(
-                f"the first chunks of edge {edge} are kept no more; run its producer again",
+                f"the first chunks of edge {edge} are no longer retained; run its producer again",
                 reason="CHUNK_GONE",
                 metadata={"edge": edge},
             )
 
     def rebind(self, route: Route) -> None:
-        """Sends every chunk from the first one on to another consumer. Call `check_rebindable` first."""
+        """Sends all chunks from the first one to another consumer. Call `check_rebindable` first."""
         self._cancel_timer()
-        # The former attempt leaves its link first: the next one may have the same key and the same link.
+        # Ends the previous attempt first, because the next attempt may use the same key on the same link.
         self.attempt.supersede()
         self.ledger.restart()
         self.attempt = OutletAttempt(route, self.ledger, on_over=self._attempt_over)
@@ -142,7 +152,10 @@ class Outlet:
     # -- inner workings
 
     def _attempt_over(self, error: StagemeshError | None) -> None:
-        """Continues after the attempt was committed (None) or has failed: waits for another consumer, or ends."""
+        """Handles the end of the current attempt: waits for another consumer if that can help, or ends the flow.
+
+        `error` is None if the attempt was committed.
+        """
         if error is not None and not self.is_over and self._rebind_s and is_recoverable(error):
             loop = asyncio.get_running_loop()
             self._rebind_timer = loop.call_later(self._rebind_s, self._fail, error)
@@ -169,7 +182,7 @@ class Outlet:
 
     def _check_error(self) -> None:
         if self._error is not None:
-            # A copy, because a raised error refers to frames, and they refer to packets.
+            # Raises a copy, because a raised error references frames, which reference packets.
             raise copy(self._error)
 
     async def _send(self, packet: Packet) -> None:
@@ -208,7 +221,7 @@ class Outlet:
         self.ledger.changed.fire()
 
     def _placed(self, packet: Packet, shape: wire.PacketShape) -> SentChunk | None:
-        """Returns the chunk, or None if its tensors are not in the arena and have to wait for space."""
+        """Returns the chunk of a packet, or None if its tensors are not in the arena and must wait for space."""
         chunk = self._found(packet, shape)
         if chunk is not None:
             return chunk
@@ -216,7 +229,7 @@ class Outlet:
         return None if written is None else self._chunk_of(written, packet, shape)
 
     def _found(self, packet: Packet, shape: wire.PacketShape) -> SentChunk | None:
-        """Returns the chunk of a packet that is located in the arena; None if a tensor is located elsewhere."""
+        """Returns the chunk of a packet that is already in the arena, or None if a tensor is located elsewhere."""
         regions: dict[Region, None] = {}
         places: list[ArenaRange] = []
         for tensor in packet.tensors.values():
@@ -247,7 +260,7 @@ class Outlet:
 
 
 class FanOut:
-    """The outlets, if any, of one stage's part of a request."""
+    """The outlets of one step. It sends each packet over all of them and may have no outlet."""
 
     def __init__(self, *, arena: Arena, inline_limit_bytes: int) -> None:
         self._outlets: dict[Outlet, Select | None] = {}
@@ -255,21 +268,21 @@ class FanOut:
         self._inline_limit_bytes = inline_limit_bytes
 
     def add(self, outlet: Outlet, select: Select | None = None) -> None:
-        """Adds an outlet that carries what `select` returns for a packet; None for the whole packet."""
+        """Adds an outlet that sends the part of each packet that `select` returns. None selects the whole packet."""
         self._outlets[outlet] = select
 
     @property
     def usages(self) -> tuple[FlowUsage, ...]:
-        """What was sent, by outlet."""
+        """The number of chunks and bytes that each outlet has sent."""
         return tuple(outlet.usage for outlet in self._outlets)
 
     @property
     def statuses(self) -> tuple[FlowStatus, ...]:
-        """The present state of each outlet."""
+        """A snapshot of the state of each outlet."""
         return tuple(outlet.status for outlet in self._outlets)
 
     async def send(self, packet: Packet) -> None:
-        """Sends a packet over every outlet; raises the error of the first outlet that fails."""
+        """Sends a packet over every outlet. Raises the error of the first outlet that fails."""
         selected = self._selected(packet)
         if len(selected) > 1 and packet.size_bytes > self._inline_limit_bytes:
             names = {name for _, part in selected for name in part.tensors}
@@ -277,28 +290,31 @@ class FanOut:
         waiting: list[tuple[Outlet, Packet]] = []
         for outlet, part in selected:
             if outlet.has_credit(part.size_bytes):
-                # It does not wait, and a task of its own would cost more than it does.
+                # This send does not wait for credit, and creating a task for it would cost more than the send.
                 await outlet.send(part)
             else:
                 waiting.append((outlet, part))
         await _run_together([outlet.send(part) for outlet, part in waiting])
 
     async def finish(self) -> None:
-        """Finishes every outlet."""
+        """Finishes every outlet and returns when all consumers have received all chunks.
+
+        Raises the error of the first outlet that fails.
+        """
         await _run_together([outlet.finish() for outlet in self._outlets])
 
     def abort(self, error: StagemeshError) -> None:
-        """Aborts every outlet."""
+        """Aborts every outlet with `error`. Never raises."""
         for outlet in self._outlets:
             outlet.abort(error)
 
     def _selected(self, packet: Packet) -> list[tuple[Outlet, Packet]]:
-        """Returns the outlets that carry a part of a packet, each with that part."""
+        """Returns the outlets that send a part of a packet, each with its part."""
         selected = [(outlet, select(packet) if select else packet) for outlet, select in self._outlets.items()]
         return [(outlet, part) for outlet, part in selected if part is not None]
 
     async def _placed(self, packet: Packet) -> Packet:
-        """Returns the packet in the arena. Its region is retained until its tensors and all chunks of it are gone."""
+        """Returns an equal packet in the arena. Its region is retained until its tensors and chunks are released."""
         if all(self._arena.find(tensor) for tensor in packet.tensors.values() if tensor.nbytes):
             return packet
         written = self._arena.try_write(packet.tensors, self._account)
@@ -312,7 +328,7 @@ def _only(packet: Packet, names: Collection[str]) -> Packet:
 
 
 async def _run_together(sends: Sequence[Coroutine[object, object, None]]) -> None:
-    """Awaits all; the first error cancels the others and is raised unwrapped."""
+    """Runs all coroutines concurrently. The first error cancels the others and is raised outside an exception group."""
     if len(sends) < 2:
         for send in sends:
             await send

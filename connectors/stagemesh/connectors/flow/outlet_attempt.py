@@ -1,4 +1,4 @@
-"""One attempt of a flow's producing end: credit, and the messages for one consumer."""
+"""One attempt of an outlet, which manages the credit of one consumer and produces the messages for it."""
 
 import asyncio
 import itertools
@@ -15,61 +15,64 @@ from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 _REOPEN_S, _MAX_REOPEN_S = 2.0, 30.0
-"""How long a consumer may be silent before its flow is opened again, at first and at most."""
+"""The first and the largest time limit, in seconds, after which a silent consumer's flow is reopened."""
 MAX_RESYNCS = 10
-"""How often a consumer may have a flow opened again without a new chunk arriving."""
+"""The maximum number of times that a consumer may request a resync without acknowledging a new chunk."""
 _ITEM_BYTES = 200
-"""Approximate size of a chunk on the wire without its payload."""
+"""The approximate number of bytes of a chunk's message without its payload."""
 _transfer_ids = itertools.count(1)
-"""Transfer ids rise over every stream, so that a consumer tells a repeated fragment from a new transfer."""
+"""Transfer ids increase on every stream, so that a consumer can distinguish a repeated fragment from a new transfer."""
 
 
 class Phase(Enum):
     """The state of an attempt."""
 
     WAITING = auto()
-    """No stream carries the attempt; it must be opened."""
+    """No stream carries the attempt. It must be opened on a stream."""
     OPENING = auto()
     """OpenEdge was sent, and the consumer has not answered yet."""
     OPEN = auto()
     """The consumer accepts chunks."""
     COMMITTED = auto()
-    """The consumer has everything."""
+    """The consumer has received all chunks."""
     FAILED = auto()
     """An error or a successor ended the attempt."""
 
 
 class Route(NamedTuple):
-    """The way of one attempt to its consumer."""
+    """Connects one attempt with the link to its consumer."""
 
     key: EdgeKey
     wanted: ConnectorName
+    """The requested connector, or AUTO."""
     leases: Leases
+    """The consumer's leases on regions of the arena."""
     attend: Callable[["OutletAttempt"], None]
-    """Called when the attempt must be opened or is over."""
+    """Called when the attempt must be opened, or when it has ended."""
 
 
 class OutletAttempt:
-    """Sends an outlet's chunks to one consumer: credit, and the messages that are to be sent next.
+    """Sends an outlet's chunks to one consumer within the consumer's credit.
 
-    The link opens the attempt on a stream. The stream pulls messages from it, and the link applies the replies.
+    The link opens the attempt on a stream. The stream pulls messages from the attempt, and the link passes the
+    consumer's replies to it.
     """
 
     def __init__(self, route: Route, ledger: Ledger, *, on_over: Callable[[StagemeshError | None], None]) -> None:
-        """Calls `on_over` once: with None when the attempt is committed, with the error if it fails."""
+        """`on_over` is called once: with None when the attempt is committed, or with the error when it fails."""
         self.key, self.wanted, self._leases, self._attend = route
         self.wire_key = wire.key_to_wire(self.key)
         self.phase = Phase.WAITING
         self.connector = self.wanted
         self.limit_bytes = 0
-        """Credit: payload bytes that the consumer accepts, counted from the flow's first chunk."""
+        """The credit limit: the number of payload bytes, counted from the flow's first chunk, that may be sent."""
         self.inline_limit_bytes = 0
         self.ledger, self._on_over = ledger, on_over
         self._queue: ReadyQueue[OutletAttempt] | None = None
         self._reader: Connector | None = None
         self._window_bytes: int | None = None
         self._demanded_bytes = 0
-        """The credit limit that was demanded on this stream."""
+        """The highest credit limit that was demanded on this stream. 0 if none was demanded."""
         self._fragments: Iterator[wire.Fragment] | None = None
         self._transfer_id = 0
         self._openings = self._resyncs = 0
@@ -78,11 +81,11 @@ class OutletAttempt:
     # -- for the outlet
 
     def has_credit(self, end_bytes: int) -> bool:
-        """Returns whether the consumer accepts payload bytes up to `end_bytes`."""
+        """Returns whether the credit covers the flow's payload up to `end_bytes`. False until the first opening."""
         return self._window_bytes is not None and end_bytes <= self.limit_bytes
 
     def add(self, sent: SentChunk) -> None:
-        """Makes a new chunk pending if the consumer accepts chunks; otherwise it becomes pending when it does."""
+        """Makes a new chunk pending if the attempt is open. Otherwise, opening the attempt makes the chunk pending."""
         ledger = self.ledger
         if len(ledger.unacked) == 1:
             self._silence.end()
@@ -91,12 +94,12 @@ class OutletAttempt:
             self.mark_ready()
 
     def mark_ready(self) -> None:
-        """Has the stream pull from this attempt if there is something to send."""
+        """Adds the attempt to its stream's ready queue if it has messages to send."""
         if self._queue is not None and self.has_messages:
             self._queue.add(self)
 
     def supersede(self) -> None:
-        """Ends the attempt, because another one takes its place."""
+        """Ends the attempt because another attempt replaces it. Does not call `on_over`."""
         if not self.is_over:
             self._leave(Phase.FAILED)
 
@@ -104,7 +107,7 @@ class OutletAttempt:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is sent in this attempt any more."""
+        """Whether the attempt has ended and no longer sends messages."""
         return self.phase is Phase.COMMITTED or self.phase is Phase.FAILED
 
     @property
@@ -120,7 +123,14 @@ class OutletAttempt:
         queue: "ReadyQueue[OutletAttempt]",
         inline_limit_bytes: int,
     ) -> stage_pb2.PutItem:
-        """Returns the item that opens the attempt on the stream of `queue`; `reader` is this replica's connector."""
+        """Moves the attempt to the stream of `queue` and returns the item that opens it there.
+
+        Args:
+            connector: The negotiated connector.
+            reader: This replica's object of that connector, or None for grpc.
+            queue: The ready queue of the stream.
+            inline_limit_bytes: The maximum size of a chunk that is sent inline.
+        """
         self._detach()
         self.phase, self._queue = Phase.OPENING, queue
         self._openings += 1
@@ -130,9 +140,9 @@ class OutletAttempt:
         return stage_pb2.PutItem(open=opening)
 
     def opened(self, reply: stage_pb2.EdgeOpened) -> None:
-        """Sends from `next_seq` on, because the consumer accepts the flow."""
+        """Processes the consumer's answer to OpenEdge, and begins to send from `reply.next_seq`."""
         if reply.opening != self._openings or self.phase is not Phase.OPENING:
-            # The answer to an earlier OpenEdge, or a repeated one: later messages are under way.
+            # This answer belongs to an earlier OpenEdge or is repeated, so it is obsolete.
             return
         self.acknowledge(reply.next_seq)
         if self.is_over:
@@ -146,27 +156,30 @@ class OutletAttempt:
         self.ledger.changed.fire()
 
     def reopen(self) -> None:
-        """Has the link open the attempt again."""
+        """Asks the link to open the attempt again. Does nothing if the attempt has ended."""
         if not self.is_over:
             self._detach()
             self._attend(self)
 
     def resync(self, error: StagemeshError) -> None:
-        """Opens the attempt again at the consumer's request; raises InvalidChunkError if that repeats without end."""
+        """Reopens the attempt at the consumer's request.
+
+        Raises InvalidChunkError after more than MAX_RESYNCS requests without a newly acknowledged chunk.
+        """
         self._resyncs += 1
         if self._resyncs > MAX_RESYNCS:
             raise InvalidChunkError(
-                f"edge {self.key.edge}: the consumer had it opened again and again at chunk {self.ledger.acked}: "
+                f"edge {self.key.edge}: the consumer requested resyncs again and again at chunk {self.ledger.acked}: "
                 f"{error.message}"
             )
         self.reopen()
 
     def disconnect(self) -> None:
-        """Waits to be opened on another stream, because its stream broke."""
+        """Detaches the attempt from its stream, which has ended. The link later opens it on another stream."""
         self._detach()
 
     def grant(self, limit_bytes: int) -> None:
-        """Raises the credit limit."""
+        """Raises the credit limit to `limit_bytes`. Does nothing if it is not higher than the current limit."""
         if limit_bytes > self.limit_bytes:
             self.limit_bytes = limit_bytes
             self._silence.end()
@@ -174,7 +187,10 @@ class OutletAttempt:
             self.ledger.changed.fire()
 
     def acknowledge(self, next_seq: int) -> None:
-        """Counts all chunks below `next_seq` as delivered; raises InvalidChunkError for one that was never sent."""
+        """Marks all chunks below `next_seq` as delivered.
+
+        Raises InvalidChunkError if the consumer acknowledges a chunk that was never sent.
+        """
         if self.ledger.acknowledge(next_seq):
             self._resyncs = 0
             self._silence.end()
@@ -184,22 +200,28 @@ class OutletAttempt:
                 self.ledger.changed.fire()
 
     def commit(self) -> None:
-        """Ends the attempt, because the consumer has everything. Raises InvalidChunkError before End is sent."""
+        """Ends the attempt, because the consumer has received all chunks.
+
+        Raises InvalidChunkError if the flow has not ended.
+        """
         if not self.ledger.ended:
-            raise InvalidChunkError(f"edge {self.key.edge}: the consumer committed what has not ended")
+            raise InvalidChunkError(f"edge {self.key.edge}: the consumer committed the flow before its end")
         if not self.is_over:
             self.ledger.acked = self.ledger.next_seq
             self._leave(Phase.COMMITTED)
             self._on_over(None)
 
     def fail(self, error: StagemeshError) -> None:
-        """Ends the attempt with an error."""
+        """Ends the attempt with an error. Does nothing if the attempt has ended."""
         if not self.is_over:
             self._leave(Phase.FAILED)
             self._on_over(error)
 
     def check_silence(self, now_s: float) -> None:
-        """Opens the attempt again if its consumer has been silent for long: a message may have been lost."""
+        """Reopens the attempt if its consumer has been silent for too long, because a message may have been lost.
+
+        `now_s` is the current time of the event loop in seconds.
+        """
         waits = self.ledger.unacked or self.ledger.wanted_bytes or self.phase is not Phase.OPEN or self.ledger.ended
         if self._silence.is_too_long(now_s, waits=bool(waits)):
             self.reopen()
@@ -208,18 +230,21 @@ class OutletAttempt:
 
     @property
     def has_messages(self) -> bool:
-        """Whether there is something to send now."""
+        """Whether the attempt can send a message now."""
         return self.phase is Phase.OPEN and (self._has_chunk or self._fragments is not None or self._demands_credit)
 
     @property
     def sends_fragments(self) -> bool:
-        """Whether the next chunk travels as fragments, in messages of their own."""
+        """Whether the next chunk is sent as fragments, each in its own message."""
         return self._fragments is not None or (
             self.connector == GRPC and self._has_chunk and bool(self.ledger.pending[0].regions)
         )
 
     def fill(self, request: stage_pb2.PutChunkRequest, budget_bytes: int) -> int:
-        """Adds about `budget_bytes` of items, at least one if there is any; returns their approximate size."""
+        """Adds pending items of about `budget_bytes` to a message. Returns the approximate size of the added chunks.
+
+        Adds at least one item if any can be sent, and does not add chunks that are sent as fragments.
+        """
         used_bytes = 0
         pending = self.ledger.pending
         if self._demands_credit:
@@ -233,7 +258,7 @@ class OutletAttempt:
         return used_bytes
 
     def take_fragment(self) -> bytes:
-        """Returns the next fragment as a whole message; the last one of a chunk is followed by the chunk itself."""
+        """Returns the message with the next fragment. The message with a chunk's last fragment also has the chunk."""
         sent = self.ledger.pending[0]
         assert sent.tensors is not None, "only data is sent as fragments"
         if self._fragments is None:
@@ -260,7 +285,7 @@ class OutletAttempt:
 
     @property
     def _blocked(self) -> tuple[int, int]:
-        """The size of the next chunk that lacks credit, and the credit limit that it needs; zeros if none does."""
+        """The size of the next chunk that lacks credit, and the credit limit that it needs. Zeros if no chunk waits."""
         pending, wanted_bytes = self.ledger.pending, self.ledger.wanted_bytes
         if pending:
             sent = pending[0]
@@ -269,7 +294,7 @@ class OutletAttempt:
 
     @property
     def _demands_credit(self) -> bool:
-        """Whether the next chunk is larger than the consumer's window, and the consumer does not know that yet."""
+        """Whether the consumer must still be asked for credit for a chunk that is larger than its window."""
         size_bytes, end_bytes = self._blocked
         return size_bytes > (self._window_bytes or 0) and end_bytes > self._demanded_bytes
 
@@ -279,7 +304,7 @@ class OutletAttempt:
         if sent.tail is not None:
             wire.fill_tail(chunk, sent.tail)
             return
-        assert sent.tensors is not None, "a pending chunk is kept"
+        assert sent.tensors is not None, "a pending chunk is retained"
         assert sent.shape is not None, "data has a shape"
         data = chunk.data
         if not sent.regions:
@@ -294,7 +319,7 @@ class OutletAttempt:
             wire.fill_metadata(data, sent.metadata)
 
     def _detach(self) -> None:
-        """Leaves the stream."""
+        """Detaches the attempt from its stream."""
         self.phase, self._fragments = Phase.WAITING, None
         self.ledger.stop_sending()
         if self._queue is not None:
@@ -302,29 +327,35 @@ class OutletAttempt:
             self._queue = None
 
     def _leave(self, phase: Phase) -> None:
-        """Leaves the stream and the link for good."""
+        """Ends the attempt and removes it from its stream and its link."""
         self._detach()
         self.phase = phase
         self._attend(self)
 
 
 class _Silence:
-    """How long a consumer has been silent, and how long it may be; the limit doubles each time it is reached."""
+    """Measures a consumer's silence against a time limit, which doubles each time that it is reached."""
 
     def __init__(self) -> None:
         self._now_s = asyncio.get_running_loop().time
         self._since_s, self._limit_s = self._now_s(), _REOPEN_S
 
     def end(self) -> None:
-        """The consumer has answered, or a new message is the first to wait for an answer."""
+        """Restarts the measurement with the first limit.
+
+        Called when the consumer has answered, or when a chunk is the first to wait for an answer.
+        """
         self._since_s, self._limit_s = self._now_s(), _REOPEN_S
 
     def restart(self) -> None:
-        """Measures from now on, with the same limit."""
+        """Restarts the measurement with the same limit."""
         self._since_s = self._now_s()
 
     def is_too_long(self, now_s: float, *, waits: bool) -> bool:
-        """Returns whether the limit is reached, and then restarts. Silence does not count unless an answer `waits`."""
+        """Returns whether the limit is exceeded at time `now_s`. If so, restarts the measurement with a doubled limit.
+
+        `waits` is whether an answer is expected. Silence does not count otherwise.
+        """
         is_reached = waits and now_s - self._since_s > self._limit_s
         if is_reached:
             self._limit_s = min(2 * self._limit_s, _MAX_REOPEN_S)

@@ -1,4 +1,4 @@
-"""The packets of an edge that are to be read, the count of their rows, and the credit that reading them grants."""
+"""The queue of received packets of an edge, the position in the edge's rows, and the credit that reading grants."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -9,54 +9,57 @@ from stagemesh.common.tensors import Array
 from stagemesh.connectors.edge import MetadataValue, Packet
 
 CONTEXT, TOKEN_START = "context_frames", "token_start"
-"""Metadata keys: the number of rows repeated at a packet's front, and the token at which its rows start."""
+"""Metadata keys for the number of repeated rows at the front of a packet, and for the token at which its rows start."""
 
 
 def rows_of(tensor: Array) -> int:
-    """Returns a tensor's length along its first axis; a tensor without axes is one row."""
+    """Returns a tensor's length along its first axis, or 1 if it has no axes."""
     return tensor.shape[0] if tensor.ndim else 1
 
 
 def add_rows(rows: dict[str, int], packet: Packet) -> None:
-    """Adds a packet's rows to the count of each tensor."""
+    """Adds the number of rows of each of a packet's tensors to `rows`, by the tensor's name."""
     for name, tensor in packet.tensors.items():
         rows[name] = rows.get(name, 0) + (tensor.shape[0] if tensor.ndim else 1)
 
 
 class RowPosition:
-    """Counts the rows of an edge's packets. Of another producer's packets, it drops the rows counted before."""
+    """Counts the rows of an edge's packets by tensor. Drops rows that a new producer sends again."""
 
     def __init__(self, *, edge: str) -> None:
         self._edge = edge
         self._counted: dict[str, int] = {}
         self._replayed: dict[str, int] | None = None
-        """Rows that the present producer has sent, by tensor; None if it cannot repeat counted rows."""
+        """The position of a producer that may repeat rows, by tensor. None if all further rows are new."""
         self._has_context = False
 
     @property
     def repeats(self) -> bool:
-        """Whether the present producer has yet to reach the rows that were counted before it."""
+        """Whether the current producer may still send rows that an earlier producer has already sent."""
         return self._replayed is not None
 
     def check(self, first_rows: Mapping[str, int]) -> None:
-        """Raises NotReadyError (ROWS_MISSING) if a flow that begins at these rows would leave rows out."""
+        """Raises NotReadyError (ROWS_MISSING) if a flow that begins at these rows would omit rows."""
         for name, first in first_rows.items():
             counted = 0 if self._has_context else self._counted.get(name, 0)
             if first > counted:
                 raise NotReadyError(
                     f"edge {self._edge}: the new flow begins at row {first} of tensor {name!r}, but only {counted} "
-                    "rows of it have arrived; start its producer from an earlier checkpoint or from the beginning",
+                    "of its rows have arrived; start the producer from an earlier checkpoint or from the beginning",
                     reason="ROWS_MISSING",
                     metadata={"edge": self._edge, "tensor": name, "rows": str(counted)},
                 )
 
     def begin(self, first_rows: Mapping[str, int]) -> None:
-        """Expects another producer's packets, which begin at `first_rows` (0 for a tensor that it does not name)."""
+        """Expects packets of another producer. Each tensor begins at its row in `first_rows`, or at 0 if not named."""
         self._replayed = {name: first_rows.get(name, 0) for name in self._counted}
         self._end_replay()
 
     def take(self, packet: Packet) -> Packet | None:
-        """Counts a packet; returns the part whose rows are new, or None if no row is new."""
+        """Counts the rows of a packet. Returns the part with new rows, or None if no row is new.
+
+        Raises InvalidChunkError (ATTEMPTS_DIFFER) if a packet with left context has both old and new rows.
+        """
         self._has_context = self._has_context or CONTEXT in packet.metadata
         if self._replayed is not None:
             return self._new_part(packet, self._replayed)
@@ -64,10 +67,10 @@ class RowPosition:
         return packet
 
     def check_end(self) -> None:
-        """Raises InvalidChunkError if a producer has sent fewer rows than were counted before it."""
+        """Raises InvalidChunkError (ATTEMPTS_DIFFER) if the producer has sent fewer rows than its predecessor."""
         if self._replayed is not None:
             raise InvalidChunkError(
-                f"edge {self._edge}: the new attempt of its producer sent fewer rows than the one before; "
+                f"edge {self._edge}: the new attempt of its producer sent fewer rows than the previous attempt; "
                 "a stage must reproduce its output from the same seed",
                 reason="ATTEMPTS_DIFFER",
                 metadata={"edge": self._edge},
@@ -88,39 +91,39 @@ class RowPosition:
         return _without(packet, skips, edge=self._edge) if any(skips.values()) else packet
 
     def _end_replay(self) -> None:
-        """Expects no repeated rows any more if every tensor has reached its count."""
+        """Ends the expectation of repeated rows if the producer has reached the counted rows of every tensor."""
         replayed = self._replayed
         if replayed is not None and all(replayed.get(name, 0) >= rows for name, rows in self._counted.items()):
             self._replayed = None
 
 
 class PacketQueue:
-    """The packets of an edge, over all its attempts, that have arrived and are to be read."""
+    """The packets of an edge that have arrived but have not been read. All attempts share the queue."""
 
     def __init__(self, *, edge: str) -> None:
         self.rows = RowPosition(edge=edge)
         self.has_ended = False
-        """Whether every packet of the edge has arrived."""
+        """Whether all packets of the edge have arrived."""
         self.changed = Notifier()
-        """Fired when a packet has arrived, or when the present attempt has ended or failed."""
+        """Fired when a packet has arrived, or when the current attempt has ended, failed or been replaced."""
         self._packets: deque[tuple[Packet, int, Callable[[int], None]]] = deque()
 
     @property
     def waiting(self) -> int:
-        """Number of packets to be read."""
+        """The number of unread packets."""
         return len(self._packets)
 
     @property
     def waiting_bytes(self) -> int:
-        """Payload bytes of the packets to be read."""
+        """The number of payload bytes in the unread packets."""
         return sum(packet.size_bytes for packet, _, _ in self._packets)
 
     def accept(self, packet: Packet, consume: Callable[[int], None]) -> None:
-        """Queues the rows of a packet that have not arrived before. Raises InvalidChunkError if attempts differ.
+        """Queues the new rows of a packet. Raises InvalidChunkError if it contradicts a previous attempt.
 
         Args:
             packet: The packet as it arrived.
-            consume: Called with the packet's size in bytes when it is read, or at once if none of its rows is new.
+            consume: Called with the packet's size in bytes when it is read, or immediately if it has no new rows.
         """
         new = self.rows.take(packet)
         if new is None:
@@ -129,23 +132,26 @@ class PacketQueue:
             self._packets.append((new, packet.size_bytes, consume))
 
     def accept_end(self) -> None:
-        """Ends the edge after the queued packets. Raises InvalidChunkError if rows that arrived before are missing."""
+        """Marks the end of the edge after the queued packets.
+
+        Raises InvalidChunkError if the producer has not reached the rows that an earlier attempt had sent.
+        """
         self.rows.check_end()
         self.has_ended = True
 
     def pop(self) -> Packet:
-        """Returns the oldest packet, which counts as consumed from now on."""
+        """Removes and returns the oldest packet, and calls its `consume`."""
         packet, size_bytes, consume = self._packets.popleft()
         consume(size_bytes)
         return packet
 
     def clear(self) -> None:
-        """Drops the packets to be read."""
+        """Drops all unread packets."""
         self._packets.clear()
 
 
 class Credit:
-    """The payload bytes that a producer may send, counted from the flow's first chunk."""
+    """The consumer's account of the payload bytes that a producer may send, counted from the flow's first chunk."""
 
     def __init__(self, window_bytes: int) -> None:
         self.limit_bytes = window_bytes
@@ -156,11 +162,11 @@ class Credit:
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that may still be sent."""
+        """The number of payload bytes that the producer may still send."""
         return max(0, self.limit_bytes - self.received_bytes)
 
     def consume(self, size_bytes: int) -> bool:
-        """Counts bytes as read; returns whether that raises the limit, which it does in steps of a quarter window."""
+        """Counts bytes as read. Returns whether the limit has risen, in steps of at least a quarter of the window."""
         self._consumed_bytes += size_bytes
         limit_bytes = self._consumed_bytes + self._window_bytes
         is_raised = limit_bytes - self.limit_bytes >= max(1, self._window_bytes // 4)
@@ -169,12 +175,15 @@ class Credit:
         return self._meet_demand() or is_raised
 
     def demand(self, size_bytes: int) -> bool:
-        """Grants that many bytes once everything before is read; returns whether that raises the limit now."""
+        """Requests credit for a chunk of `size_bytes`, which is granted when all received bytes have been read.
+
+        Returns whether the limit has risen immediately.
+        """
         self._demanded_bytes = size_bytes
         return self._meet_demand()
 
     def report(self) -> int:
-        """Returns the limit if it was raised since the last report, or else 0."""
+        """Returns the limit if it has risen since the last report, or else 0."""
         if self.limit_bytes <= self._reported_bytes:
             return 0
         self._reported_bytes = self.limit_bytes
@@ -193,7 +202,7 @@ def _without(packet: Packet, skips: Mapping[str, int], *, edge: str) -> Packet:
     """Returns the packet without the first `skips` rows of each tensor."""
     if packet.metadata.get(CONTEXT):
         raise InvalidChunkError(
-            f"edge {edge}: the new attempt of its producer cut chunks with left context at other rows",
+            f"edge {edge}: the new attempt of its producer cut chunks with left context at different rows",
             reason="ATTEMPTS_DIFFER",
             metadata={"edge": edge},
         )
