@@ -200,14 +200,17 @@ class BaseGeneration(Generic[ClientT]):
     def _open_session(self) -> RequestSession:
         if self._is_begun:
             raise RuntimeError(
-                "a generation can be iterated only once, and `result()` iterates over it; call `generate` again to send "
-                "another request"
+                "a generation can be iterated only once, and `result()` iterates over it; call `generate` again to "
+                "send another request"
             )
         self._is_begun = True
         return RequestSession(self._client, self._request, timeout_s=self._timeout_s)
 
 
 def _is_broken(failure: grpc.RpcError, error: StagemeshError, *, peer: str) -> bool:
-    """Returns whether the server or the connection broke. An error that a service itself reports does not name a peer."""
+    """Returns whether the server or the connection broke.
+
+    An error that a service itself reports does not name a peer.
+    """
     assert isinstance(failure, grpc.Call | grpc.aio.AioRpcError), "gRPC raises calls"
     return failure.code() in _BROKEN and error.metadata.get("peer") == peer

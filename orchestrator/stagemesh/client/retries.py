@@ -95,7 +95,7 @@ class Attempts:
         return self._if_in_time(self._backoff_s(self._made // self._endpoints) if asked_s is None else asked_s)
 
     def _pause_after_loss_s(self, error: StagemeshError, *, broken: bool) -> float | None:
-        """Returns the pause in seconds after a running request lost its server, or None if the request itself failed."""
+        """Returns the pause in seconds after a running request lost its server, or None if the request failed."""
         if not broken and error.reason != _STOPPING:
             return None
         now_s, limit_s = time.monotonic(), self._policy.reattach_s

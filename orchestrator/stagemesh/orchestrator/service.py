@@ -25,7 +25,7 @@ _GRACE_S = 2.0
 
 
 async def serve(config: OrchestratorConfig, stopping: asyncio.Event) -> None:
-    """Serves the pipeline of a config until `stopping` is set."""
+    """Serves the pipeline that a config names until `stopping` is set."""
     pipeline = load_pipeline(config.pipeline, overrides=config.overrides, check_models=False)
     async with serving(config, pipeline):
         await stopping.wait()
@@ -33,10 +33,10 @@ async def serve(config: OrchestratorConfig, stopping: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenerator[int]:
-    """Serves `pipeline` within the block and yields the port.
+    """Serves `pipeline` within the block, and yields the port.
 
     The health of "" and of the service's name is SERVING while every stage has a ready replica and every edge is
-    usable. The health of "liveness" is SERVING from the start.
+    usable. The health of "liveness" is always SERVING.
     """
     _check_stages(config, pipeline)
     server = Server(config.listen)
@@ -66,7 +66,7 @@ async def serving(config: OrchestratorConfig, pipeline: Pipeline) -> AsyncGenera
 
     show_readiness()
     server.set_health(LIVENESS, serving=True)
-    # The port first: nothing else is useful without it.
+    # The port is bound first, because nothing else is useful without it.
     port = await server.start()
     async with AsyncExitStack() as stack:
         # The server stops last, so that clients receive the ends of their requests.

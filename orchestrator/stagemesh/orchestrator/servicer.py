@@ -25,7 +25,7 @@ SERVICE_NAME = orchestrator_pb2.DESCRIPTOR.services_by_name["OrchestratorService
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
-    """Serves the clients of one orchestrator."""
+    """Serves OrchestratorService for the clients of one orchestrator."""
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
@@ -33,7 +33,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     async def Generate(  # type: ignore[override] # noqa: N802
         self, request: orchestrator_pb2.GenerateRequest, context: _GenerateContext
     ) -> None:
-        # Responses are written serialized (`add_orchestrator_service`): most are outputs, and there are many.
+        # Responses are written in serialized form (`add_orchestrator_service`), because there are many of them.
         location = {"request_id": request.request_id} if request.request_id else {}
         async with answering(context, **location):
             events = await self._orchestrator.generate(request, time_left_s=time_left_s(context))
@@ -57,7 +57,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
 
 
 def add_orchestrator_service(servicer: OrchestratorServicer, server: grpc.aio.Server) -> None:
-    """Adds `servicer` to the server. The responses of Generate are passed to gRPC serialized."""
+    """Adds `servicer` to the server. The responses of Generate are passed to gRPC in serialized form."""
     by_stream = cast("Any", grpc.unary_stream_rpc_method_handler)
     add_with_raw_methods(
         partial(orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server, servicer),

@@ -249,7 +249,7 @@ async def test_a_joining_replica_whose_fixed_connector_cannot_work_gets_no_reque
         links.check([_EDGE])
         assert (good.state, broken.state) == (ReplicaState.READY, ReplicaState.FAILED)
         assert broken.detail == f"edge a->b from a-0 to b-1: {BROKEN.message}"
-    assert f"replica b-1 gets no requests: edge a->b from a-0 to b-1: {BROKEN.message}" in caplog.messages
+    assert f"replica b-1 receives no requests: edge a->b from a-0 to b-1: {BROKEN.message}" in caplog.messages
 
 
 async def test_a_joining_replica_gets_requests_once_its_fixed_connector_is_known_to_work() -> None:

@@ -115,7 +115,7 @@ async def test_a_replica_that_terminates_loses_its_steps_and_is_called_over_a_ne
         lost = await asyncio.gather(*running)
         unreachable = await caller.fails("three")
     assert [error.reason for error in (*lost, unreachable)] == [REPLICA_LOST] * 3
-    assert all("went away while the request ran" in error.message for error in lost)
+    assert all("became unreachable while the request ran" in error.message for error in lost)
     assert "cannot be reached" in unreachable.message
 
 

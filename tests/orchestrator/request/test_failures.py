@@ -74,9 +74,9 @@ def _saying(*seqs: int, then: Sequence[Response] = ()) -> Script:
 @pytest.mark.parametrize(
     ("seqs", "said"),
     [
-        ((1,), "sent piece 1 of output 'text' where 0 was due"),
-        ((0, 1, 3), "sent piece 3 of output 'text' where 2 was due"),
-        ((0, 1, 2, 1), "sent piece 1 of output 'text' where 3 was due"),
+        ((1,), "sent fragment 1 of output 'text' where 0 was expected"),
+        ((0, 1, 3), "sent fragment 3 of output 'text' where 2 was expected"),
+        ((0, 1, 2, 1), "sent fragment 1 of output 'text' where 3 was expected"),
     ],
 )
 async def test_a_stage_whose_outputs_are_out_of_order_fails_the_request(
@@ -95,7 +95,7 @@ async def test_an_output_after_the_end_of_its_stage_fails_the_request(tmp_path: 
     async with mesh(tmp_path, scripts=scripts) as chain:
         error = await chain.failure()
         await chain.until_idle()
-    assert "stage 'a' sent piece 1 of output 'text' after it had finished" in error.message
+    assert "stage 'a' sent fragment 1 of output 'text' after it had finished" in error.message
     assert error.reason == "OUTPUT_OUT_OF_ORDER"
 
 
@@ -143,7 +143,7 @@ async def test_cancel_returns_once_every_stage_has_released_the_request(tmp_path
 
 async def test_cancelling_an_unknown_request_is_an_error(tmp_path: Path) -> None:
     async with mesh(tmp_path) as chain:
-        with pytest.raises(grpc.aio.AioRpcError, match="no request 'nobody' here"):
+        with pytest.raises(grpc.aio.AioRpcError, match="unknown request 'nobody'"):
             await chain.cancel("nobody")
 
 

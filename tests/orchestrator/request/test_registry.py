@@ -45,5 +45,5 @@ async def test_the_oldest_requests_are_dropped_if_too_much_is_kept() -> None:
 async def test_other_content_under_one_id_is_rejected() -> None:
     table = RequestRegistry()
     table.add("r1", _known())
-    with pytest.raises(ExistsError, match="exists with other content"):
+    with pytest.raises(ExistsError, match="already exists with different content"):
         table.find_same("r1", b"other content")

@@ -65,10 +65,10 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
         ("band.yaml:10: option 'loud' is not compared with anything; add one of is, is_not, over, at_least, "
         "under, at_most")),
     "never so": ([("to: singer}", "to: singer, when: {option: loud, over: 10}}")],
-        ("band.yaml:10: option loud is over 10: this never holds (the option lies between 0 and 10); compare "
+        ("band.yaml:10: option loud is over 10: this never holds (the option is between 0 and 10); compare "
         "it with another value")),
     "always so": ([("to: singer}", "to: singer, when: {option: loud, at_least: 0}}")],
-        ("band.yaml:10: option loud is at least 0: this always holds (the option lies between 0 and 10); "
+        ("band.yaml:10: option loud is at least 0: this always holds (the option is between 0 and 10); "
         "remove it, or compare it with another value")),
     "contradiction": ([("to: singer}", "to: singer, when: {option: loud, over: 5, under: 5}}")],
         ("band.yaml:10: option loud is over 5 and option loud is under 5: no request can fulfil this; remove a "
@@ -107,7 +107,7 @@ MISTAKES: dict[str, tuple[list[tuple[str, str]], str]] = {
         "band.yaml:2: stage 'blender' has option 'speed' already; choose another name"),
     "option with bounds that do not hold": ([("default: 0, min", "default: 11, min")],
         ("band.yaml:2: options.loud is {'default': 11, 'minimum': 0, 'maximum': 10}; value error, minimum must "
-        "be less than maximum, and default must lie between them")),
+        "be less than maximum, and default must be between them")),
     "output that is not always made": ([("function: sing", f"function: sing, {LOUD}")],
         ("band.yaml:13: output 'audio' is not made when output audio is wanted and option loud is 0: stage 'singer' "
         "runs only when option loud is over 5; use `when: {output: audio}` there, or conditions on its edges")),

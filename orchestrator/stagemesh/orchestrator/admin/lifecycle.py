@@ -65,7 +65,10 @@ class Lifecycle:
             return replicas
 
     async def wait_idle(self, replicas: Sequence[Replica], *, timeout_s: float) -> None:
-        """Returns when no request runs on the replicas. Raises DeadlineError (STILL_RUNNING) after `timeout_s` seconds."""
+        """Returns when no request runs on the replicas.
+
+        Raises DeadlineError (STILL_RUNNING) after `timeout_s` seconds.
+        """
         ends_s = asyncio.get_running_loop().time() + timeout_s
         for replica in replicas:
             running = 0

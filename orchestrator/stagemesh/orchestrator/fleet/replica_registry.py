@@ -10,7 +10,10 @@ T = TypeVar("T")
 
 
 class RandomPool(Generic[T]):
-    """A set of hashable items from which random items can be drawn. The duration of a call is independent of its size."""
+    """A set of hashable items from which random items can be drawn.
+
+    The duration of a call is independent of the number of items.
+    """
 
     __slots__ = ("_indexes", "_items")
 

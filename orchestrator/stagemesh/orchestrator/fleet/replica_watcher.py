@@ -71,7 +71,7 @@ class ReplicaWatcher:
             await self._client.close()
 
     async def _watch(self) -> None:
-        """Polls the description until the replica is ready, then waits until it is no longer ready, and repeats both."""
+        """Polls the description until the replica is ready, waits until it is no longer ready, and repeats both."""
         while True:
             pause_s = _LOADING_PAUSE_S
             try:

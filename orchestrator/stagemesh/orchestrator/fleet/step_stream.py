@@ -33,7 +33,10 @@ class ToError(Protocol):
 
 
 class StepStream:
-    """Handles the messages of the stream (`StreamHandler`). A stream that `is_closed` must be replaced by a new stream."""
+    """Handles the messages of the stream (`StreamHandler`).
+
+    A stream that `is_closed` must be replaced by a new stream.
+    """
 
     def __init__(self, channel: grpc.aio.Channel, *, peer: str, location: Mapping[str, str], to_error: ToError) -> None:
         """Requires a running event loop. `location` is added to the metadata of errors."""

@@ -21,7 +21,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, runs_dir: Path) -> "RunFolder":
-        """Creates a folder. Removes the configs of ended runs, and the logs of all ended runs except the newest ones."""
+        """Creates a folder. Removes the configs of all ended runs, and the logs of all but the newest ended runs."""
         runs_dir.mkdir(parents=True, exist_ok=True)
         runs_lock = _lock(runs_dir, flags=fcntl.LOCK_EX)
         try:

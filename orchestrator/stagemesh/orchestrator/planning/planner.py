@@ -125,7 +125,10 @@ class Plan:
 
 
 class Planner:
-    """Plans requests over the replicas that are currently ready. The duration is independent of the number of replicas."""
+    """Plans requests over the replicas that are currently ready.
+
+    The duration is independent of the number of replicas.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Sorts the failures of a request's steps: which ones are recovered, and which one is the root cause of the end.
+"""Classifies the failures of a request's steps: recoverable failures, and the root cause of the request's end.
 
-If one stage breaks, its upstream and downstream stages soon fail too: the consumer receives an Abort or loses its
-producer, and the consumer's end rejects the producer. The client must see the error of the stage that broke.
+If one stage breaks, its upstream and downstream stages soon fail too: a consumer receives an Abort or loses its
+producer, and when a consumer ends, its producer is rejected. The client must receive the error of the stage that broke.
 """
 
 import asyncio
@@ -22,29 +22,32 @@ POISON_REQUEST = "POISON_REQUEST"
 NOT_REBOUND = "NOT_REBOUND"
 _RESTARTED = "REPLICA_RESTARTED"
 _ENGINE_DIED = "ENGINE_DIED"
-# A producer gets this from a consumer that has released the request.
+# A producer receives this reason from a consumer that has released the request.
 _NOT_EXPECTED = "UNKNOWN_FLOW"
-# The replica drains, sleeps or loads. Another one may run the step.
+# The replica drains, sleeps or loads. Another replica may run the step.
 _NOT_READY = "NOT_READY"
-# One end of an edge gets these from the other end, which has been rebound.
+# One end of an edge receives these reasons from the other end, which has been rebound.
 _REPLACED = frozenset({"STALE_ATTEMPT", "STALE_INCARNATION"})
 _BAD_CHECKPOINT = frozenset({"INVALID_CHECKPOINT", "UNSUPPORTED", "CHECKPOINT_GONE"})
 
 SETTLE_S = 1.0
-"""How long an inconclusive cause waits for a better one. A killed process is noticed within milliseconds."""
+"""The time in seconds for which an inconclusive cause waits for a more certain cause.
+
+A killed process is noticed within milliseconds.
+"""
 
 
 class CauseRank(IntEnum):
-    """How certainly a failure is the root cause; lower is more certain. Nothing is more certain than OWN or LOST."""
+    """How certainly a failure is the root cause. A lower rank is more certain. LOST and OWN are conclusive."""
 
     LOST = 0
-    """The replica itself terminated."""
+    """The stage's own replica terminated."""
     OWN = 1
     """The stage reports its own error."""
     ECHO = 2
-    """The stage reports an error that another stage sent it."""
+    """The stage reports an error that it received from another stage."""
     PEER_LOST = 3
-    """The stage lost its upstream or downstream replica, or that one no longer expects it."""
+    """The stage lost its upstream or downstream replica, or that replica no longer expects the stage."""
     CANCELLED = 4
     """The stage was stopped."""
 
@@ -82,7 +85,7 @@ class Failure:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """Returns the most certain of the failures, and the first one of equals."""
+    """Returns the failure that is most certainly the root cause. Of equally certain failures, returns the first."""
     return min(failures, key=lambda failure: failure.rank)
 
 
@@ -90,21 +93,21 @@ class Losses(NamedTuple):
     """The steps to recover, with their errors by stage."""
 
     lost: Mapping[str, StagemeshError]
-    """Steps that ended."""
+    """The errors of steps that ended, by stage."""
     fresh: Mapping[str, StagemeshError]
-    """Steps that cannot send again what they sent, so that the stage must restart from the start."""
+    """The errors of steps that cannot send their data again, by stage. These stages must restart from the beginning."""
 
 
 class Failures:
-    """The failures of one request. Fires `changed` for each.
+    """The failures of one request. Fires `changed` for each failure.
 
-    If a step was cancelled and this orchestrator did not ask for it, the cause is doubtful: the loss of another stage
-    may explain it within SETTLE_S.
+    If a step was cancelled although this orchestrator did not request it, the failure is doubtful: the loss of another
+    stage within SETTLE_S may explain it.
     """
 
     def __init__(self, changed: Notifier) -> None:
         self.final: list[Failure] = []
-        """Failures that end the request."""
+        """The failures that end the request."""
         self._changed = changed
         self._lost: dict[str, StagemeshError] = {}
         self._fresh: dict[str, StagemeshError] = {}
@@ -112,11 +115,14 @@ class Failures:
         self._doubted_s = self._lost_s = float("-inf")
 
     def add(self, state: StepState, attempt: int, error: StagemeshError) -> None:
-        """Adds that an attempt of a stage failed. Ignored if a newer attempt exists or the failure is known."""
+        """Adds the failure of an attempt of a stage.
+
+        Does nothing if a newer attempt exists or if a failure of the attempt is already known.
+        """
         known = state.name in self._lost or state.name in self._doubtful
         if state.attempt != attempt or state.phase is Phase.FINISHED or known:
             return
-        # A copy, because the error itself refers to the frames that it passed, and so to the run.
+        # A copy, because the error itself refers to the frames that it passed, and therefore to the run.
         failure = Failure(state.name, copy(error))
         if _is_death(error, state.replica) and state.at_work and state.replica not in state.dead_replicas:
             state.dead_replicas |= {state.replica}
@@ -144,20 +150,20 @@ class Failures:
         self._changed.fire()
 
     def require_fresh(self, stage: str, error: StagemeshError) -> None:
-        """Adds that a stage must restart from the start, even if it still runs."""
+        """Records that a stage must restart from the beginning, even if its step is still running."""
         self._fresh[stage] = error
         self._lost_s = _now_s()
         self._changed.fire()
 
     def take_losses(self) -> Losses:
-        """Returns and forgets the steps to recover. Decides on doubtful failures first."""
+        """Returns the steps to recover, and removes them. Decides on doubtful failures first."""
         self._settle_doubtful()
         losses = Losses(self._lost, self._fresh)
         self._lost, self._fresh = {}, {}
         return losses
 
     def _settle_doubtful(self) -> None:
-        """Treats doubtful failures as losses if another loss is near in time, and as final after SETTLE_S without."""
+        """Treats doubtful failures as losses if another stage is lost within SETTLE_S, and as final otherwise."""
         if not self._doubtful:
             return
         left_s = self._doubted_s + SETTLE_S - _now_s()
@@ -172,7 +178,7 @@ class Failures:
 
 
 def _is_death(error: StagemeshError, replica: Replica) -> bool:
-    """Returns whether the error means that the replica's process died or is about to die."""
+    """Returns whether the error means that the replica's process has died or is about to die."""
     return error.reason in {_ENGINE_DIED, _RESTARTED} or (replica.end_cause is not None and replica.died)
 
 

@@ -1,6 +1,6 @@
-"""Requests that have ended: sums over all of them, and the timelines of the last ones.
+"""Requests that have ended: totals over all of them, and the timelines of the most recent ones.
 
-The notes of a request are added to the sums once, at its end. Nothing is counted for each output.
+The notes of a request are added to the totals once, when it ends. Nothing is counted for each output.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Tim
 
 @dataclass
 class StageTotals:
-    """Sums over the attempts of one stage, in all requests."""
+    """Totals over the attempts of one stage, in all requests."""
 
     outputs: int = 0
     steps: int = 0
@@ -20,7 +20,7 @@ class StageTotals:
     failed: int = 0
 
     def add(self, notes: StepNotes) -> None:
-        """Adds an attempt as it is now."""
+        """Adds the current state of an attempt."""
         self.outputs += notes.outputs
         self.steps += notes.steps
         self.finished += notes.finished is not None
@@ -29,14 +29,14 @@ class StageTotals:
 
 @dataclass
 class EdgeTotals:
-    """Sums over the flows of one edge whose producers have finished."""
+    """Totals over the flows of one edge whose producers have finished."""
 
     chunks: int = 0
     size_bytes: int = 0
 
 
 class Totals:
-    """Sums over requests by state, stage and edge."""
+    """Totals over requests, by state, stage and edge."""
 
     def __init__(self) -> None:
         self.requests = Counter[RequestState]()
@@ -44,7 +44,7 @@ class Totals:
         self.edges: dict[str, EdgeTotals] = {}
 
     def add(self, timeline: Timeline) -> None:
-        """Adds a request as it is now."""
+        """Adds the current state of a request."""
         self.requests[timeline.state] += 1
         for notes in timeline.steps:
             self.stages.setdefault(notes.stage, StageTotals()).add(notes)
@@ -54,7 +54,7 @@ class Totals:
                 edge.size_bytes += usage.size_bytes
 
     def together_with(self, running: Iterable[Timeline]) -> "Totals":
-        """Returns these sums plus the requests in `running`."""
+        """Returns these totals plus the current state of the requests in `running`."""
         both = Totals()
         both.requests.update(self.requests)
         both.stages = {name: StageTotals(**vars(totals)) for name, totals in self.stages.items()}
@@ -65,7 +65,7 @@ class Totals:
 
 
 class History:
-    """The timelines of the `keep` requests that ended last. Each takes a few kilobytes."""
+    """The timelines of the `keep` requests that ended last. A timeline needs a few kilobytes."""
 
     def __init__(self, *, keep: int = 512) -> None:
         self._keep = keep
@@ -75,11 +75,11 @@ class History:
         return iter(self._timelines.values())
 
     def find(self, request_id: str) -> Timeline | None:
-        """Returns the timeline of the last ended request with this id, or None."""
+        """Returns the timeline of the last ended request with this id, or None if there is none."""
         return self._timelines.get(request_id)
 
     def add(self, timeline: Timeline) -> None:
-        """Adds a request that has ended and drops the oldest one if there are more than `keep`."""
+        """Adds a request that has ended. Drops the oldest request if there are more than `keep`."""
         self._timelines.pop(timeline.request_id, None)
         self._timelines[timeline.request_id] = timeline
         if len(self._timelines) > self._keep:

@@ -1,4 +1,4 @@
-"""One request from its arrival to its end: it is admitted, planned and run."""
+"""One request from its arrival to its end: admission, planning and execution."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from stagemesh.orchestrator.request.validation import ValidRequest
 _log = logging.getLogger(__name__)
 
 STAGE_WAIT_S = 15.0
-"""How long a request waits at its start for a stage that has no ready replica but expects one."""
+"""The time in seconds for which a request waits at its start for a stage that expects a ready replica soon."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
 
 # The reasons for which a stage rejects a step because it knows another or a later attempt of the request.
@@ -27,7 +27,11 @@ _OTHER_ATTEMPT_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT")
 
 
 class RequestLifecycle:
-    """Takes a ticket of the admission when it is made. Raises what `Admission.enter` raises, and then holds nothing."""
+    """Runs one request from admission to its end.
+
+    The constructor enters the request into admission. It raises the errors of `Admission.enter`, and then reserves
+    nothing.
+    """
 
     def __init__(
         self,
@@ -49,11 +53,14 @@ class RequestLifecycle:
 
     @property
     def has_run(self) -> bool:
-        """Whether the request was planned and began to run. A request that has not run is not kept after its end."""
+        """Whether the request was planned and started to run.
+
+        A request that has not run is not retained after its end.
+        """
         return self._has_run
 
     def stop(self, error: StagemeshError) -> None:
-        """Ends the request with this error. Harmless if it has ended or is about to end."""
+        """Ends the request with this error. Does nothing if it has ended or is about to end."""
         self._stopped = self._stopped or error
         if self._run is not None:
             self._run.stop(self._stopped)
@@ -63,10 +70,10 @@ class RequestLifecycle:
     async def run(
         self, request: ValidRequest, plan: Callable[[], Plan], made_bytes: Callable[[RequestRecord], int]
     ) -> StagemeshError | None:
-        """Waits for admission, runs the request and returns the error with which it failed, or None.
+        """Waits for admission, runs the request, and returns the error with which it failed, or None.
 
-        The admission's limits are free for other requests afterwards. Neither this object nor the error refers to the
-        request's input or plan afterwards.
+        Afterwards, the request no longer counts towards the admission's limits. Neither this object nor the error then
+        refers to the request's input or plan.
         """
         made: int | None = None
         try:
@@ -90,7 +97,7 @@ class RequestLifecycle:
             self._admission.release(self._ticket, made_bytes=made)
 
     async def _run_or_take_over(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
-        """Runs the request. Runs it again with higher attempts if stages know attempts of another orchestrator."""
+        """Runs the request. If stages know attempts of another orchestrator, runs it again with higher attempts."""
         error = await self._run_when_ready(request, plan)
         latest = _attempt_elsewhere(error)
         journal = self._record.journal
@@ -102,7 +109,10 @@ class RequestLifecycle:
         return await self._run_when_ready(request, plan)
 
     async def _run_when_ready(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
-        """Waits at most STAGE_WAIT_S for a stage that expects a ready replica. Then raises what `plan` raises."""
+        """Plans the request and runs it.
+
+        Waits at most STAGE_WAIT_S for a stage that expects a ready replica. After that, raises the error of `plan`.
+        """
         ends_s = min(self._admission_request.deadline_s, self._clock() + STAGE_WAIT_S)
         backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         while self._stopped is None:
@@ -143,7 +153,7 @@ class RequestLifecycle:
 
 
 def _attempt_elsewhere(error: StagemeshError | None) -> int | None:
-    """Returns the attempt of another orchestrator because of which a stage rejected a step, or None."""
+    """Returns the attempt of another orchestrator that made a stage reject a step, or None if there is none."""
     if error is None or error.reason not in _OTHER_ATTEMPT_REASONS:
         return None
     attempt = error.metadata.get("attempt", "")

@@ -1,4 +1,4 @@
-"""The events of a request, kept for every caller that follows it."""
+"""The events of a request, which are retained for every caller that follows it."""
 
 import asyncio
 import sys
@@ -22,7 +22,7 @@ class RequestRecord:
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.timeline = timeline or Timeline()
         self.journal: Journal[bytes] = Journal()
-        """Serialized events: a message with one token's text takes over ten times as much memory."""
+        """The serialized events. A parsed message with one token's text needs over ten times as much memory."""
         self.callers = Callers(self.journal)
         self.size_bytes = 0
         self._began_s = time.monotonic()
@@ -32,24 +32,24 @@ class RequestRecord:
         self._finished: dict[str, stage_pb2.StepFinished] = {}
 
     def add_admitted(self, *, request_id: str, seed: int, replicas: Mapping[str, str]) -> None:
-        """Adds that the request is planned and runs. `replicas` has the replica of each stage."""
+        """Adds the event that the request is planned and runs. `replicas` contains the name of each stage's replica."""
         admitted = orchestrator_pb2.RequestAdmitted(request_id=request_id, seed=seed, replicas=replicas)
         self._append(orchestrator_pb2.GenerateResponse(admitted=admitted))
 
     def add_queued(self, *, request_id: str, position: int, expected_wait_s: float) -> None:
-        """Adds that the request waits to be admitted."""
+        """Adds the event that the request waits for admission."""
         queued = orchestrator_pb2.RequestQueued(
             request_id=request_id, position=position, expected_wait_s=expected_wait_s
         )
         self._append(orchestrator_pb2.GenerateResponse(queued=queued))
 
     def add_progress(self, stage: str, progress: stage_pb2.StepProgress) -> None:
-        """Adds the number of engine steps that a stage has done."""
+        """Adds the number of engine steps that a stage has completed."""
         event = orchestrator_pb2.RequestProgress(stage=stage, progress=progress)
         self._append(orchestrator_pb2.GenerateResponse(progress=event))
 
     def add_output(self, name: str, output: request_pb2.Output) -> None:
-        """Adds a piece of the pipeline's output `name` and numbers it. Drops a piece whose `name` is empty."""
+        """Adds a fragment of the pipeline's output `name`, and numbers it. Drops a fragment whose `name` is empty."""
         if not name:
             return
         if self._first_output_s is None:
@@ -71,16 +71,16 @@ class RequestRecord:
 
     @property
     def edges(self) -> Iterator[request_pb2.EdgeUsage]:
-        """The traffic on the outgoing edges of the stages that have finished."""
+        """The traffic on the outgoing edges of all stages that have finished."""
         return (edge for finished in self._finished.values() for edge in finished.edges)
 
     @property
     def has_outputs(self) -> bool:
-        """Whether a piece of an output was added."""
+        """Whether a fragment of any output was added."""
         return self._first_output_s is not None
 
     def finish(self) -> None:
-        """Ends every reader after a last event which says that the request succeeded."""
+        """Adds the last event, which says that the request succeeded, and ends every reader."""
         timings = request_pb2.Timings(
             started_s=self._started_s or 0.0, first_output_s=self._first_output_s, finished_s=self._elapsed_s()
         )
@@ -96,16 +96,18 @@ class RequestRecord:
     async def follow(
         self, *, next_seqs: Mapping[str, int], next_positions: Mapping[str, int] | None = None
     ) -> AsyncGenerator[bytes]:
-        """Yields the events from the first one, each a serialized GenerateResponse, without the outputs that the
-        caller already has. Raises the error with which the request ended. Iterate within `aclosing`.
+        """Yields the events from the first, each as a serialized GenerateResponse. Omits outputs that the caller
+        already has.
+
+        Raises the error with which the request ended. Iterate within `aclosing`.
         """
         resumption = Resumption(next_seqs=next_seqs, next_positions=next_positions or {})
-        # A caller that attaches late is given the time to read what was made before.
+        # A caller that attaches late must have time to read the earlier events.
         read_bytes = 0
         self.callers.note_read(self.size_bytes)
         async with aclosing(self.journal.follow()) as events:
             async for item in events:
-                # The caller asks for this event because it has read the one before.
+                # The caller asks for this event because it has read the previous event.
                 self.callers.note_read(read_bytes)
                 read_bytes += len(item)
                 rest = _remainder(item, resumption) if resumption.is_behind else item
@@ -125,11 +127,11 @@ class RequestRecord:
 
 
 class Callers:
-    """The callers that follow a request. Stops the request if all of them have left or are too far behind."""
+    """The callers that follow a request. Stops the request if all of them have left or have fallen too far behind."""
 
     def __init__(self, journal: Journal[bytes]) -> None:
         self.abandoned = False
-        """Whether the request was stopped because its last caller left and none came back in time."""
+        """Whether the request was stopped because its last caller left and no caller returned in time."""
         self._journal = journal
         self._stop: Callable[[StagemeshError], None] = _ignore
         self._max_unread_bytes = sys.maxsize
@@ -140,18 +142,19 @@ class Callers:
         journal.on_abandoned = self._wait_for_return
 
     def stop_by(self, stop: Callable[[StagemeshError], None], *, max_unread_bytes: int = sys.maxsize) -> None:
-        """Sets what stops the request, and the number of unread bytes above which it is stopped."""
+        """Sets the function that stops the request, and the number of unread bytes above which it is stopped."""
         self._stop, self._max_unread_bytes = stop, max_unread_bytes
 
     def expect(self, *, linger_s: int) -> None:
-        """Prepares for a caller that is about to follow. Once all callers have left, the request runs on for
-        `linger_s`, at most MAX_LINGER_S.
+        """Prepares for a caller that is about to follow.
+
+        After all callers have left, the request continues for `linger_s` seconds, but at most MAX_LINGER_S.
         """
         self._linger_s = min(linger_s, MAX_LINGER_S)
         self._cancel_timer()
 
     def dismiss(self) -> None:
-        """Has the request stop as soon as no caller follows it, without lingering."""
+        """Stops the request as soon as no caller follows it, without lingering."""
         self.expect(linger_s=0)
         if not self._journal.readers:
             self._abandon()
@@ -164,13 +167,13 @@ class Callers:
         """Stops the request (CLIENT_TOO_SLOW) if every caller is too far behind a record of `size_bytes`."""
         if size_bytes - self._read_bytes > self._max_unread_bytes and self._journal.readers:
             limit = f"more than {self._max_unread_bytes:,} bytes (limits.max_unread_bytes)"
-            message = f"the client is {limit} behind what the request makes; have it read faster, or request less"
+            message = f"the client is {limit} behind the request's outputs; read them faster, or request less"
             self._stop(OverloadedError(message, reason="CLIENT_TOO_SLOW"))
 
     def close(self) -> None:
-        """Never stops the request from now on. Closing twice is harmless."""
+        """Ensures that callers can no longer stop the request. Closing twice is harmless."""
         self._cancel_timer()
-        # What stops the request usually refers to its record: a reference cycle would keep both alive.
+        # The function that stops the request usually refers to its record. A reference cycle would keep both alive.
         self._stop = _ignore
 
     def _wait_for_return(self) -> None:
@@ -192,10 +195,11 @@ class Callers:
 
 
 class Resumption:
-    """Leaves out of a request's outputs what one caller already has.
+    """Omits the outputs that one caller already has.
 
-    The caller may have received them from another orchestrator, cut into other pieces. An output in `next_positions` is
-    resumed at that position, any other one at the piece numbered in `next_seqs`.
+    The caller may have received them from another orchestrator, divided into other fragments. An output in
+    `next_positions` is resumed at that position. Any other output is resumed at the fragment whose number is in
+    `next_seqs`.
     """
 
     def __init__(self, *, next_seqs: Mapping[str, int], next_positions: Mapping[str, int]) -> None:
@@ -204,11 +208,11 @@ class Resumption:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a part of the outputs to come may have to be left out."""
+        """Whether a part of the following outputs may have to be omitted."""
         return bool(self._next_seqs) or self._replayed.is_behind(self._received)
 
     def remainder(self, output: request_pb2.Output) -> request_pb2.Output | None:
-        """Returns the part of the next piece that the caller lacks, or None if it has all of it."""
+        """Returns the part of the next fragment that the caller lacks, or None if the caller has all of it."""
         if output.seq < self._next_seqs.get(output.name, 0):
             return None
         return self._received.remainder(output, replayed=self._replayed)
@@ -225,4 +229,4 @@ def _remainder(item: bytes, resumption: Resumption) -> bytes | None:
 
 
 def _ignore(error: StagemeshError) -> None:
-    """Stops nothing: the request has not started yet, or has ended."""
+    """Does nothing. Used before the request has started and after it has ended."""

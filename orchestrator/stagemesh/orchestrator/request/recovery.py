@@ -1,12 +1,13 @@
-"""Decides what must be done if stages of a request are lost: which stages restart, from where, and in which order the
-others are rebound.
+"""Decides how a request recovers from lost stages: which stages restart, from where, and in which order others are
+rebound.
 
-The functions are pure: they depend only on the request's graph and on the state of its stages. `run` carries out the
-actions. Each stage counts its own attempts, and only lost stages restart. The attempt of a flow is the higher one of
-the attempts at its two ends, and both ends must be notified of it. Producers send a restarted stage again what they
-have retained. A producer that no longer retains everything restarts from its own start too (`fresh`), and so on up the
-graph. A stage resumes from its checkpoint if its consumers keep running, because they have received the rows before
-it.
+The functions are pure: they depend only on the request's graph and on the state of its stages. `run` executes the
+actions. Each stage counts its own attempts, and only lost stages restart. The attempt of a flow is the higher of the
+attempts at its two ends, and both ends must be notified of it.
+
+Producers send the data that they have retained to a restarted stage again. A producer that no longer retains all of it
+also restarts from its beginning (`fresh`), and so do its own producers if necessary. A stage resumes from its
+checkpoint if its consumers continue to run, because they have received the rows before the checkpoint.
 """
 
 from collections.abc import Collection, Mapping
@@ -33,16 +34,16 @@ class Flow:
     producer: str
     consumer: str
     tensors: frozenset[str] = frozenset()
-    """The producer's tensors that the edge transfers; empty for all."""
+    """The producer's tensors that the edge transfers. An empty set means all tensors."""
     resumable: bool = True
-    """Whether the flow may begin after the first row although its chunks are then cut in other places."""
+    """Whether the flow may start after the first row, although its chunks then start at other rows."""
 
     def carries(self, rows: Mapping[str, int]) -> bool:
-        """Returns whether the edge transfers any of these rows, which are counted by tensor."""
+        """Returns whether the edge transfers any of these rows. `rows` contains the number of rows by tensor."""
         return any(self.carried(rows).values())
 
     def carried(self, rows: Mapping[str, int]) -> Mapping[str, int]:
-        """Returns those of these rows, counted by tensor, that the edge transfers."""
+        """Returns the part of `rows` that the edge transfers. `rows` contains the number of rows by tensor."""
         return {name: count for name, count in rows.items() if not self.tensors or name in self.tensors}
 
 
@@ -66,17 +67,18 @@ class Graph:
 
 @dataclass
 class AttemptState:
-    """The state of a stage's newest attempt, as far as recovery depends on it."""
+    """The part of the state of a stage's newest attempt on which recovery depends."""
 
     attempt: int = 1
     phase: Phase = Phase.PLACED
     bound: Mapping[str, int] = field(default_factory=dict[str, int])
-    """By edge, the attempt of its flow of which the step was last notified."""
+    """The flow attempt of which the step was last notified, by edge."""
     first_rows: Mapping[str, int] = field(default_factory=dict[str, int])
-    """By tensor, the number of rows before the first row that this attempt emits."""
+    """The number of rows before the first row that this attempt emits, by tensor."""
     checkpoint_rows: Mapping[str, int] | None = None
-    """By tensor, the number of rows before the first row that an attempt resumed from the checkpoint emits. None if
-    there is no checkpoint.
+    """The number of rows before the first row that an attempt resumed from the checkpoint emits, by tensor.
+
+    None if there is no checkpoint.
     """
 
 
@@ -89,37 +91,39 @@ class Restart:
 
     attempt: int
     resumes: bool
-    """Whether the attempt resumes from the checkpoint instead of the start."""
+    """Whether the attempt resumes from the checkpoint instead of starting from the beginning."""
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """The consequences of a loss."""
+    """The consequences of the loss of stages."""
 
     restarted: Mapping[str, Restart]
     void: frozenset[str]
-    """The stages whose checkpoint is useless now because a consumer restarts from the first row."""
+    """The stages whose checkpoint can no longer be used, because a consumer restarts from the first row."""
     unneeded: frozenset[str]
-    """The lost stages whose results nothing waits for any more."""
+    """The lost stages whose results are no longer needed."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Choose a replica for the stage."""
+    """The action that chooses a replica for the stage."""
 
     stage: str
 
 
 @dataclass(frozen=True)
 class Start:
-    """Send the stage's attempt to its replica. Every consumer that has not finished expects it."""
+    """The action that sends the stage's attempt to its replica. Every consumer that has not finished expects the
+    attempt.
+    """
 
     stage: str
 
 
 @dataclass(frozen=True)
 class RebindInputs:
-    """Tell a running stage to expect other producers on these edges."""
+    """The action that makes a running stage expect other producers on these edges."""
 
     stage: str
     edges: tuple[str, ...]
@@ -127,7 +131,7 @@ class RebindInputs:
 
 @dataclass(frozen=True)
 class RebindOutputs:
-    """Tell a stage to send to other consumers on these edges. The consumers expect it."""
+    """The action that makes a stage send to other consumers on these edges. The consumers already expect the stage."""
 
     stage: str
     edges: tuple[str, ...]
@@ -137,14 +141,14 @@ Action: TypeAlias = Place | Start | RebindInputs | RebindOutputs
 
 
 def attempt_of(flow: Flow, states: States) -> int:
-    """Returns the attempt of which both ends of a flow must be notified."""
+    """Returns the attempt of a flow. Both ends of the flow must be notified of it."""
     return max(states[flow.producer].attempt, states[flow.consumer].attempt)
 
 
 def is_checkpoint_useful(graph: Graph, states: States, stage: str, rows: Mapping[str, int]) -> bool:
-    """Returns whether an attempt could resume from a checkpoint that the stage made just now, after these rows.
+    """Returns whether an attempt could resume from a checkpoint that the stage has just made, after these rows.
 
-    Every consumer must receive, or have received, the rows before the checkpoint from this very attempt.
+    Every consumer must receive, or have received, the rows before the checkpoint from this attempt.
     """
     for flow in graph.outgoing[stage]:
         consumer = states[flow.consumer]
@@ -159,8 +163,9 @@ def is_checkpoint_useful(graph: Graph, states: States, stage: str, rows: Mapping
 def plan_restarts(
     graph: Graph, states: States, *, lost: Collection[str], fresh: Collection[str] = frozenset()
 ) -> Restarts:
-    """Returns which stages restart if the steps of the stages in `lost` are lost, and the stages in `fresh` cannot send
-    again what they have sent.
+    """Returns the stages that restart after a loss.
+
+    The steps of the stages in `lost` are lost. The stages in `fresh` cannot send again what they have sent.
     """
     fallen = {stage for stage in lost if states[stage].phase is not Phase.FINISHED}
     unneeded = frozenset(stage for stage in fallen - set(fresh) if _is_unneeded(graph, states, stage, fresh))
@@ -182,7 +187,7 @@ def plan_restarts(
 
 
 def next_actions(graph: Graph, states: States) -> list[Action]:
-    """Returns all actions that are possible now. The remaining ones depend on the results of these."""
+    """Returns all actions that are currently possible. Further actions depend on the results of these actions."""
     return [action for stage in graph.stages for action in _actions_of(graph, states, stage)]
 
 
@@ -220,7 +225,7 @@ def _is_stale(flow: Flow, states: States, end: str) -> bool:
 
 
 def _is_expected(flow: Flow, states: States) -> bool:
-    """Returns whether the flow's consumer runs and waits for this attempt of the flow."""
+    """Returns whether the flow's consumer is running and expects this attempt of the flow."""
     return states[flow.consumer].phase is Phase.RUNNING and not _is_stale(flow, states, flow.consumer)
 
 
@@ -235,7 +240,10 @@ def _is_unneeded(graph: Graph, states: States, stage: str, restarting: Collectio
 
 
 def _with_producers(graph: Graph, states: States, restarting: Collection[str]) -> set[str]:
-    """Adds the producers that resumed after the first row, and so cannot send these stages the rows before."""
+    """Returns `restarting` and all producers that must restart with it.
+
+    These are the producers that resumed after the first row, because they cannot send the earlier rows.
+    """
     found, pending = set(restarting), list(restarting)
     while pending:
         for flow in graph.incoming[pending.pop()]:

@@ -1,4 +1,4 @@
-"""Running requests, and recently ended ones, to which a caller can still attach."""
+"""Running requests, and recently ended requests to which a caller can still attach."""
 
 import asyncio
 import hashlib
@@ -19,20 +19,23 @@ class KnownRequest:
     """A request that a caller can find by its id."""
 
     fingerprint: bytes
-    """The digest of its content, made by the function `fingerprint`."""
+    """The digest of the request's content, as returned by the function `fingerprint`."""
     seed: int
     stop: Callable[[StagemeshError], None]
-    """Ends the request with an error. Harmless if it has ended."""
+    """Ends the request with an error. Does nothing if it has ended."""
     record: RequestRecord
     ended: "asyncio.Future[None]"
-    """Done once every stage has released the request. Several tasks wait for it: wait with `asyncio.wait`, which does
-    not cancel it.
+    """A future that is done when every stage has released the request.
+
+    Several tasks wait for it. They must use `asyncio.wait`, which does not cancel it.
     """
 
 
 class RequestRegistry:
-    """Requests by id. An ended request is dropped after `keep_s`, or earlier if ended requests hold more than
-    `keep_bytes`, oldest first.
+    """Requests by id.
+
+    An ended request is dropped after `keep_s` seconds. If all ended requests together need more than `keep_bytes`, the
+    oldest are dropped earlier.
     """
 
     def __init__(self, *, keep_s: float = KEEP_S, keep_bytes: int = KEEP_BYTES) -> None:
@@ -46,7 +49,7 @@ class RequestRegistry:
 
     @property
     def running(self) -> tuple[KnownRequest, ...]:
-        """The requests that have not ended, queued ones included."""
+        """The requests that have not ended, including queued requests."""
         return tuple(self._running.values())
 
     def find(self, request_id: str) -> KnownRequest | None:
@@ -54,30 +57,30 @@ class RequestRegistry:
         return self._running.get(request_id) or self._ended.get(request_id)
 
     def find_same(self, request_id: str, fingerprint: bytes, *, seed: int | None = None) -> KnownRequest | None:
-        """Returns the request with this id, or None.
+        """Returns the request with this id, or None if there is none.
 
-        Raises ExistsError (REQUEST_EXISTS) if its content differs, or its seed differs from a given `seed`.
+        Raises ExistsError (REQUEST_EXISTS) if its content differs, or if `seed` is given and differs from its seed.
         """
         known = self.find(request_id)
         if known is not None and (known.fingerprint != fingerprint or seed not in (None, known.seed)):
             raise ExistsError(
-                f"request {request_id!r} exists with other content; use another request_id",
+                f"request {request_id!r} already exists with different content; use another request_id",
                 reason="REQUEST_EXISTS",
                 metadata={"request_id": request_id},
             )
         return known
 
     def add(self, request_id: str, known: KnownRequest) -> None:
-        """Adds a request that is queued or runs."""
+        """Adds a queued or running request."""
         assert self.find(request_id) is None, "request ids are unique"
         self._running[request_id] = known
 
     def forget(self, request_id: str) -> None:
-        """Drops a request that ended before it ran. A caller that repeats it starts it again."""
+        """Drops a request that ended before it ran. If a caller repeats the request, it is started again."""
         del self._running[request_id]
 
     def end(self, request_id: str) -> None:
-        """Keeps a request that has ended for a while."""
+        """Records that a request has ended. The request is retained for a limited time."""
         known = self._ended[request_id] = self._running.pop(request_id)
         self._sizes[request_id] = known.record.size_bytes
         self._kept_bytes += known.record.size_bytes
@@ -99,7 +102,8 @@ class RequestRegistry:
 def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
     """Returns a digest of the content that two calls with the same request_id must share.
 
-    Leaves out how the caller continues to read, and the seed: a caller that returns has learnt it from its first call.
+    The digest excludes the fields that say how the caller continues to read. It also excludes the seed, because a
+    caller that returns has learned the seed from its first call.
     """
     content = orchestrator_pb2.GenerateRequest()
     content.CopyFrom(request)

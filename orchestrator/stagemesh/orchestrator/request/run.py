@@ -1,4 +1,4 @@
-"""Runs one planned request: starts its steps, restarts lost ones, and stops all of them if the request fails."""
+"""Runs one planned request: starts its steps, restarts lost steps, and stops all steps if the request fails."""
 
 import asyncio
 import logging
@@ -32,20 +32,20 @@ from stagemesh.v1 import stage_pb2
 
 _log = logging.getLogger(__name__)
 
-# How long the client's error is held back until the stages have released the request.
+# The time in seconds for which the client's error is delayed until the stages have released the request.
 _RELEASE_WAIT_S = 1.0
-# Further restarts of a stage are delayed, and after the last one the request fails.
+# After _QUICK_RESTARTS, further restarts of a stage are delayed. After MAX_RESTARTS, the request fails.
 _QUICK_RESTARTS, MAX_RESTARTS = 3, 24
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
-# A request runs alone on its replica after this number of processes of one stage died with it.
+# A request runs alone on its replica after this number of processes of one stage died while they ran it.
 _SUSPECT_DEATHS = 2
 
 
 class RequestRun:
     """Runs one planned request. The events of its steps are added to its record.
 
-    A loop asks `recovery` which actions are possible in the present state of the stages and starts a task for each.
-    Tasks change the state of their stage and wake the loop.
+    A loop asks `recovery` which actions are possible in the current state of the stages, and starts a task for each
+    action. A task changes the state of its stage and wakes the loop.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RequestRun:
             for step in plan.steps
         }
         self._changed = Notifier()
-        """Wakes the loop. An event would take a kilobyte."""
+        """Wakes the loop. An `asyncio.Event` would need a kilobyte."""
         self._failures = Failures(self._changed)
         self._requests = StepRequests(request, self._graph, self._states)
         self._events = StepEvents(
@@ -73,19 +73,20 @@ class RequestRun:
         self._stopped: StagemeshError | None = None
         self._tasks: dict[str, set[asyncio.Task[None]]] = {name: set() for name in self._states}
         self._busy: dict[str, asyncio.Task[None]] = {}
-        """By stage, the task that places or rebinds it; at most one at a time."""
+        """The task that places or rebinds a stage, by stage. A stage has at most one such task at a time."""
         self._cancelling: set[asyncio.Task[None]] = set()
         """The tasks that cancel superseded attempts."""
         self._group: asyncio.TaskGroup | None = None
 
     def stop(self, error: StagemeshError) -> None:
-        """Ends the request with this error. Harmless if it has ended or is about to end."""
+        """Ends the request with this error. Does nothing if it has ended or is about to end."""
         self._stopped = self._stopped or error
         self._changed.fire()
 
     async def run(self) -> StagemeshError | None:
-        """Runs the request and returns the error with which it failed, or None. Every stage that answers has released
-        the request then.
+        """Runs the request, and returns the error with which it failed, or None.
+
+        Afterwards, every stage that can be reached has released the request.
         """
         bind_log_context(request_id=self._request.request_id)
         self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s
@@ -109,7 +110,7 @@ class RequestRun:
     # -- the loop
 
     async def _outcome(self) -> StagemeshError | None:
-        """Waits until every step has finished. Returns the cause if the request fails instead."""
+        """Waits until every step has finished, and returns None. If the request fails, returns the cause instead."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not self._is_over:
@@ -134,7 +135,7 @@ class RequestRun:
         return self._stopped is not None or bool(self._failures.final) or finished
 
     def _recover(self) -> None:
-        """Restarts what was lost, as far as necessary."""
+        """Restarts the lost steps, and the other steps that must restart because of them."""
         lost, fresh = self._failures.take_losses()
         if self._failures.final or not (lost or fresh):
             return
@@ -157,7 +158,7 @@ class RequestRun:
             state.restart(restart)
 
     def _advance(self) -> None:
-        """Starts every action that is possible now."""
+        """Starts every action that is currently possible."""
         if self._is_over:
             return
         for action in next_actions(self._graph, self._states):
@@ -210,7 +211,9 @@ class RequestRun:
         self._note_placed(state)
 
     def _note_placed(self, state: StepState) -> None:
-        """Opens the notes of an attempt whose replica is chosen, and waits for the end of that replica."""
+        """Creates the notes of an attempt whose replica is chosen, and registers a callback for the end of that
+        replica.
+        """
         replica, attempt = state.replica, state.attempt
         state.notes = self._record.timeline.begin(state.name, replica=replica.name, attempt=attempt)
         if state.resumed is not None:
@@ -251,7 +254,7 @@ class RequestRun:
     # -- rebinding
 
     async def _rebind_inputs(self, state: StepState, edges: Collection[str]) -> None:
-        """Tells a running step whose producers were replaced to expect the new ones."""
+        """Makes a running step expect the producers that replaced its former producers."""
         attempt = state.attempt
         try:
             await self._requests.rebind_inputs(state, edges)
@@ -267,8 +270,9 @@ class RequestRun:
         self._changed.fire()
 
     async def _rebind_outputs(self, state: StepState, edges: Collection[str]) -> None:
-        """Tells a step whose consumers were replaced to send to the new ones from the first chunk on. Restarts the
-        stage if it cannot.
+        """Makes a step send to the consumers that replaced its former consumers, from the first chunk on.
+
+        Restarts the stage if the step cannot do this.
         """
         try:
             await self._requests.rebind_outputs(state, edges)
@@ -279,7 +283,10 @@ class RequestRun:
     # -- the end
 
     async def _cancel_steps(self, error: StagemeshError) -> None:
-        """Stops the steps that still run. The client gets the error once they have stopped, or after a second."""
+        """Stops the steps that are still running.
+
+        The client receives the error when they have stopped, but no later than after one second.
+        """
         failed = {failure.stage for failure in self._failures.final}
         running = [state for state in self._states.values() if state.at_work and state.replica.stage not in failed]
         attempts = [SupersededAttempt(state.replica, state.attempt) for state in running]
@@ -300,7 +307,7 @@ class RequestRun:
         return self._group.create_task(work, name=name)
 
     def _spawn(self, state: StepState, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        """Starts a task that is cancelled if the stage restarts."""
+        """Starts a task for a stage. It is cancelled if the stage restarts."""
         task = self._create_task(work, name=f"{state.name}/{state.attempt}")
         tasks = self._tasks[state.name]
         tasks.add(task)
@@ -327,5 +334,5 @@ def _not_rebound(state: StepState, error: StagemeshError) -> UnavailableError:
 
 def _needed_again(stage: str) -> UnavailableError:
     return UnavailableError(
-        f"the rows that stage {stage!r} left out since its checkpoint are needed now", reason=NOT_REBOUND
+        f"the rows that stage {stage!r} omitted when it resumed from its checkpoint are needed now", reason=NOT_REBOUND
     )

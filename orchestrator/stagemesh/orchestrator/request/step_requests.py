@@ -1,4 +1,4 @@
-"""The calls of one request to its stages, and their messages."""
+"""The calls that one request makes to its stages, and their messages."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
@@ -23,19 +23,19 @@ _Binding = TypeVar("_Binding", stage_pb2.InputBinding, stage_pb2.OutputBinding)
 
 
 class StepRequests:
-    """Makes the messages from the states of the request's stages at that time."""
+    """Builds the messages from the current states of the request's stages."""
 
     def __init__(self, request: ValidRequest, graph: Graph, states: Mapping[str, StepState]) -> None:
         self._request, self._graph, self._states = request, graph, states
         self._input_bytes = request.input.ByteSize() + request.parameters.ByteSize()
 
     def flow_attempts(self, state: StepState) -> Mapping[str, int]:
-        """Returns, by edge, the attempts of the flows of a step that starts now."""
+        """Returns the flow attempts of a step that starts now, by edge."""
         flows = (*self._graph.incoming[state.name], *self._open_flows(state))
         return {flow.edge: attempt_of(flow, self._states) for flow in flows}
 
     def execute(self, state: StepState) -> stage_pb2.ExecuteStepRequest:
-        """Returns the message that starts the stage's newest attempt, without the edges to finished consumers."""
+        """Returns the message that starts the stage's newest attempt. It omits edges whose consumers have finished."""
         step = state.step
         return stage_pb2.ExecuteStepRequest(
             request_id=self._request.request_id,
@@ -52,14 +52,15 @@ class StepRequests:
         )
 
     def can_resume_from(self, checkpoint: stage_pb2.Checkpoint) -> bool:
-        """Returns whether a step can resume from a checkpoint: the checkpoint must contain a state, and must fit into
-        a message together with the input.
+        """Returns whether a step can resume from a checkpoint.
+
+        The checkpoint must contain a state, and must fit into a message together with the input.
         """
         has_state = bool(checkpoint.token_ids or checkpoint.tensors)
         return has_state and self._input_bytes + checkpoint.ByteSize() + _BINDINGS_BYTES <= MAX_MESSAGE_BYTES
 
     async def rebind_inputs(self, state: StepState, edges: Collection[str]) -> None:
-        """Tells the stage's step to expect other producers on these edges. Raises what the replica answers."""
+        """Makes the stage's step expect other producers on these edges. Raises the error that the replica returns."""
         rebindings = [
             stage_pb2.InputRebinding(binding=binding, first_rows=flow.carried(self._states[flow.producer].first_rows))
             for flow, binding in zip(self._graph.incoming[state.name], self._inputs(state), strict=True)
@@ -68,12 +69,12 @@ class StepRequests:
         await self._rebind(state, inputs=rebindings)
 
     async def rebind_outputs(self, state: StepState, edges: Collection[str]) -> None:
-        """Tells the stage's step to send to other consumers on these edges. Raises what the replica answers."""
+        """Makes the stage's step send to other consumers on these edges. Raises the error that the replica returns."""
         flows = [flow for flow in self._graph.outgoing[state.name] if flow.edge in edges]
         await self._rebind(state, outputs=self._outputs(state, flows))
 
     async def cancel(self, attempt: SupersededAttempt, error: StagemeshError | None = None) -> None:
-        """Stops an attempt because of `error`, or because a newer one has replaced it. Logs a failure."""
+        """Stops an attempt because of `error`, or because a newer attempt has replaced it. Only logs a failure."""
         if attempt.replica.end_cause is not None:
             return
         request = stage_pb2.CancelStepRequest(
@@ -122,7 +123,7 @@ class StepRequests:
         return [_with_attempt(stage_pb2.OutputBinding(), each, attempts[each.edge]) for each in bindings]
 
     def _parameters(self, state: StepState) -> request_pb2.Parameters:
-        """Leaves out options and adapters that the stage does not know, because a stage rejects those."""
+        """Returns the request's parameters, without options and adapters that the stage would reject."""
         signature = state.step.stage.signature
         parameters = request_pb2.Parameters()
         parameters.CopyFrom(self._request.parameters)
@@ -133,7 +134,7 @@ class StepRequests:
         return parameters
 
     def _input(self, state: StepState) -> request_pb2.Input:
-        """Leaves out the negative prompt if the stage does not accept one."""
+        """Returns the request's input, without the negative prompt if the stage does not accept one."""
         given = self._request.input
         if state.step.stage.signature.negative_prompt or not given.negative_prompt:
             return given

@@ -16,7 +16,7 @@ from stagemesh.v1 import stage_pb2
 
 @dataclass(frozen=True)
 class ReceivedCheckpoint:
-    """A state from which a stage can resume, and how far the stage's outputs were when it arrived."""
+    """A state from which a stage can resume, and the position of the stage's outputs when the state arrived."""
 
     message: stage_pb2.Checkpoint
     position: Position
@@ -24,7 +24,7 @@ class ReceivedCheckpoint:
 
 @dataclass(frozen=True)
 class SupersededAttempt:
-    """An attempt that a newer one has replaced. Its replica may still work on it."""
+    """An attempt that a newer attempt has replaced. Its replica may still be working on it."""
 
     replica: Replica
     attempt: int
@@ -32,32 +32,32 @@ class SupersededAttempt:
 
 @dataclass(eq=False, kw_only=True)
 class StepState(AttemptState):
-    """Adds the replica and the outputs of the newest attempt, and what outlives an attempt."""
+    """The full state of a stage: its newest attempt's replica and outputs, and the facts that outlive an attempt."""
 
     step: PlannedStep
     budget: StateBudget
-    """Limits the states that all steps of the orchestrator keep."""
+    """Limits the states that all steps of the orchestrator retain."""
     notes: StepNotes | None = None
     checkpoint: ReceivedCheckpoint | None = None
-    """The newest useful checkpoint."""
+    """The newest useful checkpoint, or None if there is none."""
     resumed: ReceivedCheckpoint | None = None
-    """The checkpoint from which this attempt resumed, or None if it began at the start."""
+    """The checkpoint from which this attempt resumed, or None if it started from the beginning."""
     position: Position = field(default_factory=Position)
-    """How far this attempt is in the pipeline's outputs that the stage makes."""
+    """The position of this attempt in the pipeline's outputs that the stage produces."""
     next_seqs: dict[str, int] = field(default_factory=dict[str, int])
-    """By tensor, the number that the attempt's next piece must have."""
+    """The number that the attempt's next fragment must have, by tensor."""
     shown_steps: int = 0
     """The highest number of engine steps that was reported to the client."""
     restarts: int = 0
     dead_replicas: frozenset[Replica] = frozenset()
-    """Processes that died while they ran the stage. A restarted process is another Replica."""
+    """The replicas that died while they ran the stage. A restarted process is a new Replica."""
     alone: bool = False
-    """Whether no other request may run on its replica."""
+    """Whether no other request may run on the stage's replica."""
     avoid: frozenset[Replica] = frozenset()
-    """Replicas on which the stage was lost."""
+    """The replicas on which the stage was lost. They are chosen again only if there is no other."""
     superseded: list[SupersededAttempt] = field(default_factory=list[SupersededAttempt])
     arrangements: ExitStack = field(default_factory=ExitStack)
-    """Ends the reservation of the replica, and the wait for its end."""
+    """Callbacks that end the reservation of the replica and remove the callback for its end."""
 
     @property
     def name(self) -> str:
@@ -66,16 +66,19 @@ class StepState(AttemptState):
 
     @property
     def replica(self) -> Replica:
-        """The replica of the newest attempt, or the last one if the attempt has none yet."""
+        """The replica of the newest attempt, or the previous replica if the attempt has none yet."""
         return self.step.replica
 
     @property
     def at_work(self) -> bool:
-        """Whether the replica has the step, or is about to get it, and has not finished it."""
+        """Whether the step was sent or is about to be sent to its replica, and has not finished."""
         return self.phase in (Phase.STARTING, Phase.RUNNING)
 
     def store_checkpoint(self, checkpoint: stage_pb2.Checkpoint) -> None:
-        """Replaces the checkpoint, within the budget. The stage's consumers receive all rows before it."""
+        """Replaces the checkpoint. If the budget does not allow it, only discards the previous checkpoint.
+
+        The stage's consumers must receive all rows before the checkpoint.
+        """
         if not self.budget.keep(self, checkpoint.ByteSize(), drop=self.discard_checkpoint):
             self.discard_checkpoint()
             return
@@ -83,12 +86,12 @@ class StepState(AttemptState):
         self.checkpoint_rows = dict(checkpoint.rows)
 
     def discard_checkpoint(self) -> None:
-        """Drops the checkpoint, which is useless now."""
+        """Drops the checkpoint, which can no longer be used."""
         self.budget.release(self)
         self.checkpoint = self.checkpoint_rows = None
 
     def restart(self, restart: Restart) -> None:
-        """Ends the attempt and begins the next one, which waits for a replica."""
+        """Ends the current attempt, and starts the next attempt, which waits for a replica."""
         if self.at_work or self.phase is Phase.FINISHED:
             self.superseded.append(SupersededAttempt(self.replica, self.attempt))
         self.release_replica()
@@ -103,7 +106,9 @@ class StepState(AttemptState):
         self.restarts += 1
 
     def release_replica(self) -> None:
-        """Takes the step off its replica's load, ends its reservation, and stops waiting for its end."""
+        """Removes the step from its replica's load, ends the reservation, and removes the callback for the replica's
+        end.
+        """
         self.step.release()
         self.arrangements.close()
 
@@ -121,8 +126,9 @@ def graph_of(plan: Plan) -> Graph:
 
 
 def _is_resumable(edge: Edge, route: Route) -> bool:
-    """Returns whether rows can be left out at the front of a flow: no row is sent together with earlier rows, and none
-    of the rows is left out by the edge itself.
+    """Returns whether the first rows of a flow can be omitted.
+
+    They can if no row is sent together with earlier rows and if the edge itself omits no rows.
     """
     if edge.tokens == "last" and any(other.tokens != "last" for other in route.outgoing[edge.producer]):
         return False

@@ -1,7 +1,7 @@
-"""Records what happened to a request and when: a few numbers for each attempt of each stage.
+"""Records what happened to a request and when, as a few numbers for each attempt of each stage.
 
-Times are seconds since the request was received. The notes are updated for every output, so each update must cost well
-under a microsecond. Values that can be computed later are not stored.
+Times are in seconds since the request was received. The notes are updated for every output, so that each update must
+cost well under a microsecond. Values that can be computed later are not stored.
 """
 
 import time
@@ -16,7 +16,7 @@ from stagemesh.v1 import stage_pb2
 
 
 class RequestState(Enum):
-    """The state of a request. The value is the name of the wire's enum value without its prefix."""
+    """The state of a request. The value is the name of the protobuf enum value without its prefix."""
 
     QUEUED = "QUEUED"
     RUNNING = "RUNNING"
@@ -31,7 +31,7 @@ class RequestState(Enum):
 
 
 class Rebinding(NamedTuple):
-    """The time at which a step got other upstream or downstream replicas, and the edges that lead to them."""
+    """The time at which a step was connected to other replicas, and the edges that lead to these replicas."""
 
     at_s: float
     edges: tuple[str, ...]
@@ -45,22 +45,22 @@ class StepNotes:
     replica: str
     attempt: int
     began_s: float
-    """When the request was received, by `clock`."""
+    """The time on `clock` at which the request was received."""
     clock: Callable[[], float]
     planned_s: float = 0.0
     sent_s: float | None = None
     accepted_s: float | None = None
     first_output_s: float | None = None
     heard_s: float | None = None
-    """When the last event of the step arrived."""
+    """The time at which the last event of the step arrived. None if no event has arrived."""
     ended_s: float | None = None
     queue_position: int = 0
     outputs: int = 0
     reported_steps: int = 0
     total_steps: int | None = None
-    """The number of engine steps in all, if the engine knows it."""
+    """The total number of engine steps. None if the engine does not know it."""
     resumed_steps: int | None = None
-    """The number of engine steps of the checkpoint from which the attempt resumed."""
+    """The number of engine steps before the checkpoint from which the attempt resumed. None if it did not resume."""
     rebindings: tuple[Rebinding, ...] = ()
     finished: stage_pb2.StepFinished | None = None
     error: StagemeshError | None = None
@@ -70,11 +70,11 @@ class StepNotes:
 
     @property
     def steps(self) -> int:
-        """The number of engine steps that are done."""
+        """The number of completed engine steps."""
         return max(self.reported_steps, self.finished.usage.steps if self.finished is not None else 0)
 
     def note_sent(self) -> None:
-        """Records that the step is sent to its replica."""
+        """Records that the step was sent to its replica."""
         self.sent_s = self._elapsed_s()
 
     def note_accepted(self, accepted: stage_pb2.StepAccepted) -> None:
@@ -83,21 +83,21 @@ class StepNotes:
         self.queue_position = accepted.queue_position
 
     def note_output(self) -> None:
-        """Records that a piece of an output arrived."""
+        """Records that a fragment of an output arrived."""
         self.heard_s = now_s = self.clock() - self.began_s
         if not self.outputs:
             self.first_output_s = now_s
         self.outputs += 1
 
     def note_progress(self, progress: stage_pb2.StepProgress) -> None:
-        """Records the number of engine steps that are done."""
+        """Records the number of completed engine steps."""
         self.heard_s = self.clock() - self.began_s
         self.reported_steps = progress.steps
         if progress.HasField("total_steps"):
             self.total_steps = progress.total_steps
 
     def note_rebound(self, edges: Sequence[str]) -> None:
-        """Records that the step got other replicas at the far end of these edges."""
+        """Records that the step was connected to other replicas on these edges."""
         self.rebindings += (Rebinding(self._elapsed_s(), tuple(edges)),)
 
     def note_finished(self, finished: stage_pb2.StepFinished) -> None:
@@ -106,7 +106,7 @@ class StepNotes:
         self.finished = finished
 
     def end(self, error: StagemeshError | None) -> None:
-        """Records that the attempt ended. Only the first call counts."""
+        """Records that the attempt ended. Only the first call has an effect."""
         if self.ended_s is None:
             self.ended_s, self.error = self._elapsed_s(), _without_frames(error)
 
@@ -130,7 +130,7 @@ class Timeline:
         self.request_id, self.number, self.priority = request_id, number, priority
         self.outputs, self.timeout_s = tuple(outputs), timeout_s
         self.received_at_s = time.time()
-        """Wall-clock time, for display only."""
+        """The wall-clock time of receipt in seconds since the Unix epoch, for display only."""
         self.steps: list[StepNotes] = []
         self.planned_s: float | None = None
         self.ended_s: float | None = None
@@ -140,7 +140,7 @@ class Timeline:
 
     @property
     def state(self) -> RequestState:
-        """The request's state now."""
+        """The current state of the request."""
         if self.ended_s is None:
             return RequestState.QUEUED if self.planned_s is None else RequestState.RUNNING
         if self.error is None:
@@ -149,12 +149,12 @@ class Timeline:
 
     @property
     def age_s(self) -> float:
-        """Seconds from the receipt of the request to now, or to its end."""
+        """The seconds from the receipt of the request until now, or until its end if it has ended."""
         return self.elapsed_s() if self.ended_s is None else self.ended_s
 
     @property
     def at_work(self) -> list[StepNotes]:
-        """The attempts that have not ended. The one whose last event is the oldest comes first."""
+        """The attempts that have not ended. The attempt whose last event is the oldest is first."""
         return sorted((step for step in self.steps if step.ended_s is None), key=lambda step: step.heard_s or 0.0)
 
     def elapsed_s(self) -> float:
@@ -162,7 +162,7 @@ class Timeline:
         return self._clock() - self._began_s
 
     def note_planned(self) -> None:
-        """Records that the request has its first plan."""
+        """Records that the request has its first plan. Further calls have no effect."""
         if self.planned_s is None:
             self.planned_s = self.elapsed_s()
 
@@ -173,12 +173,15 @@ class Timeline:
         return notes
 
     def end(self, error: StagemeshError | None) -> None:
-        """Records that the request ended, and with it every attempt that has not ended."""
+        """Records the end of the request, and of every attempt that has not ended."""
         self.ended_s, self.error = self.elapsed_s(), _without_frames(error)
         for step in self.steps:
             step.end(error)
 
 
 def _without_frames(error: StagemeshError | None) -> StagemeshError | None:
-    """Copies an error: a raised one refers to the frames that it passed, and so to everything that the request made."""
+    """Returns a copy of an error, or None.
+
+    A raised error refers to the frames that it passed, which would keep all objects of the request alive.
+    """
     return None if error is None else copy(error)

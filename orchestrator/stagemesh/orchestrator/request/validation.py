@@ -1,4 +1,4 @@
-"""Checks a client's request against the pipeline before the orchestrator holds anything for it."""
+"""Checks a client's request against the pipeline before the orchestrator reserves anything for it."""
 
 import re
 import secrets
@@ -34,7 +34,7 @@ _INPUT_KINDS: Mapping[str, InputKind] = {
 
 @dataclass(frozen=True)
 class ValidRequest:
-    """A request that the pipeline can run. Its id and seed are generated at random if the client gave none."""
+    """A request that the pipeline can run. Its id and seed are generated at random if the client omitted them."""
 
     request_id: str
     input: request_pb2.Input
@@ -43,8 +43,9 @@ class ValidRequest:
     priority: int = 0
     caller: str = ""
     first_attempt: int = 1
-    """The number of each stage's first attempt. Higher than all attempts that earlier calls may have begun, so that
-    this call takes over from them.
+    """The number of each stage's first attempt.
+
+    It is higher than the attempts that earlier calls may have started, so that this call takes over from them.
     """
 
     @property
@@ -54,8 +55,9 @@ class ValidRequest:
 
     @property
     def facts(self) -> Facts:
-        """The facts that the pipeline's conditions test: the options that the request sets, the kinds of its input,
-        and the outputs that it asks for.
+        """The facts that the pipeline's conditions test.
+
+        They are the options that the request sets, the kinds of its input, and the outputs that it asks for.
         """
         return {
             **{Fact("option", name): value for name, value in self.parameters.options.items()},
@@ -65,8 +67,10 @@ class ValidRequest:
 
 
 def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> ValidRequest:
-    """Returns the request as the pipeline will run it. Raises InvalidRequestError, NotFoundError, UnsupportedError or
-    InvalidChunkError with the remedy if the pipeline cannot run it.
+    """Returns the request as the pipeline will run it.
+
+    Raises InvalidRequestError, NotFoundError, UnsupportedError or InvalidChunkError if the pipeline cannot run it. The
+    message contains the remedy.
     """
     check_pipeline(request.pipeline, pipeline)
     if request.request_id:
@@ -134,8 +138,9 @@ def _check_outputs(names: Iterable[str], pipeline: Pipeline) -> tuple[str, ...]:
 
 
 def _check_support(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> None:
-    """Checks that a stage accepts the media, the negative prompt and the adapter of a request, if it has them. The
-    stage itself checks the content of media, because it decodes them.
+    """Checks that a stage accepts the media, the negative prompt and the adapter of a request, if it has them.
+
+    The content of media is checked by the stage itself, because the stage decodes it.
     """
     given = request.input
     signatures = [stage.signature for stage in pipeline.stages.values()]
@@ -143,14 +148,14 @@ def _check_support(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline
     has_media = any(is_medium(part) for message in given.conversation.messages for part in message.parts)
     if has_media and not any(signature.media for signature in signatures):
         raise UnsupportedError(
-            f"{no_stage} images, audio or video; leave them out, or choose a pipeline whose model does"
+            f"{no_stage} images, audio or video; omit them, or choose a pipeline whose model accepts them"
         )
     if given.negative_prompt and not any(signature.negative_prompt for signature in signatures):
-        raise UnsupportedError(f"{no_stage} a negative prompt; leave it out")
+        raise UnsupportedError(f"{no_stage} a negative prompt; omit it")
     if request.parameters.HasField("adapter") and not any(signature.adapters for signature in signatures):
         raise UnsupportedError(
             f"{no_stage} adapters; leave adapter unset, or start a stage with the option enable_lora if its engine "
-            "has it"
+            "supports it"
         )
 
 

@@ -1,4 +1,4 @@
-"""Pipeline files: from YAML to a checked graph. Every mistake is reported with file, line and remedy."""
+"""Pipeline files: converts YAML to a checked graph. Every mistake is reported with its file, line and remedy."""
 
 from stagemesh.orchestrator.spec.checks.stages import Catalog
 from stagemesh.orchestrator.spec.load import load_pipeline

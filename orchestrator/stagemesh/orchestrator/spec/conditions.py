@@ -1,7 +1,7 @@
 """Conditions on a request: a closed set of typed comparisons, all of which must hold.
 
-Every fact about a request is a number. An option has its value. A kind of input is 1 if the request has it, and an
-output is 1 if the request wants it; otherwise both are 0.
+Every fact about a request is a number. The value of an option is the option's value. The value of a kind of input is 1
+if the request has such input, and 0 otherwise. The value of an output is 1 if the request wants it, and 0 otherwise.
 """
 
 import operator
@@ -26,7 +26,7 @@ class Fact(NamedTuple):
     name: str
 
     def describe(self, value: float) -> str:
-        """Returns the fact with this value in plain English."""
+        """Describes the fact with this value in plain English."""
         match self.kind:
             case "option":
                 return f"option {self.name} is {value:g}"
@@ -63,7 +63,7 @@ _HOLDS: Mapping[Comparison, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True)
 class Term:
-    """One comparison of one fact, whose value lies within `bounds`."""
+    """One comparison of one fact. `bounds` are the bounds and the default of the fact's value."""
 
     fact: Fact
     comparison: Comparison
@@ -96,10 +96,10 @@ def wanted(output: str) -> Term:
 
 
 def describe_condition(condition: Condition) -> str:
-    """Returns a condition in plain English."""
+    """Describes a condition in plain English."""
     return " and ".join(map(str, condition)) or "always"
 
 
 def describe_facts(facts: Facts) -> str:
-    """Returns facts in plain English."""
+    """Describes facts in plain English."""
     return " and ".join(fact.describe(value) for fact, value in facts.items()) or "always"

@@ -1,4 +1,4 @@
-"""Directed graphs of names: order, cycles, ancestors."""
+"""Directed graphs of names: topological order, cycles and ancestors."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ class Arc(NamedTuple):
 
 
 def topological_order(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
-    """Returns the nodes, producers before consumers and otherwise in the given order.
+    """Returns the nodes with producers before consumers, and otherwise in the given order.
 
     Omits nodes on a cycle and nodes downstream of a cycle.
     """
@@ -25,7 +25,7 @@ def topological_order(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str,
 
 
 def find_cycle(nodes: Sequence[str], arcs: Collection[Arc]) -> tuple[str, ...]:
-    """Returns the nodes of one cycle, the first repeated at the end. Empty if there is no cycle."""
+    """Returns the nodes of one cycle, with the first node repeated at the end. Empty if there is no cycle."""
     stuck = set(nodes) - set(topological_order(nodes, arcs))
     producers = {arc.consumer: arc.producer for arc in arcs if {arc.producer, arc.consumer} <= stuck}
     if not producers:

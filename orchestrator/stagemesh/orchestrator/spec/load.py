@@ -1,4 +1,4 @@
-"""Reads a pipeline file and turns it into a checked graph."""
+"""Reads a pipeline file, and converts it to a checked graph."""
 
 import hashlib
 import json
@@ -32,14 +32,14 @@ def load_pipeline(
     check_models: bool = True,
     catalog: Catalog | None = None,
 ) -> Pipeline:
-    """Reads and checks a pipeline, given by the name of a built-in pipeline or by the path of a file.
+    """Reads and checks a pipeline. `name_or_path` is the name of a built-in pipeline or the path of a file.
 
-    - `variables` replace the environment.
-    - `overrides` are values set from outside, such as {"edges.*.connector": "grpc"}.
-    - `check_models` makes a missing model an error.
+    - `variables` are used instead of the environment variables.
+    - `overrides` replace values of the file, for example {"edges.*.connector": "grpc"}.
+    - `check_models` makes a missing model a mistake.
 
-    Raises NotFoundError (UNKNOWN_PIPELINE), and InvalidPipelineError with a line "file:line: mistake; remedy" for each
-    mistake.
+    Raises NotFoundError (UNKNOWN_PIPELINE) if there is no such pipeline. Raises InvalidPipelineError, with a line
+    "file:line: mistake; remedy" for each mistake, if the file is invalid.
     """
     source = find_source(name_or_path)
     document = read_document(
@@ -111,7 +111,7 @@ def _generation(stages: Mapping[str, Stage]) -> str:
 
 
 def _explain(file: PipelineFile, origins: Origins) -> Iterator[ExplainedValue]:
-    """Yields the file's values and the defaults of keys that it omits, each with its origin."""
+    """Yields the file's values and the defaults of omitted keys, each with its origin."""
     for path, value in _leaves(file.model_dump(mode="json", by_alias=True), ()):
         if value is not None:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -119,7 +119,7 @@ def _explain(file: PipelineFile, origins: Origins) -> Iterator[ExplainedValue]:
 
 
 def _origin_label(path: KeyPath, origins: Origins) -> str:
-    # A mapping that is set as a whole (--set chunk='{frames: 9}') has the only origin of its items.
+    # If a mapping is set as a whole (--set chunk='{frames: 9}'), its items have the origin of the mapping.
     for end in range(len(path), 0, -1):
         origin = origins.get(path[:end])
         if origin is not None and (end == len(path) or origin.line == 0):

@@ -1,4 +1,4 @@
-"""A pipeline that has passed every check: the entries of its file with everything that the checks resolved."""
+"""A pipeline that has passed every check: the entries of its file, with the values that the checks resolved."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -14,42 +14,44 @@ from stagemesh.orchestrator.spec.schema import EdgeEntry, Limits, OutputEntry, S
 
 
 class Stage(StageEntry, frozen=True):
-    """One model part with one engine."""
+    """One stage of a pipeline, which runs a part of the model on one engine."""
 
     name: str
     signature: SkipValidation[Signature]
     model_path: Path | None = None
-    """The model's folder or file. None for a stage without a model, and if models were not searched for."""
+    """The folder or file of the model. None if the stage has no model or if models were not searched for."""
     condition: SkipValidation[Condition] = ()
-    """The stage runs for requests that fulfil this condition."""
+    """The condition that a request must fulfil for the stage to run."""
 
     @property
     def model_name(self) -> str:
-        """The model as the pipeline file names it, or an empty string."""
+        """The model's name or path in the pipeline file, or an empty string if the stage has no model."""
         return self.model or ""
 
 
 class Edge(EdgeEntry, frozen=True):
-    """A typed flow of tensors from a stage to a stage."""
+    """A typed flow of tensors from one stage to another."""
 
     name: str = ""
     tensors: tuple[str, ...] = ()
-    """The tensors of its producer that the edge carries."""
+    """The producer's tensors that the edge transfers."""
     brings: tuple[str, ...] = ()
-    """The tensors that its consumer receives."""
+    """The tensors that the consumer receives on the edge."""
     apart: bool = False
-    """Whether its packets are separate inputs of its consumer, not joined with those of other edges."""
+    """Whether the edge's packets are separate inputs of the consumer. Otherwise they are joined with those of other
+    edges.
+    """
     condition: SkipValidation[Condition] = ()
-    """The edge carries packets for requests that fulfil this condition."""
+    """The condition that a request must fulfil for the edge to carry packets."""
 
     @property
     def arc(self) -> Arc:
-        """The edge in the graph of stages."""
+        """The edge as a connection in the graph of stages."""
         return Arc(self.producer, self.consumer)
 
 
 class PipelineOutput(OutputEntry, frozen=True):
-    """A stage's tensor that clients may request, under a name of its own."""
+    """A tensor of a stage that clients may request under the name of the output."""
 
     name: str
     kind: OutputKind
@@ -67,7 +69,7 @@ class ExplainedValue:
 
 @dataclass(frozen=True)
 class Route:
-    """The stages that run for a request, producers before consumers, and the edges that carry packets for it."""
+    """The stages that run for a request, producers before consumers, and the edges that carry its packets."""
 
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
@@ -76,16 +78,16 @@ class Route:
 
     @cached_property
     def incoming(self) -> Mapping[str, tuple[Edge, ...]]:
-        """The edges that lead to each stage."""
+        """The incoming edges by stage."""
         return {stage.name: tuple(edge for edge in self.edges if edge.consumer == stage.name) for stage in self.stages}
 
     @cached_property
     def outgoing(self) -> Mapping[str, tuple[Edge, ...]]:
-        """The edges that leave each stage."""
+        """The outgoing edges by stage."""
         return {stage.name: tuple(edge for edge in self.edges if edge.producer == stage.name) for stage in self.stages}
 
     def absent(self, stage: Stage) -> tuple[str, ...]:
-        """Returns the tensors that a stage accepts and that no edge of the route brings."""
+        """Returns the tensors that a stage accepts but that no edge of the route delivers."""
         brought = {tensor for edge in self.incoming[stage.name] for tensor in edge.brings}
         return tuple(name for name in stage.signature.accepts if name not in brought)
 
@@ -96,20 +98,20 @@ class Pipeline:
 
     name: str
     generation: str
-    """A hash of the stages. Replicas of different generations never share a request."""
+    """A hash of the stages. A request never uses replicas of different generations."""
     stages: Mapping[str, Stage]
-    """Producers before consumers."""
+    """The stages by name, producers before consumers."""
     edges: tuple[Edge, ...]
     outputs: Mapping[str, PipelineOutput]
     limits: Limits
     source: Path
     options: Mapping[str, OptionSpec] = field(default_factory=dict[str, OptionSpec])
-    """The options that requests may set: those of the stages and those that the file declares."""
+    """The options that requests may set: the options of the stages, and the options that the file declares."""
     explanation: tuple[ExplainedValue, ...] = field(default=(), repr=False, compare=False)
-    """Every value of the file, in its order, with its origin."""
+    """Every value of the file with its origin, in the file's order."""
 
     def route(self, outputs: Collection[str], facts: Facts | None = None) -> Route:
-        """Returns the part of the pipeline that a request with these outputs and these other facts takes."""
+        """Returns the stages and edges that a request with these outputs uses. `facts` are its other facts."""
         known = {**(facts or {}), **{Fact("output", name): 1.0 for name in outputs}}
         runs = {stage.name for stage in self.stages.values() if holds(stage.condition, known)}
         open_edges = [edge for edge in self.edges if runs >= set(edge.arc) and holds(edge.condition, known)]
@@ -122,9 +124,9 @@ class Pipeline:
         )
 
     def incoming(self, stage: str) -> tuple[Edge, ...]:
-        """Returns the edges that lead to a stage."""
+        """Returns the incoming edges of a stage."""
         return tuple(edge for edge in self.edges if edge.consumer == stage)
 
     def outgoing(self, stage: str) -> tuple[Edge, ...]:
-        """Returns the edges that leave a stage."""
+        """Returns the outgoing edges of a stage."""
         return tuple(edge for edge in self.edges if edge.producer == stage)

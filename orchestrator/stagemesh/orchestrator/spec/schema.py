@@ -1,4 +1,4 @@
-"""The entries of a pipeline file as written. The checks turn each entry into its counterpart in `spec.model`."""
+"""The entries of a pipeline file as they are written. The checks convert each entry to its type in `spec.model`."""
 
 import sys
 from collections.abc import Mapping
@@ -36,9 +36,9 @@ Number: TypeAlias = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class Entry(BaseModel, frozen=True):
-    """A mapping of a pipeline file. Unknown keys are errors."""
+    """A mapping in a pipeline file. Unknown keys are errors."""
 
-    # Names of fields are for Python code; `check_shape` accepts the keys of the file alone.
+    # Python code uses the names of fields. `check_shape` accepts only the keys of the file.
     model_config = ConfigDict(extra="forbid", validate_by_name=True, validate_by_alias=True)
 
 
@@ -47,7 +47,7 @@ def _dump_written(entry: Entry) -> dict[str, Any]:
 
 
 _WRITTEN = PlainSerializer(_dump_written)
-"""Serializes only the keys that the file gives."""
+"""Serializes only the keys that the file contains."""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -61,7 +61,7 @@ class DataPlaneEntry(DataPlaneConfig):
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class OptionEntry(OptionSpec):
-    """A value of `options`: a number that requests may set and that only conditions read."""
+    """A value of `options`: a number that requests may set and that only conditions use."""
 
     default: Number
     minimum: Number
@@ -69,7 +69,7 @@ class OptionEntry(OptionSpec):
 
     def __post_init__(self) -> None:
         if not self.minimum <= self.default <= self.maximum or self.minimum == self.maximum:
-            raise ValueError("minimum must be less than maximum, and default must lie between them")
+            raise ValueError("minimum must be less than maximum, and default must be between them")
 
 
 class OptionTerm(Entry, frozen=True):
@@ -85,20 +85,20 @@ class OptionTerm(Entry, frozen=True):
 
     @property
     def comparisons(self) -> Mapping[Comparison, float]:
-        """The numbers that the option is compared with."""
+        """The numbers with which the option is compared, by comparison."""
         values = {how: getattr(self, how.value, self.equal) for how in Comparison}
         return {how: value for how, value in values.items() if value is not None}
 
 
 class InputTerm(Entry, frozen=True):
-    """An item of a `when` that holds if the request has a kind of input, or lacks it."""
+    """An item of a `when` that tests whether the request has a kind of input."""
 
     input: InputKind
     given: Annotated[bool, Field(strict=True)] = True
 
 
 class OutputTerm(Entry, frozen=True):
-    """An item of a `when` that holds if the request wants an output, or does not want it."""
+    """An item of a `when` that tests whether the request wants an output."""
 
     output: str
     wanted: Annotated[bool, Field(strict=True)] = True
@@ -141,7 +141,7 @@ Join: TypeAlias = Annotated[
 
 
 class StageEntry(Entry, frozen=True):
-    """A value of `stages`."""
+    """A value of `stages`: the description of one stage."""
 
     engine: str
     model: str | None = None
@@ -155,7 +155,7 @@ class StageEntry(Entry, frozen=True):
 
 
 class FramesEntry(Entry, frozen=True):
-    """An edge's `chunk` if it is a mapping."""
+    """The value of an edge's `chunk` if it is a mapping."""
 
     frames: Positive
     initial_frames: Count = 0
@@ -173,7 +173,7 @@ Chunk: TypeAlias = Annotated[
 
 
 class EdgeEntry(Entry, frozen=True):
-    """An item of `edges`."""
+    """An item of `edges`: the description of one edge."""
 
     producer: Annotated[str, Field(validation_alias="from", serialization_alias="from")]
     consumer: Annotated[str, Field(validation_alias="to", serialization_alias="to")]
@@ -181,18 +181,18 @@ class EdgeEntry(Entry, frozen=True):
     connector: str = AUTO
     chunk: Chunk = "step"
     tokens: Literal["all", "last"] = "all"
-    """The rows that the edge carries, of tensors that have one row for each token."""
+    """The rows that the edge transfers. Applies to tensors that have one row for each token."""
     name: Name | None = None
     when: When | None = None
 
     @property
     def edge_name(self) -> str:
-        """The name given, or "from->to"."""
+        """The name in the file, or "from->to" if the file gives none."""
         return self.name or f"{self.producer}->{self.consumer}"
 
     @cached_property
     def policy(self) -> ChunkPolicy:
-        """The chunk policy of the data plane."""
+        """The edge's chunk policy as the data plane represents it."""
         if isinstance(self.chunk, FramesEntry):
             return FramesPolicy(self.chunk.frames, self.chunk.initial_frames, self.chunk.left_context_frames)
         return WholePolicy() if self.chunk == "whole" else StepPolicy()
@@ -218,7 +218,7 @@ class OutputEntry(Entry, frozen=True):
 
 
 class Bounds(Entry, frozen=True):
-    """Limits on the number and the bytes of running and waiting requests. Unlimited by default."""
+    """Limits on the numbers and bytes of running and waiting requests. Unlimited by default."""
 
     max_in_flight: Positive = sys.maxsize
     max_in_flight_bytes: Size = sys.maxsize
@@ -227,7 +227,7 @@ class Bounds(Entry, frozen=True):
 
 
 class Limits(Bounds, frozen=True):
-    """The value of `limits`: what the orchestrator admits over the whole pipeline, and of each caller."""
+    """The value of `limits`: the limits for the whole pipeline, and the limits for each caller."""
 
     max_in_flight: Positive = 64
     max_in_flight_bytes: Size = 4 << 30
@@ -235,11 +235,11 @@ class Limits(Bounds, frozen=True):
     max_queued_bytes: Size = 256 << 20
     per_caller: Annotated[Bounds, _WRITTEN] = Bounds()
     max_unread_bytes: Size = 256 << 20
-    """The number of output bytes that all callers of a request may leave unread before it is stopped."""
+    """The number of output bytes that every caller of a request may leave unread before the request is stopped."""
 
 
 class PipelineFile(Entry, frozen=True):
-    """The whole file."""
+    """A whole pipeline file."""
 
     name: Annotated[Name, Field(validation_alias="pipeline", serialization_alias="pipeline")]
     stages: Annotated[Mapping[Name, StageEntry], Field(min_length=1)]

@@ -20,7 +20,10 @@ _LISTS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def _complete(*rpcs: str) -> Callable[[typer.Context, str], list[str]]:
-    """Returns a callback that completes the names in these lists. It completes nothing if the server does not answer."""
+    """Returns a callback that completes the names in these lists.
+
+    The callback completes nothing if the server does not answer.
+    """
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         from stagemesh.common.errors import StagemeshError

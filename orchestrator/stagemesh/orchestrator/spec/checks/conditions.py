@@ -1,4 +1,4 @@
-"""Checks the conditions of a pipeline file: their names, their types, and whether each can both hold and fail."""
+"""Checks the conditions of a pipeline file: names, types, and whether each condition can be both true and false."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,13 +24,13 @@ _MEDIA: Collection[InputKind] = ("image", "audio", "video")
 
 @dataclass(frozen=True)
 class ConditionResolver:
-    """Turns the file's conditions into checked conditions. Adds mistakes to `problems`."""
+    """Converts the file's conditions to checked conditions. Adds mistakes to `problems`."""
 
     problems: Problems
     options: Mapping[str, OptionSpec]
     """The options that a request may set."""
     ambiguous: Mapping[str, Sequence[str]]
-    """Options that several stages have with different defaults, and the names of these stages."""
+    """The options that several stages have with different defaults, and the names of these stages."""
     outputs: Collection[str]
     media: bool
     """Whether a stage accepts images, audio and video."""
@@ -77,7 +77,7 @@ class ConditionResolver:
         return ()
 
     def _makes_a_difference(self, path: KeyPath, term: Term) -> bool:
-        bounds = f"the option lies between {term.bounds.minimum:g} and {term.bounds.maximum:g}"
+        bounds = f"the option is between {term.bounds.minimum:g} and {term.bounds.maximum:g}"
         if find_facts((term,)) is None:
             self.problems.add(path, f"{term}: this never holds ({bounds}); compare it with another value")
         elif find_facts((), unless=[(term,)]) is None:
@@ -94,7 +94,7 @@ def merge_options(
 ) -> tuple[Mapping[str, OptionSpec], Mapping[str, Sequence[str]]]:
     """Returns the options that requests may set, and the stages of each option whose default differs between stages.
 
-    `declared` are the options of the file itself.
+    `declared` contains the options that the file itself declares.
     """
     options: dict[str, OptionSpec] = {}
     owners: dict[str, list[str]] = {}

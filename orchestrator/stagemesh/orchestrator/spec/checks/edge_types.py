@@ -1,4 +1,4 @@
-"""Checks the tensor types along an edge: producer, transform, consumer."""
+"""Checks the tensor types along an edge: from the producer through the transform to the consumer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,9 @@ class Endpoint(NamedTuple):
 
 
 class EdgeTensors(NamedTuple):
-    """The names of the tensors that an edge takes from its producer and brings to its consumer."""
+    """The names of the tensors that an edge reads from its producer, and of the tensors that it delivers to its
+    consumer.
+    """
 
     carried: tuple[str, ...]
     brought: tuple[str, ...]
@@ -31,13 +33,13 @@ class EdgeTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class EdgeTypes:
-    """Finds the tensors that edges carry. Adds mismatches to `problems`."""
+    """Determines the tensors that edges transfer. Adds type mismatches to `problems`."""
 
     catalog: Catalog
     problems: Problems
 
     def resolve(self, index: int, edge: EdgeEntry, *, producer: Stage, consumer: Stage) -> EdgeTensors | None:
-        """Returns the tensors of edge number `index`, or None if its types do not match."""
+        """Returns the tensors of the edge with this index, or None if its types do not match."""
         source = Endpoint(f"stage {producer.name!r}", emitted(producer))
         given = source if edge.transform is None else self._transformed(index, edge.transform, source)
         taken = Endpoint(f"stage {consumer.name!r}", consumer.signature.accepts)
@@ -87,5 +89,5 @@ def emitted(stage: Stage) -> Mapping[str, TensorSpec]:
 
 
 def list_specs(specs: Mapping[str, TensorSpec]) -> str:
-    """Returns tensor types as text for messages."""
+    """Returns tensor types as text for messages, or "nothing" if there are none."""
     return ", ".join(f"{name}: {spec}" for name, spec in specs.items()) or "nothing"

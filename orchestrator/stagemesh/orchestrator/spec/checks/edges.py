@@ -1,4 +1,4 @@
-"""Checks the edges of a pipeline file one by one: ends, names, cycles, types, connectors, chunk policies."""
+"""Checks the edges of a pipeline file one by one: ends, names, cycles, types, connectors and chunk policies."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from stagemesh.orchestrator.spec.schema import EdgeEntry, PipelineFile, StageEnt
 
 @dataclass(frozen=True)
 class EdgeResolver:
-    """Turns the file's edges into checked edges. Adds mistakes to `problems`."""
+    """Converts the file's edges to checked edges. Adds mistakes to `problems`."""
 
     catalog: Catalog
     problems: Problems
     conditions: ConditionResolver
 
     def resolve(self, file: PipelineFile, stages: Mapping[str, Stage]) -> tuple[Edge, ...]:
-        """Returns the edges between stages that exist."""
+        """Returns the edges whose two stages exist."""
         types = EdgeTypes(self.catalog, self.problems)
         known = [i for i, entry in enumerate(file.edges) if self._check_ends(i, entry, file)]
         self._check_names(file.edges)
@@ -50,7 +50,7 @@ class EdgeResolver:
                 "condition": self.conditions.resolve(("edges", i, "when"), entry.when or ()),
             }
             edges.append(Edge.model_construct(**{**dict(entry), **resolved}))
-        # An edge to an unknown stage is already reported, and the stage that it was meant for may seem unfed.
+        # An edge to an unknown stage is already reported, and the intended stage may seem to have no input.
         for stage in stages.values() if len(known) == len(file.edges) else ():
             if stage.name not in mismatched:
                 self._check_fed(stage, [edge for edge in edges if edge.consumer == stage.name])

@@ -1,4 +1,4 @@
-"""Checks that every request is served: each stage that runs is fed, and each output that is wanted is made."""
+"""Checks that every request can be served: each stage that runs has its input, and each wanted output is produced."""
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -19,9 +19,9 @@ def check_flows(
     edges: Sequence[Edge],
     outputs: Mapping[str, PipelineOutput],
 ) -> None:
-    """Checks a pipeline whose parts are valid one by one. Adds mistakes to `problems`.
+    """Checks a pipeline whose parts are individually valid. Adds mistakes to `problems`.
 
-    `stages` lists producers before consumers; `edges` is in the file's order.
+    `stages` must list producers before consumers. `edges` must be in the file's order.
     """
     try:
         _FlowChecker(catalog, problems, stages, edges, outputs).check()
@@ -32,7 +32,7 @@ def check_flows(
 
 
 class _FlowChecker:
-    """The sets of requests for which each stage runs and each edge carries packets."""
+    """Computes the sets of requests for which each stage runs and each edge carries packets, and checks them."""
 
     def __init__(
         self,
@@ -44,20 +44,20 @@ class _FlowChecker:
     ) -> None:
         self._catalog, self._problems = catalog, problems
         self._stages, self._edges, self._outputs = stages, edges, outputs
-        # Diagrams stay small if the facts of neighbouring stages are close to each other.
+        # Diagrams remain small if the facts of connected stages are close to each other in the order of facts.
         conditions = [
             *((wanted(name),) for name in outputs),
             *(each for stage in stages.values() for each in self._conditions_at(stage)),
         ]
         self._sets = sets = RequestSets(chain.from_iterable(conditions))
-        # When each edge carries packets, provided that its consumer runs.
+        # The requests for which each edge carries packets, provided that its consumer runs.
         self._open = {edge.name: sets.where(edge.condition + stages[edge.producer].condition) for edge in edges}
         self._runs: dict[str, RequestSet] = {}
         for stage in reversed(list(stages.values())):
             self._runs[stage.name] = self._runs_when(stage)
 
     def check(self) -> None:
-        """Reports each mistake once, at the place of its remedy."""
+        """Reports each mistake once, at the line that must be changed."""
         for output in self._outputs.values():
             self._check_made(output)
         for stage in self._stages.values():
@@ -169,8 +169,9 @@ class _FlowChecker:
         return [edge for edge in self._edges if edge.consumer == stage.name]
 
     def _find(self, stage: Stage, taken: Sequence[Edge] = (), *, unless: Sequence[Edge] = ()) -> Facts | None:
-        """Returns the facts of a request for which the stage runs, all edges `taken` carry packets and no edge of
-        `unless` does. Returns None if no request is like this.
+        """Returns the facts of a request for which the stage runs, or None if there is no such request.
+
+        All edges in `taken` must carry packets for the request, and no edge in `unless` may.
         """
         sets = self._sets
         requests = reduce(sets.both, (self._open[edge.name] for edge in taken), self._runs[stage.name])

@@ -11,7 +11,7 @@ from stagemesh.orchestrator.spec.schema import PipelineFile
 
 @dataclass(frozen=True)
 class OutputResolver:
-    """Turns the file's outputs into checked outputs. Adds mistakes to `problems`."""
+    """Converts the file's outputs to checked outputs. Adds mistakes to `problems`."""
 
     problems: Problems
 
@@ -29,7 +29,7 @@ class OutputResolver:
         return outputs
 
     def check_all_used(self, file: PipelineFile, edges: Sequence[Edge]) -> None:
-        """Reports stages that no output depends on, unless an output or edge names an unknown stage."""
+        """Reports stages on which no output depends. Does nothing if an output or an edge names an unknown stage."""
         targets = {entry.stage for entry in file.outputs.values()}
         if len(edges) < len(file.edges) or not file.stages.keys() >= targets:
             return

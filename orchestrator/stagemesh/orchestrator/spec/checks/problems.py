@@ -8,7 +8,7 @@ from stagemesh.orchestrator.spec.source.origins import KeyPath, Origins
 
 
 class Problems:
-    """The mistakes found so far, each with its place in the file."""
+    """The mistakes found so far, each with its line in the file."""
 
     def __init__(self, origins: Origins) -> None:
         self._origins = origins
@@ -16,7 +16,7 @@ class Problems:
         self._paths = set[KeyPath]()
 
     def add(self, path: KeyPath, text: str) -> None:
-        """Adds the mistake at `path`; `text` is "mistake; remedy". Adds equal mistakes once."""
+        """Adds the mistake at `path` unless it was already added. `text` has the form "mistake; remedy"."""
         origin = self._origins.nearest(path)
         self._paths.add(path)
         entry = (origin.line, f"{origin.place}: {text}")
@@ -25,7 +25,7 @@ class Problems:
 
     @property
     def found(self) -> bool:
-        """Whether there is a mistake."""
+        """Whether any mistake was added."""
         return bool(self._found)
 
     def has(self, path: KeyPath) -> bool:
@@ -33,13 +33,13 @@ class Problems:
         return path in self._paths
 
     def raise_any(self) -> None:
-        """Raises InvalidPipelineError if there are mistakes, with a line for each, in the file's order."""
+        """Raises InvalidPipelineError if there are mistakes. The message has one line for each, in the file's order."""
         if self._found:
             raise InvalidPipelineError("\n".join(text for _, text in sorted(self._found, key=lambda entry: entry[0])))
 
 
 def suggest(name: str, known: Collection[str]) -> str:
-    """Returns the remedy for an unknown name: the most similar known name, or else all known names."""
+    """Returns the remedy for an unknown name: the most similar known name, or all known names if none is similar."""
     close = get_close_matches(name, known, n=1)
     if close:
         return f"did you mean {close[0]!r}?"

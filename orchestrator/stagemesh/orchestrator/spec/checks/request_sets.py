@@ -1,8 +1,8 @@
-"""Sets of requests that conditions tell apart, and whether they are empty.
+"""Sets of requests that conditions distinguish, and the test whether a set is empty.
 
 A set is a decision diagram (Bryant, "Graph-based algorithms for Boolean function manipulation", 1986) over the facts
-that conditions compare. Each node tests one fact and has a child for each value that makes a difference. The size of a
-diagram grows with the number of facts that depend on each other, not with the number of paths through a pipeline.
+that conditions compare. Each node tests one fact, and has a child for each value that makes a difference. The size of a
+diagram increases with the number of facts that depend on each other, not with the number of paths through a pipeline.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ _IMPOSSIBLE: Sequence[Condition] = tuple(
 MAX_NODES = 50_000
 
 RequestSet: TypeAlias = int
-"""The number of a diagram's root node."""
+"""A set of requests, represented by the number of its diagram's root node."""
 
 NONE: RequestSet = 0
 ALL: RequestSet = 1
@@ -39,8 +39,8 @@ class _Node(NamedTuple):
 class RequestSets:
     """The sets of requests that can be described by comparisons of the facts in `terms`.
 
-    Every set has exactly one number, so that sets can be compared by it. Operations raise TooManyCasesError if all sets
-    together have more than 50,000 nodes.
+    Every set has exactly one number, so that two sets are equal if their numbers are equal. Operations raise
+    TooManyCasesError if all sets together have more than 50,000 nodes.
     """
 
     def __init__(self, terms: Iterable[Term]) -> None:
@@ -57,7 +57,7 @@ class RequestSets:
         return reduce(self.both, map(self._where_term, condition), ALL)
 
     def difference(self, first: RequestSet, second: RequestSet) -> RequestSet:
-        """Returns the requests that are in the first set and not in the second."""
+        """Returns the requests that are in the first set but not in the second."""
         if first == NONE or second in (ALL, first):
             return NONE
         if second == NONE:
@@ -78,7 +78,7 @@ class RequestSets:
         return self.difference(ALL, self.difference(self.difference(ALL, first), second))
 
     def find_facts(self, requests: RequestSet) -> Facts | None:
-        """Returns the facts that make a request belong to a set, preferably default values. None for an empty set."""
+        """Returns facts that make a request belong to a set, or None if the set is empty. Prefers default values."""
         node = self.both(requests, self._possible)
         if node == NONE:
             return None
@@ -132,8 +132,8 @@ class RequestSets:
 def find_facts(given: Condition, *, unless: Iterable[Condition] = ()) -> Facts | None:
     """Returns facts that fulfil `given` and none of `unless`, or None if no request has such facts.
 
-    Exact: considers each fact's bounds, its default, every value that it is compared with, and a value between each
-    two.
+    The result is exact. The search considers each fact's bounds, its default, every value with which it is compared,
+    and a value between each two of these.
     """
     others = tuple(unless)
     sets = RequestSets(chain(given, *others))
@@ -141,7 +141,7 @@ def find_facts(given: Condition, *, unless: Iterable[Condition] = ()) -> Facts |
 
 
 def _values_by_fact(terms: Iterable[Term]) -> Mapping[Fact, Sequence[float]]:
-    """Returns the values of each fact that represent all values, the usual ones first."""
+    """Returns values that represent all possible values of each fact. The default value is first."""
     by_fact: dict[Fact, list[Term]] = {}
     for term in terms:
         by_fact.setdefault(term.fact, []).append(term)

@@ -1,4 +1,4 @@
-"""Checks the shape of a pipeline file: turns pydantic's errors into problems with a line and a remedy."""
+"""Checks the shape of a pipeline file. Converts pydantic's errors to problems with a line and a remedy."""
 
 from typing import TYPE_CHECKING, Any
 

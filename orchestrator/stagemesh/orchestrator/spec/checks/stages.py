@@ -22,7 +22,10 @@ from stagemesh.orchestrator.spec.source.origins import KeyPath
 
 @dataclass(frozen=True)
 class Catalog:
-    """Finds descriptors by name. Both functions raise NotFoundError for an unknown name."""
+    """Finds the descriptors of engines and transforms by name.
+
+    Both functions raise NotFoundError for an unknown name.
+    """
 
     engine: Callable[[str], EngineDescriptor] = load_engine_descriptor
     transform: Callable[[str], TransformDescriptor] = load_transform_descriptor
@@ -30,13 +33,13 @@ class Catalog:
 
 @dataclass(frozen=True)
 class StageResolver:
-    """Turns the file's stages into checked stages, without their conditions. Adds mistakes to `problems`."""
+    """Converts the file's stages to checked stages without conditions. Adds mistakes to `problems`."""
 
     catalog: Catalog
     problems: Problems
     check_models: bool
     fetch_hint: str
-    """The remedy for a missing model."""
+    """The remedy that is reported for a missing model."""
 
     def resolve(self, file: PipelineFile) -> Mapping[str, Stage]:
         """Returns the stages whose engine and signature are valid."""

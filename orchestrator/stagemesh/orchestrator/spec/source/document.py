@@ -18,7 +18,7 @@ _SCALAR_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", 
 
 @dataclass
 class Document:
-    """The values of a file, their origins, and the problems found so far."""
+    """The values of a file, their origins, and the problems that were found so far."""
 
     values: dict[str, object]
     origin_by_path: dict[KeyPath, Origin]

@@ -1,4 +1,4 @@
-"""Finds pipeline files: built-in pipelines by name, others by path."""
+"""Finds pipeline files: built-in pipelines by name, and other pipelines by path."""
 
 from difflib import get_close_matches
 from importlib.resources import files
@@ -9,7 +9,7 @@ from stagemesh.common.errors import NotFoundError
 
 
 class Source(NamedTuple):
-    """A pipeline file."""
+    """The path of a pipeline file, and whether the pipeline is built-in."""
 
     path: Path
     built_in: bool
@@ -25,7 +25,10 @@ def built_in_pipelines() -> tuple[str, ...]:
 
 
 def find_source(name_or_path: str) -> Source:
-    """Returns the file of a built-in pipeline or at a path. Raises NotFoundError (UNKNOWN_PIPELINE)."""
+    """Returns the file of a built-in pipeline, or the file at a path.
+
+    Raises NotFoundError (UNKNOWN_PIPELINE) if there is neither.
+    """
     if name_or_path in built_in_pipelines():
         return Source(_built_in_dir() / f"{name_or_path}.yaml", built_in=True)
     path = Path(name_or_path).expanduser()

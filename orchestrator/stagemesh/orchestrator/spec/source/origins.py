@@ -10,10 +10,10 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a value."""
+    """The origin of a value, for error messages and for `pipeline explain`."""
 
     line: int
-    """The line number, from 1. 0 for a value that is not from the file."""
+    """The line number, starting at 1. 0 for a value that is not from the file."""
     place: str
     """The start of an error message: "file:line" or "--set KEY"."""
     label: str
@@ -27,11 +27,11 @@ class Origins:
     by_path: Mapping[KeyPath, Origin]
 
     def get(self, path: KeyPath) -> Origin | None:
-        """Returns the origin of exactly this value, or None for a default."""
+        """Returns the origin of exactly this value, or None if the value is a default."""
         return self.by_path.get(path)
 
     def nearest(self, path: KeyPath) -> Origin:
-        """Returns the origin of a value, or that of the closest surrounding value that has an origin.
+        """Returns the origin of a value, or the origin of the closest surrounding value that has one.
 
         Skips elements of the path that are not in the file, such as a validator's tags.
         """

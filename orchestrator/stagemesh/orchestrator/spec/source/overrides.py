@@ -1,4 +1,4 @@
-"""Values that are set from outside the file, such as `--set edges.*.connector=grpc`.
+"""Values that override values of the file, such as `--set edges.*.connector=grpc`.
 
 `*` stands for every key or list position. The name of an edge may replace its list position. Values are YAML.
 """
@@ -16,7 +16,7 @@ _OPTIONAL_MAPPINGS = frozenset({"data_plane", "options", "limits", "per_caller",
 
 
 def apply_overrides(document: Document, overrides: Mapping[str, str]) -> None:
-    """Sets each value in the document. An override that matches no key becomes a problem."""
+    """Applies the overrides to the document. An override that matches no key is reported as a problem."""
     for key, text in overrides.items():
         origin = Origin(0, f"--set {key}", "override")
         try:
@@ -40,7 +40,7 @@ def _reject(document: Document, origin: Origin, text: str) -> None:
 
 
 def _places(container: Any, names: list[str], path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:
-    """Yields the containers of the values that `names` match, each with the value's path."""
+    """Yields the container and the path of each value that `names` match."""
     name, *rest = names
     if isinstance(container, dict) and not rest and name != "*":
         yield container, (*path, name)

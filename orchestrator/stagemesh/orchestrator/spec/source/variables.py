@@ -14,7 +14,7 @@ _MARK = re.compile("\ue000(\\d+)\ue001")
 
 
 class Filled(NamedTuple):
-    """The text of a scalar with values instead of references."""
+    """The text of a scalar in which references are replaced by values."""
 
     text: str
     names: tuple[str, ...]
