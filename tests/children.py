@@ -1,4 +1,4 @@
-"""The processes that a process has, looked at while they come and go."""
+"""Lists the child processes of a process, which may start and end meanwhile."""
 
 from contextlib import suppress
 
@@ -6,10 +6,10 @@ import psutil
 
 
 def commands_of_children(process: psutil.Process) -> dict[psutil.Process, str]:
-    """The children that live, with their command lines; one that has ended and is not waited for yet is none."""
+    """Returns the running children with their command lines. Skips zombies."""
     found = dict[psutil.Process, str]()
     for child in process.children():
         with suppress(psutil.NoSuchProcess):
-            # A zombie is a NoSuchProcess here: it has no command line.
+            # psutil raises NoSuchProcess for a zombie too, because it has no command line.
             found[child] = " ".join(child.cmdline())
     return found

@@ -15,7 +15,7 @@ _LOOPBACK_UP = ("ip", "link", "set", "lo", "up")
 
 
 def pytest_configure() -> None:
-    """Before any test is imported, in each process."""
+    """Called in each process before any test is imported."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         _leave_the_host()
 

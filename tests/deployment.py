@@ -35,34 +35,34 @@ class Deployment:
         self._reader.start()
 
     def client(self) -> Client:
-        """A client of the orchestrator."""
+        """Returns a client of the orchestrator."""
         return Client(self.endpoint)
 
     def runs(self, name: str, process_id: int) -> bool:
-        """Whether a replica is still that process."""
+        """Returns whether a replica still has this process id."""
         return bool(self.statuses[name]["process_id"] == process_id)
 
     def process_id(self, name: str) -> int:
-        """The process of a replica, by name."""
+        """Returns the process id of a replica."""
         return int(self.statuses[name]["process_id"])
 
     def kill(self, name: str) -> None:
-        """kill -9 of a replica's process."""
+        """Sends SIGKILL to a replica's process."""
         psutil.Process(self.process_id(name)).kill()
 
     def wait(self, condition: Callable[[Self], bool], *, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Waits until the statuses fulfil a condition."""
+        """Waits until the condition holds. Fails after `timeout_s`, or if `up` ends first."""
         with self._changed:
             met = self._changed.wait_for(lambda: condition(self) or self.process.poll() is not None, timeout_s)
-        assert met, f"not so after {timeout_s} s: {self.statuses}"
+        assert met, f"the condition does not hold after {timeout_s} s: {self.statuses}"
         assert condition(self), f"`up` ended with {self.process.returncode}: {self.history[-3:]}"
 
     def all_ready(self) -> bool:
-        """Whether every process is ready."""
+        """Returns whether every process is ready."""
         return bool(self.endpoint) and all(status["state"] == "ready" for status in self.statuses.values())
 
     def load(self, name: str) -> stage_pb2.WatchLoadResponse:
-        """A replica's load, now."""
+        """Asks a replica for its present load."""
         with grpc.insecure_channel(self.statuses[name]["endpoint"], options=CHANNEL_OPTIONS) as channel:
             call = stage_pb2_grpc.StageServiceStub(channel).WatchLoad(
                 stage_pb2.WatchLoadRequest(), timeout=10, wait_for_ready=True
@@ -72,11 +72,11 @@ class Deployment:
             return report
 
     def replicas(self) -> list[str]:
-        """The names of all stage replicas."""
+        """Returns the names of all stage replicas."""
         return [name for name in self.statuses if name != "orchestrator"]
 
     def idle(self) -> bool:
-        """Whether no stage runs anything or keeps anything in its arena."""
+        """Returns whether no stage has a step or uses memory of its arena."""
         loads = [self.load(name) for name in self.replicas()]
         return all(load.running == load.queued == load.arena_used_bytes == 0 for load in loads)
 
@@ -97,7 +97,7 @@ class Deployment:
 
 @contextmanager
 def deployed(pipeline: str | Path, *arguments: str, ready_s: float = READY_TIMEOUT_S) -> Iterator[Deployment]:
-    """Runs `stagemesh up`, waits until it is ready, and stops it; asserts that it stops clean."""
+    """Runs `stagemesh up`, yields when it is ready, and stops it. Asserts that it exits with status 0."""
     stagemesh = str(Path(sys.executable).with_name("stagemesh"))
     command = [stagemesh, "up", str(pipeline), "--port", "0", "--json"]
     process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
@@ -116,9 +116,9 @@ def deployed(pipeline: str | Path, *arguments: str, ready_s: float = READY_TIMEO
 
 
 def eventually(condition: Callable[[], bool], *, timeout_s: float) -> float:
-    """The seconds until a condition on other processes holds; fails after `timeout_s`."""
+    """Waits until a condition holds and returns the seconds that it took. Fails after `timeout_s`."""
     began_s = time.monotonic()
     while not condition():
-        assert time.monotonic() - began_s < timeout_s, f"not so after {timeout_s} s"
+        assert time.monotonic() - began_s < timeout_s, f"the condition does not hold after {timeout_s} s"
         time.sleep(0.01)
     return time.monotonic() - began_s

@@ -72,7 +72,7 @@ def test_a_group_over_its_limit_leaves_nothing(root: Path) -> None:
     assert available_bytes(root) == 0
 
 
-def test_a_system_that_does_not_say_gives_none(tmp_path: Path) -> None:
+def test_a_system_without_this_information_gives_none(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) is None
 
 

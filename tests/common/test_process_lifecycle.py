@@ -63,7 +63,7 @@ time.sleep(60)
     ("what", "status", "line"),
     [("port", 3, "port 1 is in use"), ("model", 1, "no model"), ("bug", 1, "ValueError: a bug")],
 )
-def test_exit_status_tells_the_cause(what: str, status: int, line: str) -> None:
+def test_exit_status_shows_the_cause(what: str, status: int, line: str) -> None:
     result = _run(SERVICE, what)
     assert result.returncode == status
     assert line in result.stderr
@@ -80,7 +80,7 @@ def test_signal_ends_in_order(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize(("how", "descendants"), [("fork", 2), ("spawn", 1)])
-def test_killed_process_takes_its_children_along(how: str, descendants: int) -> None:
+def test_children_end_with_a_killed_process(how: str, descendants: int) -> None:
     with _started(FAMILY, how) as process:
         assert process.stdout is not None
         for _ in range(descendants):
@@ -98,14 +98,14 @@ def test_late_child_of_a_dead_parent_ends_at_once() -> None:
     assert (result.returncode, result.stdout) == (1, "")
 
 
-def test_a_loop_that_stands_still_ends_the_process_and_says_where() -> None:
+def test_a_blocked_event_loop_ends_the_process_and_reports_where() -> None:
     result = _run(SERVICE, "stuck")
     assert (result.returncode, result.stdout) == (1, "alive\n")
     assert "Timeout" in result.stderr
     assert "in main" in result.stderr
 
 
-def test_a_process_that_does_not_end_is_ended() -> None:
+def test_a_process_that_does_not_end_in_time_is_ended() -> None:
     assert _run(SERVICE, "stays").returncode == 1
 
 

