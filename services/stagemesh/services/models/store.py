@@ -63,7 +63,7 @@ class ModelStore:
 
     @contextmanager
     def exclusive(self) -> Generator[None]:
-        """Waits for a lock on this folder, which allows only one process at a time to fetch. Released after the block."""
+        """Locks this folder within the block, so that only one process fetches into it. Waits for the lock."""
         self.root.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:

@@ -1,4 +1,4 @@
-"""`python -m stagemesh.services.stage --config FILE`: one replica of one stage."""
+"""Runs one replica of one stage: `python -m stagemesh.services.stage --config FILE`."""
 
 import argparse
 import sys
@@ -14,13 +14,13 @@ _EXIT_USAGE = 2
 
 
 def main() -> int:
-    """Serves the replica of the config file until SIGTERM or SIGINT; returns the exit status."""
+    """Serves the replica that the config file describes until SIGTERM or SIGINT. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m stagemesh.services.stage", description=__doc__)
     parser.add_argument(
         "--config",
         type=Path,
         required=True,
-        help="read the replica's config, a StageConfig as JSON, from this file; required",
+        help="Read the replica's config, a StageConfig as JSON, from this file. Required.",
     )
     path: Path = parser.parse_args().config
     try:

@@ -1,4 +1,4 @@
-"""The process of a stage replica: builds the replica and serves it until it ends."""
+"""The process of a stage replica. It builds the replica and serves it until the process ends."""
 
 import asyncio
 import contextlib
@@ -26,16 +26,16 @@ LIVENESS = "liveness"
 _DRAIN_GRACE_S = 10.0
 _STOP_GRACE_S = 1.0
 _END_S = 60.0
-"""The longest time that the process may take to end, because an engine that hangs may not release its tasks."""
+"""Time limit for the process to end, in seconds. Needed because an engine that hangs may never release its tasks."""
 
 _log = logging.getLogger(__name__)
 
 
 async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
-    """Serves until `stopping` is set, then finishes the running steps; raises the error of an engine that fails.
+    """Serves until `stopping` is set, then finishes the running steps. Raises the engine's error if the engine fails.
 
-    Of the health service's names, "" and StageService are SERVING while steps are accepted, StageControlService while
-    the engine is loaded, and "liveness" from the start.
+    The health service reports SERVING for "" and StageService while the replica accepts steps, for
+    StageControlService while the engine is loaded, and for "liveness" from the start.
     """
     bind_log_context(stage=config.stage)
     bind_forks_to_this_process()
@@ -64,13 +64,13 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
 
 
 async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -> None:
-    """Loads the engine and runs it until `stopping` is set; raises the engine's error."""
+    """Loads the engine and runs it until `stopping` is set. Raises the engine's error if the engine fails."""
     if not await _unless(stopping, runtime.start()):
         return
-    # The garbage collector then skips the loaded objects, which would take it tens of milliseconds each time.
+    # Freezing excludes the loaded objects from garbage collection. Collecting them takes tens of milliseconds.
     gc.collect()
     gc.freeze()
-    # The replica may have been drained already.
+    # An operator may already have drained the replica.
     _set_serving(server, serving=runtime.state is ReplicaState.READY)
     server.set_health(CONTROL_NAME, serving=True)
     _log.info("ready")
@@ -79,7 +79,7 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
 
 
 async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None]) -> bool:
-    """Returns whether `doing` ended before `stopping` was set; cancels it otherwise. Raises the error of `doing`."""
+    """Returns True if `doing` ended before `stopping` was set. Otherwise cancels it. Raises the error of `doing`."""
     working, stopped = asyncio.ensure_future(doing), asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)

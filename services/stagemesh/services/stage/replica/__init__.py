@@ -1,1 +1,1 @@
-"""The replica of a stage: the steps that it runs, its controls, its load, and hang detection."""
+"""The replica of a stage: its running steps, its controls, its load, and hang detection."""

@@ -1,4 +1,4 @@
-"""The controls of a running replica, free of gRPC: adapters, sleep, profiles, caches, and lists of steps."""
+"""The controls of a running replica, independent of gRPC: adapters, sleep, profiles, caches, and lists of steps."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -24,38 +24,38 @@ ItemT = TypeVar("ItemT")
 
 @dataclass(frozen=True)
 class Page(Generic[ItemT]):
-    """One page of a sorted list; `next_token` is empty on the last page."""
+    """One page of a sorted list. `next_token` is empty on the last page."""
 
     items: Sequence[ItemT]
     next_token: str
 
 
 def page_of(items: Iterable[ItemT], key: Callable[[ItemT], str], *, page_size: int, page_token: str) -> Page[ItemT]:
-    """Sorts items by key; returns at most `page_size` whose keys follow `page_token`. 0 stands for DEFAULT_PAGE."""
+    """Sorts items by key. Returns at most `page_size` items with keys after `page_token`. 0 means DEFAULT_PAGE."""
     left = sorted((item for item in items if key(item) > page_token), key=key)
     page = left[: min(page_size or DEFAULT_PAGE, MAX_PAGE)]
     return Page(page, key(page[-1]) if len(page) < len(left) else "")
 
 
 class StageControls:
-    """Looks up the engine's abilities, and keeps steps away from an engine that must be idle.
+    """Calls the engine's abilities. Rejects steps while the engine must be idle.
 
     Every call raises NotReadyError if the replica is not ready, and UnsupportedError if the engine lacks the ability.
     """
 
     def __init__(self, runtime: StageRuntime) -> None:
         self._runtime = runtime
-        # A call to wake that arrives while the replica falls asleep waits until it sleeps.
+        # A wake call that arrives while the replica is falling asleep waits until it is asleep.
         self._falling_asleep = asyncio.Lock()
 
     # -- adapters
 
     async def load_adapter(self, name: str, path: str) -> Adapter:
-        """Loads an adapter from a folder."""
+        """Loads an adapter from the folder `path` on the replica's machine."""
         return await self._require(self._abilities.adapters, "adapters").load(name, path)
 
     async def unload_adapter(self, name: str, *, drain: bool) -> None:
-        """Unloads an adapter; with `drain`, once no task uses it."""
+        """Unloads an adapter. With `drain`, waits until no task uses it."""
         await self._require(self._abilities.adapters, "adapters").unload(name, drain=drain)
 
     async def pin_adapter(self, name: str) -> Adapter:
@@ -63,16 +63,16 @@ class StageControls:
         return await self._require(self._abilities.adapters, "adapters").pin(name)
 
     def list_adapters(self, *, page_size: int, page_token: str) -> Page[Adapter]:
-        """Returns the loaded adapters whose names follow `page_token`."""
+        """Returns a page of the loaded adapters, starting after the name `page_token`."""
         adapters = self._require(self._abilities.adapters, "adapters", ready=False).list_adapters()
         return page_of(adapters, attrgetter("name"), page_size=page_size, page_token=page_token)
 
     # -- sleep
 
     async def sleep(self, level: int, *, drain: bool) -> Sequence[str]:
-        """Puts the engine to sleep once no step runs, and returns what sleeps. New steps are rejected from now on.
+        """Puts the engine to sleep once no step is running. Rejects new steps at once. Returns the sleeping tags.
 
-        Raises NotReadyError if steps run and `drain` is False. If cancelled while it waits, nothing has changed.
+        Raises NotReadyError if steps are running and `drain` is False. A call cancelled while waiting changes nothing.
         """
         engine = self._require(self._abilities.sleep, "sleep")
         engine.check_sleep(level)
@@ -85,9 +85,9 @@ class StageControls:
             return engine.asleep()
 
     async def wake(self, tags: Sequence[str]) -> Sequence[str]:
-        """Wakes the parts with these tags, or all if empty, and returns what still sleeps.
+        """Wakes the parts with these tags, or all parts if empty. Returns the tags of the parts that are still asleep.
 
-        The replica accepts steps again once nothing sleeps.
+        The replica accepts steps again once no part is asleep.
         """
         engine = self._require(self._abilities.sleep, "sleep", ready=False)
         async with self._falling_asleep:
@@ -98,23 +98,23 @@ class StageControls:
             return engine.asleep()
 
     def _resume_if_awake(self, engine: SleepControl) -> None:
-        """Accepts steps if and only if the engine is awake, whether the call succeeded or not."""
+        """Accepts steps again if the engine is awake, whether or not the call succeeded."""
         if not engine.asleep():
             self._runtime.resume()
 
     # -- profiles and caches
 
     async def start_profile(self, folder: str, *, max_steps: int | None) -> str:
-        """Starts a recording of at most `max_steps` steps; returns its folder as an absolute path."""
+        """Starts a profile, which ends after `max_steps` steps unless None. Returns the absolute path of its folder."""
         profiles = self._require(self._abilities.profiles, "profile")
         return await profiles.start(folder, max_steps=max_steps)
 
     async def stop_profile(self) -> Sequence[str]:
-        """Ends the recording and returns its files."""
+        """Stops the profile and returns the paths of its files."""
         return await self._require(self._abilities.profiles, "profile", ready=False).stop()
 
     async def clear_caches(self, *, preempt: bool) -> None:
-        """Drops all cached results; with `preempt`, also those that running tasks use."""
+        """Removes all cached results. With `preempt`, also removes results that running tasks use."""
         await self._require(self._abilities.caches, "caches").clear_caches(preempt=preempt)
 
     def cache_statistics(self) -> CacheStatistics:
@@ -124,7 +124,7 @@ class StageControls:
     # -- steps
 
     def list_steps(self, request_id: str, *, page_size: int, page_token: str) -> Page[StepReport]:
-        """Returns the running steps, of one request or of all, whose ids follow `page_token`."""
+        """Returns a page of the running steps, starting after the id `page_token`. An empty `request_id` means all."""
         reports = self._runtime.reports(request_id)
         return page_of(reports, attrgetter("step_id"), page_size=page_size, page_token=page_token)
 
@@ -135,12 +135,12 @@ class StageControls:
         return self._runtime.engine.abilities
 
     def _require(self, ability: AbilityT | None, name: str, *, ready: bool = True) -> AbilityT:
-        """Returns the ability. With `ready` the replica must accept steps; otherwise it may also sleep or drain."""
+        """Returns the ability. With `ready`, the replica must accept steps. Otherwise the engine must be loaded."""
         self._runtime.check_loaded()
         if ability is None:
             config = self._runtime.config
             raise UnsupportedError(
-                f"engine {config.engine} of stage {config.stage} has not the ability {name}",
+                f"engine {config.engine} of stage {config.stage} does not have the ability {name}",
                 metadata={"engine": config.engine, "ability": name},
             )
         if ready:

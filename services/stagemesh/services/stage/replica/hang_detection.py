@@ -1,28 +1,28 @@
-"""Detects hangs: steps that have all their input and make no progress."""
+"""Detects hangs: steps that have all their input but make no progress."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 _CHECKS = 20
-"""The number of checks within `stall_s`; the interval is at least `_MIN_TICK_S`."""
+"""The number of checks within `stall_s`. The interval between checks is at least `_MIN_TICK_S`."""
 _MIN_TICK_S = 0.05
 _OVERTAKEN = 64
-"""The number of events of a later step that mark an earlier, silent step as hung. Engines serve tasks in order or in
-turns, so that a queued step is not overtaken this often. Later steps with higher priority do not count."""
+"""The number of events of a later step after which an earlier, silent step counts as hung. Engines serve tasks in order
+or in turns, so a queued step is not overtaken this often. Later steps with a higher priority are ignored."""
 
 
 class Working(Protocol):
-    """The watched properties of a step's run."""
+    """The properties of a step's run that hang detection reads."""
 
     @property
     def number(self) -> int:
-        """Increases from run to run."""
+        """The run's number. Later runs have higher numbers."""
         ...
 
     @property
     def priority(self) -> int:
-        """Higher runs first."""
+        """The run's priority. Higher priorities run first."""
         ...
 
     @property
@@ -40,21 +40,21 @@ RunT = TypeVar("RunT", bound=Working)
 
 
 class _Silence(NamedTuple):
-    """The silence of a run since its last event."""
+    """The period without events since a run's last event."""
 
     lasts_s: float
     counts_then: Mapping[int, int]
-    """The number of events of each run when the silence started, by run number."""
+    """The number of events of each run when the period started, by run number."""
 
 
 class StallWatch(Generic[RunT]):
-    """Watches the runs of one replica.
+    """Watches the runs of one replica for hangs.
 
-    If no run makes progress, the engine hangs. If only one does not while later ones do, that run hangs alone.
+    If no run makes progress, the engine hangs. If one run makes no progress while later runs do, only that run hangs.
     """
 
     def __init__(self, runs: Callable[[], Sequence[RunT]], *, stall_s: float, on_hung: Callable[[RunT], None]) -> None:
-        """`on_hung` is called once for each run that hangs alone and must stop it."""
+        """Creates the watch. Calls `on_hung` once for each run that hangs alone. `on_hung` must stop the run."""
         self._runs, self._stall_s, self._on_hung = runs, stall_s, on_hung
         self._event_counts: Mapping[int, int] = {}
         self._working = set[int]()
@@ -64,8 +64,8 @@ class StallWatch(Generic[RunT]):
     async def wait_stalled(self) -> str:
         """Returns the cause once no step has made progress for `stall_s`, or once a stopped step has not ended.
 
-        A slow step without an event for `stall_s` counts as hung; the pipeline's owner sets that limit. Time is counted
-        in checks, so that a process that was suspended for a while does not count as hung.
+        A slow step without an event for `stall_s` counts as hung, so the pipeline's owner must set a sufficient limit.
+        Time is counted in checks, so that a process that was suspended for a while does not count as hung.
         """
         tick_s = max(_MIN_TICK_S, self._stall_s / _CHECKS)
         stuck_s = 0.0
@@ -80,7 +80,7 @@ class StallWatch(Generic[RunT]):
                 return f"the engine hangs: a stopped step has not ended for {bound}"
 
     def _check(self, tick_s: float) -> bool:
-        """Updates the silence of each run and reports those that hang; returns whether all are silent."""
+        """Updates the silence of each run and calls `on_hung` for single hung runs. Returns whether all are silent."""
         runs = self._runs()
         working = {run.number: run for run in runs if run.computes}
         before, self._event_counts = self._event_counts, {run.number: run.event_count for run in runs}
@@ -92,8 +92,8 @@ class StallWatch(Generic[RunT]):
             for number in silent
             for since in [self._silent.get(number, started)]
         }
-        # A run that is new or was stopped for a hang is not a sign of progress. A run that had an event, has ended or
-        # waits for input is.
+        # A new run, or a run that was stopped for a hang, does not prove progress. A run that had an event, has ended,
+        # or waits for input does.
         progressed = any(before.get(number, count) != count for number, count in self._event_counts.items())
         is_stuck = bool(worked) and worked <= (silent | self._hung) and not progressed
         self._hung &= self._working

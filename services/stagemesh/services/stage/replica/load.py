@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class ReplicaState(Enum):
-    """The state of a replica."""
+    """The state of a replica, as reported to orchestrators and operators."""
 
     LOADING = "loading"
     READY = "ready"
@@ -16,7 +16,7 @@ class ReplicaState(Enum):
 
 @dataclass(frozen=True)
 class StageLoad:
-    """A replica's load at one moment, with the fields of WatchLoadResponse."""
+    """A replica's load at one moment. The fields equal the fields of WatchLoadResponse."""
 
     running: int
     queued: int

@@ -1,4 +1,4 @@
-"""A stage replica, free of gRPC: runs steps, and reports its state and its load."""
+"""A stage replica, independent of gRPC. Runs steps, and reports its state and its load."""
 
 import asyncio
 import contextlib
@@ -32,9 +32,9 @@ from stagemesh.services.stage.step.spec import Rebinding, StepSpec
 _log = logging.getLogger(__name__)
 
 _RELEASE_S = 5.0
-"""Seconds that a failed engine has to release its steps."""
+"""Time that a failed engine has to release its steps, in seconds."""
 _PAUSE_S = 2.0
-"""Seconds that running steps have to pause when they are handed over to other replicas."""
+"""Time that running steps have to pause before they are handed over to other replicas, in seconds."""
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 10.0
 
 
@@ -49,14 +49,14 @@ class StageRuntime:
         self.on_serving: Callable[[bool], None] = lambda _: None
         """Called with False when a READY replica stops accepting steps, and with True when it accepts them again."""
         self.on_shutdown: Callable[[], None] = lambda: None
-        """Called to end the process as SIGTERM does."""
+        """Called to end the process in the same way as SIGTERM."""
         self._engine = engine
         self._where = {"stage": config.stage, "replica": config.replica}
         self._runs = RunRegistry()
         self.states = PausedStates()
-        """The states of paused requests."""
+        """The states from which paused requests can resume."""
         self._drained_by_operator = False
-        """Whether the replica drains because an operator asked for it, not because it shuts down."""
+        """Whether the replica drains because an operator requested it, and not because it is shutting down."""
         self._handed_over = False
         """Whether the running steps have been handed over to other replicas during the drain."""
         self._handing_over: asyncio.Task[None] | None = None
@@ -69,7 +69,7 @@ class StageRuntime:
     # -- lifecycle
 
     async def start(self) -> None:
-        """Loads the engine; the state becomes READY, or FAILED with NotReadyError (LOAD_FAILED)."""
+        """Loads the engine. The state then is READY, or FAILED with NotReadyError (LOAD_FAILED)."""
         try:
             if use_partitions := self._engine.abilities.use_partitions:
                 use_partitions(self.data_plane)
@@ -87,25 +87,25 @@ class StageRuntime:
             self.state, self.detail = ReplicaState.READY, ""
 
     async def watch_engine(self) -> None:
-        """Waits until the engine dies or hangs, then fails all runs and raises UnavailableError with the cause."""
+        """Waits until the engine fails or hangs, then fails all runs. Raises UnavailableError with the cause."""
         cause = await self._wait_engine_failed()
         self._fail(cause)
         self.on_serving(False)
         error = UnavailableError(f"stage {self.config.stage}: {cause}", reason="ENGINE_DIED", metadata=self._where)
         with contextlib.suppress(TimeoutError):
-            # An engine that hangs may not release them; they end with the process.
+            # An engine that hangs may not release its steps. They end with the process.
             async with asyncio.timeout(_RELEASE_S):
                 await self._stop(self._runs.running(), error)
         raise error
 
     async def finish_steps(self, *, grace_s: float) -> None:
-        """Rejects new steps and waits `grace_s` for the running ones; pauses or stops those that do not end."""
+        """Rejects new steps and waits `grace_s` seconds for the running steps. Pauses or stops the remaining steps."""
         self._drained_by_operator = False
         if self.state is not ReplicaState.FAILED:
             self.state, self.detail = ReplicaState.DRAINING, "finishing its steps"
         running = self._runs.running()
         if running:
-            _log.info("%d steps still run; they have %.0f s to end", len(running), grace_s)
+            _log.info("%d steps are still running; they have %.0f s to end", len(running), grace_s)
             pause_s = min(_PAUSE_S, grace_s / 5) if self._can_pause else 0.0
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s - pause_s):
@@ -113,14 +113,14 @@ class StageRuntime:
             if pause_s:
                 await self._pause_runs(pause_s)
         left = self._runs.running()
-        await self._stop(left, UnavailableError(f"replica {self.config.replica} shuts down", reason="SHUTDOWN"))
+        await self._stop(left, UnavailableError(f"replica {self.config.replica} is shutting down", reason="SHUTDOWN"))
 
     def start_drain(self, *, move_after_s: float | None = None) -> int:
-        """Drains the replica for an operator, until `end_drain`; returns the number of running steps.
+        """Drains the replica for an operator, until `end_drain`. Returns the number of running steps.
 
-        The state is DRAINING, so that orchestrators plan no steps here. Steps that they planned before are accepted.
-        After `move_after_s` seconds (None for never) the running steps are handed over to other replicas and new ones
-        are rejected. A second call replaces `move_after_s`.
+        Sets the state to DRAINING, so that orchestrators plan no new steps here. Steps that they have already planned
+        are accepted. After `move_after_s` seconds the running steps are handed over to other replicas, and new steps
+        are rejected. None disables the handover. A second call replaces `move_after_s`.
         """
         if move_after_s is not None and not move_after_s >= 0:
             raise InvalidRequestError(f"move_after_s is {move_after_s:g}; it must be 0 (at once) or more")
@@ -132,7 +132,7 @@ class StageRuntime:
         return len(self._runs.running())
 
     def end_drain(self) -> None:
-        """Ends `start_drain`; does nothing without one. Raises NotReadyError if the replica shuts down."""
+        """Ends `start_drain`. Does nothing without a drain. Raises NotReadyError if the replica is shutting down."""
         if self._drained_by_operator:
             self._drained_by_operator = self._handed_over = False
             self._hand_over_later(None)
@@ -142,16 +142,16 @@ class StageRuntime:
             self.check_ready()
 
     async def pause(self, why: str, *, drain: bool) -> None:
-        """Rejects new steps, and returns when none runs; `resume` ends it.
+        """Rejects new steps, and returns when no step is running. `resume` ends the pause.
 
-        Raises NotReadyError (STEPS_RUNNING) if steps run and `drain` is False.
+        Raises NotReadyError (STEPS_RUNNING) if steps are running and `drain` is False.
         """
         self.check_ready()
         running = self._runs.running()
         if running and not drain:
             raise NotReadyError(
                 f"{len(running)} steps run on replica {self.config.replica} of stage {self.config.stage}; wait for "
-                "them, or have the call drain them",
+                "them, or set drain so that the call waits",
                 reason="STEPS_RUNNING",
                 metadata={"running": str(len(running))},
             )
@@ -160,13 +160,13 @@ class StageRuntime:
         await _wait_ended(running)
 
     def resume(self) -> None:
-        """Accepts steps again after `pause`, unless the replica shuts down or has failed."""
+        """Accepts steps again after `pause`, unless the replica is shutting down or has failed."""
         if self.state is ReplicaState.ASLEEP:
             self.state, self.detail = ReplicaState.READY, ""
             self.on_serving(True)
 
     async def close(self) -> None:
-        """Stops everything and frees the engine and the data plane. Closing twice is harmless."""
+        """Stops all steps, and frees the engine and the data plane. May be called more than once."""
         if self.closed.is_set():
             return
         self.closed.set()
@@ -179,15 +179,19 @@ class StageRuntime:
     # -- steps
 
     def execute(self, spec: StepSpec, *, time_left_s: float | None) -> AsyncGenerator[StepEvent]:
-        """Starts a step, or attaches to it if it is known; yields its events from the first one, raises its error.
+        """Starts a step, or attaches to it if it is already known. Yields its events from the first. Raises its error.
 
-        Iterate at once, within `contextlib.aclosing`: the step is cancelled some seconds after its last caller left.
+        Callers must iterate at once, within `contextlib.aclosing`. The step is cancelled a few seconds after its last
+        caller has disconnected.
         """
         deadline_s = None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s
         return self._admit(spec, deadline_s=deadline_s).journal.follow()
 
     async def cancel(self, request_id: str, *, attempt: int, reason: str) -> int:
-        """Stops the steps of a request up to an attempt (0 for all), waits for their end and returns their number."""
+        """Stops a request's steps up to an attempt, and waits until they have ended. Returns the number of steps.
+
+        An attempt of 0 means all attempts.
+        """
         check_request_id(request_id)
         self.states.forget(request_id)
         self._runs.release_edges(request_id, up_to_attempt=attempt)
@@ -196,9 +200,9 @@ class StageRuntime:
         return len(runs)
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """Binds edges of a running step, or edges that an ended step has left open, to other replicas.
+        """Binds edges of a running step to other replicas, or edges that an ended step has left open.
 
-        Raises NotFoundError (UNKNOWN_STEP) if there is no such step.
+        Raises NotFoundError (UNKNOWN_STEP) if no such step exists.
         """
         check_rebinding(rebinding)
         self._runs.find_edges(rebinding).rebind(rebinding)
@@ -225,7 +229,7 @@ class StageRuntime:
         )
 
     def reports(self, request_id: str = "") -> list[StepReport]:
-        """Returns the status of the running steps, of one request or of all."""
+        """Returns the status of the running steps of one request, or of all requests if `request_id` is empty."""
         runs = self._runs.of_request(request_id) if request_id else self._runs.running()
         return [run.report for run in runs]
 
@@ -259,7 +263,7 @@ class StageRuntime:
                 await _wait_ended(runs)
 
     async def _wait_engine_failed(self) -> str:
-        """Returns the cause once the engine has died or hangs."""
+        """Waits until the engine has failed or hangs. Returns the cause."""
         waits = [asyncio.ensure_future(self._engine.wait_failed())]
         if self.config.stall_s:
             watch = StallWatch(self._runs.running, stall_s=self.config.stall_s, on_hung=self._stop_hung)
@@ -273,13 +277,13 @@ class StageRuntime:
             await asyncio.gather(*waits, return_exceptions=True)
 
     def _stop_hung(self, run: StepRun) -> None:
-        """Stops a step that hangs while others progress. It may succeed on another replica."""
+        """Stops a step that hangs while other steps make progress. The step may succeed on another replica."""
         what = f"the engine has made no progress on the step for {self.config.stall_s:g} s (the stage's stall_s)"
-        _log.error("step %s hangs: %s, but progresses on later ones", run.spec.step_id, what)
-        run.stop(UnavailableError(f"{what}, but progressed on later ones", reason="STEP_HANGS"))
+        _log.error("step %s hangs: %s, but has made progress on later steps", run.spec.step_id, what)
+        run.stop(UnavailableError(f"{what}, but has made progress on later steps", reason="STEP_HANGS"))
 
     def _pin_arena(self) -> None:
-        """Page-locks the arena if there is a GPU, so that tensors are copied into it directly."""
+        """Page-locks the arena if there is a GPU, so that tensors can be copied directly into it."""
         if can_pin():
             try:
                 pin(self.data_plane.arena)
@@ -320,7 +324,7 @@ class StageRuntime:
             self.states.forget(run.spec.request_id)
 
     def check_ready(self) -> None:
-        """Raises NotReadyError with the state unless steps are accepted."""
+        """Raises NotReadyError, which contains the state, unless the replica accepts steps."""
         if self.state is not ReplicaState.READY:
             raise NotReadyError(
                 f"replica {self.config.replica} of stage {self.config.stage} is {self.state.value}"
@@ -337,7 +341,7 @@ class StageRuntime:
         if held >= self.config.max_queued:
             retry_after_s = min(_MAX_RETRY_S, max(_MIN_RETRY_S, self._engine.load().work_s))
             raise OverloadedError(
-                f"stage {self.config.stage} holds {held} steps, its max_queued; try again in {retry_after_s:.1f} s",
+                f"stage {self.config.stage} has {held} steps, its max_queued; try again in {retry_after_s:.1f} s",
                 retry_after_s=retry_after_s,
             )
 

@@ -1,4 +1,4 @@
-"""The gRPC service StageControlService: converts messages and calls `StageControls`."""
+"""The gRPC service StageControlService. Converts messages and calls `StageControls`."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeAlias

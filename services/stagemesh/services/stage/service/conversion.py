@@ -1,4 +1,4 @@
-"""Conversion between the messages of StageService and the domain types of a stage."""
+"""Converts between the messages of StageService and the domain types of a stage."""
 
 import hashlib
 from dataclasses import asdict
@@ -52,7 +52,7 @@ _REPEATED = frozenset({"stop", "stop_token_ids", "bad_words"})
 
 
 def spec_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepSpec:
-    """Returns the spec of a step. Raises InvalidRequestError for a value that no stage accepts."""
+    """Returns the spec of a step. Raises InvalidRequestError if a value is invalid for every stage."""
     check_input(request.input)
     return StepSpec(
         step_id=request.step_id,
@@ -116,7 +116,7 @@ def _part(message: request_pb2.Part) -> Part:
         case "video_file":
             return MediaFile("video", message.video_file.data, message.video_file.media_type)
         case None:
-            raise AssertionError("check_input comes first")
+            raise AssertionError("`check_input` has rejected empty parts")
 
 
 def _sampling(message: request_pb2.Sampling) -> SamplingOptions:
@@ -150,7 +150,7 @@ def _checkpoint(message: stage_pb2.Checkpoint) -> Checkpoint:
 
 
 def rebinding_from_wire(request: stage_pb2.RebindStepRequest) -> Rebinding:
-    """Returns the rebinding of a step. Raises InvalidRequestError for a value that no stage accepts."""
+    """Returns the rebinding of a step. Raises InvalidRequestError if a value is invalid for every stage."""
     return Rebinding(
         request_id=request.request_id,
         step_id=request.step_id,
@@ -207,9 +207,9 @@ def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
 
 
 def event_to_wire(event: StepEvent) -> stage_pb2.ExecuteStepResponse:
-    """Returns the message of an event."""
+    """Returns the response message for an event."""
     if isinstance(event, Output):
-        # Filled in place, because there is one for every token.
+        # Filled in place, because each token has its own output message.
         response = stage_pb2.ExecuteStepResponse()
         _fill(response.output, event)
         return response
@@ -264,14 +264,14 @@ def _checkpoint_message(event: Checkpoint) -> stage_pb2.Checkpoint:
 
 
 def load_to_wire(load: StageLoad) -> stage_pb2.WatchLoadResponse:
-    """Returns the message of a load."""
+    """Returns the response message for a load."""
     return stage_pb2.WatchLoadResponse(**asdict(load))
 
 
 def description_to_wire(
     config: StageConfig, signature: Signature, *, state: ReplicaState, detail: str, incarnation: str
 ) -> stage_pb2.DescribeResponse:
-    """Returns the description of a replica."""
+    """Returns the response message that describes a replica."""
     return stage_pb2.DescribeResponse(
         pipeline=config.pipeline,
         generation=config.generation,

@@ -27,13 +27,13 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 _REJECTED_PAUSE_S = 10.0
 _DEREGISTER_S = 1.0
 _PASSING = frozenset({"NOT_RUNNING", "LEASE_ENDED"})
-"""Error reasons after which the replica registers again at once."""
+"""Error reasons after which the replica registers again soon, because they are temporary."""
 _ANYWHERE = frozenset({"", "0.0.0.0", "[::]", "*"})  # noqa: S104
 
 
 @asynccontextmanager
 async def registered(config: StageConfig, *, incarnation: str, port: int) -> AsyncGenerator[None]:
-    """Keeps the replica registered within the block, and deregisters it at its end.
+    """Keeps the replica registered within the block, and deregisters it when the block ends.
 
     `port` is the port of the replica's server. Raises InvalidRequestError (INVALID_CONFIG) if other hosts cannot reach
     the configured address.
@@ -75,7 +75,7 @@ class Registration:
         self._identity = identity
         self._leaving = asyncio.Event()
         self._bound: asyncio.Timeout | None = None
-        """The time limit of the current registration."""
+        """The timeout of the current registration, which `leave` sets. None between registrations."""
         self._backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         self._pause_s = _FIRST_PAUSE_S
         self._registered, self._last_failure = False, ""
@@ -88,7 +88,7 @@ class Registration:
                 self._bound.reschedule(asyncio.get_running_loop().time() + _DEREGISTER_S)
 
     async def run(self) -> None:
-        """Registers, and registers again if the registration is lost; returns within a second after `leave`."""
+        """Registers, and registers again if the registration is lost. Returns within about a second after `leave`."""
         async with open_channel(self.orchestrator, keepalive_s=20) as channel:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)
             while not self._leaving.is_set():
@@ -104,7 +104,7 @@ class Registration:
                 await self._pause()
 
     async def _stay_registered(self, stub: "membership_pb2_grpc.MembershipServiceAsyncStub") -> None:
-        """Registers and renews until `leave`; raises the error with which the registration was rejected or lost."""
+        """Registers and renews until `leave`. Raises an error if the registration is rejected or lost."""
         call = stub.Register()
         woken = asyncio.Event()
         call.add_done_callback(lambda _: woken.set())
@@ -135,7 +135,7 @@ class Registration:
         self._backoff.reset()
 
     def _note_failure(self, error: StagemeshError) -> None:
-        """Logs a new cause once. After a rejection the replica waits longer before it registers again."""
+        """Logs each new cause once, and sets the pause. The pause is longer after a rejection."""
         self._registered = False
         rejected = not isinstance(error, UnavailableError | DeadlineError) and error.reason not in _PASSING
         self._pause_s = _REJECTED_PAUSE_S if rejected else self._backoff.next_s()
@@ -150,7 +150,7 @@ class Registration:
 
 
 async def _deregister(call: _Call) -> None:
-    """Ends the stream and waits until the orchestrator has ended it too."""
+    """Ends the stream and waits until the orchestrator has also ended it."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         await call.done_writing()
         while await call.read() is not grpc.aio.EOF:
@@ -161,8 +161,8 @@ def _advertised(config: StageConfig, port: int) -> str:
     host, _, wanted = (config.advertise or config.listen).rpartition(":")
     if host in _ANYWHERE:
         raise InvalidRequestError(
-            f"replica {config.replica} listens on {config.listen}, which other hosts cannot reach, but must "
-            'register: set `advertise` to "host:port" in its config',
+            f"replica {config.replica} must register but listens on {config.listen}, which other hosts cannot reach; "
+            'set `advertise` to "host:port" in its config',
             reason="INVALID_CONFIG",
         )
     return f"{host}:{port if wanted == '0' else wanted}"

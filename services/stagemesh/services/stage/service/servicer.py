@@ -1,4 +1,4 @@
-"""The gRPC service StageService: converts messages and calls `StageRuntime`."""
+"""The gRPC service StageService. Converts messages and calls `StageRuntime`."""
 
 import asyncio
 import contextlib
@@ -54,7 +54,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     async def ExecuteSteps(  # type: ignore[override]
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> AsyncIterator[bytes]:
-        """Receives and yields serialized messages; see `add_stage_service`."""
+        """Receives and yields serialized messages, because `add_stage_service` registers this method without codecs."""
         async with answering(context, **self._where):
             session = StepSession(self._execute, closing=self._runtime.closed, where=self._where)
             async with contextlib.aclosing(session.serve(request_iterator)) as messages:
@@ -71,7 +71,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     async def PutChunk(  # type: ignore[override]
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> AsyncIterator[bytes]:
-        """Receives and yields serialized messages; see `add_stage_service`."""
+        """Receives and yields serialized messages, because `add_stage_service` registers this method without codecs."""
         async with answering(context, **self._where):
             replies = self._runtime.data_plane.serve_put(request_iterator)
             async with contextlib.aclosing(replies):
@@ -138,13 +138,13 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
 
 
 class _ReportTimer:
-    """Decides when WatchLoad reports: each interval while the replica is busy, less often while it is idle."""
+    """Decides when WatchLoad reports: at each interval while the replica is busy, less often while it is idle."""
 
     def __init__(self, request: stage_pb2.WatchLoadRequest) -> None:
         self.interval_s = request.interval_s or _DEFAULT_INTERVAL_S
         if not self.interval_s >= _MIN_INTERVAL_S:
             raise InvalidRequestError(
-                f"interval_s is {self.interval_s:g}; it must be {_MIN_INTERVAL_S:g} or more, or 0 for 1"
+                f"interval_s is {self.interval_s:g}; it must be at least {_MIN_INTERVAL_S:g}, or 0 for 1"
             )
         ratio = request.idle_interval_s / self.interval_s
         if not math.isfinite(ratio):
@@ -152,12 +152,12 @@ class _ReportTimer:
                 f"idle_interval_s is {request.idle_interval_s:g}; it must be a number of seconds, or 0 for interval_s"
             )
         self._idle_intervals = max(1, round(ratio))
-        """The number of intervals between reports while the replica is idle."""
+        """The number of intervals between two reports while the replica is idle."""
         self._intervals = self._idle_intervals
         self._was_busy = False
 
     def is_due(self, *, busy: bool) -> bool:
-        """Returns whether to report after this interval. A change from busy to idle is always reported."""
+        """Returns whether to report after this interval. Always reports a change from busy to idle."""
         self._intervals += 1
         due = busy or self._was_busy or self._intervals >= self._idle_intervals
         self._was_busy = busy

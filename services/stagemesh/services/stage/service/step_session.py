@@ -1,4 +1,4 @@
-"""The server side of ExecuteSteps: the calls of many steps by one caller, over one stream."""
+"""The server side of ExecuteSteps, which carries one caller's calls of many steps over one stream."""
 
 import asyncio
 import logging
@@ -20,45 +20,48 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 _log = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 256 << 10
-# Beyond this, a caller that does not read blocks its calls. Their events stay in the steps' journals.
+# Above this limit, a caller that does not read blocks its calls. Their events remain in the steps' journals.
 _WAITING_BYTES = 1 << 20
-# The time that a caller has to read all responses and end the stream. Shorter than the grace of the server's stop.
+# The time that a caller has to read all responses and end the stream. Shorter than the server's grace period.
 _READ_S = 0.5
 
 
 class Execute(Protocol):
-    """Runs a step as ExecuteStep does."""
+    """Runs a step in the same way as ExecuteStep."""
 
     def __call__(
         self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
     ) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
-        """Yields the step's events; closing the generator ends the call."""
+        """Yields the step's events. Closing the generator ends the call."""
         ...
 
 
 class StepSession:
-    """The `StreamHandler` of one stream. One message carries the responses of all calls of one event loop iteration."""
+    """The `StreamHandler` of one stream. Combines the responses of one event loop iteration into one message."""
 
     def __init__(self, execute: Execute, *, closing: asyncio.Event, where: Mapping[str, str]) -> None:
-        """If `closing` is set, the stream ends after its last call. `where` is added to the metadata of errors."""
+        """Creates the session. When `closing` is set, the stream ends after its last call.
+
+        `where` is added to the metadata of errors.
+        """
         self._execute, self._closing, self._where = execute, closing, where
         self._loop = asyncio.get_running_loop()
         self._stream = ServerStream(self)
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._waiting: deque[bytes] = deque()
-        """Serialized responses of one message each. Concatenated, they are one response with all these messages."""
+        """Serialized responses with one message each. Concatenated, they form one response with all these messages."""
         self._waiting_bytes = 0
         self._has_space = asyncio.Event()
         self._write_is_due = False
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-        """Yields the messages for the caller until either side ends the stream; raises an error of the caller."""
+        """Yields the messages for the caller until either side ends the stream. Raises an error of the caller."""
         ending = asyncio.create_task(self._end_in_order())
         try:
             async with aclosing(self._stream.serve(requests)) as messages:
                 async for message in messages:
                     yield message
-                    # Dropped, because it may be large and the next message may take long.
+                    # Deleted, because it may be large and the next message may arrive much later.
                     del message
         finally:
             tasks = [ending, *self._calls.values()]
@@ -80,7 +83,7 @@ class StepSession:
                 running.cancel()
             return
         if running is not None:
-            raise InvalidRequestError(f"call {number} runs already; give each call of a stream a number of its own")
+            raise InvalidRequestError(f"call {number} is already running; give each call of a stream its own number")
         self._calls[number] = task = self._loop.create_task(self._run(request), name=request.step.step_id)
         task.add_done_callback(lambda _: self._calls.pop(number))
 
@@ -88,7 +91,7 @@ class StepSession:
         self._write_waiting()
 
     def closed(self, error: object) -> None:
-        """Does nothing: `serve` ends, and with it the calls."""
+        """Does nothing, because `serve` ends at the same time and cancels the calls."""
 
     # -- internal
 
@@ -126,7 +129,7 @@ class StepSession:
         while self._waiting:
             self._stream.write(self._next_message())
         self._stream.write(stage_pb2.ExecuteStepsResponse(closing=True).SerializeToString())
-        # The stream ends earlier if the caller ends it.
+        # Waits, so that the caller can end the stream first.
         await asyncio.sleep(_READ_S)
         self._stream.close()
 
@@ -143,7 +146,7 @@ class StepSession:
             self._stream.write(self._next_message())
 
     def _next_message(self) -> bytes:
-        """Returns as many waiting responses as fit in one message, at least one."""
+        """Returns a message with all waiting responses that fit, but at least one response."""
         size_bytes, responses = 0, list[bytes]()
         while self._waiting and (not responses or size_bytes + len(self._waiting[0]) <= _MESSAGE_BYTES):
             responses.append(self._waiting.popleft())
@@ -170,10 +173,10 @@ def _error_of(exc: Exception, where: Mapping[str, str]) -> chunk_pb2.Error:
 
 
 def _check_size(response: bytes, event: stage_pb2.ExecuteStepResponse) -> None:
-    """Raises UnsupportedError if the message is too large, which ends this call only: other calls share the stream."""
+    """Raises UnsupportedError if the message is too large. The error ends only this call, not the shared stream."""
     if len(response) > MAX_MESSAGE_BYTES:
         raise UnsupportedError(
-            f"the step's {event.WhichOneof('event')} takes {len(response)} bytes, and {MAX_MESSAGE_BYTES} can be sent; "
-            "ask for another output, or for a smaller one",
+            f"the step's {event.WhichOneof('event')} has {len(response)} bytes, but at most {MAX_MESSAGE_BYTES} can be "
+            "sent; request another output, or a smaller one",
             reason="OUTPUT_TOO_LARGE",
         )

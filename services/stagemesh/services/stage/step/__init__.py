@@ -1,1 +1,1 @@
-"""One step of a stage, from its spec to the end of its flows."""
+"""One step of a stage: its spec, its run, its flows, and its events."""

@@ -1,4 +1,4 @@
-"""The checks of a step that need the stage's signature. They pass before any resource is taken for the step."""
+"""Validates a step against the stage's signature before the replica reserves any resource for the step."""
 
 import re
 from collections import Counter
@@ -13,7 +13,7 @@ from stagemesh.services.engines.base import Checkpoint, Task, media_of
 from stagemesh.services.engines.media import MEDIA_TYPES, MediaFile, Medium, Samples
 from stagemesh.services.stage.step.spec import STATE_EDGE, OutputBinding, Rebinding, StepSpec
 
-# An orchestrator builds it from request, stage and attempt.
+# An orchestrator builds the id from request, stage and attempt.
 _STEP_ID = re.compile(r"[A-Za-z0-9._:/-]{1,256}")
 _SAMPLE_RATES_HZ = range(1_000, 384_001)
 
@@ -21,9 +21,9 @@ _SAMPLE_RATES_HZ = range(1_000, 384_001)
 def check_spec(
     spec: StepSpec, signature: Signature, *, engine: str, resumable: bool = False, pausable: bool = False
 ) -> None:
-    """Raises InvalidRequestError or UnsupportedError with the value at fault and the allowed ones.
+    """Raises InvalidRequestError or UnsupportedError, which name the invalid value and the allowed values.
 
-    `engine` is the engine's name, `resumable` and `pausable` whether it has those abilities.
+    `engine` is the engine's name. `resumable` and `pausable` are True if the engine has those abilities.
     """
     check_request_id(spec.request_id)
     if not _STEP_ID.fullmatch(spec.step_id):
@@ -45,7 +45,7 @@ def check_spec(
 
 
 def check_rebinding(rebinding: Rebinding) -> None:
-    """Raises InvalidRequestError with the value at fault and the allowed ones."""
+    """Raises InvalidRequestError, which names the invalid value, if a rebinding is not valid."""
     check_request_id(rebinding.request_id)
     inputs = [each.binding for each in rebinding.inputs]
     _check_edge_names("inputs", [each.edge for each in inputs])
@@ -67,8 +67,8 @@ def _check_pause(spec: StepSpec) -> None:
         if binding.edge == STATE_EDGE:
             continue
         raise InvalidRequestError(
-            f"max_steps with the outgoing edge {binding.edge}; bind outgoing edges where the step runs to its "
-            "end, without max_steps",
+            f"max_steps is set together with the outgoing edge {binding.edge}; bind outgoing edges to the step that "
+            "runs to its end, without max_steps",
             reason="INVALID_EDGE",
         )
 
@@ -86,8 +86,8 @@ def _check_abilities(task: Task, signature: Signature, *, engine: str, resumable
         )
     if task.adapter is not None and not signature.adapters:
         raise UnsupportedError(
-            f"engine {engine} takes no adapters on this stage; leave adapter unset, or start it with the option "
-            "enable_lora where the engine has that",
+            f"engine {engine} accepts no adapters on this stage; leave adapter unset, or start the stage with the "
+            "option enable_lora if the engine has that option",
             metadata={"engine": engine, "ability": "adapters"},
         )
 
@@ -111,7 +111,7 @@ def _check_edges(spec: StepSpec, signature: Signature) -> None:
         raise InvalidRequestError(f"edge {STATE_EDGE} brings a state to resume from; set resume_from to its steps")
     if any(binding.edge != STATE_EDGE for binding in spec.inputs) and not signature.accepts:
         bound = ", ".join(binding.edge for binding in spec.inputs)
-        raise InvalidRequestError(f"this stage takes the prompt and no edge; unbind {bound}", reason="UNKNOWN_EDGE")
+        raise InvalidRequestError(f"this stage accepts the prompt but no edge; unbind {bound}", reason="UNKNOWN_EDGE")
     if signature.accepts and not spec.inputs and spec.task.resume_from is None:
         raise InvalidRequestError(
             f"no edge feeds this stage; bind an edge that brings {', '.join(signature.accepts)}",
@@ -123,7 +123,7 @@ def _check_edge_names(direction: str, edges: Sequence[str]) -> None:
     for edge, count in Counter(edges).items():
         if not edge or count > 1:
             problem = f"{edge!r} twice" if edge else "without a name"
-            raise InvalidRequestError(f"{direction} hold an edge {problem}", reason="INVALID_EDGE")
+            raise InvalidRequestError(f"{direction} contain an edge {problem}", reason="INVALID_EDGE")
 
 
 def _check_consumers(bindings: Iterable[OutputBinding]) -> None:
@@ -155,13 +155,13 @@ def _check_prompt(task: Task, signature: Signature, *, engine: str) -> None:
         raise empty_prompt_error()
     if task.negative_prompt and not signature.negative_prompt:
         raise UnsupportedError(
-            f"engine {engine} takes no negative prompt on this stage; leave it out",
+            f"engine {engine} accepts no negative prompt on this stage; omit it",
             metadata={"engine": engine, "ability": "negative_prompt"},
         )
     media = media_of(task.prompt)
     if media and not signature.media:
         raise UnsupportedError(
-            f"engine {engine} takes text alone on this stage; leave the {media[0].kind} out",
+            f"engine {engine} accepts only text on this stage; omit the {media[0].kind}",
             metadata={"engine": engine, "ability": "media"},
         )
     for medium in media:
@@ -169,7 +169,7 @@ def _check_prompt(task: Task, signature: Signature, *, engine: str) -> None:
 
 
 def _check_medium(medium: Medium) -> None:
-    """Checks a medium without decoding it."""
+    """Raises InvalidRequestError if a medium's type or samples are invalid. Does not decode the medium."""
     if not isinstance(medium, MediaFile):
         _check_samples(medium)
     elif medium.media_type not in MEDIA_TYPES[medium.kind]:
@@ -179,7 +179,7 @@ def _check_medium(medium: Medium) -> None:
             reason="INVALID_MEDIA",
         )
     elif not medium.data:
-        raise InvalidRequestError(f"{medium.kind} without data; leave it out", reason="INVALID_MEDIA")
+        raise InvalidRequestError(f"{medium.kind} has no data; omit it", reason="INVALID_MEDIA")
 
 
 def _check_samples(audio: Samples) -> None:
@@ -187,7 +187,7 @@ def _check_samples(audio: Samples) -> None:
     if samples.dtype != np.float32 or samples.ndim not in (1, 2) or not samples.size:
         raise InvalidRequestError(
             f"audio is {samples.dtype}{list(samples.shape)}; it must be float32[samples] or float32[samples, "
-            "channels], and not empty",
+            "channels], and must not be empty",
             reason="INVALID_MEDIA",
         )
     if audio.sample_rate_hz not in _SAMPLE_RATES_HZ:

@@ -1,4 +1,4 @@
-"""The packets of an incoming edge for an engine: transformed, and checked against the stage's signature."""
+"""The packets of an incoming edge in the form that an engine accepts: transformed and validated."""
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -12,7 +12,7 @@ from stagemesh.services.engines.base import Transform
 
 
 class EdgeInput:
-    """Iterates over the transformed and checked packets of an inlet. Calls `on_first` before the first one."""
+    """Iterates over the transformed and validated packets of an inlet. Calls `on_first` before the first packet."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class EdgeInput:
         self._ended = False
 
     def __aiter__(self) -> AsyncIterator[Packet]:
-        """Returns itself: a flow is read once."""
+        """Returns itself, because a flow is read only once."""
         return self
 
     async def __anext__(self) -> Packet:
@@ -61,7 +61,7 @@ class EdgeInput:
 
 
 def make_transform(name: str) -> Transform | None:
-    """Returns a new instance of a transform, or None for an empty name; raises NotFoundError with the known names."""
+    """Returns a new instance of a transform, or None for an empty name. Raises NotFoundError for an unknown name."""
     if not name:
         return None
     transform: Transform = import_factory(load_transform_descriptor(name).factory)()
@@ -69,9 +69,9 @@ def make_transform(name: str) -> Transform | None:
 
 
 def accepted_part(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: str) -> Packet:
-    """Returns the accepted tensors of a packet; raises InvalidChunkError if their types do not match.
+    """Returns a packet with the accepted tensors only. Raises InvalidChunkError if a dtype or shape does not match.
 
-    A symbol in the shapes stands for the same length in all tensors of the packet.
+    A symbol in the shapes represents the same length in all tensors of the packet.
     """
     taken = {name: tensor for name, tensor in packet.tensors.items() if name in accepts}
     if not taken:
@@ -93,5 +93,5 @@ def _check_symbols(name: str, tensor: Array, spec: TensorSpec, *, lengths: dict[
     for symbol, length in zip(spec.shape, tensor.shape, strict=True):
         if isinstance(symbol, str) and lengths.setdefault(symbol, length) != length:
             raise InvalidChunkError(
-                f"tensor {name!r} has {length} {symbol} where another tensor of its chunk has {lengths[symbol]}"
+                f"tensor {name!r} has {length} {symbol}, but another tensor of its chunk has {lengths[symbol]}"
             )

@@ -20,12 +20,12 @@ from stagemesh.services.stage.step.spec import (
 
 
 class StepEdges:
-    """The edges of one run. Outgoing edges may outlive the run, for consumers that are replaced."""
+    """The edges of one run. Outgoing edges may remain open after the run, so that their consumers can be replaced."""
 
     def __init__(self, spec: StepSpec, data_plane: DataPlane) -> None:
         self.request_id, self.step_id, self.attempt = spec.request_id, spec.step_id, spec.attempt
         self.outlets = data_plane.fan_out()
-        """The outgoing edges of the pipeline."""
+        """The outlets of the pipeline's edges, without the edge for a paused request's state."""
         self.on_over: Callable[[], None] = lambda: None
         """Called when no outgoing edge can be bound to another consumer any more."""
         self._plane = data_plane
@@ -66,26 +66,26 @@ class StepEdges:
 
     @property
     def inlets(self) -> dict[str, Inlet]:
-        """The inlets of the pipeline's edges, by edge name."""
+        """The inlets of the pipeline's edges, by edge name, without the edge for a paused request's state."""
         return dict(self._inlets)
 
     @property
     def state_inlet(self) -> Inlet | None:
-        """The inlet of the state from which the step resumes."""
+        """The inlet for the state from which the step resumes. None if the state does not arrive over an edge."""
         return self._state_inlet
 
     @property
     def state_outlet(self) -> Outlet | None:
-        """The outlet of the state at which the step pauses."""
+        """The outlet for the state at which the step pauses. None if the state is not sent over an edge."""
         return self._state_outlet
 
     @property
     def is_over(self) -> bool:
-        """Whether no outgoing edge can be bound to another consumer."""
+        """Whether no outgoing edge can be bound to another consumer any more."""
         return all(outlet.is_over for outlet in self._by_edge.values())
 
     def reports(self) -> tuple[tuple[FlowReport, ...], tuple[FlowReport, ...]]:
-        """Returns the status of the incoming and of the outgoing flows."""
+        """Returns the status of the incoming flows and the status of the outgoing flows."""
         inlets = tuple(
             FlowReport(self._inputs[edge].producer, inlet.status) for edge, inlet in self._all_inlets().items()
         )
@@ -93,10 +93,10 @@ class StepEdges:
         return inlets, tuple(FlowReport(self._outputs[each.edge].consumer, each) for each in statuses)
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """Binds edges to other replicas: all of the named ones, or none if it raises.
+        """Binds all named edges to other replicas. If it raises an error, it has changed no edge.
 
         Raises NotReadyError (CHUNK_GONE, ROWS_MISSING) if an edge cannot continue with the new peer, StaleAttemptError
-        if it is bound in a newer attempt, NotFoundError for an edge that the step does not have.
+        if an edge is bound in a newer attempt, and NotFoundError if the step does not have an edge.
         """
         inputs = [each for each in rebinding.inputs if self._is_new_producer(each.binding)]
         outputs = [each for each in rebinding.outputs if self._is_new_consumer(each)]
@@ -117,18 +117,18 @@ class StepEdges:
             )
 
     async def close(self, error: StagemeshError | None, *, left_state: bool) -> None:
-        """Closes all flows; after a run without an error, outlets keep the chunks that consumers may need again."""
+        """Closes all flows. After a run without an error, outlets retain the chunks that consumers may need again."""
         if error is not None:
             self.outlets.abort(error)
         if self._state_outlet is not None and (error is not None or not left_state):
-            ended = InvalidRequestError("the request ran to its end, and left no state", reason="NOT_PAUSED")
+            ended = InvalidRequestError("the request ran to its end and left no state", reason="NOT_PAUSED")
             self._state_outlet.abort(error or ended)
         lost = error is not None and is_recoverable(error)
         await asyncio.gather(*(inlet.aclose(lost=lost) for inlet in self._all_inlets().values()))
         self._inlets, self._state_inlet, self._state_outlet = {}, None, None
 
     def release(self, error: StagemeshError) -> None:
-        """Releases the outlets that the run has left open."""
+        """Aborts the outlets that remained open after the run."""
         for outlet in self._by_edge.values():
             outlet.abort(error)
 
@@ -170,7 +170,7 @@ class StepEdges:
     def _is_new(
         self, current: InputBinding | OutputBinding, binding: InputBinding | OutputBinding, *, repeats: bool
     ) -> bool:
-        """Returns whether a binding must be applied. One that `repeats` the current binding is not."""
+        """Returns whether a binding must be applied. `repeats` marks a binding that equals the current binding."""
         attempt, wanted = self._attempt_of(current), self._attempt_of(binding)
         if wanted < attempt:
             raise StaleAttemptError(

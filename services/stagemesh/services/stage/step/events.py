@@ -1,4 +1,4 @@
-"""The events of a step for its callers, its timings, and reports on its status, free of protobuf."""
+"""The events of a step for its callers, its timings, and its status reports. Independent of protobuf."""
 
 import time
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from stagemesh.services.engines.base import Checkpoint, Paused, Progress, TokenL
 
 @dataclass(frozen=True)
 class Accepted:
-    """The step has been accepted and its inlets are open."""
+    """Reports that the step has been accepted and its inlets are open."""
 
     queue_position: int
 
 
 @dataclass(frozen=True)
 class AudioOutput:
-    """Audio samples to append."""
+    """Audio samples that the client appends to the samples before."""
 
     samples: Array
     sample_rate_hz: int
@@ -28,14 +28,14 @@ class AudioOutput:
 
 @dataclass(frozen=True)
 class ImageOutput:
-    """An encoded image."""
+    """An encoded image file."""
 
     data: bytes
     media_type: str
 
 
 class Tokens(msgspec.Struct, frozen=True, gc=False):
-    """Token ids to append, with their log-probabilities if the request asks for them."""
+    """Token ids that the client appends. Contains their log-probabilities if the request asks for them."""
 
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -45,9 +45,9 @@ Content: TypeAlias = str | Tokens | AudioOutput | ImageOutput | Array
 
 
 class Output(msgspec.Struct, frozen=True, gc=False):
-    """A fragment of a streamed tensor; `seq` counts from 0 for each name.
+    """A fragment of a streamed tensor. `seq` numbers the fragments of each name from 0.
 
-    Excluded from garbage collection, because there is one for every token and it is kept after the run's end.
+    Excluded from garbage collection, because each token has an object that is stored beyond the run's end.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Output(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds since the step was accepted."""
+    """The times of a step's start, first output and end, in seconds since the step was accepted."""
 
     started_s: float
     first_output_s: float | None
@@ -74,7 +74,7 @@ class Stopwatch:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the step was accepted."""
+        """The time since the step was accepted, in seconds."""
         return time.monotonic() - self._accepted_s
 
     @property
@@ -83,12 +83,12 @@ class Stopwatch:
         return self._started_s is not None
 
     def start(self) -> None:
-        """Records that the engine has received an input; only the first call counts."""
+        """Records that the engine has received an input. Ignores later calls."""
         if self._started_s is None:
             self._started_s = self.age_s
 
     def first_output(self) -> None:
-        """Records that the engine has emitted an output; only the first call counts."""
+        """Records that the engine has emitted an output. Ignores later calls."""
         if self._first_output_s is None:
             self._first_output_s = self.age_s
 
@@ -101,7 +101,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Finished:
-    """The engine is done and all chunks have arrived."""
+    """Reports that the engine has finished the step and all chunks have arrived."""
 
     usage: Usage
     timings: Timings
@@ -127,7 +127,7 @@ class StepReport:
     step_id: str
     attempt: int
     age_s: float
-    """Seconds since the step was accepted."""
+    """The time since the step was accepted, in seconds."""
     started: bool
     """Whether the engine has received an input."""
     inlets: tuple[FlowReport, ...]

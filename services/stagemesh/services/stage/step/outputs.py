@@ -1,4 +1,4 @@
-"""The outputs that a step streams to its caller, and how often it reports progress."""
+"""The outputs that a step streams to its caller, and the rate limit of its progress reports."""
 
 import codecs
 import math
@@ -16,9 +16,9 @@ from stagemesh.services.engines.base import Progress, TokenLogprobs
 from stagemesh.services.stage.step.events import AudioOutput, Content, ImageOutput, Output, Tokens
 
 _AUDIO_FRAGMENT_BYTES = 1 << 20
-# A message holds more than the tensor.
+# The rest of a message needs space, too.
 _MAX_TENSOR_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
-# A token id and its log-probability.
+# The size of a token id with its log-probability.
 _LOGPROB_BYTES = 8
 PROGRESS_INTERVAL_S = 0.5
 _MEDIA_TYPES: Mapping[bytes, str] = {
@@ -29,28 +29,28 @@ _MEDIA_TYPES: Mapping[bytes, str] = {
 
 
 class StreamedOutputs:
-    """Cuts the emissions of one run into numbered fragments of the tensors that its caller asked for."""
+    """Splits the emissions of one run into numbered fragments of the tensors that its caller requested."""
 
     def __init__(
         self, names: Sequence[str], emits: Mapping[str, Emitted], *, made: Mapping[str, int] | None = None
     ) -> None:
-        """`made` is the number of fragments of each name that earlier runs have made; numbering continues from it."""
+        """Creates the splitter. `made` is the number of fragments of each name in earlier runs; numbering continues."""
         self.size_bytes = 0
-        """The size of all pushed tensors."""
+        """The total size of all pushed tensors and log-probabilities, in bytes."""
         self._emitted = {name: emits[name] for name in names}
         self._next_seqs = {name: (made or {}).get(name, 0) for name in names}
-        # An emission may end within a UTF-8 character.
+        # An emission may end in the middle of a UTF-8 character.
         self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in names}
 
     @property
     def made(self) -> dict[str, int]:
-        """The number of fragments of each name, including those of earlier runs."""
+        """The number of fragments of each name, including fragments of earlier runs."""
         return dict(self._next_seqs)
 
     def push(self, packet: Packet, logprobs: tuple[TokenLogprobs, ...] = ()) -> list[Output]:
-        """Returns the fragments of a packet; `logprobs` belong to its tokens.
+        """Returns the fragments of a packet. `logprobs` are the log-probabilities of the packet's tokens.
 
-        Raises UnsupportedError for a tensor that does not fit in a message.
+        Raises UnsupportedError if a tensor does not fit in a message.
         """
         fragments: list[Output] = []
         for name, emitted in self._emitted.items():
@@ -66,7 +66,7 @@ class StreamedOutputs:
         return fragments
 
     def finish(self) -> list[Output]:
-        """Returns the text that ended within a character, decoded with replacement characters."""
+        """Returns the remaining text of outputs that end within a character, decoded with replacement characters."""
         fragments: list[Output] = []
         for name, decoder in self._decoders.items():
             rest = decoder.decode(b"", final=True)
@@ -81,8 +81,8 @@ class StreamedOutputs:
             return [AudioOutput(samples, emitted.sample_rate_hz) for samples in _slices(tensor)]
         if tensor.nbytes > _MAX_TENSOR_BYTES:
             raise UnsupportedError(
-                f"output {name} is {tensor.nbytes} bytes; a client can be sent {_MAX_TENSOR_BYTES}: "
-                "ask for another output, or for a smaller one",
+                f"output {name} has {tensor.nbytes} bytes, but at most {_MAX_TENSOR_BYTES} can be sent to a client; "
+                "request another output, or a smaller one",
                 reason="OUTPUT_TOO_LARGE",
             )
         if emitted.kind == "image":
@@ -97,7 +97,7 @@ class StreamedOutputs:
 
 
 class ProgressThrottle:
-    """Passes all progress of an engine that knows its number of steps; otherwise one report per PROGRESS_INTERVAL_S.
+    """Passes all progress if the engine knows its number of steps, otherwise one report per PROGRESS_INTERVAL_S.
 
     An engine that emits tokens reports progress for each token, which would double the number of messages.
     """
@@ -107,7 +107,7 @@ class ProgressThrottle:
         self._reported_s = -math.inf
 
     def is_due(self, progress: Progress) -> bool:
-        """Returns whether to report this progress. A later report or the step's end replaces one that is skipped."""
+        """Returns whether to report this progress. A later report or the step's end replaces a skipped report."""
         now_s = self._clock()
         if progress.total_steps is None and now_s - self._reported_s < PROGRESS_INTERVAL_S:
             return False
@@ -116,14 +116,14 @@ class ProgressThrottle:
 
 
 def _slices(samples: Array) -> Iterator[Array]:
-    """Yields slices that fit in a message."""
+    """Yields copies of slices that fit in a message."""
     step = max(1, _AUDIO_FRAGMENT_BYTES * len(samples) // max(1, samples.nbytes))
     for start in range(0, len(samples), step):
         yield _copy(samples[start : start + step])
 
 
 def _copy(tensor: Array) -> Array:
-    """Returns a copy. A view could hold a lease on another replica's arena, and outputs are kept for later callers."""
+    """Returns a copy. A view could retain a lease on another replica's arena while outputs are stored for callers."""
     return np.array(tensor)
 
 

@@ -1,4 +1,4 @@
-"""The registry of a replica's runs: the running ones and the recently ended ones."""
+"""The registry of a replica's running and recently ended runs."""
 
 import asyncio
 from collections import OrderedDict
@@ -13,14 +13,14 @@ from stagemesh.services.stage.step.spec import Rebinding, StepSpec
 KEPT_S = 30.0
 MAX_KEPT = 256
 MAX_KEPT_BYTES = 64 << 20
-"""Ended runs are kept for callers that attach again, within these limits."""
+"""The limits for storing ended runs: seconds, number and bytes. Callers can attach to stored runs again."""
 MAX_ATTEMPTS = 4096
-"""The number of requests whose latest attempt is recorded."""
-_RELEASED = CancelledRequestError("the request is over")
+"""The maximum number of requests whose latest attempt is recorded."""
+_RELEASED = CancelledRequestError("the request has ended")
 
 
 class RunRegistry:
-    """Finds runs by step_id and by request, and records the latest attempt of each request."""
+    """Finds runs by step id and by request, and records the latest attempt of each request."""
 
     def __init__(self) -> None:
         self._runs: dict[str, StepRun] = {}
@@ -35,37 +35,37 @@ class RunRegistry:
         return list(self._running.values())
 
     def of_request(self, request_id: str, *, up_to_attempt: int = 0) -> Iterator[StepRun]:
-        """Yields the running runs of a request up to an attempt; 0 stands for all attempts."""
+        """Yields the running runs of a request up to an attempt. 0 means all attempts."""
         for run in self.running():
             spec = run.spec
             if spec.request_id == request_id and (not up_to_attempt or spec.attempt <= up_to_attempt):
                 yield run
 
     def find_edges(self, rebinding: Rebinding) -> "StepRun | StepEdges":
-        """Returns the run to rebind, or the edges that it has left open; raises NotFoundError if there are none."""
+        """Returns the run to rebind, or the edges that it has left open. Raises NotFoundError if there is neither."""
         found = self._running.get(rebinding.step_id) or self._left.get(rebinding.step_id)
         if found is None or found.request_id != rebinding.request_id:
             raise NotFoundError(
-                f"step {rebinding.step_id} of request {rebinding.request_id} does not run here, and left no open edges",
+                f"step {rebinding.step_id} of request {rebinding.request_id} does not run here and left no open edges",
                 reason="UNKNOWN_STEP",
             )
         return found
 
     def keep_edges(self, edges: StepEdges) -> None:
-        """Keeps the outgoing edges of a successful run until their consumers are done."""
+        """Stores the outgoing edges of a successful run until their consumers no longer need them."""
         self._left[edges.step_id] = edges
         edges.on_over = partial(self._forget_edges, edges)
 
     def release_edges(self, request_id: str, *, up_to_attempt: int = 0) -> None:
-        """Releases the edges that ended runs of a request have left, up to an attempt; 0 stands for all attempts."""
+        """Releases the edges that a request's ended runs have left open, up to an attempt. 0 means all attempts."""
         for edges in list(self._left.values()):
             if edges.request_id == request_id and (not up_to_attempt or edges.attempt <= up_to_attempt):
                 edges.release(_RELEASED)
 
     def find(self, spec: StepSpec) -> StepRun | None:
-        """Returns the run of the same step, or None.
+        """Returns the run of the same step, or None if there is none.
 
-        Raises StaleAttemptError if a newer attempt is known, ExistsError if the step runs with other content.
+        Raises StaleAttemptError if a newer attempt is known, and ExistsError if the step exists with other content.
         """
         latest = self._attempts.get(spec.request_id, 0)
         if spec.attempt < latest:
@@ -76,14 +76,14 @@ class RunRegistry:
         run = self._runs.get(spec.step_id)
         if run is not None and run.spec.fingerprint != spec.fingerprint:
             raise ExistsError(
-                f"step {spec.step_id} exists with other content; use another step_id, or repeat the call as it was",
+                f"step {spec.step_id} exists with other content; use another step_id, or repeat the original call",
                 reason="STEP_EXISTS",
                 metadata={"attempt": str(latest)},
             )
         return run
 
     def add(self, run: StepRun) -> None:
-        """Adds a new run and stops the runs of earlier attempts."""
+        """Adds a new run, and stops the runs of earlier attempts."""
         spec = run.spec
         superseded_runs = [run for run in self.of_request(spec.request_id) if run.spec.attempt < spec.attempt]
         for superseded in superseded_runs:
@@ -96,7 +96,7 @@ class RunRegistry:
         self._runs[spec.step_id] = self._running[spec.step_id] = run
 
     def retire(self, run: StepRun) -> None:
-        """Keeps an ended run for KEPT_S."""
+        """Stores an ended run for KEPT_S seconds, or until newer runs exceed the limits."""
         del self._running[run.spec.step_id]
         loop = asyncio.get_running_loop()
         self._kept[run.spec.step_id] = loop.call_later(KEPT_S, self._forget, run.spec.step_id)
@@ -105,7 +105,7 @@ class RunRegistry:
             self._forget(next(iter(self._kept)))
 
     def close(self) -> None:
-        """Drops the ended runs and releases the edges that they left."""
+        """Removes the ended runs, and releases the edges that they have left open."""
         for edges in list(self._left.values()):
             edges.release(_RELEASED)
         for step_id in list(self._kept):
@@ -118,5 +118,5 @@ class RunRegistry:
     def _forget_edges(self, edges: StepEdges) -> None:
         if self._left.get(edges.step_id) is edges:
             del self._left[edges.step_id]
-        # The callback refers to the edges: a reference cycle.
+        # The callback refers to the edges and would form a reference cycle.
         edges.on_over = lambda: None

@@ -1,4 +1,4 @@
-"""The run of one step: from its spec to the end of its flows."""
+"""The run of one step, from its spec to the end of its flows."""
 
 import asyncio
 import itertools
@@ -33,15 +33,15 @@ from stagemesh.services.stage.step.spec import STATE_EDGE, Rebinding, StepSpec
 _log = logging.getLogger(__name__)
 
 ABANDON_S = 5.0
-"""Seconds that a run continues without a caller."""
+"""Time for which a run continues without a caller, in seconds."""
 ABORT_S = 1.0
-"""Seconds within which the engine must release a stopped task. Then callers and edges get the error regardless."""
+"""Time that the engine has to release a stopped task, in seconds. Afterwards callers and edges receive the error."""
 
 _numbers = itertools.count(1)
 
 
 def drained_error(where: Mapping[str, str]) -> UnavailableError:
-    """Returns the error of a step that must continue on another replica because this one is drained."""
+    """Returns the error for a step that must continue on another replica, because this replica is being drained."""
     return UnavailableError(
         f"replica {where['replica']} of stage {where['stage']} is drained and hands its steps over to other replicas",
         reason="DRAINED",
@@ -50,10 +50,10 @@ def drained_error(where: Mapping[str, str]) -> UnavailableError:
 
 
 class StepRun:
-    """Runs a step on the engine, between its inlets and its outlets, and appends its events to `journal`.
+    """Runs a step on the engine, between its inlets and its outlets. Appends its events to `journal`.
 
-    Call `start` once, and await `ended`. The journal closes when the engine has released the task, but at most ABORT_S
-    after a stop: callers and neighbouring stages do not wait for an engine that ignores an abort.
+    Call `start` once, then await `ended`. The journal closes when the engine has released the task, but at most ABORT_S
+    after a stop. Callers and peer stages therefore do not wait for an engine that ignores an abort.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class StepRun:
         on_state: Callable[[str, Checkpoint], None],
         on_left: Callable[[StepEdges], None] = lambda _: None,
     ) -> None:
-        """`on_state` is called with the request id and each state from which the request can resume.
+        """Creates the run. Calls `on_state` with the request id and each state from which the request can resume.
 
-        `on_left` is called with the edges of a successful run if their consumers may still be replaced.
+        Calls `on_left` with the edges of a successful run if their consumers may still be replaced.
         """
         self.spec = spec
         self.journal = Journal[StepEvent](on_abandoned=self._abandoned)
@@ -80,11 +80,11 @@ class StepRun:
             spec.streamed, signature.emits, made=resume_from.outputs if resume_from is not None else None
         )
         self.paused: Checkpoint | None = None
-        """The state at which the run paused, once it has."""
+        """The state at which the run paused. None if it has not paused."""
         self.failed = False
         """Whether the run has ended with an error."""
         self._journaled: tuple[int, Checkpoint] | None = None
-        """The newest checkpoint in the journal, with its index."""
+        """The newest checkpoint in the journal and its index. None if there is no checkpoint with a state."""
         self._rows = dict(resume_from.rows) if resume_from is not None else dict[str, int]()
         self._edges_take_all_rows = spec.edges_take_all_rows(signature)
         self._edges = StepEdges(spec, data_plane)
@@ -104,16 +104,16 @@ class StepRun:
         self.event_count = 0
         """The number of events received from the engine."""
         self.number = next(_numbers)
-        """Increases from run to run of this process."""
+        """The run's number. It increases with each run of this process."""
 
     @property
     def computes(self) -> bool:
-        """Whether the run waits only for its engine: neither for input nor for credit of a consumer."""
+        """Whether the run waits only for its engine, and not for input or for credit of a consumer."""
         return self._with_engine and not any(each.waits for each in self._inputs)
 
     @property
     def priority(self) -> int:
-        """The request's priority; higher runs first."""
+        """The request's priority. Higher priorities run first."""
         return self.spec.task.priority
 
     @property
@@ -147,21 +147,21 @@ class StepRun:
         )
 
     def start(self, *, deadline_s: float | None, on_ended: Callable[["StepRun"], None]) -> None:
-        """Starts the run. `deadline_s` is in the event loop's time, None for no deadline."""
+        """Starts the run. `deadline_s` is in seconds on the event loop's clock; None means no deadline."""
         self._set_deadline(deadline_s)
         self._task = asyncio.create_task(self._run(on_ended), name=f"step {self.spec.step_id}")
 
     def extend(self, *, deadline_s: float | None) -> None:
-        """Moves the deadline to that of a later caller, unless the deadline is later already."""
+        """Extends the deadline to the deadline of a later caller. Does nothing if it is not later. None removes it."""
         if self._timer is not None and (deadline_s is None or deadline_s > self._timer.when()):
             self._set_deadline(deadline_s)
 
     def stop(self, cause: StagemeshError) -> None:
-        """Stops the run: it ends with `cause` after the engine's current step, or after ABORT_S.
+        """Stops the run. It ends with `cause` after the engine's current step, or after ABORT_S.
 
-        Does nothing if the run has been stopped before: the first cause counts.
+        Does nothing if the run has already been stopped, because the first cause counts.
         """
-        assert self._task is not None, "start comes first"
+        assert self._task is not None, "`start` has not been called"
         if self._cause is None and not self._closing:
             self._cause = cause
             if self._interruptible:
@@ -169,23 +169,23 @@ class StepRun:
             self._aborting = asyncio.get_running_loop().call_later(ABORT_S, self._close_early)
 
     def request_pause(self) -> None:
-        """Asks the engine to pause after its current step, so that another replica can resume the request.
+        """Requests a pause after the engine's current step, so that another replica can resume the request.
 
         Only for engines with the ability `can_pause`.
         """
         self._pause_requested.set()
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """Binds edges to other replicas; see `StepEdges.rebind`."""
+        """Binds edges to other replicas. Raises the errors of `StepEdges.rebind`."""
         self._edges.rebind(rebinding)
 
     async def ended(self) -> None:
-        """Returns when the engine has released the task and the journal is closed. Never raises the run's error."""
-        assert self._task is not None, "start comes first"
+        """Waits until the engine has released the task and the journal is closed. Never raises the run's error."""
+        assert self._task is not None, "`start` has not been called"
         await asyncio.wait([self._task])
 
     def _abandoned(self) -> None:
-        """Called when the last caller has left. A caller may return, for instance after a broken connection."""
+        """Called when the last caller has disconnected. The run waits, because a caller may reconnect."""
         if self._abandoning is None:
             loop = asyncio.get_running_loop()
             self._abandoning = loop.call_later(ABANDON_S, self._stop_abandoned)
@@ -193,12 +193,12 @@ class StepRun:
     def _stop_abandoned(self) -> None:
         self._abandoning = None
         if not self.journal.readers:
-            self.stop(CancelledRequestError("every caller of the step has left"))
+            self.stop(CancelledRequestError("every caller of the step has disconnected"))
 
     def _set_deadline(self, deadline_s: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        error = DeadlineError("the deadline passed while the step ran; allow more time, or ask for less")
+        error = DeadlineError("the deadline passed while the step ran; allow more time, or request less")
         loop = asyncio.get_running_loop()
         self._timer = loop.call_at(deadline_s, self.stop, error) if deadline_s is not None else None
 
@@ -209,12 +209,12 @@ class StepRun:
             await self._close(error)
         else:
             await self._early_close
-        # An exception refers to the frames that it passed through, and so to a packet and its lease.
+        # An exception refers to the frames that it passed through, and thereby retains a packet and its lease.
         self._cause = None
         on_ended(self)
 
     async def _outcome(self) -> StagemeshError | None:
-        """Runs the step and returns its error, or None. Maps all exceptions of an engine to a StagemeshError."""
+        """Runs the step. Returns its error as a StagemeshError, or None if the step succeeded."""
         try:
             await self._execute()
         except StagemeshError as exc:
@@ -253,7 +253,7 @@ class StepRun:
         await self._finish()
 
     async def _resumed_from(self) -> Checkpoint | None:
-        """Returns the checkpoint from which the task resumes; its tensors may arrive over an edge."""
+        """Returns the checkpoint from which the task resumes. Receives its tensors if they arrive over an edge."""
         resume_from = self.spec.task.resume_from
         inlet = self._edges.state_inlet
         if resume_from is None or inlet is None:
@@ -262,7 +262,7 @@ class StepRun:
         steps = packets[0].metadata.get("steps") if len(packets) == 1 else None
         if steps != resume_from.steps:
             raise InvalidRequestError(
-                f"edge {STATE_EDGE} brought a state after {steps} steps; resume_from says {resume_from.steps}",
+                f"edge {STATE_EDGE} delivered a state after {steps} steps, but resume_from has {resume_from.steps}",
                 reason="INVALID_CHECKPOINT",
             )
         return replace(resume_from, tensors=packets[0].tensors)
@@ -272,7 +272,7 @@ class StepRun:
         self._with_engine = True
         try:
             async for event in events:
-                # An engine that swallows the cancellation must not emit anything more.
+                # An engine that ignores the cancellation must not emit anything more.
                 self._raise_cause()
                 self.event_count += 1
                 if isinstance(event, Emission):
@@ -292,7 +292,7 @@ class StepRun:
                 else:
                     self._usage = event
         finally:
-            # An engine that releases a task must not be interrupted.
+            # An engine must not be interrupted while it releases a task.
             self._interruptible = False
             self._with_engine = True
             await events.aclose()
@@ -316,15 +316,15 @@ class StepRun:
         )
 
     def _append_outputs(self, emission: Emission) -> None:
-        """Appends the client's outputs first, so that they do not wait for the credit of an edge."""
+        """Appends the client's outputs before the edges receive them, so that they do not wait for an edge's credit."""
         self._stopwatch.first_output()
         for output in self._outputs.push(emission.packet, emission.logprobs):
             self.journal.append(output)
 
     def _append_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Appends a checkpoint, which covers all that was emitted before it.
+        """Appends a checkpoint, which covers everything that was emitted before it.
 
-        Skips it if an edge does not take all rows: the row counts would not give the position of that edge.
+        Skips the checkpoint if an edge does not receive all rows, because the row counts do not apply to that edge.
         """
         if not self._edges_take_all_rows:
             return
@@ -354,7 +354,7 @@ class StepRun:
         if self.paused is not None:
             await self._send_state(self.paused)
             self._clear_journaled()
-            # `PausedStates` keeps the whole state, as far as its budget allows; the callers receive this one.
+            # `PausedStates` retains the whole state if its limit allows. The callers receive this checkpoint.
             self.paused = without_large_state(self.paused)
             self._journaled = self.journal.append(Paused(self.paused)), self.paused
             return
@@ -371,8 +371,8 @@ class StepRun:
             await outlet.finish()
 
     def _close_early(self) -> None:
-        """Closes the run although the engine has not released the task. `ended` still waits for the engine."""
-        _log.info("the engine has not released step %s %g s after its stop", self.spec.step_id, ABORT_S)
+        """Closes the run before the engine has released the task. `ended` still waits for the engine."""
+        _log.info("the engine has not released step %s within %g s after its stop", self.spec.step_id, ABORT_S)
         self._early_close = asyncio.create_task(self._close(self._cause), name=f"close step {self.spec.step_id}")
 
     async def _close(self, error: StagemeshError | None) -> None:
@@ -387,12 +387,12 @@ class StepRun:
             error = copy(error).located(**self._where)
         edges_error = error
         if error is None and self.paused is not None and self._pause_requested.is_set():
-            # The neighbouring stages wait for the replica that resumes the request.
+            # The peer stages wait for the replica that resumes the request.
             edges_error = drained_error(self._where)
         await self._edges.close(edges_error, left_state=self.paused is not None)
         if edges_error is None and not self._edges.is_over:
             self._on_left(self._edges)
-        # The run is kept for callers that attach again; they need the journal alone.
+        # The run is stored for callers that attach again. They need only the journal.
         self._edges = StepEdges(replace(self.spec, inputs=(), outputs=()), self._data_plane)
         self._inputs = []
         self.spec = replace(self.spec, task=Task(self.spec.request_id, self.spec.task.seed))

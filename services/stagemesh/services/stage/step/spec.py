@@ -1,4 +1,4 @@
-"""The spec of a step: the content of an ExecuteStep or RebindStep call, free of protobuf."""
+"""The spec of a step: the content of an ExecuteStep or RebindStep call, independent of protobuf."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from stagemesh.connectors.edge import ChunkPolicy, Packet
 from stagemesh.services.engines.base import Task, TokenSelection
 
 STATE_EDGE = "@state"
-"""The edge that carries the state of a paused request to the replica that resumes it. Not an edge of the pipeline."""
+"""The edge that carries a paused request's state to the replica that resumes it. It is not part of the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class InputBinding:
     edge: str
     producer: str
     transform: str = ""
-    """The name of a transform; empty for none."""
+    """The name of a transform. Empty if the packets are not transformed."""
     apart: bool = False
-    """Whether each packet of this edge is an input of its own."""
+    """Whether each packet of this edge is a separate input, and not joined with packets of other edges."""
     attempt: int = 0
-    """The attempt of the edge's flow; 0 stands for the step's attempt."""
+    """The attempt of the edge's flow. 0 means the step's attempt."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class OutputBinding:
     connector: ConnectorName
     policy: ChunkPolicy
     tensors: frozenset[str] = frozenset()
-    """The emitted tensors that the edge carries; empty for all."""
+    """The emitted tensors that the edge carries. Empty means all emitted tensors."""
     tokens: TokenSelection = "all"
     attempt: int = 0
-    """The attempt of the edge's flow; 0 stands for the step's attempt."""
+    """The attempt of the edge's flow. 0 means the step's attempt."""
 
     @property
     def is_selective(self) -> bool:
-        """Whether the edge may carry less than whole packets."""
+        """Whether the edge may carry only a part of a packet."""
         return bool(self.tensors) or self.tokens == "last"
 
     def select(self, packet: Packet) -> Packet | None:
-        """Returns the part of a packet that the edge carries, or None if there is none."""
+        """Returns the part of a packet that the edge carries, or None if the edge carries no part of it."""
         if self.tensors and not packet.tensors.keys() <= self.tensors:
             tensors = {name: tensor for name, tensor in packet.tensors.items() if name in self.tensors}
             if not tensors:
@@ -58,18 +58,18 @@ class OutputBinding:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """One stage's part of a request, as called by ExecuteStep."""
+    """One stage's part of a request, as specified by an ExecuteStep call."""
 
     step_id: str
     attempt: int
     task: Task
-    """The task for the engine, without inlets: the run opens them."""
+    """The task for the engine, without inlets. The run opens the inlets."""
     inputs: tuple[InputBinding, ...] = ()
     outputs: tuple[OutputBinding, ...] = ()
     streamed: tuple[str, ...] = ()
-    """The emitted tensors that are streamed to the caller."""
+    """The names of the emitted tensors that are streamed to the caller."""
     fingerprint: bytes = b""
-    """Equal for calls with equal content."""
+    """A digest of the call. Calls with equal content have equal fingerprints."""
 
     @property
     def takes_state(self) -> bool:
@@ -83,18 +83,18 @@ class StepSpec:
 
     @property
     def wanted_tensors(self) -> frozenset[str] | None:
-        """The tensors that any edge or the caller takes; None for all."""
+        """The tensors that any edge or the caller requests. None means all tensors."""
         if any(not binding.tensors for binding in self.outputs):
             return None
         return frozenset(self.streamed).union(*(binding.tensors for binding in self.outputs))
 
     def wanted_rows(self, signature: Signature) -> TokenSelection:
-        """Returns the rows that any edge or the caller takes. The caller always takes all rows of a tensor."""
+        """Returns the rows that any edge or the caller requests. The caller always receives all rows of a tensor."""
         only_last = self._rows_of_edges(signature) == {"last"}
         return "last" if only_last and not _tensors_with_rows(signature).intersection(self.streamed) else "all"
 
     def edges_take_all_rows(self, signature: Signature) -> bool:
-        """Returns whether each edge takes every emitted row of its tensors, so that one row count holds for all."""
+        """Returns whether each edge carries every emitted row of its tensors, so that one row count applies to all."""
         return self._rows_of_edges(signature) <= {self.wanted_rows(signature)}
 
     def _rows_of_edges(self, signature: Signature) -> set[TokenSelection]:
@@ -108,7 +108,7 @@ class InputRebinding:
 
     binding: InputBinding
     first_rows: Mapping[str, int]
-    """The number of rows before the first row of the new flow, by tensor; 0 if not listed."""
+    """The number of rows before the first row of the new flow, by tensor. 0 for tensors that are not listed."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _tensors_with_rows(signature: Signature) -> set[str]:
 
 
 def _from_last_prompt_token(packet: Packet) -> Packet | None:
-    """Returns the rows from the prompt's last token on, or None if the packet holds earlier rows only."""
+    """Returns the rows from the prompt's last token onwards, or None if the packet contains only earlier rows."""
     start, prompt_tokens = packet.metadata.get("token_start"), packet.metadata.get("prompt_tokens")
     if not isinstance(start, int) or not isinstance(prompt_tokens, int):
         return packet
