@@ -1,1 +1,1 @@
-"""The arena: a replica's memory for tensors, its allocator, and the writers that fill it."""
+"""The arena, which is a replica's memory for tensors, with its allocator and its writers."""

@@ -1,7 +1,8 @@
-"""A replica's arena: preallocated memory that tensors are written into once and read from in place.
+"""A replica's arena: preallocated memory into which tensors are written once, and from which they are read in place.
 
-Space is shared fairly: a flow that already holds some waits if it would then hold more than is left free. Source:
-A. Choudhury and E. Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998 (alpha = 1).
+Flows share the memory fairly. If a flow that already uses memory would use more bytes than are free, its allocation
+waits. Source: A. Choudhury and E. Hahne, "Dynamic queue length thresholds for shared-memory packet switches", 1998
+(alpha = 1).
 """
 
 import asyncio
@@ -39,13 +40,14 @@ from stagemesh.connectors.base import Bytes
 __all__ = ["Arena", "ArenaStats", "Layout", "MemoryAccount", "Region", "Written", "layout_of", "when_gone"]
 
 COPY_IN_THREAD_BYTES = 4 << 20
-"""Copies of at least this size run in a thread. A smaller one blocks the loop for less than the 0.2 ms that a thread
-costs.
+"""Copies of at least this size run in a thread.
+
+A smaller copy blocks the event loop for less than 0.2 ms, which is the cost of using a thread.
 """
 
 
 class Region:
-    """A run of whole pages of an arena, freed when the last holder releases it. Used on the event loop."""
+    """A run of whole pages of an arena, which is freed when its last holder releases it. Used on the event loop."""
 
     __slots__ = ("_arena", "_holders", "account", "generation", "offset", "size_bytes")
 
@@ -60,71 +62,80 @@ class Region:
         self._holders = 1
 
     def retain(self) -> None:
-        """Adds a holder."""
-        assert self._holders > 0, "a freed region cannot be held again"
+        """Adds a holder. The region must not have been freed."""
+        assert self._holders > 0, "a freed region cannot be retained"
         self._holders += 1
 
     def release(self) -> None:
-        """Removes a holder. The last one frees the pages."""
-        assert self._holders > 0, "a region is released once per holder"
+        """Removes a holder. If it was the last holder, frees the pages."""
+        assert self._holders > 0, "release a region once for each holder"
         self._holders -= 1
         if self._holders == 0:
             self._arena.free(self)
 
     def bytes(self, offset: int, size_bytes: int) -> Bytes:
-        """Returns a view of a range. `offset` counts from the region's start. The view does not hold the region."""
-        assert 0 <= offset <= offset + size_bytes <= self.size_bytes, "the range lies outside the region"
+        """Returns a view of a range whose `offset` counts from the region's start. The view is not a holder."""
+        assert 0 <= offset <= offset + size_bytes <= self.size_bytes, "the range is outside the region"
         return np.ndarray(size_bytes, np.uint8, self._arena.memory, self.offset + offset)
 
     def as_array(self) -> Bytes:
-        """Returns a view of all bytes. It takes over the caller's hold until it and all views of it are deleted."""
+        """Returns a view of all bytes, which replaces the caller as a holder of the region.
+
+        The region is released when this view and all views of it are deleted.
+        """
         array = self.bytes(0, self.size_bytes)
         when_gone(array, self._arena.releaser(self))
         return array
 
 
 class Written(NamedTuple):
-    """Tensors in an arena. The receiver of this object is a holder of the region."""
+    """Tensors that were written into a region of an arena. The receiver of this object is a holder of the region."""
 
     region: Region
     tensors: dict[str, Array]
+    """Views of the written tensors. They are not holders of the region."""
     offsets: Sequence[int]
-    """Each tensor's offset from the start of the memory file."""
+    """The offset of each tensor in bytes from the start of the memory file."""
 
     def held(self) -> dict[str, Array]:
-        """Returns the tensors as views, which take over the caller's hold until the last of them is deleted."""
+        """Returns the tensors as views that replace the caller as a holder of the region.
+
+        The region is released when all of these views are deleted.
+        """
         whole = self.region.as_array()
         return {name: _view_of(whole, tensor) for name, tensor in self.tensors.items()}
 
 
 class TensorLocation(NamedTuple):
-    """The place of a tensor in an arena. The offset counts from the start of the memory file."""
+    """The location of a tensor in an arena."""
 
     region: Region
     offset: int
+    """The offset in bytes from the start of the memory file."""
 
 
 class ArenaStats(NamedTuple):
-    """The use of an arena at one moment."""
+    """A snapshot of an arena's usage."""
 
     size_bytes: int
     used_bytes: int
     largest_free_bytes: int
     waiting: int
+    """The number of allocations that wait for space."""
     regions: int
     copied_bytes: int
-    """Bytes copied into the arena since it was created."""
+    """The number of bytes copied into the arena since its creation."""
 
     @property
     def fragmentation(self) -> float:
-        """The fraction of the free memory that lies outside the largest free run, 0 to 1."""
+        """The fraction of the free memory that is outside the largest free run, from 0 to 1."""
         free_bytes = self.size_bytes - self.used_bytes
         return 1 - self.largest_free_bytes / free_bytes if free_bytes else 0.0
 
 
 @dataclass
 class _Partition:
-    """A slab that is reserved for a worker process, and the adopted regions of it that are held."""
+    """A slab that is reserved for a worker process, with the number and size of its adopted regions."""
 
     slab: Region
     regions: int = 0
@@ -140,14 +151,14 @@ class _Allocation(NamedTuple):
 
 
 class Arena:
-    """Belongs to one replica. Only `copy_in` may be called outside the replica's event loop.
+    """The memory for the tensors of one replica. Only `copy_in` may be called outside the replica's event loop.
 
-    A shared arena is a memory file that other processes can map. One that is not shared is private memory, which the
-    kernel backs with huge pages if it can.
+    A shared arena is a memory file that other processes can map. An arena that is not shared is private memory, for
+    which the kernel uses huge pages if possible.
     """
 
     def __init__(self, data_bytes: int, *, shared: bool = True) -> None:
-        """Raises NotReadyError (NO_MEMORY)."""
+        """Creates the memory. Raises NotReadyError (NO_MEMORY) if not enough memory is available."""
         self._allocator = PageAllocator(data_bytes)
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.data_offset = data_offset(data_bytes)
@@ -156,7 +167,7 @@ class Arena:
         self._fd, mapping = create(data_bytes, self.token)
         self._is_closed = False
         self.memory = memoryview(mapping)
-        """The whole memory. It stays mapped while the arena or a view of it is referenced."""
+        """The whole memory, which remains mapped while the arena or a view of the memory is referenced."""
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._generations = self.memory[PAGE_BYTES : self.data_offset].cast("Q")
         self._regions: dict[int, Region] = {}
@@ -165,9 +176,9 @@ class Arena:
         self._writers = 0
         self._partition_bytes = 0
         self._waiting: dict[asyncio.Future[Region], _Allocation] = {}
-        """In order of arrival."""
+        """The waiting allocations in order of arrival."""
         self._blocked = False
-        """Whether a waiting allocation lacks space, so that no later one may overtake it."""
+        """Whether a waiting allocation lacks space, so that no later allocation may overtake it."""
         self._wake_due = False
         self._to_release: deque[Region] = deque()
         self._release_due = False
@@ -175,11 +186,14 @@ class Arena:
         self.copied_bytes = 0
         self._counting = threading.Lock()
         self.on_pressure: Callable[[], bool] = lambda: False
-        """Called when space is short. Frees memory that is retained only for recovery; returns whether it did."""
+        """Called when an allocation lacks space. Frees some memory that is retained only for recovery.
+
+        Returns whether it has freed memory.
+        """
 
     @property
     def fd(self) -> int:
-        """The memory file, which a peer may map for reading. -1 if the arena is closed or not shared."""
+        """The descriptor of the memory file, which a peer may map for reading. -1 if closed or not shared."""
         return self._fd
 
     @property
@@ -189,17 +203,17 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in regions that are held. Of a worker's slab, only adopted regions count."""
+        """The number of bytes in allocated regions. For workers' slabs, only adopted regions count."""
         adopted_bytes = sum(partition.held_bytes for partition in self._partitions.values())
         return self._allocator.used_bytes - self._partition_bytes + adopted_bytes
 
     @property
     def max_region_bytes(self) -> int:
-        """The size of the largest region: half of the memory outside partitions, so that a second one fits."""
+        """The maximum size of a region: half of the memory outside partitions, so that two such regions fit."""
         return (self._allocator.size_bytes - self._partition_bytes) // 2
 
     def stats(self) -> ArenaStats:
-        """Returns a snapshot."""
+        """Returns a snapshot of the arena's usage."""
         allocator = self._allocator
         return ArenaStats(
             size_bytes=allocator.size_bytes,
@@ -213,13 +227,13 @@ class Arena:
     # -- allocation
 
     def try_allocate(self, size_bytes: int, account: MemoryAccount) -> Region | None:
-        """Returns a region of at least `size_bytes`, or None if the caller would have to wait for it.
+        """Returns a region of at least `size_bytes`, or None if the caller would have to wait for space.
 
-        Raises InvalidChunkError for more than `max_region_bytes`.
+        Raises InvalidChunkError if `size_bytes` exceeds `max_region_bytes`.
         """
         if size_bytes > self.max_region_bytes:
             raise InvalidChunkError(
-                f"a chunk of {size_bytes} bytes exceeds the {self.max_region_bytes} that half of the arena holds; "
+                f"a chunk of {size_bytes} bytes exceeds half of the arena, which has {self.max_region_bytes} bytes; "
                 "cut it with the edge's `chunk: {frames: N}` or raise data_plane.arena_bytes",
                 reason="CHUNK_TOO_LARGE",
             )
@@ -233,9 +247,10 @@ class Arena:
         return self._take(page_bytes_for(size_bytes), account)
 
     async def allocate(self, size_bytes: int, account: MemoryAccount) -> Region:
-        """Returns a region of at least `size_bytes`, after waiting in line for it.
+        """Returns a region of at least `size_bytes`. Waits in order of arrival if there is not enough space.
 
-        Raises InvalidChunkError for more than `max_region_bytes`, and UnavailableError if the arena is closed.
+        Raises InvalidChunkError if `size_bytes` exceeds `max_region_bytes`, and UnavailableError if the arena is
+        closed.
         """
         region = self.try_allocate(size_bytes, account)
         if region is not None:
@@ -258,13 +273,13 @@ class Arena:
             raise
 
     def wake(self) -> None:
-        """Schedules another try of the waiting allocations: memory was freed, or `on_pressure` can now free some."""
+        """Schedules a retry of the waiting allocations. Call it if memory was freed or `on_pressure` can free some."""
         if self._waiting and not self._wake_due:
             self._wake_due = True
             next(iter(self._waiting)).get_loop().call_soon(self._admit)
 
     def free(self, region: Region) -> None:
-        """Frees a region. Called by the region when its last holder releases it."""
+        """Frees the pages of a region. Called when the region's last holder releases it."""
         del self._regions[region.generation]
         writer = region.generation >> WRITER_SHIFT
         if writer:
@@ -281,19 +296,19 @@ class Arena:
     # -- tensors
 
     def try_write(self, tensors: Tensors, account: MemoryAccount, layout: Layout | None = None) -> Written | None:
-        """Copies tensors into a new region, or returns None if they would have to wait for space.
+        """Copies tensors into a new region. Returns None without copying if there is not enough space now.
 
-        `layout` is the tensors' layout if the caller knows it. Raises InvalidChunkError if they can never fit.
+        `layout` is the tensors' layout, or None to compute it. Raises InvalidChunkError if the tensors can never fit.
         """
         layout = layout or layout_of(tensors)
         region = self.try_allocate(layout.size_bytes, account)
         return None if region is None else self._copy_now(region, layout, tensors)
 
     async def write(self, tensors: Tensors, account: MemoryAccount, layout: Layout | None = None) -> Written:
-        """Copies tensors into a new region, after waiting in line for space.
+        """Copies tensors into a new region. Waits in order of arrival if there is not enough space.
 
-        `layout` is the tensors' layout if the caller knows it. Raises InvalidChunkError if they can never fit, and
-        UnavailableError if the arena is closed.
+        `layout` is the tensors' layout, or None to compute it. Raises InvalidChunkError if the tensors can never fit,
+        and UnavailableError if the arena is closed.
         """
         layout = layout or layout_of(tensors)
         region = await self.allocate(layout.size_bytes, account)
@@ -303,12 +318,12 @@ class Arena:
         try:
             return Written(region, await asyncio.shield(copying), _offsets(region, layout.offsets))
         except BaseException:
-            # A thread cannot be stopped: the region is released when it no longer writes.
+            # The thread cannot be stopped, so the region is released when the thread has finished writing.
             copying.add_done_callback(lambda _: region.release())
             raise
 
     def copy_in(self, region: Region, layout: Layout, tensors: Tensors) -> dict[str, Array]:
-        """Copies tensors into a region and returns views of the copies. May be called in any thread."""
+        """Copies tensors into a region and returns views of the copies by name. May be called in any thread."""
         assert layout.size_bytes <= region.size_bytes, "the tensors do not fit the region"
         views = copy_tensors(self.memory, start=region.offset, layout=layout, tensors=tensors)
         with self._counting:
@@ -317,7 +332,7 @@ class Arena:
         return views
 
     def find(self, tensor: Array) -> TensorLocation | None:
-        """Returns the location of a C-contiguous tensor, or None if it lies outside the arena or has no bytes."""
+        """Returns a tensor's location, or None if it is outside the arena, has no bytes or is not C-contiguous."""
         size_bytes = tensor.nbytes
         if tensor.base is None or not size_bytes or not tensor.flags.c_contiguous:
             return None
@@ -332,9 +347,9 @@ class Arena:
     # -- worker processes
 
     def open_partition(self, size_bytes: int) -> PartitionTicket:
-        """Reserves a slab for one worker process, into which that process writes by itself.
+        """Reserves a slab of at least `size_bytes`, into which one worker process writes without further requests.
 
-        Raises NotReadyError (NO_MEMORY) if the slab does not fit.
+        Raises NotReadyError (NO_MEMORY) if there is no space for the slab.
         """
         assert self._fd >= 0, "only a shared arena has partitions"
         fits = self._writers < (1 << 16) - 1 and size_bytes <= self.max_region_bytes
@@ -358,9 +373,9 @@ class Arena:
         )
 
     def adopt(self, handle: Handle) -> Written:
-        """Returns the tensors that a worker wrote. The last holder of their region returns its pages to the worker.
+        """Returns the tensors that a worker wrote, in a region whose pages return to the worker when it is freed.
 
-        Raises InvalidChunkError for a handle that belongs to no open partition or was adopted before.
+        Raises InvalidChunkError if the handle is invalid, belongs to no open partition or was adopted before.
         """
         partition = self._partitions.get(handle.generation >> WRITER_SHIFT)
         if partition is None or partition.closed or handle.generation in self._regions:
@@ -379,14 +394,17 @@ class Arena:
         return Written(region, views, _offsets(region, [placed.offset for placed in handle.tensors]))
 
     def partition_of(self, region: Region) -> tuple[int, int]:
-        """Returns the number of the partition that contains a region, 0 for none, and the partition's size in bytes."""
+        """Returns the number and the size in bytes of the partition that contains a region.
+
+        For a region outside all partitions, returns 0 and the size of the arena.
+        """
         writer = region.generation >> WRITER_SHIFT
         return writer, self._partitions[writer].slab.size_bytes if writer else self.size_bytes
 
     def close_partition(self, ticket: PartitionTicket) -> None:
-        """Frees a slab as soon as no region adopted from it is held. Call it after the worker has ended.
+        """Frees a slab as soon as all regions that were adopted from it are freed.
 
-        Closing twice is harmless.
+        Call it after the worker has terminated. Closing twice is harmless.
         """
         partition = self._partitions.get(ticket.writer)
         if partition is not None:
@@ -396,7 +414,7 @@ class Arena:
     # -- lifecycle
 
     def close(self) -> None:
-        """Closes the memory file and fails all waiting allocations. Mapped memory stays mapped.
+        """Closes the memory file and fails all waiting allocations. Does not unmap the memory.
 
         Closing twice is harmless.
         """
@@ -412,14 +430,14 @@ class Arena:
                 turn.set_exception(_closed())
 
     def releaser(self, region: Region) -> Callable[[], None]:
-        """Returns a function that releases `region` on the event loop. It may be called in any thread, at any time."""
+        """Returns a function that releases `region` on the event loop. The function may be called in any thread."""
         loop, thread, to_release = asyncio.get_running_loop(), threading.get_ident(), self._to_release
 
         def release() -> None:
             to_release.append(region)
             if not self._release_due and not loop.is_closed():
                 self._release_due = True
-                # The loop's own thread need not wake it up.
+                # Only another thread must wake the event loop.
                 schedule = loop.call_soon if threading.get_ident() == thread else loop.call_soon_threadsafe
                 schedule(self._release_deleted)
 
@@ -446,19 +464,20 @@ class Arena:
         return region
 
     def _exceeds_fair_share(self, allocation: _Allocation) -> bool:
-        # The rule applies to an account that is alone, too: a flow that holds memory never makes others wait behind it.
+        # Also applies to the only account in use, so that a flow that uses memory never makes other flows wait behind
+        # its own allocation.
         held_bytes = allocation.account.held_bytes
         return held_bytes > 0 and held_bytes + allocation.size_bytes > self._allocator.free_bytes
 
     def _is_alone(self, account: MemoryAccount) -> bool:
-        """Returns whether the account need not leave space for others: it holds nothing, or all others hold nothing."""
+        """Returns whether this account or all other accounts use no memory, so that the fair share does not apply."""
         held_bytes = account.held_bytes
         return not held_bytes or held_bytes + self._partition_bytes == self._allocator.used_bytes
 
     def _admit(self) -> None:
-        """Serves the waiting allocations in order, up to the first that lacks space.
+        """Serves the waiting allocations in order of arrival until one lacks space.
 
-        Allocations of accounts that exceed their fair share are skipped.
+        Skips the allocations of accounts that exceed their fair share.
         """
         self._wake_due = self._blocked = False
         skipped: set[MemoryAccount] = set()
@@ -503,22 +522,26 @@ class Arena:
 
 
 def when_gone(array: Array, call: Callable[[], None]) -> None:
-    """Calls `call` when `array` and all views of it are deleted, in the thread that deletes the last one, at any
-    point of its code.
+    """Calls `call` when `array` and all views of it are deleted.
+
+    The call occurs in the thread that deletes the last view and can interrupt any code there.
     """
 
     def gone(reference: "weakref.ref[Array]") -> None:
         del _watched[id(reference)]
         call()
 
-    # A view refers to the array over the memory, not to the view from which it was made.
+    # The base of a view is the array over the memory, not the view from which it was created.
     owner = array.base if isinstance(array.base, np.ndarray) else array
     reference = weakref.ref(owner, gone)
     _watched[id(reference)] = reference
 
 
 _watched: dict[int, "weakref.ref[Array]"] = {}
-"""References that must live as long as their arrays. `weakref.finalize` does the same at twice the cost."""
+"""The weak references of `when_gone`, which must live as long as their arrays.
+
+`weakref.finalize` has the same effect at twice the cost.
+"""
 
 
 def _offsets(region: Region, offsets: Sequence[int]) -> list[int]:
@@ -527,7 +550,7 @@ def _offsets(region: Region, offsets: Sequence[int]) -> list[int]:
 
 
 def _view_of(whole: Bytes, tensor: Array) -> Array:
-    """Returns a tensor that lies in `whole` as a view of `whole`."""
+    """Returns a view of `whole` at the location of `tensor`, which must be inside `whole`."""
     if not tensor.nbytes:
         return tensor
     offset = _address_of(tensor) - _address_of(whole)

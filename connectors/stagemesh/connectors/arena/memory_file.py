@@ -1,10 +1,10 @@
 """The memory of an arena: its creation, its layout, and the layout of tensors in it.
 
-The first page begins with a random token and the layout's name. A table with the generation of every page follows, then
-the data. A page's generation is the number of the region that holds it, or 0 for a free page or a page before the data.
-A reader compares generations to detect a region that was freed and reused since it was offered.
-A shared arena is a sealed memfd: no process can shrink it while another reads it, and the kernel frees it with its last
-holder.
+The first page begins with a random token and the layout's name. The next pages contain a table with the generation of
+every page. The data pages follow. A page's generation is the number of the region to which it belongs, or 0 if the page
+is free or precedes the data. A reader compares generations to detect a region that was freed after it was offered.
+A shared arena is a sealed memfd. No process can shrink it while another process reads it. The kernel frees it when no
+process has it open or mapped.
 """
 
 import fcntl
@@ -30,14 +30,17 @@ GENERATION_BYTES = 8
 
 
 def data_offset(data_bytes: int) -> int:
-    """Returns the offset of the data in a file that has space for `data_bytes`."""
+    """Returns the offset of the data in a memory file with `data_bytes` of data."""
     entries_per_page = PAGE_BYTES // GENERATION_BYTES
     # The table also has entries for its own pages.
     return PAGE_BYTES + -(-(1 + data_bytes // PAGE_BYTES) // (entries_per_page - 1)) * PAGE_BYTES
 
 
 def data_offset_in(file_bytes: int) -> int:
-    """Returns the offset of the data in a file of `file_bytes`. Raises ValueError if it has no space for data."""
+    """Returns the offset of the data in a memory file of `file_bytes`.
+
+    Raises ValueError if the size is not a multiple of the page size or leaves no space for data.
+    """
     offset = PAGE_BYTES + -(-(file_bytes // PAGE_BYTES * GENERATION_BYTES) // PAGE_BYTES) * PAGE_BYTES
     if file_bytes % PAGE_BYTES or offset >= file_bytes:
         raise ValueError(f"a file of {file_bytes} bytes is not an arena")
@@ -45,17 +48,17 @@ def data_offset_in(file_bytes: int) -> int:
 
 
 def mark_pages(memory: memoryview, *, offset: int, size_bytes: int, generation: int) -> None:
-    """Sets the generation of the pages at `offset` of the file."""
+    """Sets the generation of the pages in a range, whose `offset` counts from the start of the file."""
     first = PAGE_BYTES + offset // PAGE_BYTES * GENERATION_BYTES
     pages = size_bytes // PAGE_BYTES
     memory[first : first + pages * GENERATION_BYTES] = generation.to_bytes(GENERATION_BYTES, sys.byteorder) * pages
 
 
 def free_pages(memory: memoryview, *, offset: int, size_bytes: int) -> None:
-    """Clears the generation of pages that another process may allocate at once.
+    """Clears the generation of pages that another process may allocate immediately afterwards.
 
-    Each entry is stored exactly once. `mark_pages` copies bytes, and the C library may store a byte twice when it
-    copies: the second store could clear the mark of a process that allocated the page between the two.
+    Stores each entry exactly once. `mark_pages` copies bytes, and the C library may store a byte twice while copying.
+    The second store could clear the entry of a process that has allocated the page between the two stores.
     """
     entries = memory.cast("Q")
     first = (PAGE_BYTES + offset // PAGE_BYTES * GENERATION_BYTES) // GENERATION_BYTES
@@ -64,7 +67,7 @@ def free_pages(memory: memoryview, *, offset: int, size_bytes: int) -> None:
 
 
 def pages_are_of(memory: memoryview, *, offset: int, size_bytes: int, generation: int) -> bool:
-    """Returns whether all pages of a range have this generation."""
+    """Returns whether all pages of a range have the given generation."""
     first = PAGE_BYTES + offset // PAGE_BYTES * GENERATION_BYTES
     pages = size_bytes // PAGE_BYTES
     wanted = generation.to_bytes(GENERATION_BYTES, sys.byteorder) * pages
@@ -72,24 +75,27 @@ def pages_are_of(memory: memoryview, *, offset: int, size_bytes: int, generation
 
 
 class Layout(NamedTuple):
-    """The places of tensors within a region."""
+    """The locations of tensors within a region."""
 
     offsets: tuple[int, ...]
+    """The offset of each tensor in bytes from the start of the region."""
     size_bytes: int
+    """The number of bytes that the region needs, including gaps between tensors."""
     tensor_bytes: int
-    """The tensors' bytes without the gaps between them."""
+    """The number of bytes of all tensors, without the gaps between them."""
 
 
 def layout_of(tensors: Tensors) -> Layout:
-    """Returns a layout that places tensors one after the other, aligned. A tensor without elements has a place too.
+    """Returns a layout that places the tensors consecutively at aligned offsets.
 
-    Raises InvalidChunkError for Python objects, which mean nothing to another process.
+    A tensor without elements also receives an offset. Raises InvalidChunkError if a tensor contains Python objects,
+    which have no meaning in another process.
     """
     offsets: list[int] = []
     end = tensor_bytes = 0
     for name, tensor in tensors.items():
         if tensor.dtype.hasobject:
-            raise InvalidChunkError(f"tensor {name!r} holds Python objects; send numbers")
+            raise InvalidChunkError(f"tensor {name!r} contains Python objects; send numbers")
         offsets.append(end)
         size_bytes = tensor.nbytes
         tensor_bytes += size_bytes
@@ -98,7 +104,7 @@ def layout_of(tensors: Tensors) -> Layout:
 
 
 def copy_tensors(memory: memoryview, *, start: int, layout: Layout, tensors: Tensors) -> dict[str, Array]:
-    """Copies tensors to the places of `layout`, which count from `start` of the file. Returns views of the copies."""
+    """Copies tensors to the offsets of `layout`, counted from `start`. Returns views of the copies by name."""
     views: dict[str, Array] = {}
     for (name, tensor), offset in zip(tensors.items(), layout.offsets, strict=True):
         view: Array = np.ndarray(tensor.shape, tensor.dtype, memory, start + offset)
@@ -108,14 +114,15 @@ def copy_tensors(memory: memoryview, *, start: int, layout: Layout, tensors: Ten
 
 
 def page_bytes_for(size_bytes: int) -> int:
-    """Returns `size_bytes` rounded up to whole pages, at least one page."""
+    """Returns `size_bytes` rounded up to whole pages, and at least the size of one page."""
     return (size_bytes + PAGE_BYTES - 1 & -PAGE_BYTES) or PAGE_BYTES
 
 
 def create_memory_file(data_bytes: int, token: bytes) -> tuple[int, mmap.mmap]:
-    """Creates a sealed memory file whose memory is reserved and touched.
+    """Creates a sealed memory file and allocates all of its memory.
 
-    Returns a read-only descriptor for readers and the writable mapping. Raises NotReadyError (NO_MEMORY).
+    Returns a read-only descriptor for readers, and the writable mapping. Raises NotReadyError (NO_MEMORY) if not enough
+    memory is available.
     """
     size_bytes = _checked_size(data_bytes)
     fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -134,14 +141,15 @@ def create_memory_file(data_bytes: int, token: bytes) -> tuple[int, mmap.mmap]:
 
 
 def create_private_memory(data_bytes: int, token: bytes) -> tuple[int, mmap.mmap]:
-    """Creates memory of the same layout that no other process can map, in huge pages if the kernel has them.
+    """Creates memory with the same layout that no other process can map. Uses huge pages if the kernel supports them.
 
-    Returns -1 instead of a descriptor, and the mapping. Raises NotReadyError (NO_MEMORY).
+    Returns -1 instead of a descriptor, and the writable mapping. Raises NotReadyError (NO_MEMORY) if not enough memory
+    is available.
     """
     size_bytes = _checked_size(data_bytes)
     try:
         mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A fork would make this process copy pages that an RDMA device goes on writing to.
+        # Without this advice, a fork could make this process copy a page while an RDMA device writes to the old page.
         mapping.madvise(mmap.MADV_DONTFORK)
     except OSError as exc:
         raise _no_memory(size_bytes, exc.strerror or str(exc)) from exc
@@ -153,18 +161,18 @@ def create_private_memory(data_bytes: int, token: bytes) -> tuple[int, mmap.mmap
 
 
 def _checked_size(data_bytes: int) -> int:
-    """Returns the size of the whole memory. Raises NotReadyError (NO_MEMORY) if so much is not available."""
+    """Returns the size of the whole memory in bytes. Raises NotReadyError (NO_MEMORY) if it exceeds the free memory."""
     size_bytes = data_offset(data_bytes) + data_bytes
     available = available_bytes()
     if available is not None and size_bytes > available:
-        # Allocated anyway, the kernel would kill this process or another one.
+        # If the memory were allocated regardless, the kernel would kill this process or another process.
         raise _no_memory(size_bytes, f"{available >> 20} MiB are free")
     return size_bytes
 
 
 def _no_memory(size_bytes: int, cause: str) -> NotReadyError:
     return NotReadyError(
-        f"no {size_bytes >> 20} MiB of shared memory for the arena ({cause}); "
+        f"{size_bytes >> 20} MiB of memory for the arena are not available ({cause}); "
         "give the host or container more memory, or lower data_plane.arena_bytes",
         reason="NO_MEMORY",
     )

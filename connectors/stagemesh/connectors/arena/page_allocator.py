@@ -1,9 +1,9 @@
-"""An allocator of whole pages over a fixed range: constant time, no memory of its own inside the range.
+"""A constant-time allocator of whole pages in a fixed range. It stores its own data outside the range.
 
 Source: M. Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", ECRTS 2004 (two-level
-segregated fit). Free runs are grouped by size class: 32 classes between each power of two and the next, one page apart
-below 64 pages. One bit for each class says whether it has a run, so that the smallest fitting run is found without a
-search.
+segregated fit). Free runs are grouped by size class. There are 32 classes between each power of two and the next, and
+one class for each number of pages below 64. One bit for each class indicates whether the class has a run, so that a
+run of the smallest sufficient class is found without a search.
 """
 
 PAGE_BYTES = 4096
@@ -13,7 +13,7 @@ _EXACT_PAGES = 2 << _STEP_BITS
 
 
 class PageAllocator:
-    """Allocates runs of pages and joins them when they are released. Handles only offsets, never the memory."""
+    """Allocates runs of pages, and joins adjacent free runs. Computes offsets without accessing the memory."""
 
     def __init__(self, size_bytes: int) -> None:
         if size_bytes < PAGE_BYTES or size_bytes % PAGE_BYTES:
@@ -21,35 +21,36 @@ class PageAllocator:
         self.size_bytes = size_bytes
         self.free_bytes = size_bytes
         pages = size_bytes // PAGE_BYTES
-        # Keys are the first pages of runs, in the order of their release: the last one, still in the cache, is reused.
+        # The keys are the first pages of runs in order of release. The last run is reused first, because it is most
+        # likely still in the processor's cache.
         self._classes: list[dict[int, None]] = [{} for _ in range(_size_class(pages) + 1)]
         self._nonempty = 0
         self._free_length: dict[int, int] = {}
         self._free_start: dict[int, int] = {}
-        """The start of the free run that ends before a page, by that page."""
+        """Maps the page after each free run to the first page of that run."""
         self._taken: dict[int, int] = {}
         self._insert(0, pages)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in allocated runs."""
+        """The number of bytes in allocated runs."""
         return self.size_bytes - self.free_bytes
 
     @property
     def largest_free_bytes(self) -> int:
-        """The size of the longest free run."""
+        """The size in bytes of the longest free run. 0 if no page is free."""
         if not self._nonempty:
             return 0
         longest = self._classes[self._nonempty.bit_length() - 1]
         return max(self._free_length[start] for start in longest) * PAGE_BYTES
 
     def allocate(self, size_bytes: int) -> int | None:
-        """Returns the offset of a run of at least `size_bytes` and one page, or None if there is none."""
+        """Allocates a run of at least `size_bytes` and one page. Returns its offset, or None if no free run fits."""
         pages = (size_bytes + PAGE_BYTES - 1) // PAGE_BYTES or 1
         if pages < _EXACT_PAGES:
             size_class = pages
         else:
-            # Every run of the next class is long enough. A run of the size's own class may be too short.
+            # Rounds up, because every run of the next class is long enough. A run of the size's class may be too short.
             shift = pages.bit_length() - _STEP_BITS - 1
             size_class = (shift << _STEP_BITS) + ((pages + (1 << shift) - 1) >> shift)
         larger = self._nonempty >> size_class
@@ -73,7 +74,7 @@ class PageAllocator:
         return start * PAGE_BYTES
 
     def release(self, offset: int) -> None:
-        """Frees a run and joins it with adjacent free runs. Raises KeyError for a run that is not allocated."""
+        """Frees the run at `offset` and joins it with adjacent free runs. Raises KeyError if it is not allocated."""
         start = offset // PAGE_BYTES
         length = self._taken.pop(start)
         self.free_bytes += length * PAGE_BYTES
@@ -104,7 +105,10 @@ class PageAllocator:
             self._nonempty ^= 1 << size_class
 
     def _search(self, pages: int) -> int | None:
-        """Unlinks and returns a run that is long enough from the size class of `pages`, if no larger class has one."""
+        """Removes a run of at least `pages` from the size class of `pages`. Returns its first page, or None.
+
+        Called if no larger class has a run.
+        """
         size_class = _size_class(pages)
         if size_class >= len(self._classes):
             return None
@@ -117,7 +121,7 @@ class PageAllocator:
 
 
 def _size_class(pages: int) -> int:
-    """Returns the class of a run of `pages`."""
+    """Returns the size class of a run of `pages` pages."""
     if pages < _EXACT_PAGES:
         return pages
     shift = pages.bit_length() - _STEP_BITS - 1

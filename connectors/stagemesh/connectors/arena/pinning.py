@@ -1,6 +1,6 @@
-"""Page-locks arenas, so that copies between them and a CUDA device are asynchronous and as fast as the bus.
+"""Page-locks arenas, so that copies to and from a CUDA device are asynchronous and use the full speed of the bus.
 
-This module is separate from `arena`, which does not depend on torch.
+This module is separate from `arena` because `arena` must not depend on torch.
 """
 
 import sys
@@ -12,13 +12,13 @@ from stagemesh.connectors.arena.arena import Arena
 
 
 def can_pin() -> bool:
-    """Returns whether this process has imported torch and torch has a CUDA device. Does not import torch."""
+    """Returns whether torch is already imported in this process and has a CUDA device. Does not import torch."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_available())
 
 
 def pin(arena: Arena) -> None:
-    """Page-locks an arena for the lifetime of the process. Raises NotReadyError (CANNOT_PIN) if CUDA rejects it."""
+    """Page-locks an arena for the lifetime of the process. Raises NotReadyError (CANNOT_PIN) if CUDA cannot do this."""
     torch: Any = import_module("torch")
     code = int(torch.cuda.cudart().cudaHostRegister(arena.address, arena.file_bytes, 0))
     if code:

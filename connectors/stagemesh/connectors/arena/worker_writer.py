@@ -1,7 +1,7 @@
-"""Lets an engine's worker processes write tensors into their replica's arena without a request for each.
+"""The writer with which an engine's worker processes write tensors into their replica's arena without a request.
 
-The replica reserves a slab of pages for each worker. A page of it is free while its entry in the arena's generation
-table is 0. Only the worker sets entries and only the replica clears them, so that neither needs a lock.
+The replica reserves a slab of pages for each worker. A page of the slab is free if its entry in the arena's generation
+table is 0. Only the worker sets entries, and only the replica clears them, so that neither process needs a lock.
 """
 
 import math
@@ -33,7 +33,11 @@ from stagemesh.connectors.arena.memory_file import (
 from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 
 WRITER_SHIFT = 48
-"""The top 16 bits of a generation are the number of its writer, 0 for the replica. The rest counts its regions."""
+"""The position of the writer's number in a generation, in bits.
+
+The top 16 bits of a generation are the number of its writer, which is 0 for the replica. The lower bits are the number
+of the writer's region.
+"""
 
 _SHORTEST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 2e-3
@@ -41,7 +45,10 @@ _LONGEST_PAUSE_S = 2e-3
 
 @dataclass(frozen=True)
 class PartitionTicket:
-    """Entitles one worker process to write into a slab. Picklable. Offsets count from the start of the memory file."""
+    """The data that one worker process needs to write into its slab. Picklable.
+
+    `offset` is the offset of the slab in bytes from the start of the memory file.
+    """
 
     process_id: int
     file_descriptor: int
@@ -52,7 +59,7 @@ class PartitionTicket:
 
 
 class PlacedTensor(NamedTuple):
-    """A tensor of a handle. Its offset counts from the handle's offset."""
+    """The type and location of a tensor of a handle. `offset` counts from the handle's offset in bytes."""
 
     name: str
     dtype: str
@@ -62,7 +69,7 @@ class PlacedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Handle:
-    """Names the pages of one write of a worker. Picklable. The replica adopts it."""
+    """Identifies the pages and the tensors of one write of a worker. Picklable. The replica adopts it."""
 
     generation: int
     offset: int
@@ -71,14 +78,14 @@ class Handle:
 
 
 class Reserved(NamedTuple):
-    """Reserved space: tensors for the caller to fill, and the handle to send to the replica afterwards."""
+    """Reserved space in a slab. The caller fills the tensors and then sends the handle to the replica."""
 
     handle: Handle
     tensors: Mapping[str, Array]
 
 
 class ArenaWriter:
-    """Writes into a worker's partition. Used by one thread. A ticket may have one writer in its lifetime."""
+    """Writes tensors into a worker's partition. Only one thread may use it, and each ticket allows only one writer."""
 
     def __init__(self, ticket: PartitionTicket) -> None:
         self._ticket = ticket
@@ -94,9 +101,9 @@ class ArenaWriter:
         self._count = 0
 
     def write(self, tensors: Tensors, timeout_s: float) -> Handle:
-        """Copies tensors into the slab. Waits while the slab is full.
+        """Copies tensors into the slab and returns their handle. Waits up to `timeout_s` seconds for space.
 
-        Raises InvalidChunkError if they can never fit, DeadlineError if there is no space within `timeout_s`, and
+        Raises InvalidChunkError if the tensors can never fit, DeadlineError if there is no space in time, and
         UnavailableError if the replica has terminated.
         """
         reserved = self._reserve(tensors, timeout_s)
@@ -105,9 +112,10 @@ class ArenaWriter:
         return reserved.handle
 
     def try_reserve(self, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> "Reserved | None":
-        """Reserves space for tensors of one type, for the caller to fill. Returns None if there is no space now.
+        """Reserves space for tensors that the caller fills. Returns None if there is no space now.
 
-        `dtype` is a name of `DTYPES`. Raises InvalidChunkError if the tensors can never fit.
+        `shapes` maps the tensors' names to their shapes. `dtype` is the name of their dtype in `DTYPES`. Raises
+        InvalidChunkError if the tensors can never fit.
         """
         try:
             return self._reserve(_empty(shapes, dtype), 0.0)
@@ -115,19 +123,19 @@ class ArenaWriter:
             return None
 
     def reserve(self, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> "Reserved":
-        """Reserves space like `try_reserve`, but waits without a limit.
+        """Reserves space like `try_reserve`, but waits without a time limit until there is space.
 
-        Raises UnavailableError if the replica has terminated.
+        Raises InvalidChunkError if the tensors can never fit, and UnavailableError if the replica has terminated.
         """
         return self._reserve(_empty(shapes, dtype), math.inf)
 
     @property
     def room(self) -> memoryview:
-        """The slab's bytes, for a caller that page-locks them."""
+        """The memory of the slab. The caller may page-lock it."""
         return self._memory[self._ticket.offset : self._ticket.offset + self._ticket.size_bytes]
 
     def close(self) -> None:
-        """Closes the handle of the replica's process. Written tensors stay. Closing twice is harmless."""
+        """Closes the descriptor of the replica's process. Written tensors remain valid. Closing twice is harmless."""
         if self._replica >= 0:
             os.close(self._replica)
             self._replica = -1
@@ -160,8 +168,8 @@ class ArenaWriter:
         while (page := self._find_free(pages)) is None:
             if time.monotonic() >= deadline_s:
                 raise DeadlineError(
-                    f"the worker's slab of {self._ticket.size_bytes} bytes had no space for {timeout_s} s: the tensors "
-                    "in it are not being read; allow more time or raise its size"
+                    f"the worker's slab of {self._ticket.size_bytes} bytes had no space for {timeout_s} s, because the "
+                    "tensors in it were not read; allow more time or raise its size"
                 )
             if self._replica_has_ended():
                 raise UnavailableError("the replica that this worker belongs to has terminated")
@@ -169,11 +177,11 @@ class ArenaWriter:
         return page
 
     def _find_free(self, pages: int) -> int | None:
-        """Returns the first page of a free run, searched from the end of the last one and around."""
+        """Returns the first page of a free run, or None. Searches cyclically from the end of the last reserved run."""
         start = self._next_page
         if start + pages <= len(self._generations) and not self._generations[start : start + pages].any():
             return start
-        # Searches a copy: numpy fails if the replica clears entries meanwhile.
+        # Searches a copy, because numpy fails if the replica clears entries during the search.
         taken = np.flatnonzero(self._generations.copy())
         starts = np.concatenate(([0], taken + 1))
         ends = np.concatenate((taken, [len(self._generations)]))
@@ -189,7 +197,10 @@ class ArenaWriter:
 
 
 def read_handle(handle: Handle, memory: memoryview, *, slab_offset: int, slab_bytes: int) -> dict[str, Array]:
-    """Returns a handle's tensors, at the replica. Raises InvalidChunkError if its slab does not contain them."""
+    """Returns the tensors of a worker's handle by name. Called by the replica.
+
+    Raises InvalidChunkError if the tensors are not inside the worker's slab or the pages are not those of the handle.
+    """
     inside = slab_offset <= handle.offset < handle.offset + handle.size_bytes <= slab_offset + slab_bytes
     if not inside or handle.offset % PAGE_BYTES or handle.size_bytes % PAGE_BYTES:
         raise InvalidChunkError("a worker's handle is outside its slab")
@@ -199,7 +210,7 @@ def read_handle(handle: Handle, memory: memoryview, *, slab_offset: int, slab_by
 
 
 def _empty(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, Array]:
-    """Returns tensors of these shapes that take no memory."""
+    """Returns tensors of these shapes that share one element, so that they use almost no memory."""
     return {name: np.broadcast_to(np.zeros((), DTYPES[dtype]), shape) for name, shape in shapes.items()}
 
 

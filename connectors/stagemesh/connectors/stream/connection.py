@@ -1,8 +1,8 @@
 """A connection of a link: its streams to one consumer, and the connectors that both sides can use.
 
 The main stream is the PutChunk stream that is opened first. If the consumer is on this host, a local stream carries the
-flows whose chunks are located in the arena. A bulk stream, on a network connection of its own, carries the flows whose
-large chunks travel as fragments, so that they do not delay the small chunks of other requests.
+flows that use a connector other than grpc. A bulk stream carries the flows whose large chunks are sent as fragments. It
+has its own network connection, so that these chunks do not delay the small chunks of other requests.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Peer:
-    """The consumer of a link, and what the producer sends it to introduce itself."""
+    """The consumer of a link, and the Hello message and arena descriptor that the producer sends to it."""
 
     consumer: str
     endpoint: str
@@ -43,7 +43,7 @@ class Peer:
 
 
 class Connection:
-    """The streams to one consumer. Use it in `async with`: `connect`, `prepare`, then `serve`."""
+    """The streams to one consumer. Use it in `async with`, and call `connect`, `prepare` and `serve` in this order."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Connection:
         on_negotiated: Callable[[], None],
     ) -> None:
         self.watch: local_socket.DeathWatch | None = None
-        """The watch on the consumer's process if it runs on this host. The link owns it after `prepare`."""
+        """Watches the consumer's process if it runs on this host. After `prepare`, the link owns it. May be None."""
         self._peer = peer
         self._connectors, self._take_reply, self._on_negotiated = connectors, take_reply, on_negotiated
         self._stack = contextlib.AsyncExitStack()
@@ -71,13 +71,14 @@ class Connection:
         await self._stack.aclose()
 
     async def connect(self) -> stage_pb2.Welcome:
-        """Opens the main stream; raises the error with which the consumer rejected it."""
+        """Opens the main stream and returns the consumer's Welcome. Raises the error if the consumer rejects it."""
         return await self._open_grpc(self._main)
 
     async def prepare(self, welcome: stage_pb2.Welcome, *, with_local: bool, died: Callable[[], None]) -> None:
-        """Prepares for flows: opens the local stream if the consumer is on this host and `with_local` is set.
+        """Opens the local stream if the consumer is on this host and `with_local` is set, and prepares negotiation.
 
-        Raises the StagemeshError of a failed handshake. `died` is called when the consumer's process terminates.
+        `died` is called when the consumer's process terminates, if that process is on this host. Raises the
+        StagemeshError of a failed handshake.
         """
         if with_local and welcome.local_socket:
             self._local = await self._open_local(welcome, died)
@@ -91,12 +92,15 @@ class Connection:
 
     @property
     def negotiation(self) -> Negotiation:
-        """The negotiation of connectors with this consumer."""
-        assert self._negotiation is not None, "a connection is prepared before it is used"
+        """The negotiation of connectors with this consumer. Available after `prepare`."""
+        assert self._negotiation is not None, "prepare a connection before using it"
         return self._negotiation
 
     def stream(self, connector: ConnectorName, *, bulk: bool) -> ProducerSession | None:
-        """Returns the stream for a flow; None while it is being opened, after which `on_negotiated` is called."""
+        """Returns the stream for a flow with this connector, or None if that stream must be opened first.
+
+        `on_negotiated` is called after the stream has been opened.
+        """
         if connector != GRPC:
             return self._local or self._main
         if not bulk:
@@ -105,7 +109,10 @@ class Connection:
         return self._bulk
 
     async def serve(self, check: Callable[[], None]) -> StagemeshError:
-        """Returns the cause when the first of the streams ends. Calls `check` every _CHECK_S until then."""
+        """Calls `check` about every _CHECK_S seconds until a stream ends, and returns the cause of its end.
+
+        Opens the bulk stream when it is first needed.
+        """
         ends = [self._end_of(stream) for stream in (self._main, self._local) if stream is not None]
         wanted = asyncio.create_task(self._bulk_wanted.wait())
         try:
@@ -133,7 +140,7 @@ class Connection:
         return asyncio.create_task(stream.ended())
 
     async def _open_grpc(self, stream: ProducerSession) -> stage_pb2.Welcome:
-        """Opens a stream on a network connection of its own."""
+        """Opens a stream on a new network connection and returns the consumer's Welcome."""
         channel: grpc.aio.Channel = await self._stack.enter_async_context(open_channel(self._peer.endpoint))
         messages = ClientStream(channel, stream, peer=str(self._peer))
         running = asyncio.create_task(messages.run())
@@ -162,7 +169,7 @@ class Connection:
         finally:
             if watch is not None:
                 watch.close()
-        _log.warning("another process listens on the local socket that %s named", consumer)
+        _log.warning("the local socket that %s reported belongs to another process", consumer)
         await stream.close()
         return None
 

@@ -1,4 +1,4 @@
-"""The consuming side of a replica: the flows that it expects, the producers that it knows, and where chunks land."""
+"""The consuming side of a replica: its expected flows, its known producers, and the memory for fetched chunks."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from stagemesh.connectors.stream.producer_state import ProducerState
 from stagemesh.v1 import stage_pb2
 
 REMEMBERED_FLOWS = 4096
-"""Number of committed flows whose keys are kept, for producers that missed the commit."""
+"""The number of committed flows whose keys are retained to answer producers that have missed the commit."""
 
 RunInBackground: TypeAlias = Callable[[Coroutine[object, object, object]], None]
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class LandingArena:
-    """The memory that chunks are fetched into. Created when it is first needed, because that takes time and memory."""
+    """The memory into which chunks are fetched. It is created when first needed, to save startup time and memory."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -43,7 +43,7 @@ class LandingArena:
         return self._creating is not None
 
     async def get(self) -> Arena:
-        """Returns the arena, which it creates at first. Raises NotReadyError if there is not enough memory."""
+        """Returns the arena, and creates it on the first call. Raises NotReadyError if there is not enough memory."""
         if self._creating is None:
             self._creating = asyncio.create_task(asyncio.to_thread(Arena, self._size_bytes, shared=False))
         return await asyncio.shield(self._creating)
@@ -57,7 +57,7 @@ class LandingArena:
 
 
 class Consumer:
-    """The flows and producers of one replica. Its streams look them up here."""
+    """The registry of a replica's expected flows and of its producers, which the consumer sessions use."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Consumer:
         local_socket: str,
         run_in_background: RunInBackground,
     ) -> None:
-        """`identity` names this replica; `local_socket` is the name under which it listens on its host."""
+        """Stores the replica's identity and limits. `local_socket` is the name of the socket of its LocalListener."""
         self._identity, self._connectors, self._landing = identity, connectors, landing
         self._window_bytes, self._max_chunk_bytes = window_bytes, max_chunk_bytes
         self._inline_limit_bytes, self._local_socket = inline_limit_bytes, local_socket
@@ -84,29 +84,29 @@ class Consumer:
 
     @property
     def credit_bytes(self) -> int:
-        """Payload bytes that producers may still send to this replica."""
+        """The number of payload bytes that producers may still send to this replica."""
         return sum(flow.credit_bytes for flow in self._flows.values())
 
     def open(self, key: EdgeKey, *, producer: str, rebind_s: float) -> Inlet:
-        """Expects a flow from `producer`. Raises ExistsError if that flow is expected already."""
+        """Expects a flow from `producer` and returns its inlet. Raises ExistsError if the flow is already open."""
         return Inlet(self._expect(key, producer, PacketQueue(edge=key.edge)), rebind_s=rebind_s)
 
     def rebind(self, inlet: Inlet, key: EdgeKey, *, producer: str, first_rows: Mapping[str, int]) -> None:
-        """Continues `inlet` with a flow from another producer, which begins at `first_rows`."""
+        """Continues `inlet` with a flow from another producer, which sends each tensor from its row in `first_rows`."""
         former = inlet.attempt
         former.supersede(StaleAttemptError(f"edge {former.key.edge} has another producer"))
         inlet.rebind(self._expect(key, producer, former.packets), first_rows=first_rows)
 
     def find(self, key: EdgeKey) -> InletAttempt | None:
-        """Returns the flow of that key, or None if it is not expected."""
+        """Returns the expected flow with this key, or None if there is none."""
         return self._flows.get(key)
 
     def is_committed(self, key: EdgeKey) -> bool:
-        """Returns whether the flow was read to its end."""
+        """Returns whether the flow with this key was read to its end."""
         return key in self._committed
 
     def expected(self, key: EdgeKey, producer: ProducerState) -> InletAttempt:
-        """Returns the flow that `producer` may send. Raises the error with which its messages are rejected."""
+        """Returns the flow with this key if `producer` may send it. Otherwise, raises the error to reject it with."""
         flow = self._flows.get(key)
         if flow is None or flow.producer != producer.replica:
             if any(key.attempt < other.attempt for other in self._flows if other[:2] == key[:2]):
@@ -131,9 +131,9 @@ class Consumer:
     # -- producers
 
     def admit(self, hello: stage_pb2.Hello) -> ProducerState:
-        """Returns the state of the producer that introduces itself.
+        """Returns the state of the producer that has sent `hello`. Fails the flows of its earlier incarnations.
 
-        Raises NotReadyError if it belongs to another pipeline or generation. Flows of an earlier incarnation fail.
+        Raises NotReadyError if the producer belongs to another pipeline or generation.
         """
         _check_same("pipeline", hello.pipeline, self._identity.pipeline)
         _check_same("generation", hello.generation, self._identity.generation)
@@ -146,7 +146,7 @@ class Consumer:
         return self._producers[key]
 
     def welcome(self, producer: ProducerState) -> stage_pb2.Welcome:
-        """Returns the answer to a producer's Hello."""
+        """Returns the Welcome message, which answers a producer's Hello."""
         return stage_pb2.Welcome(
             replica=self._identity.replica,
             incarnation=self._identity.incarnation,
@@ -156,7 +156,7 @@ class Consumer:
         )
 
     def lose(self, producer: ProducerState) -> None:
-        """Fails the flows of an incarnation of a producer that has terminated."""
+        """Removes an incarnation of a producer that has terminated, and fails its flows."""
         self._producers.pop((producer.replica, producer.incarnation), None)
         self._run_in_background(producer.close())
         for flow in list(self._flows.values()):
@@ -164,13 +164,13 @@ class Consumer:
                 flow.fail(flow.lost_error())
 
     def landing(self) -> Arena | None:
-        """Returns mapped memory for chunks that arrive as fragments; None while there is none."""
+        """Returns the memory for chunks that arrive as fragments, or None while it is being created or unavailable."""
         if not self._landing.is_requested:
             self._run_in_background(self._create_landing())
         return self._landing.present
 
     async def close(self) -> None:
-        """Forgets all producers. Closing twice is harmless."""
+        """Closes and removes all producer states. Closing twice is harmless."""
         for producer in list(self._producers.values()):
             await producer.close()
         self._producers.clear()
@@ -189,7 +189,7 @@ class Consumer:
             on_closed=self._forget,
         )
         self._flows[key] = flow
-        # The same request may be sent again, long after it ended.
+        # The same request may be sent again a long time after it has ended.
         self._committed.pop(key, None)
         return flow
 
@@ -204,12 +204,13 @@ class Consumer:
         try:
             await self._landing.get()
         except StagemeshError as exc:
-            _log.warning("chunks that arrive as fragments get memory of their own: %s", exc.message)
+            _log.warning("chunks that arrive as fragments use newly allocated memory: %s", exc.message)
 
 
 def _check_same(what: str, theirs: str, ours: str) -> None:
     if theirs != ours:
         raise NotReadyError(
-            f"the producer serves {what} {theirs!r}, this replica {ours!r}; deploy both from one pipeline file",
+            f"the producer serves {what} {theirs!r}, but this replica serves {ours!r}; deploy both from one pipeline "
+            "file",
             reason=f"WRONG_{what.upper()}",
         )

@@ -1,4 +1,4 @@
-"""A link: this replica's connection to one consumer, and the flows that it carries."""
+"""A link, which manages the connections to one consumer and the flows to it."""
 
 import asyncio
 import logging
@@ -18,21 +18,25 @@ from stagemesh.connectors.stream.negotiation import EdgeProbe
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 GIVE_UP_S = 15.0
-"""How long a silent consumer may be unreachable before its flows fail."""
+"""The number of seconds for which a consumer may be unreachable before its flows fail."""
 REFUSED_S = 0.5
-"""How long a consumer's address may refuse connections before its flows fail: its process has terminated."""
+"""The number of seconds for which a consumer's address may refuse connections before its flows fail.
+
+A refused connection indicates that the process has terminated.
+"""
 _RETRY_S = 0.1
 _DIAL_S = 1.0
 _MAX_LOCAL_FAILURES = 3
-"""Number of failed handshakes over the local socket after which flows do without a local stream."""
+"""The number of consecutive failed handshakes over the local socket after which no local stream is opened."""
 
 _log = logging.getLogger(__name__)
 
 
 class ConsumerLink:
-    """Reconnects while it has flows; an idle link stays connected until its connection breaks.
+    """Manages the flows and the leases of one consumer, which outlive a connection to it.
 
-    It keeps what outlives a connection: the flows and the leases.
+    The link reconnects while it has flows, probes or leases. An idle link remains connected until its connection
+    breaks.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class ConsumerLink:
         self._leases = Leases()
         self._incarnation = ""
         self._worked: set[ConnectorName] = set()
-        """Connectors that were negotiated with this incarnation of the consumer before."""
+        """The connectors that have been negotiated with this incarnation of the consumer."""
         self._connection: Connection | None = None
         self._local_failures = 0
         self._watch: local_socket.DeathWatch | None = None
@@ -68,7 +72,7 @@ class ConsumerLink:
         return Route(key, wanted, self._leases, self._attend)
 
     def add(self, flow: OutletAttempt) -> None:
-        """Carries a flow, which is opened as soon as there is a stream."""
+        """Adds a flow to the link, which opens the flow as soon as it has a stream."""
         if not self._flows:
             self._seen_s = self._loop.time()
         self._flows[flow.key] = flow
@@ -76,13 +80,13 @@ class ConsumerLink:
         self._changed.fire()
 
     def find(self, key: EdgeKey) -> OutletAttempt | None:
-        """Returns the flow of that key, or None if there is none or it is over."""
+        """Returns the flow with this key, or None if it is unknown or has ended."""
         return self._flows.get(key)
 
     async def probe(self, wanted: ConnectorName) -> EdgeProbe:
-        """Returns what a flow that wants this connector would use; raises the error if no flow can.
+        """Returns the connector that a flow which requests `wanted` would use. Raises an error if there is none.
 
-        The caller bounds the time.
+        The caller must limit the time, because the method waits for a connection.
         """
         if not self._flows:
             self._seen_s = self._loop.time()
@@ -104,7 +108,7 @@ class ConsumerLink:
         self._stop_watching()
 
     def _attend(self, flow: OutletAttempt) -> None:
-        """Opens a flow, or forgets one that is over."""
+        """Opens a flow as soon as possible, or removes the flow if it has ended."""
         if not flow.is_over:
             self._to_open[flow] = None
             self._open_flows()
@@ -117,7 +121,7 @@ class ConsumerLink:
 
     @property
     def _is_needed(self) -> bool:
-        """Whether a connection is needed: for flows and probes, and to learn which leases the consumer still holds."""
+        """Whether a connection is needed for flows, for probes, or to receive the end of leases."""
         return bool(self._flows or self._probes or self._leases)
 
     async def _run(self) -> None:
@@ -129,19 +133,19 @@ class ConsumerLink:
             except StagemeshError as exc:
                 cause = exc
             except Exception as exc:  # noqa: BLE001 - the task's outermost edge
-                # A defect here must fail the link's flows, or else they would wait.
+                # A defect must fail the flows of the link, because they would wait forever otherwise.
                 _log.exception("the link to %s failed", self._peer.consumer)
                 cause = InternalError(f"the link to {self._peer.consumer} failed: {exc!r}")
             await self._lost(cause)
             if self._is_needed:
                 await asyncio.sleep(_RETRY_S)
-            # The consumer may have been found dead in the meantime.
+            # The consumer's termination may have been detected during the pause.
             if not self._is_needed:
                 self._on_idle(self)
                 return
 
     async def _connected(self) -> StagemeshError:
-        """Connects and serves; returns the cause of the connection's end."""
+        """Connects to the consumer and serves the connection. Returns the cause of its end."""
         connection = Connection(
             self._peer, connectors=self._connectors, take_reply=self._take_reply, on_negotiated=self._negotiated
         )
@@ -156,7 +160,10 @@ class ConsumerLink:
             return await connection.serve(self._check_silence)
 
     async def _prepare(self, connection: Connection, welcome: stage_pb2.Welcome) -> None:
-        """Opens the local stream. A failed handshake breaks the connection, to be repeated a few times."""
+        """Opens the local stream. Raises the error of a failed handshake, so that the connection is repeated.
+
+        Opens no local stream after _MAX_LOCAL_FAILURES consecutive failures.
+        """
         with_local = self._local_failures < _MAX_LOCAL_FAILURES
         try:
             await connection.prepare(welcome, with_local=with_local, died=self._died)
@@ -176,12 +183,12 @@ class ConsumerLink:
 
     def _accept(self, welcome: stage_pb2.Welcome) -> None:
         if not welcome.incarnation:
-            raise InvalidChunkError(f"replica {self._peer.consumer} did not name its incarnation")
+            raise InvalidChunkError(f"replica {self._peer.consumer} did not report its incarnation")
         if self._incarnation and self._incarnation != welcome.incarnation:
             restarted = UnavailableError(f"replica {self._peer.consumer} was restarted", reason="PEER_RESTARTED")
             self._fail_flows(restarted, opened_only=True)
             self._worked.clear()
-        # The leases of messages that never arrived end here.
+        # Ends the leases of messages that never arrived.
         self._leases.end_all(except_ids=set(welcome.held_lease_ids))
         self._incarnation = welcome.incarnation
         self._inline_limit_bytes = min(self._inline_limit_bytes, welcome.inline_limit_bytes)
@@ -189,7 +196,7 @@ class ConsumerLink:
         _log.info("connected to %s at %s", self._peer.consumer, self._peer.endpoint)
 
     def _negotiated(self) -> None:
-        """Continues with what is known about the usable connectors."""
+        """Opens flows and answers probes after a connector or stream has become usable or has been refused."""
         self._open_flows()
         self._answer_probes()
 
@@ -206,7 +213,7 @@ class ConsumerLink:
                 answer.set_result(probe)
 
     def _open_flows(self) -> None:
-        """Opens the waiting flows, each on the stream of its connector."""
+        """Opens the waiting flows whose connector and stream are available."""
         if self._connection is None:
             return
         negotiation = self._connection.negotiation
@@ -264,11 +271,11 @@ class ConsumerLink:
             case "resync":
                 self._resync(flow, reply.resync)
             case _:
-                raise InvalidChunkError("the consumer sent an unknown reply")
+                raise InvalidChunkError("the consumer sent a reply of an unknown kind")
 
     def _resync(self, flow: OutletAttempt, resync: stage_pb2.EdgeResync) -> None:
         error = wire.error_from_wire(resync.error)
-        _log.warning("%s asks for edge %s to be opened again: %s", self._peer.consumer, flow.key.edge, error.message)
+        _log.warning("%s asks to reopen edge %s: %s", self._peer.consumer, flow.key.edge, error.message)
         if resync.failed != chunk_pb2.CONNECTOR_UNSPECIFIED and self._connection is not None:
             self._connection.negotiation.fail(name_of(resync.failed), error)
         flow.resync(error)
@@ -277,7 +284,7 @@ class ConsumerLink:
 
     async def _lost(self, cause: StagemeshError) -> None:
         if self._connection is not None:
-            _log.warning("lost %s at %s: %s", self._peer.consumer, self._peer.endpoint, cause.message)
+            _log.warning("lost the connection to %s at %s: %s", self._peer.consumer, self._peer.endpoint, cause.message)
             self._seen_s = self._loop.time()
         self._connection = None
         for flow in self._flows.values():
@@ -287,11 +294,12 @@ class ConsumerLink:
         elif self._loop.time() - self._seen_s > GIVE_UP_S or await self._is_gone():
             self._fail_flows(cause)
             if self._watch is None:
-                # A consumer on this host whose process lives may still read: it returns its leases or dies.
+                # The leases of a watched process on this host do not end here, because it may still read the arena.
+                # They end when the process returns them or terminates.
                 self._leases.end_all()
 
     async def _is_gone(self) -> bool:
-        """Returns whether the consumer's address has refused connections for REFUSED_S."""
+        """Returns whether the consumer's address has refused connections for more than REFUSED_S seconds."""
         host, _, port = self._peer.endpoint.rpartition(":")
         try:
             async with asyncio.timeout(_DIAL_S):
@@ -306,7 +314,7 @@ class ConsumerLink:
         return False
 
     def _died(self) -> None:
-        """Fails the flows at once, because the consumer's process on this host has terminated."""
+        """Fails the opened flows and ends all leases, because the consumer's process on this host has terminated."""
         self._watch = None
         died = UnavailableError(f"replica {self._peer.consumer} died", reason="PEER_DIED")
         self._fail_flows(died, opened_only=True)

@@ -1,4 +1,4 @@
-"""The consuming end of one stream: checks every item before its flow receives it."""
+"""The consuming end of one stream, which checks every item before it passes the item to a flow."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ _CLOSING_S = 1.0
 
 
 class ConsumerSession:
-    """Receives from one producer over one stream, and pulls replies from the flows that it carries."""
+    """Receives a producer's messages over one stream, and sends the replies of the stream's flows."""
 
     def __init__(
         self,
@@ -41,35 +41,35 @@ class ConsumerSession:
         arena_fd: int | None = None,
         on_closed: Callable[["ConsumerSession"], None],
     ) -> None:
-        """Owns `arena_fd`, the memory file of a producer on this host."""
+        """Owns `arena_fd`, the descriptor of the memory file of a producer on this host, or None for other hosts."""
         self.watch: DeathWatch | None = None
-        """The watch on the producer's process if it runs on this host. The producer's state owns it after Hello."""
+        """Watches the producer's process if it runs on this host. After Hello, the ProducerState owns it."""
         self._consumer, self._arena_fd, self._on_closed = consumer, arena_fd, on_closed
         self._loop = asyncio.get_running_loop()
         self._stream: MessageStream | None = None
         self._producer_state: ProducerState | None = None
         self._flows: dict[EdgeKey, InletAttempt] = {}
         self._moved: set[EdgeKey] = set()
-        """Flows that another stream of the same producer carries."""
+        """The keys of flows that have moved to another stream of the same producer."""
         self._transfers = FragmentAssembler(consumer.landing)
         self._negotiations: set[asyncio.Task[None]] = set()
         self._negotiated: set[ConnectorName] = set()
-        """Connectors that were negotiated over this stream. The reader of one may have failed since."""
+        """The connectors that were negotiated over this stream. Their readers may have failed since."""
         self._replies: list[stage_pb2.PutReply] = []
         self._ready = ReadyQueue[InletAttempt](self._flush)
         self._over: asyncio.Future[None] = self._loop.create_future()
 
     def begin(self, stream: MessageStream) -> None:
-        """Uses `stream`, whose handler it is."""
+        """Starts the session on `stream`. The session must be the handler of this stream."""
         self._stream = stream
 
     @property
     def producer(self) -> ProducerState | None:
-        """The producer, once it has introduced itself."""
+        """The state of the producer, or None until it has sent Hello."""
         return self._producer_state
 
     async def close(self, error: StagemeshError | None = None) -> None:
-        """Ends the stream."""
+        """Ends the stream, with `error` if given, and cancels all negotiations. Closing twice is harmless."""
         if self._stream is not None:
             self._stream.close(error)
             await asyncio.wait((self._over,), timeout=_CLOSING_S)
@@ -81,7 +81,7 @@ class ConsumerSession:
     # -- StreamHandler
 
     def received(self, data: bytes) -> None:
-        """Processes a message; raises the error with which the stream is ended."""
+        """Processes a serialized PutChunkRequest. Raises an error if the stream must end."""
         message = wire.decode_fragment(data)
         try:
             request = stage_pb2.PutChunkRequest.FromString(data if message is None else bytes(message.rest))
@@ -95,11 +95,11 @@ class ConsumerSession:
             self._process(item)
 
     def writable(self) -> None:
-        """Sends the replies that have waited."""
+        """Sends the waiting replies."""
         self._flush()
 
     def closed(self, error: StagemeshError | None) -> None:
-        """Has the flows wait for another stream."""
+        """Detaches the flows, which then wait for another stream, and releases the session's resources."""
         if error is not None:
             _log.info("the stream of %s ended: %s", self._name, error.message)
         if self._producer_state is not None:
@@ -125,7 +125,7 @@ class ConsumerSession:
         self._ready.wake()
 
     def _flush(self) -> None:
-        """Sends what all flows have to report, and the leases to be returned, in one message."""
+        """Sends one message with all waiting replies, the reports of the flows, and the returned leases."""
         if self._stream is None or not self._stream.is_writable:
             return
         response = stage_pb2.PutChunkResponse(replies=self._replies)
@@ -140,9 +140,9 @@ class ConsumerSession:
             self._stream.write(response.SerializeToString())
 
     def _check_carried(self, flow: InletAttempt) -> bool:
-        """Returns whether this stream carries a flow; if not, drops what has arrived of it.
+        """Returns whether this stream carries a flow. If not, removes the flow and drops its fragments.
 
-        Later messages of a flow that moved to another stream are ignored; those of a closed flow are rejected.
+        Later messages are ignored if the flow has moved to another stream, and rejected if it is closed.
         """
         is_carried = flow.queue is self._ready and not flow.is_closed
         if not is_carried and self._flows.get(flow.key) is flow:
@@ -160,7 +160,7 @@ class ConsumerSession:
 
     @property
     def _producer(self) -> ProducerState:
-        assert self._producer_state is not None, "items follow Hello"
+        assert self._producer_state is not None, "items must follow Hello"
         return self._producer_state
 
     def _admit(self, request: stage_pb2.PutChunkRequest) -> None:
@@ -169,7 +169,7 @@ class ConsumerSession:
         if not request.hello.replica or not request.hello.incarnation:
             raise InvalidRequestError("Hello must name the producer and its incarnation", reason="NO_HELLO")
         self._producer_state = producer = self._consumer.admit(request.hello)
-        assert self._stream is not None, "a session begins before it receives"
+        assert self._stream is not None, "call `begin` before the session receives messages"
         self._stream.write(stage_pb2.PutChunkResponse(welcome=self._consumer.welcome(producer)).SerializeToString())
         producer.attach(self._ready)
         if self.watch is not None:
@@ -194,7 +194,7 @@ class ConsumerSession:
                 _log.warning("%s sent an item of an unknown kind", self._name)
 
     def _guarded(self, message: chunk_pb2.EdgeKey, process: Callable[..., None], item: object) -> None:
-        """Calls `process` with an item; an error ends only the flow that the item belongs to."""
+        """Calls `process` with an item. An error ends only the flow to which the item belongs."""
         try:
             process(item)
         except StagemeshError as exc:
@@ -209,14 +209,17 @@ class ConsumerSession:
                 self._reply(stage_pb2.PutReply(rejected=rejected))
 
     def _flow(self, message: chunk_pb2.EdgeKey) -> InletAttempt | None:
-        """Returns the flow that an item belongs to, or None if the item is to be ignored."""
+        """Returns the flow to which an item belongs, or None if the item must be ignored.
+
+        Resyncs the flow if its OpenEdge was lost.
+        """
         key = wire.key_from_wire(message)
         flow = self._flows.get(key)
         if flow is not None and self._check_carried(flow):
             return None if flow.is_resyncing else flow
         if key in self._moved or self._is_committed(key, message):
             return None
-        # Its OpenEdge was lost.
+        # The flow's OpenEdge was lost.
         flow = self._consumer.expected(key, self._producer)
         flow.attach(self._ready, incarnation=self._producer.incarnation, connector=GRPC)
         self._flows[key] = flow
@@ -224,7 +227,7 @@ class ConsumerSession:
         return None
 
     def _is_committed(self, key: EdgeKey, message: chunk_pb2.EdgeKey) -> bool:
-        """Returns whether the flow was read to its end; if so, repeats the commit."""
+        """Returns whether the flow was read to its end. If so, sends the commit again."""
         is_committed = self._consumer.is_committed(key)
         if is_committed:
             self._reply(stage_pb2.PutReply(commit=stage_pb2.EdgeCommit(key=message)))
@@ -254,7 +257,7 @@ class ConsumerSession:
             self._resync_failed(flow)
 
     def _resync_failed(self, flow: InletAttempt) -> None:
-        """Opens a flow again, because the reader of its connector failed before the producer learned of it."""
+        """Resyncs a flow whose connector's reader has failed, because the producer does not know of the failure yet."""
         error = UnavailableError(f"connector {flow.connector} with {self._producer.replica} has failed")
         flow.resync(error, failed=flow.connector)
 
@@ -291,7 +294,7 @@ class ConsumerSession:
         if not self._transfers.add(flow.key, fragment):
             flow.resync(
                 InvalidChunkError(
-                    f"a fragment of edge {flow.key.edge} at {message.offset} does not follow the one before",
+                    f"a fragment of edge {flow.key.edge} at {message.offset} does not follow the previous fragment",
                     reason="PIECE_GAP",
                 )
             )
@@ -308,7 +311,7 @@ class ConsumerSession:
                 self._producer.release_unless_held(data.lease_id)
 
     def _chunk_of(self, flow: InletAttempt, chunk: chunk_pb2.Chunk, data: chunk_pb2.ChunkData | None) -> bool:
-        """Delivers a chunk if it is due; returns whether its lease is used."""
+        """Delivers a chunk if it is the next expected chunk. Returns whether its lease is in use."""
         try:
             if not flow.check_seq(chunk.seq):
                 return False
@@ -359,24 +362,24 @@ class ConsumerSession:
                 return False
             self._producer.held_lease_ids.add(data.lease_id)
             fetching = self._loop.create_task(self._fetched(flow, reader, data), name=f"fetch of {flow.key.edge}")
-            # Also if the task is cancelled before it begins.
+            # A callback also runs if the task is cancelled before it begins.
             fetching.add_done_callback(lambda _: self._producer.release(data.lease_id))
             flow.deliver_later(fetching, size_bytes=data.size_bytes)
         return True
 
     async def _fetched(self, flow: InletAttempt, reader: FetchingReader, data: chunk_pb2.ChunkData) -> Packet:
-        """Fetches the bytes of a chunk; returns its packet."""
+        """Fetches the bytes of a chunk and returns its packet. Drops the reader if it fails."""
         names, places = wire.arena_ranges(data)
         try:
             fetched = await reader.fetch(places, flow.landing_account)
             return wire.packet_of(data, dict(zip(names, fetched, strict=True)))
         except UnavailableError:
-            # The failed reader is not used again: the next offer gets a new one.
+            # The failed reader is not used again, because the next offer creates a new reader.
             await self._producer.drop_reader(flow.connector, reader)
             raise
         except StagemeshError:
             raise
         except Exception as exc:
-            # The outermost edge of a task, and the connector may be an installed one.
-            _log.exception("connector %s failed with an error that is not its own", flow.connector)
+            # This is the outermost code of a task, and another package may have installed the connector.
+            _log.exception("connector %s failed with an unexpected error", flow.connector)
             raise UnavailableError(f"connector {flow.connector} failed: {type(exc).__name__}: {exc}") from exc

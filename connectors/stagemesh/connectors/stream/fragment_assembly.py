@@ -1,4 +1,4 @@
-"""Puts chunks together whose bytes arrive as fragments."""
+"""Assembles chunks whose bytes arrive as fragments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class _Transfer:
 
 
 class FragmentAssembler:
-    """The transfers of one stream, at most one per flow.
+    """Assembles the transfers of one stream. Each flow has at most one transfer in progress.
 
-    `landing` returns memory that is already mapped, or None if there is none yet.
+    `landing` returns the memory into which fragments are copied, or None if it is not available.
     """
 
     def __init__(self, landing: Callable[[], Arena | None]) -> None:
@@ -32,17 +32,20 @@ class FragmentAssembler:
         self._last_id = 0
 
     def is_new(self, transfer_id: int) -> bool:
-        """Returns whether no fragment of the transfer has arrived. False for a repeat of a finished transfer."""
+        """Returns whether the transfer has not begun yet. Returns False for a transfer that has already ended."""
         return transfer_id > self._last_id
 
     def begin(self, key: EdgeKey, message: chunk_pb2.ChunkPiece) -> None:
-        """Allocates the buffer of a new transfer. The flow's former transfer, if any, was abandoned."""
+        """Begins a new transfer and allocates its buffer. Drops the flow's previous transfer, if any."""
         self.drop(key)
         self._last_id = message.transfer_id
         self._transfers[key] = _Transfer(message.transfer_id, self._buffer(message.total_bytes))
 
     def add(self, key: EdgeKey, fragment: Fragment) -> bool:
-        """Copies a fragment in, or ignores a repeat; returns False if it leaves a gap or does not fit."""
+        """Copies a fragment into its transfer's buffer. Ignores a repeated fragment.
+
+        Returns False if the fragment leaves a gap or does not fit into the buffer.
+        """
         message, payload = fragment
         transfer = self._transfers.get(key)
         if transfer is None or transfer.id != message.transfer_id:
@@ -56,9 +59,9 @@ class FragmentAssembler:
         return True
 
     def take(self, key: EdgeKey, data: chunk_pb2.ChunkData) -> dict[str, Bytes] | None:
-        """Removes and returns the bytes of a chunk's streamed tensors by name; None if fragments are missing.
+        """Ends a flow's transfer and returns the bytes of the chunk's streamed tensors by name.
 
-        Raises InvalidChunkError for a tensor outside its transfer.
+        Returns None if fragments are missing. Raises InvalidChunkError if a tensor is outside its transfer.
         """
         streamed = [message for message in data.tensors if message.HasField("streamed")]
         if not streamed:
@@ -72,15 +75,18 @@ class FragmentAssembler:
         return {message.name: _part(transfer.buffer, message) for message in streamed}
 
     def drop(self, key: EdgeKey) -> None:
-        """Drops what has arrived of a flow."""
+        """Drops the transfer of a flow, if any."""
         self._transfers.pop(key, None)
 
     def clear(self) -> None:
-        """Drops everything."""
+        """Drops all transfers."""
         self._transfers.clear()
 
     def _buffer(self, size_bytes: int) -> Bytes:
-        """Allocates a transfer's buffer, in mapped memory if possible: fresh memory costs more than the copy."""
+        """Returns a buffer for a transfer, in the landing memory if possible.
+
+        New memory from the system would cost more time than the copy.
+        """
         landing = self._landing()
         if landing is None or size_bytes > landing.max_region_bytes:
             return np.empty(size_bytes, np.uint8)
@@ -91,5 +97,5 @@ class FragmentAssembler:
 def _part(buffer: Bytes, message: tensor_pb2.Tensor) -> Bytes:
     place = message.streamed
     if place.offset + place.size_bytes > len(buffer):
-        raise InvalidChunkError(f"tensor {message.name!r} lies outside its transfer")
+        raise InvalidChunkError(f"tensor {message.name!r} is outside its transfer")
     return buffer[place.offset : place.offset + place.size_bytes]

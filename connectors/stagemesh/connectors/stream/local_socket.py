@@ -1,8 +1,9 @@
-"""Local streams: replicas on one host find each other, and learn at once that the other process has terminated.
+"""Local sockets, which connect replicas on one host and detect immediately that the other process has terminated.
 
 A consumer listens on an abstract unix socket with a random name, and sends the name to its producers over gRPC. A
-producer that can connect to it shares the host's kernel and network, as the containers of one pod do. It hands over its
-arena's memory file with the first byte. Host names play no role. A name of another host costs one failed connect.
+producer that can connect to the socket shares the consumer's kernel and network namespace, like the containers of one
+pod. It passes the descriptor of its arena's memory file with the first byte. On another host, the connection attempt
+fails.
 """
 
 import asyncio
@@ -23,11 +24,11 @@ _HANDSHAKE_S = 2.0
 _BACKLOG = 64
 
 Accepted = Callable[[socket.socket, int], Awaitable[None]]
-"""Called with a connected socket and the descriptor of the producer's arena, and owns both."""
+"""A callback that receives, and then owns, a connected socket and the descriptor of the producer's arena."""
 
 
 class LocalListener:
-    """The socket on which producers of this host open local streams. Create it within a running event loop."""
+    """Listens for local streams of producers on this host. Create it within a running event loop."""
 
     def __init__(self, accepted: Accepted) -> None:
         self.name = _PREFIX + secrets.token_hex(16)
@@ -40,7 +41,7 @@ class LocalListener:
         self._loop.add_reader(self._socket, self._accept)
 
     async def close(self) -> None:
-        """Accepts no more streams. Closing twice is harmless."""
+        """Stops listening and cancels unfinished handshakes. Closing twice is harmless."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             self._socket.close()
@@ -53,7 +54,7 @@ class LocalListener:
         try:
             connection, _ = self._socket.accept()
         except OSError:
-            # The producer has disconnected, or this process has no descriptors left for now.
+            # The producer has disconnected, or this process has temporarily reached its limit of descriptors.
             return
         connection.setblocking(False)
         handshake = self._loop.create_task(self._shake_hands(connection), name="local handshake")
@@ -76,10 +77,13 @@ class LocalListener:
 
 
 async def dial(name: str, *, arena_fd: int) -> socket.socket:
-    """Connects to the consumer of that name and hands over the arena. Raises OSError if it is not on this host."""
+    """Connects to the named local socket of a consumer and passes `arena_fd` to it.
+
+    Raises OSError if the consumer is not on this host.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        # An abstract socket accepts or refuses at once.
+        # Does not block, because an abstract socket accepts or refuses immediately.
         connection.connect("\0" + name)
         _check_user(connection)
         socket.send_fds(connection, [b"\0"], [arena_fd])
@@ -90,13 +94,16 @@ async def dial(name: str, *, arena_fd: int) -> socket.socket:
 
 
 def watch_peer(connection: socket.socket, died: Callable[[], None]) -> "DeathWatch | None":
-    """Calls `died` when the process at the other end terminates. Returns None if this host cannot watch processes."""
+    """Starts a watch that calls `died` when the process at the other end terminates.
+
+    Returns None if the system does not allow watching that process.
+    """
     pidfd = _open_peer_pidfd(connection)
     return DeathWatch(pidfd, died) if pidfd is not None else None
 
 
 class DeathWatch:
-    """Calls `died` when the process of a descriptor terminates. Owns the descriptor."""
+    """Calls `died` when the process of `pidfd` terminates. Owns `pidfd`."""
 
     def __init__(self, pidfd: int, died: Callable[[], None]) -> None:
         self._pidfd = pidfd
@@ -126,7 +133,7 @@ def _open_peer_pidfd(connection: socket.socket) -> int | None:
     try:
         return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder)
     except OSError:
-        # Kernels before 6.5 lack the option. A process of another pid namespace cannot be opened by its number.
+        # Kernels before 6.5 lack this option. The process id is 0 if the process is in an invisible pid namespace.
         process_id, _, _ = _credentials(connection)
     try:
         return os.pidfd_open(process_id) if process_id else None
@@ -135,7 +142,7 @@ def _open_peer_pidfd(connection: socket.socket) -> int | None:
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int, int]:
-    """Returns the process, user and group ids of the other end."""
+    """Returns the process id, user id and group id of the process at the other end."""
     layout = struct.Struct("3i")
     process_id, user, group = layout.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size))
     return process_id, user, group
@@ -153,5 +160,5 @@ async def _receive_fd(connection: socket.socket) -> int:
     if not first_byte or len(fds) != 1:
         for fd in fds:
             os.close(fd)
-        raise ConnectionAbortedError("the producer did not hand over an arena")
+        raise ConnectionAbortedError("the producer did not pass its arena's memory file")
     return fds[0]
