@@ -80,19 +80,19 @@ class AsyncClient(BaseClient):
     def generate(
         self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
     ) -> AsyncGeneration:
-        """Returns a request for `prompt`, which is text or text with media; read it with `async for` or `.result()`.
+        """Returns a request for `prompt`, which is text or text with media. Read it with `async for` or `.result()`.
 
         The client sends the request again, with the same request_id, while the server is unreachable or asks for a
-        retry. After the request has started, the client survives a lost connection or orchestrator: it resumes after
-        the outputs that it has, at the next endpoint if there are several, and yields every event once.
-
+        retry. If the connection or the orchestrator fails after the request has started, the client resumes after the
+        outputs that it already has, at the next endpoint if there are several. It yields every event exactly once.
         Raises InvalidRequestError for arguments that cannot be sent.
         """
         return AsyncGeneration(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
 
     async def cancel(self, request_id: str) -> None:
-        """Stops a request, and returns after every stage has released it. Raises NotFoundError if the request is not
-        running.
+        """Stops a request, and returns after every stage has released it.
+
+        Raises NotFoundError if the request is not running.
         """
         request = orchestrator_pb2.CancelRequestRequest(request_id=request_id)
         await self._call(lambda stub: stub.CancelRequest(request, timeout=CONTROL_TIMEOUT_S), anywhere=True)

@@ -22,7 +22,7 @@ LEAVE_TIMEOUT_S = 1.0
 _PING_TIMEOUT = "grpc.http2.ping_timeout_ms"
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *(option for option in channels.CHANNEL_OPTIONS if option[0] != _PING_TIMEOUT),
-    # Longer than between services, because client machines may be loaded and client links slow.
+    # The timeout is longer than between services, because client machines may be loaded and client links slow.
     (_PING_TIMEOUT, 2000),
 )
 
@@ -64,7 +64,7 @@ class BaseClient:
     def release(self, request_id: str, *, left: bool) -> None:
         """Removes a request from the running requests.
 
-        `left` means that the caller abandoned the request before its end. The server then stops it.
+        `left` means that the caller left the request before its end. In this case, the server is asked to stop it.
         """
         endpoint = self._running.pop(request_id, None)
         if left and endpoint is not None:
@@ -84,7 +84,7 @@ class BaseClient:
     def _send_leave(self, endpoint: int, request: orchestrator_pb2.CancelRequestRequest) -> None:
         """Starts a CancelRequest call in the background.
 
-        If the call is lost, the server stops the request after the request's `linger_s`.
+        If the call fails, the server stops the request when its `linger_s` has passed.
         """
         raise NotImplementedError
 
@@ -156,8 +156,9 @@ class RequestSession:
         return event
 
     def pause_s(self, failure: grpc.RpcError) -> float:
-        """Returns the number of seconds to wait before the next call. Raises the call's error if the request has
-        failed.
+        """Returns the number of seconds to wait before the next call.
+
+        Raises the call's error if the request has failed.
         """
         peer = self._client.endpoints[self._endpoint]
         error = from_rpc_error(failure, peer=peer)

@@ -63,7 +63,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Vocabulary ids to append to an output, with one `TokenLogprobs` for each if the request asked for them."""
+    """Vocabulary ids to append to an output.
+
+    `logprobs` has one entry for each id if the request asked for log-probabilities.
+    """
 
     output: str
     ids: tuple[int, ...]
@@ -86,7 +89,7 @@ class AudioChunk:
 
 @dataclass(frozen=True)
 class Image:
-    """A complete encoded image. It replaces an earlier one of the same output."""
+    """A complete encoded image. It replaces an earlier image of the same output."""
 
     output: str
     data: bytes
@@ -113,7 +116,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Times in seconds since the request was accepted or, in a stage's report, since the stage accepted its step."""
+    """Times in seconds since the request was accepted.
+
+    In a stage's report, the times start when the stage accepted its step.
+    """
 
     started_s: float
     first_output_s: float | None

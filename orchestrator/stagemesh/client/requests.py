@@ -44,7 +44,7 @@ class SamplingArguments(TypedDict, total=False):
     0 reports only the log-probability of the token itself. None reports no log-probabilities.
     """
     json_schema: str | Mapping[str, object] | None
-    """The JSON schema that the output must conform to.
+    """The JSON schema to which the output must conform.
 
     At most one of json_schema, regex, choice and grammar may be set.
     """
@@ -85,12 +85,13 @@ class GenerateArguments(SamplingArguments, total=False):
     priority: int
     """The priority, from -10 to 10. Requests of a higher priority leave the queue first."""
     caller: str
-    """The caller's name. Callers with the same priority get equal shares of the pipeline and of its queue."""
+    """The caller's name. Callers with the same priority receive equal shares of the pipeline and of its queue."""
 
 
 def build_request(prompt: Content | None, arguments: GenerateArguments) -> orchestrator_pb2.GenerateRequest:
-    """Returns the message for these arguments. It always has a request_id, which makes it safe to send the message
-    again.
+    """Returns the message for these arguments.
+
+    It always has a request_id, which makes it safe to send the message again.
 
     Raises InvalidRequestError for a value that protobuf cannot encode, or if the message is too large.
     """

@@ -76,10 +76,10 @@ class Attempts:
             self._losses, self._last_new_event_s = 0, time.monotonic()
 
     def pause_s(self, error: StagemeshError, *, broken: bool = False) -> float | None:
-        """Returns the pause in seconds before the next attempt, or None if the request must not be attempted again.
+        """Returns the pause in seconds before the next attempt, or None if there must be no further attempt.
 
-        Until an attempt shows that the request runs, the client retries if the server is unreachable or names a time to
-        retry. After that, it retries only if the connection is `broken` or the server stops.
+        Until an attempt shows that the request is running, the client retries if the server is unreachable or names a
+        time to retry. After that, it retries only if the connection is `broken` or the server stops.
         """
         if self._answered:
             return self._pause_after_loss_s(error, broken=broken)
@@ -107,7 +107,7 @@ class Attempts:
             return None
         if self._losses > 1:
             return self._if_in_time(self._backoff_s(self._losses - 1))
-        # Perhaps only the connection broke, or another endpoint is ready: do not wait.
+        # Do not wait, because perhaps only the connection broke or another endpoint is ready.
         return self._if_in_time(0.0 if broken or self._endpoints > 1 else error.retry_after_s or 0.0)
 
     def _backoff_s(self, failures: int) -> float:

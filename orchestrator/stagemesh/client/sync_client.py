@@ -76,7 +76,7 @@ class Client(BaseClient):
     def generate(
         self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
     ) -> Generation:
-        """Returns a request for `prompt`, which is text or text with media; read it with `for` or `.result()`.
+        """Returns a request for `prompt`, which is text or text with media. Read it with `for` or `.result()`.
 
         The client retries and resumes the request in the same way as `AsyncClient`. Raises InvalidRequestError for
         arguments that cannot be sent.
@@ -84,8 +84,9 @@ class Client(BaseClient):
         return Generation(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
 
     def cancel(self, request_id: str) -> None:
-        """Stops a request, and returns after every stage has released it. Raises NotFoundError if the request is not
-        running.
+        """Stops a request, and returns after every stage has released it.
+
+        Raises NotFoundError if the request is not running.
         """
         request = orchestrator_pb2.CancelRequestRequest(request_id=request_id)
         self._call(lambda stub: stub.CancelRequest(request, timeout=CONTROL_TIMEOUT_S), anywhere=True)

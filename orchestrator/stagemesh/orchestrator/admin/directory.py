@@ -86,8 +86,8 @@ class Directory:
     async def probe_edge(self, edge: Edge, *, producer: str = "", consumer: str = "") -> list[EdgeLink]:
         """Asks producers which connector an edge uses.
 
-        Returns the links between the named replicas, or between all replicas if no name is given. Each link contains
-        its producer's answer or the error. Raises NotFoundError (UNKNOWN_TARGET) for an unknown replica.
+        Returns the links between the named replicas. An empty name stands for all replicas. Each link contains its
+        producer's answer or the error. Raises NotFoundError (UNKNOWN_TARGET) for an unknown replica.
         """
         links = [
             EdgeLink(edge, producer=each, consumer=other)

@@ -59,8 +59,9 @@ class Inspector:
         return sorted(self._running(), key=lambda timeline: timeline.number)[:count]
 
     def kept_bytes(self, request_id: str) -> int:
-        """Returns the number of output bytes that the orchestrator retains for a request. 0 if it does not know the
-        request.
+        """Returns the number of output bytes that the orchestrator retains for a request.
+
+        Returns 0 if it does not know the request.
         """
         known = self._orchestrator.requests.find(request_id)
         return known.record.size_bytes if known is not None else 0

@@ -170,7 +170,7 @@ async def _for_each(replicas: Sequence[Replica], act: Callable[[Replica], Awaita
 
 
 async def _running_counts(replica: Replica, *, ends_s: float) -> AsyncGenerator[int]:
-    """Yields the number of requests that run on a replica, first now and then after each change.
+    """Yields the current number of requests that run on a replica, and each changed number.
 
     Ends when the number is 0 or when the time of the event loop reaches `ends_s`.
     """

@@ -140,8 +140,9 @@ class Statuses:
 
 
 def replica_status(replica: Replica) -> admin_pb2.ReplicaStatus:
-    """Returns a replica's status. It includes the newest load report if the replica is loading, ready, draining or
-    asleep.
+    """Returns a replica's status.
+
+    It includes the newest load report if the replica is loading, ready, draining or asleep.
     """
     load = _load(replica)
     overdue = load is not None and replica.report_age_s > _OVERDUE_S

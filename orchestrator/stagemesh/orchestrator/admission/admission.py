@@ -171,7 +171,10 @@ class Admission:
         listener.admitted()
 
     def _fill(self) -> None:
-        """Admits waiting tickets in order. No ticket precedes one that waits for bytes to be released."""
+        """Admits waiting tickets in order.
+
+        If the first ticket waits for bytes to be released, no other ticket precedes it.
+        """
         now_s = self._clock()
         while (ticket := self._queue.next()) is not None and self._fits(ticket):
             if ticket.latest_start_s <= now_s:
@@ -195,7 +198,7 @@ class Admission:
     def _make_space(self, ticket: Ticket, caller: Caller, now_s: float) -> list[Ticket]:
         """Makes space in the queue for a ticket, and returns the tickets that were displaced.
 
-        Raises OverloadedError if there is no space for the ticket.
+        Raises OverloadedError if there is not enough space.
         """
         request = ticket.request
         bounds, schedule = self.limits.per_caller, self._caller_schedules.get(caller.name)
@@ -210,7 +213,7 @@ class Admission:
             displaced.append(other)
             may_wait = self._may_wait(request, most=most)
         if not may_wait:
-            # Nothing is displaced in favour of a request that is rejected.
+            # A request that is rejected must not displace other requests.
             for other in displaced:
                 self._queue.add(other)
             raise self._full_error(request, now_s)
@@ -248,8 +251,9 @@ class Admission:
         return self._queue.position(request) * self._interval_s(self._running)
 
     def _caller_wait_s(self, caller: Caller, ticket: Ticket, *, position: int) -> float:
-        """Returns the expected wait in seconds until the limits per caller allow the request to run. 0 if they allow it
-        now.
+        """Returns the expected wait in seconds until the limits per caller allow the request to run.
+
+        Returns 0 if they allow it now.
         """
         if caller.may_run(ticket, self.limits.per_caller):
             return 0.0
@@ -261,8 +265,9 @@ class Admission:
         ticket.listener.queued(position=position, expected_wait_s=wait_s)
 
     def _report_some(self, now_s: float) -> None:
-        """Reports changed positions to a bounded number of listeners. Continues with the other listeners at the next
-        tick.
+        """Reports changed positions to a bounded number of listeners.
+
+        Continues with the other listeners at the next tick.
         """
         positions = list(islice(self._to_report, _REPORTS_PER_TICK))
         for ticket, position, in_caller_queue in positions:

@@ -30,7 +30,7 @@ class Load:
     def fits(self, size_bytes: int, *, most: int, most_bytes: int) -> bool:
         """Returns whether another request stays within the limits.
 
-        The limit on bytes never rejects a request if there is no other request.
+        A request that would be the only one always stays within the limit on bytes.
         """
         return self.requests < most and (not self.requests or self.size_bytes + size_bytes <= most_bytes)
 

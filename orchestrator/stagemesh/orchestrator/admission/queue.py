@@ -1,12 +1,14 @@
 """The order in which waiting requests are admitted.
 
-Higher priorities are first. Within a priority, callers share the pipeline: the caller with the smallest share of
-running requests is first, then the caller with fewer turns, then the earliest deadline, then the earliest arrival. The
-requests of one caller are ordered by deadline. Every eighth turn goes to the request that has waited longest,
-regardless of this order, so that a request which finds n others waiting is among the next 8 (n + 1) to be admitted.
+A higher priority precedes a lower priority. Within a priority, callers share the pipeline. The caller with the smallest
+share of running requests is first, then the caller with fewer turns, then the earliest deadline, then the earliest
+arrival. The requests of one caller are ordered by deadline.
 
-A share is the dominant share (Ghodsi et al., NSDI 2011): of requests or of bytes, whichever is the larger fraction of
-its limit.
+Every eighth turn admits the request that has waited longest, regardless of this order. A request that finds n other
+requests waiting is therefore among the next 8 (n + 1) to be admitted.
+
+A caller's share is its dominant share (Ghodsi et al., NSDI 2011): the larger of the used fractions of the limit on
+requests and of the limit on bytes.
 """
 
 from collections.abc import Iterator

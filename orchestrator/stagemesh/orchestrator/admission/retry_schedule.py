@@ -1,4 +1,4 @@
-"""Assigns each rejected request a time at which it should be sent again, so that it finds a free slot."""
+"""Assigns each rejected request a time at which it should be sent again, so that a slot is free when it returns."""
 
 from collections import OrderedDict
 
@@ -7,7 +7,7 @@ _GRACE_S = 1.0
 _MAX_SLOTS = 10_000
 _MIN_DELAY_S = 0.1
 _SMOOTHING = 0.05
-# A request that returns slightly late waits slightly longer; one that returns too early must return again.
+# A request that returns slightly late waits slightly longer. A request that returns too early must return again.
 _MARGIN = 1.1
 _MAX_RETRY_INTERVALS = 8
 _MIN_RETURNING = 0.05

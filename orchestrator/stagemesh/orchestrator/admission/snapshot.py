@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CallerLoad:
-    """The requests of one caller. The caller "" stands for all callers without a name."""
+    """The requests of one caller. The caller "" represents all callers without a name."""
 
     caller: str
     in_flight: int

@@ -37,7 +37,7 @@ _STYLES = {
 }
 
 Cell: TypeAlias = "str | int | list[tuple[str, str]]"
-"""The content of a table cell: plain text, a count, or segments of (text, style)."""
+"""The content of a table cell: plain text, a count, or a list of segments (text, style)."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,9 @@ def print_json(document: object) -> None:
 
 
 def enum_word(enum: "EnumDescriptor", value: int) -> str:
-    """Returns an enum value's name in lower case without the enum's prefix, or its number if this version lacks the
-    name.
+    """Returns an enum value's name in lower case without the enum's prefix.
+
+    Returns the number of a value that this version does not know.
     """
     named = enum.values_by_number.get(value)
     prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
@@ -127,7 +128,7 @@ def duration(seconds: float) -> str:
 
 
 def connector_name(connector: int) -> str:
-    """Returns the name of a connector on the wire, or "not known" if the replicas have not reported one."""
+    """Returns the name of a connector's number, or "not known" for 0, which means that no replica has reported one."""
     from stagemesh.common.connector_descriptors import name_of
     from stagemesh.common.errors import InvalidRequestError
 
@@ -138,8 +139,7 @@ def connector_name(connector: int) -> str:
 
 
 def links_table(edges: "Iterable[orchestrator_pb2.EdgeDescription]") -> "Table":
-    """Returns a table of the connectors that edges use between their replicas, and why better connectors cannot be
-    used.
+    """Returns a table of the connectors that edges use, and of the reasons why better connectors cannot be used.
 
     Pairs of replicas with the same connector and the same reasons share a row.
     """

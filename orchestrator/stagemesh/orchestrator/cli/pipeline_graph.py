@@ -12,8 +12,9 @@ from stagemesh.orchestrator.spec.conditions import Condition, describe_condition
 
 
 def draw_tree(pipeline: Pipeline) -> RenderableType:
-    """Returns each stage with its producers, consumers and outputs. Producing stages are listed before consuming
-    stages.
+    """Returns each stage with its producers, consumers and outputs.
+
+    Producing stages are listed before consuming stages.
     """
     return Group(
         Text(pipeline.name, style="bold"), *(_stage_tree(pipeline, stage) for stage in pipeline.stages.values())

@@ -132,7 +132,7 @@ class EdgeConnectors:
                 raise NotReadyError(link.error.message, reason="CONNECTOR_UNAVAILABLE", metadata=link.error.metadata)
 
     def join(self, replica: Replica) -> None:
-        """Adds the links of a replica that can now connect."""
+        """Adds the links of a replica that has become able to connect."""
         self._by_replica[replica] = {}
         self._pools.setdefault((replica.stage, replica.generation), RandomPool()).add(replica)
         for edge in self._edges:
@@ -247,9 +247,7 @@ class EdgeConnectors:
         return unusable
 
     def _is_unknown(self, replica: Replica) -> bool:
-        """Returns whether a fixed connector of the replica has not been probed yet while the replica has a usable
-        substitute.
-        """
+        """Returns whether a fixed connector of the replica has not been probed yet and the replica has a substitute."""
         return any(
             link.edge.connector != AUTO and not link.is_answered and self._has_substitute(link.edge, replica, ())
             for link in self._by_replica.get(replica, ())

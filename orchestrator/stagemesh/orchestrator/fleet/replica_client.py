@@ -73,12 +73,13 @@ class ReplicaClient(Protocol):
         ...
 
     async def wait_while_serving(self) -> None:
-        """Returns when the replica reports that it no longer accepts steps. Raises a StagemeshError if it is
-        unreachable.
+        """Returns when the replica reports that it no longer accepts steps.
+
+        Raises a StagemeshError if it is unreachable.
         """
 
     async def is_port_closed(self) -> bool:
-        """Returns True if no process listens at the address, and False if one may listen."""
+        """Returns True if no process listens at the address, and False if this is not certain."""
         ...
 
     async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:

@@ -47,8 +47,9 @@ class ReplicaWatcher:
         self._backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         self._tasks = asyncio.TaskGroup()
         self._load_reports: asyncio.Task[None] | None = None
-        """The task that records load reports while the replica answers, in every state. None while the replica does not
-        answer.
+        """The task that records load reports while the replica answers, in every state.
+
+        It is None while the replica does not answer.
         """
         self.replica = make()
 

@@ -51,7 +51,7 @@ class StepStream:
         """The messages that wait to be sent, by call number. Cancellations are sent first."""
         self._cancelled: deque[int] = deque()
         self._stream = ClientStream(channel, self, peer=f"replica {location['replica']}", method=_METHOD)
-        # An empty context, because the stream does not belong to the request that happens to be the first.
+        # The context is empty, because the stream does not belong to the request that happens to be the first.
         self._running = asyncio.create_task(self._stream.run(), name=f"steps at {peer}", context=Context())
 
     async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:

@@ -11,7 +11,7 @@ TERMINATE_S = 15.0
 
 
 class Child:
-    """A running process whose output goes to a log file."""
+    """A running process whose output is written to a log file."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process

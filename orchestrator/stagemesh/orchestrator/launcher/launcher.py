@@ -130,7 +130,7 @@ async def _supervised(
 
 
 def _root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Returns the first StagemeshError of a group, or its first error if there is none."""
+    """Returns the first StagemeshError of a group, or the group's first error if it contains no StagemeshError."""
     cause: BaseException = group.subgroup(StagemeshError) or group
     while isinstance(cause, BaseExceptionGroup):
         cause = cast("BaseExceptionGroup[BaseException]", cause).exceptions[0]

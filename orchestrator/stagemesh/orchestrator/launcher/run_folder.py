@@ -11,8 +11,9 @@ _LOCK = ".lock"
 
 
 class RunFolder:
-    """The folder of one run. It is protected by a file lock, which the kernel releases when the run ends for any
-    reason.
+    """The folder of one run.
+
+    It is protected by a file lock, which the kernel releases when the run ends for any reason.
     """
 
     def __init__(self, path: Path, lock: int) -> None:

@@ -35,8 +35,9 @@ class Failover:
         self._reserving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def find(self, stage: str, plan: Callable[[], Plan], *, avoid: Collection[Replica]) -> Placement:
-        """Waits until a replica of the stage is ready, and returns it. Returns a replica in `avoid` only if there is no
-        other.
+        """Waits until a replica of the stage is ready, and returns it.
+
+        Returns a replica in `avoid` only if there is no other.
         """
         backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         while True:

@@ -50,7 +50,7 @@ class StepEvents:
     def take(self, state: StepState, attempt: int, event: stage_pb2.ExecuteStepResponse) -> None:
         """Applies an event of an attempt. Raises UnavailableError (DRAINED) if the replica paused the step."""
         if state.attempt != attempt:
-            # A newer attempt has replaced this one, which will be cancelled in a moment.
+            # A newer attempt has replaced this attempt, which will soon be cancelled.
             return
         assert state.notes is not None, "its replica is chosen"
         match event.WhichOneof("event"):
@@ -80,7 +80,7 @@ class StepEvents:
                     reason=DRAINED,
                 )
             case _:
-                # A second acceptance, or an event of a newer API version: ignored.
+                # A second acceptance, or an event of a newer API version, is ignored.
                 pass
 
     def finish(self, state: StepState, finished: stage_pb2.StepFinished) -> None:

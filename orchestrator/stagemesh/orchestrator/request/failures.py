@@ -117,7 +117,8 @@ class Failures:
     def add(self, state: StepState, attempt: int, error: StagemeshError) -> None:
         """Adds the failure of an attempt of a stage.
 
-        Does nothing if a newer attempt exists or if a failure of the attempt is already known.
+        Does nothing if a newer attempt exists, if the stage has finished, or if a failure of the attempt is already
+        known.
         """
         known = state.name in self._lost or state.name in self._doubtful
         if state.attempt != attempt or state.phase is Phase.FINISHED or known:
@@ -184,8 +185,8 @@ def _is_death(error: StagemeshError, replica: Replica) -> bool:
 
 def _poison(state: StepState, error: StagemeshError) -> UnavailableError:
     return UnavailableError(
-        f"{len(state.dead_replicas)} processes of stage {state.name!r} died while they ran the request, the last one "
-        f"with nothing else to do ({error.message}); the request is probably the cause",
+        f"{len(state.dead_replicas)} processes of stage {state.name!r} died while they ran the request, the last of "
+        f"them while it ran no other request ({error.message}); the request is probably the cause",
         reason=POISON_REQUEST,
         metadata={"stage": state.name},
     )

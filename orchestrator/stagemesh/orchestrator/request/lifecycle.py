@@ -101,7 +101,7 @@ class RequestLifecycle:
         error = await self._run_when_ready(request, plan)
         latest = _attempt_elsewhere(error)
         journal = self._record.journal
-        # If no caller follows or outputs exist, the other orchestrator has taken over from this one.
+        # If no caller follows or outputs exist, the other orchestrator has taken over from this orchestrator.
         if latest is None or self._record.has_outputs or journal.closed or not journal.readers:
             return error
         _log.warning("request %s has attempt %d of another orchestrator; taking over", request.request_id, latest)

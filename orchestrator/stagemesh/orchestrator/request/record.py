@@ -96,8 +96,9 @@ class RequestRecord:
     async def follow(
         self, *, next_seqs: Mapping[str, int], next_positions: Mapping[str, int] | None = None
     ) -> AsyncGenerator[bytes]:
-        """Yields the events from the first, each as a serialized GenerateResponse. Omits outputs that the caller
-        already has.
+        """Yields the events from the first, each as a serialized GenerateResponse.
+
+        Omits outputs that the caller already has.
 
         Raises the error with which the request ended. Iterate within `aclosing`.
         """
@@ -186,7 +187,7 @@ class Callers:
     def _abandon(self) -> None:
         if not self._journal.readers and not self._journal.closed:
             self.abandoned = True
-            self._stop(CancelledRequestError("the client went away"))
+            self._stop(CancelledRequestError("the client disconnected"))
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

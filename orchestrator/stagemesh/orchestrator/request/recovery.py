@@ -1,9 +1,9 @@
-"""Decides how a request recovers from lost stages: which stages restart, from where, and in which order others are
-rebound.
+"""Decides how a request recovers from lost stages.
 
-The functions are pure: they depend only on the request's graph and on the state of its stages. `run` executes the
-actions. Each stage counts its own attempts, and only lost stages restart. The attempt of a flow is the higher of the
-attempts at its two ends, and both ends must be notified of it.
+The decisions are: which stages restart, from where, and in which order the other stages are rebound. The functions are
+pure: they depend only on the request's graph and on the state of its stages. `run` executes the actions. Each stage
+counts its own attempts, and only lost stages restart. The attempt of a flow is the higher of the attempts at its two
+ends, and both ends must be notified of it.
 
 Producers send the data that they have retained to a restarted stage again. A producer that no longer retains all of it
 also restarts from its beginning (`fresh`), and so do its own producers if necessary. A stage resumes from its
@@ -114,8 +114,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Start:
-    """The action that sends the stage's attempt to its replica. Every consumer that has not finished expects the
-    attempt.
+    """The action that sends the stage's attempt to its replica.
+
+    Every consumer that has not finished expects the attempt.
     """
 
     stage: str

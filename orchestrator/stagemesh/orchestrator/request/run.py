@@ -191,7 +191,7 @@ class RequestRun:
         unplaced = [state for state in self._states.values() if state.phase is Phase.UNPLACED]
         waits = "".join(f"; stage {state.name!r} waits for a replica" for state in unplaced)
         return DeadlineError(
-            f"the request took longer than its {self._timeout_s:.1f} s; still at work: {stages}{waits}"
+            f"the request took longer than its {self._timeout_s:.1f} s; still running: {stages}{waits}"
         )
 
     # -- placing and starting
@@ -211,9 +211,7 @@ class RequestRun:
         self._note_placed(state)
 
     def _note_placed(self, state: StepState) -> None:
-        """Creates the notes of an attempt whose replica is chosen, and registers a callback for the end of that
-        replica.
-        """
+        """Creates the notes of an attempt whose replica is chosen, and registers for the end of that replica."""
         replica, attempt = state.replica, state.attempt
         state.notes = self._record.timeline.begin(state.name, replica=replica.name, attempt=attempt)
         if state.resumed is not None:
@@ -262,7 +260,7 @@ class RequestRun:
             flows = [flow for flow in self._graph.incoming[state.name] if flow.edge in edges]
             resumed = [flow.producer for flow in flows if self._states[flow.producer].resumed is not None]
             if isinstance(exc, NotReadyError) and resumed:
-                # The step has not received all rows that a resumed producer would leave out.
+                # The step has not received all rows that a resumed producer would omit.
                 for name in resumed:
                     self._failures.require_fresh(name, exc)
             else:

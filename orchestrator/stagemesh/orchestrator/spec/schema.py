@@ -127,7 +127,7 @@ def _as_list(value: object) -> object:
 
 
 When: TypeAlias = Annotated[list[Term], Field(min_length=1), BeforeValidator(_as_list)]
-"""Terms that must all hold. A file may give a single term without a list."""
+"""Terms that must all hold. A file may contain a single term without a list."""
 
 
 def _join_form(value: object) -> str:

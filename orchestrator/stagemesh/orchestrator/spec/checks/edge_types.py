@@ -23,7 +23,7 @@ class Endpoint(NamedTuple):
 
 
 class EdgeTensors(NamedTuple):
-    """The names of the tensors that an edge reads from its producer, and of the tensors that it delivers to its
+    """The tensors of an edge: the names that it reads from its producer, and the names that it delivers to its
     consumer.
     """
 

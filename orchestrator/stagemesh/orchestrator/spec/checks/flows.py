@@ -171,7 +171,7 @@ class _FlowChecker:
     def _find(self, stage: Stage, taken: Sequence[Edge] = (), *, unless: Sequence[Edge] = ()) -> Facts | None:
         """Returns the facts of a request for which the stage runs, or None if there is no such request.
 
-        All edges in `taken` must carry packets for the request, and no edge in `unless` may.
+        For this request, all edges in `taken` carry packets, and no edge in `unless` does.
         """
         sets = self._sets
         requests = reduce(sets.both, (self._open[edge.name] for edge in taken), self._runs[stage.name])

@@ -24,7 +24,7 @@ class Filled(NamedTuple):
 
 
 class References:
-    """The references of one file."""
+    """The references to variables in one file."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         self._variables = variables
