@@ -177,10 +177,10 @@ def test_a_cancelled_request_is_listed_afterwards(running: Deployment) -> None:
         (("cancel", "nobody"), "unknown request 'nobody'", "admin requests"),
         (("request", "nobody"), "unknown request 'nobody'", "admin requests"),
         (("probe", "a->b"), "unknown edge 'a->b'; edges: write->speak", "admin edges"),
-        (("sleep", "write-0"), "engine fake of stage write has not the ability sleep", ""),
-        (("lora", "list", "write"), "has not the ability adapters", ""),
-        (("profile", "start", "write-1"), "has not the ability profile", ""),
-        (("cache", "write-1"), "has not the ability", ""),
+        (("sleep", "write-0"), "engine fake of stage write does not have the ability sleep", ""),
+        (("lora", "list", "write"), "does not have the ability adapters", ""),
+        (("profile", "start", "write-1"), "does not have the ability profile", ""),
+        (("cache", "write-1"), "does not have the ability", ""),
         (("stages", "--page-token", "x"), "page_token 'x' is not from a previous page", ""),
     ],
 )
@@ -195,7 +195,7 @@ def test_a_failed_command_prints_the_cause_and_the_remedy(
 
 def test_the_replicas_of_a_stage_are_found_on_every_page(running: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin_client, "_PAGE", 2)
-    assert "engine fake of stage sound has not the ability" in _admin(running, "cache", "sound").stderr
+    assert "engine fake of stage sound does not have the ability" in _admin(running, "cache", "sound").stderr
 
 
 def test_callers_are_listed_below_their_pipeline(running: Deployment, long_request: str) -> None:

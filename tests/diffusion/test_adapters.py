@@ -181,7 +181,11 @@ async def test_the_number_of_loaded_adapters_is_limited(engine: DiffusionEngine,
 @pytest.mark.parametrize(
     ("layer", "sizes", "error"),
     [
-        ("transformer_blocks.0.attn.to_q", (96, 64), "has 96 inputs and 64 outputs there and 64 and 64 in the model"),
+        (
+            "transformer_blocks.0.attn.to_q",
+            (96, 64),
+            "has 96 inputs and 64 outputs in the adapter but 64 and 64 in the model",
+        ),
         ("transformer_blocks.7.attn.to_q", (64, 64), "which the model does not have; it belongs to another"),
     ],
 )

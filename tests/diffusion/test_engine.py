@@ -351,7 +351,7 @@ async def paused_state(engine: DiffusionEngine, spec: ImageSpec = SMALL) -> Chec
         ({"height": 64}, "the state's height is 32, the request's 64"),
         ({"width": 48}, "the state's width is 32, the request's 48"),
         ({"seed": 9}, "the state's seed is 0, the request's 9"),
-        ({"prompt": "another"}, "the state's prompt is not the request's"),
+        ({"prompt": "another"}, "the state belongs to another prompt"),
     ],
 )
 async def test_a_state_of_another_request_is_rejected(

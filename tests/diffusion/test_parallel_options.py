@@ -26,7 +26,7 @@ def test_processes_are_counted(options: dict[str, int], branch_ranks: int, ranks
     [
         ({"parallel": {"cfg": 3}}, "it must be 1 or 2"),
         ({"parallel": {"ulysses": 0}}, "must be at least 1"),
-        ({"parallel": {"ulysses": 4, "hsdp": 3}}, "it must divide that"),
+        ({"parallel": {"ulysses": 4, "hsdp": 3}}, "it must divide parallel.ulysses"),
         ({"parallel": {"tensor": 2}}, "parallel.tensor"),
         ({"parallel": {"hsdp": 2}, "enable_lora": True}, "weights are complete"),
         ({"parallel": {"cfg": 2}, "part": "decode"}, "stages that denoise"),

@@ -92,11 +92,11 @@ async def test_a_sleeping_engine_lists_its_tags_and_rejects_tasks(model: Path) -
     async with engine(model) as tested:
         await controls_of(tested).sleep.sleep(2)
         assert controls_of(tested).sleep.asleep() == ["buffers", "weights"]
-        with pytest.raises(NotReadyError, match=r"sleeps \(buffers, weights\); wake it first"):
+        with pytest.raises(NotReadyError, match=r"is asleep \(buffers, weights\); wake it first"):
             await image(tested)
         await controls_of(tested).sleep.wake(["weights"])
         assert controls_of(tested).sleep.asleep() == ["buffers"]
-        with pytest.raises(NotReadyError, match=r"sleeps \(buffers\)"):
+        with pytest.raises(NotReadyError, match=r"is asleep \(buffers\)"):
             await image(tested)
         await controls_of(tested).sleep.wake(["buffers"])
         assert controls_of(tested).sleep.asleep() == []
@@ -109,10 +109,10 @@ async def test_an_unknown_level_or_tag_is_rejected(model: Path) -> None:
             controls_of(tested).sleep.check_sleep(3)
         await controls_of(tested).sleep.sleep(1)
         assert controls_of(tested).sleep.asleep() == ["weights"]
-        with pytest.raises(InvalidRequestError, match="kv_cache does not sleep; asleep: weights") as caught:
+        with pytest.raises(InvalidRequestError, match="kv_cache is not asleep; asleep: weights") as caught:
             await controls_of(tested).sleep.wake(["kv_cache"])
         assert caught.value.reason == "UNKNOWN_TAG"
-        with pytest.raises(NotReadyError, match="sleeps"):
+        with pytest.raises(NotReadyError, match="is asleep"):
             await controls_of(tested).sleep.sleep(1)
 
 

@@ -142,7 +142,7 @@ def test_a_model_without_cache_support_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_mag_cache_without_ratios_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(NotReadyError, match="has no mag_ratios for it; measure them"):
+    with pytest.raises(NotReadyError, match="has no mag_ratios for this model; measure them"):
         loaded(WRITERS["qwen-image"](tmp_path), {"kind": "mag"})
 
 

@@ -29,7 +29,9 @@ def test_layers_must_match_the_model(tmp_path: Path) -> None:
     files = read_adapter(str(write_adapter(tmp_path)))
     files.check(files.layers)
     files.check(dict.fromkeys(files.layers))
-    with pytest.raises(InvalidRequestError, match="down_proj has 128 inputs and 64 outputs there and 128 and 96"):
+    with pytest.raises(
+        InvalidRequestError, match="down_proj has 128 inputs and 64 outputs in the adapter but 128 and 96"
+    ):
         files.check({**files.layers, LAYER: Sizes(128, 96)})
     with pytest.raises(InvalidRequestError, match="down_proj, which the model does not have"):
         files.check({name: sizes for name, sizes in files.layers.items() if name != LAYER})
@@ -50,7 +52,10 @@ def set_config(folder: Path, **changes: object) -> None:
         (lambda folder: set_config(folder, peft_type="IA3"), "does not describe a LoRA: peft_type"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "no readable adapter_model.safetensors"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\0" * 40), "not a safetensors file"),
-        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\2" + b"\0" * 7 + b"{}"), "holds no LoRA"),
+        (
+            lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\2" + b"\0" * 7 + b"{}"),
+            "contains no LoRA",
+        ),
     ],
 )
 def test_the_error_names_why_a_folder_is_not_an_adapter(

@@ -145,7 +145,7 @@ async def test_audio_stays_within_its_bounds() -> None:
     ("options", "message"),
     [
         ({"step_s": {"normal": 1}}, r"option step_s\.normal is 1"),
-        ({"step_s": {"uniform": [2, 1]}}, "uniform goes from the lower number to the higher one"),
+        ({"step_s": {"uniform": [2, 1]}}, "uniform must be the lower number, then the higher number"),
         ({"step_s": {}}, "give a number, or one of uniform, exponential, lognormal, one_of"),
         ({"step_s": -1}, r"option step_s\.fixed is -1"),
         ({"step_s": {"lognormal": [60, 20]}}, "lognormal's second number is a deviation of the logarithm, at most 10"),

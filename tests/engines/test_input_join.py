@@ -104,7 +104,7 @@ async def test_a_missing_required_tensor_is_named() -> None:
     left = Edge("x")
     left.bring(1)
     left.end()
-    with pytest.raises(InvalidChunkError, match="'y' is missing; the packet holds x"):
+    with pytest.raises(InvalidChunkError, match="'y' is missing; the packet contains x"):
         await all_of(Task("r", 0, inlets={"left": left}), BOTH)
 
 

@@ -134,7 +134,7 @@ async def test_a_stage_that_cannot_start_ends_the_launcher_with_the_cause(tiny: 
     _edit(tiny, "steps: 2", to="memory_bytes: 1000000000000000")
     policy = RestartPolicy(first_pause_s=0.01, max_pause_s=0.02, quick_failures=2)
     launcher = Launcher(load_pipeline(str(tiny)), listen=LISTEN, policy=policy)
-    with pytest.raises(NotReadyError, match=r"(?s)first-0 .*ended 2 times.*cannot hold 1000000000000000 bytes"):
+    with pytest.raises(NotReadyError, match=r"(?s)first-0 .*ended 2 times.*cannot allocate 1000000000000000 bytes"):
         async with launcher.running():
             await launcher.wait_ready()
     assert not any(_is_alive(process_id) for process_id in _process_ids(launcher))

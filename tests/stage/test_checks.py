@@ -111,7 +111,7 @@ SEEING = Signature(media=True)
     [
         (_part(), "INVALID_PROMPT", "a part without content"),
         (_part(image=request_pb2.Image(data=b"x", media_type="image/tiff")), "INVALID_MEDIA", "use one of image/png"),
-        (_part(image=request_pb2.Image(media_type="image/png")), "INVALID_MEDIA", "image without data"),
+        (_part(image=request_pb2.Image(media_type="image/png")), "INVALID_MEDIA", "image has no data"),
         (_part(audio_file=request_pb2.MediaFile(data=b"x")), "INVALID_MEDIA", "audio of media type ''"),
         (
             _part(video_file=request_pb2.MediaFile(data=b"x", media_type="audio/wav")),
@@ -119,7 +119,7 @@ SEEING = Signature(media=True)
             "use one of video",
         ),
         (_audio(999), "INVALID_MEDIA", "audio is at 999 Hz; it must be at 1000 to 384000 Hz"),
-        (_audio(8_000, samples=0), "INVALID_MEDIA", "not empty"),
+        (_audio(8_000, samples=0), "INVALID_MEDIA", "must not be empty"),
         (_audio(8_000, dtype=tensor_pb2.DATA_TYPE_INT32), "INVALID_MEDIA", "audio is int32"),
     ],
 )
@@ -144,7 +144,7 @@ def test_media_are_rejected_by_a_text_engine() -> None:
     request.ClearField("streamed")
     _audio(8_000)(request)
     check_spec(spec_from_wire(request), SEEING, engine="fake")
-    with pytest.raises(UnsupportedError, match="engine fake takes text alone on this stage; leave the audio out"):
+    with pytest.raises(UnsupportedError, match="engine fake accepts only text on this stage; omit the audio"):
         check_spec(spec_from_wire(request), SOURCE, engine="fake")
 
 

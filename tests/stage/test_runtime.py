@@ -109,7 +109,7 @@ async def test_the_engine_releases_a_step_without_callers(monkeypatch: pytest.Mo
                 await anext(others)
             assert engine.running == ["r"]
         await _until_released(engine)
-        with pytest.raises(CancelledRequestError, match="every caller of the step has left"):
+        with pytest.raises(CancelledRequestError, match="every caller of the step has disconnected"):
             await events_of(runtime, step_spec())
         assert engine.released == ["r"]
 
@@ -260,7 +260,7 @@ async def test_shutdown_stops_steps_that_do_not_finish() -> None:
     ):
         await _read_first_output(events)
         await runtime.finish_steps(grace_s=0.01)
-        with pytest.raises(UnavailableError, match="thinker-0 shuts down"):
+        with pytest.raises(UnavailableError, match="thinker-0 is shutting down"):
             [event async for event in events]
     assert engine.closed
 

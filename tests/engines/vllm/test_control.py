@@ -345,7 +345,7 @@ async def test_sleep_on_a_cpu_is_an_error(engine: VllmEngine) -> None:
 
 async def test_waking_an_awake_part_is_an_error(engine: VllmEngine) -> None:
     await controls_of(engine).sleep.wake([])
-    with pytest.raises(InvalidRequestError, match="weights does not sleep; asleep: nothing"):
+    with pytest.raises(InvalidRequestError, match="weights is not asleep; asleep: nothing"):
         await controls_of(engine).sleep.wake(["weights"])
 
 

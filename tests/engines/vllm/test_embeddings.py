@@ -280,7 +280,7 @@ _ROWS = np.zeros((5, WIDTH), np.float32)
         ([_packet(_ROWS, 0, MAX_MODEL_LEN - 3)], InvalidRequestError, "the output 12"),
         ([_packet(np.zeros((MAX_MODEL_LEN, WIDTH), np.float32), 0, None)], InvalidRequestError, "shorten the prompt"),
         ([_packet(_ROWS, 0, 6)], InvalidChunkError, "ended after 5 embeddings of a prompt of 6"),
-        ([], InvalidRequestError, "brought no embeddings"),
+        ([], InvalidRequestError, "delivered no embeddings"),
     ],
 )
 async def test_bad_rows_fail_their_request_alone(
@@ -314,7 +314,7 @@ async def test_two_edges_are_rejected(engine: VllmEngine, cases: list[Case]) -> 
 
 async def test_drafts_and_embeddings_exclude_each_other(model: Path) -> None:
     drafts: JsonValue = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-    with pytest.raises(InvalidRequestError, match="leave one of them out"):
+    with pytest.raises(InvalidRequestError, match="omit one of them"):
         async with running(model, speculative_config=drafts):
             pass
 

@@ -280,16 +280,21 @@ def png(width: int, height: int) -> MediaFile:
 
 
 WRONG: Sequence[tuple[Sequence[Part], type[StagemeshError], str, str]] = [
-    ([audio_samples()], UnsupportedError, "UNSUPPORTED", "takes no audio; it takes text, image"),
-    ([MediaFile("video", b"x", "video/mp4")], UnsupportedError, "UNSUPPORTED", "takes no video; it takes text, image"),
-    ([image()] * 4, InvalidRequestError, "TOO_MANY_MEDIA", "contains 4 of kind image; the model takes 3 at most"),
+    ([audio_samples()], UnsupportedError, "UNSUPPORTED", "accepts no audio; it accepts text, image"),
+    (
+        [MediaFile("video", b"x", "video/mp4")],
+        UnsupportedError,
+        "UNSUPPORTED",
+        "accepts no video; it accepts text, image",
+    ),
+    ([image()] * 4, InvalidRequestError, "TOO_MANY_MEDIA", "contains 4 of kind image; the model accepts at most 3"),
     ([MediaFile("image", b"nothing", "image/png")], InvalidRequestError, "INVALID_MEDIA", "the image cannot be read"),
     ([MediaFile("image", image().data[:200], "image/png")], InvalidRequestError, "INVALID_MEDIA", "cannot be read"),
     ([MediaFile("image", image().data, "image/jpeg")], InvalidRequestError, "INVALID_MEDIA", "true media type"),
-    ([png(1_000, 1_000)], InvalidRequestError, "MEDIA_TOO_LARGE", "3000000 bytes once decoded, of 1048576"),
-    ([png(400, 400)] * 3, InvalidRequestError, "MEDIA_TOO_LARGE", "once decoded"),
+    ([png(1_000, 1_000)], InvalidRequestError, "MEDIA_TOO_LARGE", "3000000 bytes when decoded"),
+    ([png(400, 400)] * 3, InvalidRequestError, "MEDIA_TOO_LARGE", "when decoded"),
     ([png(201, 1)], InvalidRequestError, "INVALID_MEDIA", "201 by 1 pixels; one side may be at most 200 times"),
-    (["x" * 500, image()], InvalidRequestError, "PROMPT_TOO_LONG", "takes 512 in all"),
+    (["x" * 500, image()], InvalidRequestError, "PROMPT_TOO_LONG", "accepts 512 in all"),
 ]
 
 
@@ -324,7 +329,7 @@ async def test_image_of_a_rejected_request_is_accepted_later(image_engine: VllmE
         (Samples(np.zeros(1, np.float32), 16_000), "INVALID_MEDIA", "rejects the media"),
         (MediaFile("audio", b"x" * 100, "audio/wav"), "INVALID_MEDIA", "the audio cannot be read"),
         (MediaFile("audio", wav(tone(0.0)), "audio/wav"), "INVALID_MEDIA", "it has no samples"),
-        (image(), "UNSUPPORTED", "takes no image; it takes text, audio"),
+        (image(), "UNSUPPORTED", "accepts no image; it accepts text, audio"),
     ],
     ids=lambda value: str(value)[:30],
 )

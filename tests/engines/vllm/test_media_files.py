@@ -89,7 +89,7 @@ WRONG: list[tuple[Callable[[DecodedBytes], object], str, str]] = [
         "INVALID_MEDIA",
         "it has no audio track",
     ),
-    (lambda counted: read_audio(audio(wav(tone(20.0))), counted), "MEDIA_TOO_LARGE", "the audio exceeded it"),
+    (lambda counted: read_audio(audio(wav(tone(20.0))), counted), "MEDIA_TOO_LARGE", "the audio exceeds the limit"),
     (lambda counted: read_samples(Samples(np.full(5, np.inf, np.float32), 8_000), counted), "INVALID_MEDIA", "is inf"),
     (lambda counted: read_video(video(PLAYLIST), counted, max_frames=4), "INVALID_MEDIA", "the video cannot be read"),
     (lambda counted: read_video(video(wav(tone())), counted, max_frames=4), "INVALID_MEDIA", "video cannot be read"),
@@ -112,14 +112,14 @@ def test_decompression_bomb_is_rejected_before_decoding() -> None:
     bomb = io.BytesIO()
     Image.new("1", (9_000, 9_000)).save(bomb, "PNG")
     assert len(bomb.getvalue()) < 1 << 20
-    with pytest.raises(InvalidRequestError, match="once decoded"):
+    with pytest.raises(InvalidRequestError, match="when decoded"):
         read_image(image_file(bomb.getvalue()), DecodedBytes(PLENTY))
 
 
 def test_all_media_of_a_request_share_one_limit() -> None:
     counted = DecodedBytes(1_000_000)
     read_image(image_file(encoded(pixels(500, 500))), counted)
-    with pytest.raises(InvalidRequestError, match="once decoded"):
+    with pytest.raises(InvalidRequestError, match="when decoded"):
         read_samples(Samples(np.zeros(100_000, np.float32), 8_000), counted)
 
 

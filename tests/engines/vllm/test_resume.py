@@ -171,7 +171,7 @@ async def _rejected(engine: VllmEngine, wrong: Task) -> InvalidRequestError:
         (Checkpoint(1, (10**6,)), "token id 1000000, which is outside the model's vocabulary"),
         (Checkpoint(2, (10,)), "counts 2 steps and has 1 tokens"),
         (Checkpoint(2), "counts 2 steps and has 0 tokens"),
-        (Checkpoint(MAX_TOKENS, (10,) * MAX_TOKENS), "has 40 tokens already and max_tokens is 40"),
+        (Checkpoint(MAX_TOKENS, (10,) * MAX_TOKENS), "already has 40 tokens and max_tokens is 40"),
         (Checkpoint(3, (10, END, 10)), "past its end: it contains the stop token 0"),
     ],
 )

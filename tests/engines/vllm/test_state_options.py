@@ -30,9 +30,9 @@ async def start(model: Path, states: JsonValue, *, arena: PartitionsArena | None
 @pytest.mark.parametrize(
     ("states", "options", "remedy"),
     [
-        ({"layers": [2]}, {}, "layers holds 2; the model has layers 0 to 1 and `last`"),
+        ({"layers": [2]}, {}, "layers contains 2; the model has layers 0 to 1 and `last`"),
         ({"layers": ["last", 1]}, {"pipeline_parallel_size": 2}, "ask for `last` alone"),
-        ({}, {"runner": "pooling"}, "a model that pools .* leave the option out"),
+        ({}, {"runner": "pooling"}, "a model that pools .* omit the option"),
         ({"layers": ["last", 0], "share_bytes": 3000}, {}, "share_bytes is 3000; .* it must be at least 3072"),
         ({"share_bytes": -1}, {}, "share_bytes is -1"),
         ({"layers": [-1]}, {}, "layers count from 0"),
@@ -56,7 +56,9 @@ async def test_inner_layers_of_an_unsuited_model_are_rejected(tmp_path: Path) ->
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 300, "n_positions": 128}))
     plane = DataPlane(replica="tested-0", pipeline="p", generation="1", arena_bytes=4 << 20)
     try:
-        with pytest.raises(InvalidRequestError, match="GPT2LMHeadModel gives no states of inner layers; ask for"):
+        with pytest.raises(
+            InvalidRequestError, match="GPT2LMHeadModel provides no states of inner layers; request only"
+        ):
             await start(model, {"layers": ["last", 1], "share_bytes": 65536}, arena=plane, **OPTIONS)
     finally:
         await plane.close()

@@ -126,7 +126,7 @@ def test_the_expected_wait_includes_that_for_the_limit_per_caller() -> None:
 def test_rejected_requests_receive_successive_retry_delays() -> None:
     driver = AdmissionDriver(2, max_queued=0)
     _ = [driver.ask(), driver.ask()]
-    assert [_refused(driver) for _ in range(3)] == pytest.approx([0.55, 1.1, 1.65])
+    assert [_rejection(driver) for _ in range(3)] == pytest.approx([0.55, 1.1, 1.65])
 
 
 def test_many_requests_that_never_return_do_not_delay_retries_without_bound() -> None:
@@ -139,15 +139,15 @@ def test_many_requests_that_never_return_do_not_delay_retries_without_bound() ->
 def test_a_request_that_retries_too_early_receives_the_remaining_delay() -> None:
     driver = AdmissionDriver(1, max_queued=0)
     driver.ask()
-    delay_s = _refused(driver, "early")
+    delay_s = _rejection(driver, "early")
     driver.clock.now_s += 0.75
-    assert _refused(driver, "early") == pytest.approx(delay_s - 0.75)
+    assert _rejection(driver, "early") == pytest.approx(delay_s - 0.75)
 
 
 def test_a_request_that_retries_in_time_precedes_new_requests() -> None:
     driver = AdmissionDriver(1, max_queued=1)
     running, _ = driver.ask(), driver.ask()
-    again_s = _refused(driver, "back")
+    again_s = _rejection(driver, "back")
     driver.end(running, after_s=again_s)
     with pytest.raises(OverloadedError):
         driver.ask("newcomer")
@@ -157,12 +157,12 @@ def test_a_request_that_retries_in_time_precedes_new_requests() -> None:
 def test_a_retry_slot_expires() -> None:
     driver = AdmissionDriver(1, max_queued=1)
     running, _ = driver.ask(), driver.ask()
-    again_s = _refused(driver, "gone")
+    again_s = _rejection(driver, "gone")
     driver.end(running, after_s=again_s + 1.1)
     assert driver.ask("newcomer").waits
 
 
-def _refused(driver: AdmissionDriver, name: str = "") -> float:
+def _rejection(driver: AdmissionDriver, name: str = "") -> float:
     with pytest.raises(OverloadedError) as caught:
         driver.ask(name)
     assert caught.value.retry_after_s is not None

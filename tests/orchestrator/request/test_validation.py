@@ -17,7 +17,7 @@ def pipeline(tmp_path: Path) -> Pipeline:
     return load_pipeline(str(tmp_path / "chain.yaml"))
 
 
-def _refused(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> StagemeshError:
+def _rejection(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> StagemeshError:
     with pytest.raises(StagemeshError) as caught:
         validate(request, pipeline)
     return caught.value
@@ -36,36 +36,36 @@ def _refused(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> S
     ],
 )
 def test_an_empty_prompt_is_rejected(given: request_pb2.Input, pipeline: Pipeline) -> None:
-    error = _refused(orchestrator_pb2.GenerateRequest(input=given), pipeline)
+    error = _rejection(orchestrator_pb2.GenerateRequest(input=given), pipeline)
     assert (error.reason, error.message) == ("EMPTY_PROMPT", "the prompt is empty; provide some text")
 
 
 def test_the_error_for_an_unknown_output_names_the_known_ones(pipeline: Pipeline) -> None:
-    error = _refused(ask(outputs=["video"]), pipeline)
+    error = _rejection(ask(outputs=["video"]), pipeline)
     assert error.reason == "UNKNOWN_OUTPUT"
     assert error.message == "unknown output 'video'; pipeline 'chain' has first, last"
 
 
 def test_the_error_for_an_unknown_pipeline_names_the_served_one(pipeline: Pipeline) -> None:
-    error = _refused(ask(pipeline="other"), pipeline)
+    error = _rejection(ask(pipeline="other"), pipeline)
     assert error.reason == "UNKNOWN_PIPELINE"
     assert error.message == "pipeline 'other' is not served here; this orchestrator serves 'chain'"
 
 
 def test_an_unknown_option_is_rejected(pipeline: Pipeline) -> None:
-    error = _refused(ask(parameters=request_pb2.Parameters(options={"speed": 1.5})), pipeline)
+    error = _rejection(ask(parameters=request_pb2.Parameters(options={"speed": 1.5})), pipeline)
     assert (error.reason, error.message) == ("UNKNOWN_OPTION", "unknown option 'speed'; pipeline 'chain' has none")
 
 
 @pytest.mark.parametrize("request_id", ["a b", "x" * 129, "r/1", "é"])
 def test_a_request_id_with_other_characters_is_rejected(request_id: str, pipeline: Pipeline) -> None:
-    assert _refused(ask(request_id=request_id), pipeline).reason == "INVALID_REQUEST_ID"
+    assert _rejection(ask(request_id=request_id), pipeline).reason == "INVALID_REQUEST_ID"
 
 
 def test_an_unknown_role_is_rejected(pipeline: Pipeline) -> None:
     message = request_pb2.Message(role="robot", content="hello")
     given = request_pb2.Input(conversation=request_pb2.Conversation(messages=[message]))
-    error = _refused(orchestrator_pb2.GenerateRequest(input=given), pipeline)
+    error = _rejection(orchestrator_pb2.GenerateRequest(input=given), pipeline)
     assert error.message == "a message's role is 'robot'; use one of system, user, assistant"
 
 
@@ -98,7 +98,7 @@ def test_parts_without_usable_content_are_rejected(
 ) -> None:
     message.role = "user"
     given = request_pb2.Input(conversation=request_pb2.Conversation(messages=[message]))
-    error = _refused(orchestrator_pb2.GenerateRequest(input=given), pipeline)
+    error = _rejection(orchestrator_pb2.GenerateRequest(input=given), pipeline)
     assert error.reason == reason
     assert problem in error.message
 
@@ -106,7 +106,7 @@ def test_parts_without_usable_content_are_rejected(
 def test_a_tensor_with_too_few_bytes_is_rejected(pipeline: Pipeline) -> None:
     request = ask()
     request.input.tensors.add(name="x", dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[2], inline=b"1234")
-    assert _refused(request, pipeline).reason == "INVALID_CHUNK"
+    assert _rejection(request, pipeline).reason == "INVALID_CHUNK"
 
 
 def test_tensors_alone_are_an_input(pipeline: Pipeline) -> None:
