@@ -174,7 +174,7 @@ async def test_an_adapter_that_cannot_be_loaded_is_rejected(
 async def test_the_number_of_loaded_adapters_is_limited(engine: DiffusionEngine, adapters: Path) -> None:
     for name in ("one", "two"):
         await controls_of(engine).adapters.load(name, str(adapters / "first"))
-    with pytest.raises(OverloadedError, match=r"holds 2 adapters, its max_loras \(one, two\)"):
+    with pytest.raises(OverloadedError, match=r"has 2 adapters, its max_loras \(one, two\)"):
         await controls_of(engine).adapters.load("three", str(adapters / "first"))
 
 

@@ -346,11 +346,11 @@ async def paused_state(engine: DiffusionEngine, spec: ImageSpec = SMALL) -> Chec
 @pytest.mark.parametrize(
     ("changed", "error"),
     [
-        ({"steps": 5}, "the state's num_inference_steps is 4, the request's 5"),
-        ({"scale": 4.0}, "the state's guidance_scale is 3.0, the request's 4.0"),
-        ({"height": 64}, "the state's height is 32, the request's 64"),
-        ({"width": 48}, "the state's width is 32, the request's 48"),
-        ({"seed": 9}, "the state's seed is 0, the request's 9"),
+        ({"steps": 5}, "the state's num_inference_steps is 4, but the request's is 5"),
+        ({"scale": 4.0}, "the state's guidance_scale is 3.0, but the request's is 4.0"),
+        ({"height": 64}, "the state's height is 32, but the request's is 64"),
+        ({"width": 48}, "the state's width is 32, but the request's is 48"),
+        ({"seed": 9}, "the state's seed is 0, but the request's is 9"),
         ({"prompt": "another"}, "the state belongs to another prompt"),
     ],
 )

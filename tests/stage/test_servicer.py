@@ -192,7 +192,7 @@ async def test_the_load_interval_has_a_minimum(interval_s: float) -> None:
             await anext(aiter(replica.stub.WatchLoad(stage_pb2.WatchLoadRequest(interval_s=interval_s))))
     error = from_rpc_error(caught.value, peer="stage")
     assert isinstance(error, InvalidRequestError)
-    assert "must be 0.05 or more" in error.message
+    assert "must be at least 0.05" in error.message
 
 
 @pytest.mark.parametrize("idle_interval_s", [float("nan"), float("inf"), 1e308])

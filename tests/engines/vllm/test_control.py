@@ -196,7 +196,7 @@ async def test_full_engine_accepts_no_more_adapters(engine: VllmEngine, tmp_path
         write_adapter(tmp_path / name)
     for name in "abc":
         await controls_of(engine).adapters.load(name, str(tmp_path / name))
-    with pytest.raises(OverloadedError, match=r"holds 3 adapters, its max_cpu_loras \(a, b, c\)"):
+    with pytest.raises(OverloadedError, match=r"has 3 adapters, its max_cpu_loras \(a, b, c\)"):
         await controls_of(engine).adapters.load("d", str(tmp_path / "d"))
 
 

@@ -95,7 +95,7 @@ async def test_long_prompts_are_seeded_too(engine: VllmEngine) -> None:
         (task(""), "the prompt is empty"),
         (task(None), "the prompt is empty"),
         (task([10**6]), "token id 1000000 is outside the model's vocabulary"),
-        (task("a" * 300), r"the prompt has 303 tokens .* takes 256 in all; shorten the prompt"),
+        (task("a" * 300), r"the prompt has 303 tokens .* accepts 256 in all; shorten the prompt"),
         (task(max_tokens=255), "lower max_tokens"),
         (task(top_p=3.0), "top_p"),
         (task(temperature=-1.0), "temperature"),

@@ -303,7 +303,7 @@ WRONG: Sequence[tuple[Mapping[str, object], str, str]] = [
     ({"min_p": 2.0}, "INVALID_SAMPLING", "min_p"),
     ({"presence_penalty": 3.0}, "INVALID_SAMPLING", "presence_penalty"),
     ({"min_tokens": 9, "max_tokens": 8}, "INVALID_SAMPLING", "min_tokens"),
-    ({"max_tokens": MAX_MODEL_LEN}, "PROMPT_TOO_LONG", "takes 256 in all; shorten the prompt or lower max_tokens"),
+    ({"max_tokens": MAX_MODEL_LEN}, "PROMPT_TOO_LONG", "accepts 256 in all; shorten the prompt or lower max_tokens"),
     ({"max_tokens": None, "min_tokens": MAX_MODEL_LEN}, "PROMPT_TOO_LONG", "the output 256"),
 ]
 

@@ -33,7 +33,7 @@ async def start(model: Path, states: JsonValue, *, arena: PartitionsArena | None
         ({"layers": [2]}, {}, "layers contains 2; the model has layers 0 to 1 and `last`"),
         ({"layers": ["last", 1]}, {"pipeline_parallel_size": 2}, "ask for `last` alone"),
         ({}, {"runner": "pooling"}, "a model that pools .* omit the option"),
-        ({"layers": ["last", 0], "share_bytes": 3000}, {}, "share_bytes is 3000; .* it must be at least 3072"),
+        ({"layers": ["last", 0], "share_bytes": 3000}, {}, "share_bytes is 3000; .* need at least 3072"),
         ({"share_bytes": -1}, {}, "share_bytes is -1"),
         ({"layers": [-1]}, {}, "layers count from 0"),
         ({"layers": []}, {}, "name each wanted layer once"),

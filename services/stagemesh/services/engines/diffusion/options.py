@@ -147,7 +147,9 @@ class DiffusionOptions:
         if self.parallel.ranks > 1 and self.part not in {"all", "denoise"}:
             raise ValueError(f"parallel is for stages that denoise; this stage has part {self.part}; omit it")
         if self.enable_lora and self.parallel.hsdp > 1:
-            raise ValueError("enable_lora excludes parallel.hsdp, because adapters need complete weights; omit one")
+            raise ValueError(
+                "enable_lora excludes parallel.hsdp, because adapters need a model whose weights are complete; omit one"
+            )
         if self.step_cache is not None and (self.parallel.cfg > 1 or self.parallel.ulysses > 1):
             raise ValueError(
                 "step_cache excludes parallel.cfg and parallel.ulysses, because each rank would decide from its own "
