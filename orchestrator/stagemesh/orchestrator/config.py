@@ -84,7 +84,7 @@ class OrchestratorConfig:
     A step can resume from its checkpoint state if its replica terminates. 0 retains no states.
     """
     parent_pid: int | None = None
-    """The id of a process. This process ends when that process ends. None if it does not depend on another process."""
+    """The id of a process with which this process ends. None if it does not depend on another process."""
 
     def __post_init__(self) -> None:
         if self.max_request_s <= 0:

@@ -184,7 +184,7 @@ class Orchestrator:
         running = [known.ended for known in self.requests.running]
         if not running:
             return
-        _log.info("%d requests still run; they have %.0f s to finish", len(running), self._drain_s)
+        _log.info("%d requests are still running; they have %.0f s to finish", len(running), self._drain_s)
         await asyncio.wait(running, timeout=self._drain_s)
         for known in self.requests.running:
             known.stop(_not_running("the orchestrator stopped before the request finished; try again"))

@@ -1,4 +1,4 @@
-"""Finds replicas, stages and edges by the names that operators use."""
+"""Finds replicas, stages and edges by name."""
 
 import asyncio
 from collections.abc import Collection, Sequence

@@ -31,7 +31,7 @@ class InspectedRequest:
 
 
 class Inspector:
-    """Reads the state of requests. Only `cancel` changes anything."""
+    """Reads the state of requests. Only `cancel` changes a request."""
 
     def __init__(self, orchestrator: Orchestrator, directory: Directory) -> None:
         self._orchestrator = orchestrator

@@ -18,7 +18,7 @@ _DRAINED = "drained by an operator"
 
 
 class RestartPhase(Enum):
-    """The phase of a replica's restart. The value is the name on the wire without its prefix."""
+    """The phase of a replica's restart. The value is the name of the protobuf enum value without its prefix."""
 
     DRAINING = "DRAINING"
     ENDING = "ENDING"

@@ -153,7 +153,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
 
 class _Page(NamedTuple, Generic[_T]):
-    """A part of a list. `next_token` is empty for the last page."""
+    """One page of a list. `next_token` is empty for the last page."""
 
     items: list[_T]
     next_token: str

@@ -26,7 +26,7 @@ class AdmissionRequest:
 
     @property
     def priority_class(self) -> int:
-        """The priority, clipped to the range from LOWEST_PRIORITY to HIGHEST_PRIORITY."""
+        """The priority, limited to the range from LOWEST_PRIORITY to HIGHEST_PRIORITY."""
         return max(LOWEST_PRIORITY, min(HIGHEST_PRIORITY, self.priority))
 
 

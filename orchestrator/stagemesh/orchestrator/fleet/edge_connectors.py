@@ -229,7 +229,8 @@ class EdgeConnectors:
     def _find_unusable(self) -> dict[Replica, str]:
         """Returns the replicas to hold because of refused links, with the reason for each.
 
-        A link has two replicas. The replica that joined later is held, unless only the other replica has a substitute.
+        Of the two replicas of a link, the replica that joined later is held. The other replica is held if only it has a
+        substitute.
         """
         order = {replica: number for number, replica in enumerate(self._by_replica)}
         refused: list[tuple[Replica, Replica, EdgeLink]] = []

@@ -75,7 +75,10 @@ class StepCost:
         """Whether the stage's engine has ever estimated its work. Until then, `seconds` is a guess."""
 
     def learn(self, work_s: float, *, steps: int) -> None:
-        """Learns that `steps` steps take `work_s` seconds. Does nothing if the engine does not estimate its work."""
+        """Updates the estimate from a report that `steps` steps take `work_s` seconds.
+
+        Does nothing if the engine does not estimate its work.
+        """
         if work_s <= 0 or steps <= 0:
             return
         measured_s = work_s / steps

@@ -23,7 +23,7 @@ class Placement(NamedTuple):
 
 
 class Failover:
-    """Finds other replicas for the failed stages of all requests of one orchestrator.
+    """Finds other replicas for the lost stages of all requests of one orchestrator.
 
     Reserves at most one replica of each stage at a time.
     """

@@ -1,11 +1,13 @@
 """Chooses a replica for each stage of a request, and describes the work of each stage.
 
-A choice considers a few random replicas and selects the one with the least remaining work. If several have about
-equally little, a co-located replica is preferred. Comparing all replicas would take longer with each replica, and would
-send all requests that arrive between two load reports to the same replica. A choice between two random replicas keeps
-all replicas about equally busy (M. Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001). A
-third candidate makes the slowest requests of busy stages a seventh faster (`benchmarks/simulate.py`). The choice
-considers the same number of random replicas on the host and in the zone of each upstream and downstream replica.
+A choice considers a few random replicas, and selects the replica with the least remaining work. If several replicas
+have about the same amount of work, a co-located replica is preferred.
+
+Comparing all replicas would take longer as their number increases, and would send all requests that arrive between two
+load reports to the same replica. A choice between two random replicas keeps all replicas about equally busy (M.
+Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001). A third candidate makes the slowest
+requests of busy stages a seventh faster (`benchmarks/simulate.py`). In addition, the choice considers the same number
+of random replicas on the host and in the zone of each upstream and downstream replica.
 """
 
 import random

@@ -29,8 +29,8 @@ _OTHER_ATTEMPT_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT")
 class RequestLifecycle:
     """Runs one request from admission to its end.
 
-    The constructor enters the request into admission. It raises the errors of `Admission.enter`, and then reserves
-    nothing.
+    The constructor enters the request into admission. If `Admission.enter` raises an error, the constructor raises it
+    and reserves nothing.
     """
 
     def __init__(
@@ -104,7 +104,9 @@ class RequestLifecycle:
         # If no caller follows or outputs exist, the other orchestrator has taken over from this orchestrator.
         if latest is None or self._record.has_outputs or journal.closed or not journal.readers:
             return error
-        _log.warning("request %s has attempt %d of another orchestrator; taking over", request.request_id, latest)
+        _log.warning(
+            "request %s has attempt %d of another orchestrator; this one takes over", request.request_id, latest
+        )
         request = replace(request, first_attempt=latest + 1)
         return await self._run_when_ready(request, plan)
 

@@ -229,7 +229,7 @@ class RequestRun:
         self._spawn(state, self._follow(state, self._requests.execute(state).SerializeToString()))
 
     async def _follow(self, state: StepState, request: bytes) -> None:
-        """Runs a step to its end."""
+        """Runs a step to its end, and records its failure if it fails."""
         bind_log_context(stage=state.name)
         attempt, notes = state.attempt, state.notes
         assert notes is not None, "its replica is chosen"

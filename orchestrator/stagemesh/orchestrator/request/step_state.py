@@ -106,9 +106,7 @@ class StepState(AttemptState):
         self.restarts += 1
 
     def release_replica(self) -> None:
-        """Removes the step from its replica's load, and ends the reservation of the replica and the
-        wait for its end.
-        """
+        """Removes the step from its replica's load. Ends the reservation of the replica, and the wait for its end."""
         self.step.release()
         self.arrangements.close()
 

@@ -52,7 +52,7 @@ _WRITTEN = PlainSerializer(_dump_written)
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class DataPlaneEntry(DataPlaneConfig):
-    """A stage's `data_plane`: the limits of each of its replicas."""
+    """The value of a stage's `data_plane`: limits for each replica of the stage."""
 
     arena_bytes: Size = DataPlaneConfig.arena_bytes
     window_bytes: Size = DataPlaneConfig.window_bytes

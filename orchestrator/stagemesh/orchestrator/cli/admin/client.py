@@ -85,7 +85,7 @@ class AdminConnection:
         return found
 
     def close(self) -> None:
-        """Disconnects."""
+        """Closes the connection."""
         self._channel.close()
 
     def _replicas(self) -> Iterator[admin_pb2.ReplicaStatus]:

@@ -23,8 +23,8 @@ class Endpoint(NamedTuple):
 
 
 class EdgeTensors(NamedTuple):
-    """The tensors of an edge: the names that it reads from its producer, and the names that it delivers to its
-    consumer.
+    """The names of the tensors that an edge reads from its producer (`carried`) and delivers to its consumer
+    (`brought`).
     """
 
     carried: tuple[str, ...]
