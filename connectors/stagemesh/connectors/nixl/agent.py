@@ -1,6 +1,7 @@
-"""Wraps the nixl library: its agents, and its errors as StagemeshErrors. Import it late, for it loads the library.
+"""A wrapper of the nixl library's agents that raises StagemeshErrors. Import it lazily, because it loads the library.
 
-It uses the library's bindings because the library's own wrapper makes the progress thread a busy loop, and prints.
+It uses the library's bindings, because the library's own wrapper makes the progress thread a busy loop and prints to
+stdout.
 """
 
 from nixl_cu12 import _bindings as nixl
@@ -10,7 +11,7 @@ from stagemesh.connectors.nixl.environment import backend_options, unavailable
 from stagemesh.connectors.nixl.transfer_plan import Memory, Transfer
 
 PROGRESS_US = 50_000
-"""The longest sleep of a serving agent's thread. A message from a peer wakes it at once."""
+"""The longest sleep of a serving agent's thread in microseconds. A message from a peer wakes it immediately."""
 _BACKEND = "UCX"
 _KINDS = {"DRAM": nixl.nixl_mem_t.DRAM_SEG, "VRAM": nixl.nixl_mem_t.VRAM_SEG}
 _READ = nixl.nixl_xfer_op_t.NIXL_READ
@@ -31,13 +32,13 @@ _ERRORS = (
 
 
 class Agent:
-    """An agent with one registered memory. One thread at a time may use it, in addition to a serving agent's own.
+    """A nixl agent with one registered memory range. Only one thread at a time may use it.
 
-    `serves` gives it a native thread that answers readers if the transport cannot do that by itself.
+    If `serves` is set, the agent has an additional native thread, which answers readers if the transport requires it.
     """
 
     def __init__(self, name: str, memory: Memory, *, serves: bool) -> None:
-        """Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the library cannot work here."""
+        """Creates the agent. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the library cannot start on this host."""
         self.name = name
         self._kind = _KINDS[memory.kind]
         try:
@@ -50,12 +51,12 @@ class Agent:
             raise unavailable(f"nixl cannot start here: {exc!r}") from exc
 
     def close(self) -> None:
-        """Closes all connections. No transfer writes afterwards, and no other method may be called."""
+        """Closes all connections and ends all transfers. No other method may be called afterwards."""
         del self._agent
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """Makes another agent known to this one. Raises NotReadyError if the metadata does not belong to it."""
-        # Metadata begins with its agent's name. Metadata of a third agent would replace that agent's entry.
+        """Adds another agent as a peer. Raises NotReadyError if the metadata belongs to a different agent."""
+        # Metadata begins with the name of its agent. Metadata of a third agent would replace the entry of that agent.
         before = self.metadata.index(self.name.encode()) - 8
         if not metadata.startswith(self.metadata[:before] + len(name.encode()).to_bytes(8, "little") + name.encode()):
             raise unavailable(f"the metadata offered for agent {name} belongs to another agent or nixl version")
@@ -65,7 +66,7 @@ class Agent:
             raise unavailable(f"agent {name} is unreachable: {exc!r}") from exc
 
     def remove_peer(self, name: str) -> None:
-        """Forgets another agent. None of its transfers may be in flight: they would go on writing unnoticed."""
+        """Removes a peer. No transfer from it may be in flight, because it would continue to write unnoticed."""
         try:
             self._agent.invalidateRemoteMD(name)
         except _ERRORS:
@@ -74,7 +75,7 @@ class Agent:
     def read(self, peer: str, transfer: Transfer) -> int | None:
         """Starts a transfer. Returns a handle for `is_done`, or None if the transfer is already complete.
 
-        Raises UnavailableError if it cannot be started.
+        Raises UnavailableError if the transfer cannot be started.
         """
         local, remote = nixl.nixlXferDList(self._kind, transfer.local), nixl.nixlXferDList(self._kind, transfer.remote)
         handle = 0
@@ -91,9 +92,10 @@ class Agent:
         return None
 
     def is_done(self, handle: int, *, peer: str) -> bool:
-        """Returns whether a transfer is complete, and advances all transfers in flight. Its handle is then invalid.
+        """Advances all transfers in flight and returns whether the given transfer is complete.
 
-        Raises UnavailableError if the transfer failed. A failed transfer does not write any more either.
+        Raises UnavailableError if the transfer has failed. The handle of a complete or failed transfer is invalid, and
+        the transfer no longer writes.
         """
         try:
             status = self._agent.getXferStatus(handle)
@@ -109,7 +111,7 @@ class Agent:
         try:
             self._agent.releaseXferReq(handle)
         except _ERRORS:
-            # The transfer has ended in either case. The library retains the memory that it could not free.
+            # The transfer has ended even so. The library retains the resources that it could not free.
             return
 
 

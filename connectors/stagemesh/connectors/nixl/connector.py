@@ -1,8 +1,8 @@
-"""The nixl connector: a producer's serving agent answers readers, a consumer's reading agent reads.
+"""The nixl connector. A producer's serving agent answers readers, and a consumer's reading agent reads arenas.
 
-The two agents have opposite needs. A serving agent must answer at any time, because over tcp the target of a READ takes
-part in it, so the library runs a thread for it that sleeps until a reader needs it. A reading agent is used by
-`ReadThread` alone.
+A serving agent must answer at any time, because over TCP the target of a READ participates in the transfer. The library
+therefore runs a thread for the agent, which sleeps until a reader needs it. A reading agent has no such thread: only
+`ReadThread`, and the event loop for small reads, use it.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class NixlConnector(Connector):
-    """Reads arenas through the nixl library, which is loaded when it is first needed."""
+    """A connector that reads arenas through the nixl library. The library is loaded when it is first needed."""
 
     name: ClassVar[ConnectorName] = NIXL
 
@@ -33,7 +33,7 @@ class NixlConnector(Connector):
         self, arena: Arena, *, landing: Callable[[], Awaitable[Arena]], replica: str, incarnation: str
     ) -> None:
         self._arena, self._make_landing = arena, landing
-        # Unique even if one process closes its connector and creates another.
+        # The random suffix keeps the name unique if a process closes its connector and creates another connector.
         self._name = f"{replica}/{incarnation}/{secrets.token_hex(4)}"
         self._serving: asyncio.Future[Agent] | None = None
         self._read_thread: ReadThread | None = None
@@ -98,7 +98,10 @@ class NixlConnector(Connector):
         return _make_agent(self._name, self._arena, serves=True)
 
     async def _remote_arena(self, offer: NixlOffer) -> RemoteArena:
-        """Returns the arena of an offer: the one that is connected, or a new connection."""
+        """Returns the arena of an offer, which is either already connected or newly connected.
+
+        Raises NotReadyError if the offer contradicts the existing connection or if that connection has failed.
+        """
         landing = await self._make_landing()
         self._check_open()
         self._arenas = {name: arena for name, arena in self._arenas.items() if not arena.is_removed}
@@ -115,7 +118,7 @@ class NixlConnector(Connector):
 
 
 class NixlReader(FetchingReader):
-    """One reader of a producer's arena."""
+    """Reads a producer's arena. Several readers may share one connection."""
 
     def __init__(self, arena: RemoteArena) -> None:
         self._arena: RemoteArena | None = arena
@@ -126,7 +129,7 @@ class NixlReader(FetchingReader):
         return await self._arena.fetch(places, account)
 
     def fetch_at_once(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes] | None:
-        # On one host a read is a copy.
+        # Within one host, a read is a copy and can complete immediately.
         return self._arena.fetch_at_once(places, account) if self._arena is not None else None
 
     async def close(self) -> None:

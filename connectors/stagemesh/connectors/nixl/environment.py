@@ -1,4 +1,4 @@
-"""The environment variables of the nixl and UCX libraries, and the devices of this host that they use."""
+"""The environment variables of the nixl and UCX libraries, and the RDMA devices of this host that they use."""
 
 from pathlib import Path
 
@@ -7,27 +7,27 @@ from stagemesh.common.settings import library_variable, set_library_variables
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _SEGMENT_BYTES = "256k"
-"""The size of UCX's segments over tcp. With its default of 8 KiB, UCX is a third slower than a plain socket."""
+"""The size of UCX's TCP segments. With the default of 8 KiB, UCX is a third slower than a plain socket."""
 _SEGMENTS = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
 
 
 def quiet() -> None:
-    """Silences the libraries' logs: their errors are raised as exceptions. Call it before the library is loaded."""
+    """Silences the logs of both libraries, because errors are raised as exceptions. Call it before loading nixl."""
     set_library_variables({"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"})
 
 
 def backend_options() -> dict[str, str]:
-    """Returns the UCX settings that differ from its defaults. The user's own settings take precedence."""
+    """Returns the options of nixl's UCX backend that differ from the defaults. The user's variables take precedence."""
     return {"engine_config": ",".join(f"{name}={_SEGMENT_BYTES}" for name in _SEGMENTS)}
 
 
 def shared_settings() -> str:
-    """Returns the settings that must be equal on both sides: a side that receives larger segments crashes."""
+    """Returns the settings that must be equal on both sides, because a side that receives larger segments crashes."""
     return ",".join(f"UCX_{name}={library_variable(f'UCX_{name}', _SEGMENT_BYTES)}" for name in _SEGMENTS)
 
 
 def describe() -> str:
-    """Returns a text that names the transport between hosts: the user's choice, else RDMA devices, else tcp."""
+    """Returns a text that names the transport between hosts: the value of UCX_TLS, the RDMA devices, or TCP."""
     chosen = library_variable("UCX_TLS")
     if chosen and chosen != "all":
         return f"{chosen} (UCX_TLS)"

@@ -1,4 +1,4 @@
-"""The message by which a producer lets a consumer read its arena: plain numbers and names, checked when parsed."""
+"""The offer message, which contains the names and numbers that a consumer needs to read a producer's arena."""
 
 import hashlib
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ _ADDRESS_SPACE_BYTES = 1 << 64
 
 @dataclass(frozen=True)
 class NixlOffer:
-    """Names an arena's agent and address. Raises ValueError for numbers that do not describe an arena."""
+    """Describes an arena's agent and memory. Raises ValueError if the numbers cannot describe an arena."""
 
     agent: str
-    """The serving agent's name: replica, incarnation and a random part."""
+    """The serving agent's name, which consists of replica, incarnation and a random part."""
     metadata: bytes
     """The agent's metadata, which only the library interprets."""
     address: int
     """The address of the arena file's first byte in the producer's process."""
     file_bytes: int
     token: bytes
-    """The bytes at that address."""
+    """The bytes at the start of the arena file, which the reader verifies."""
     settings: str
-    """The producer's library settings. The reader needs the same ones."""
+    """The producer's library settings, which must equal the reader's settings."""
 
     def __post_init__(self) -> None:
         data_offset_in(self.file_bytes)
@@ -37,18 +37,18 @@ class NixlOffer:
             raise ValueError(f"its token has {len(self.token)} bytes, not {TOKEN_BYTES}")
 
     def pack(self) -> bytes:
-        """Returns the offer as bytes."""
+        """Returns the serialized offer, which has a format version and a digest."""
         body = msgspec.msgpack.encode(self)
         return _FORMAT + _digest(body) + body
 
     @classmethod
     def parse(cls, data: bytes) -> "NixlOffer":
-        """Returns the offer that `data` contains. Raises ValueError for anything else."""
+        """Returns the offer in `data`. Raises ValueError if `data` is not a valid offer of this version."""
         body = data[_BODY_AT:]
         if not data.startswith(_FORMAT):
             raise ValueError("the offer has another format or version")
         if data[len(_FORMAT) : _BODY_AT] != _digest(body):
-            # The library does not check its metadata, and crashes if it is damaged.
+            # The library does not check the metadata, and crashes if the metadata is damaged.
             raise ValueError("the offer was damaged in transit")
         try:
             return msgspec.msgpack.decode(body, type=cls)

@@ -1,7 +1,8 @@
-"""Negotiates, once per connection, which connector a flow uses: the best one that both replicas can use.
+"""Negotiates the connectors of a connection. A flow uses the best connector that both replicas can use.
 
-The producer offers its arena by one connector after the other. The consumer answers whether it can read the arena that
-way. A connector that fails later, or that is refused although it has worked before, is offered again after a pause.
+The producer offers its arena through one connector at a time, best first. The consumer answers whether it can read the
+arena through this connector. If a connector that has worked before fails or is refused, the producer offers it again
+after a pause.
 """
 
 import asyncio
@@ -18,22 +19,25 @@ from stagemesh.v1 import stage_pb2
 
 _OFFER_AGAIN_S = 2.0
 _PAUSE_S = 5.0
-"""Pause after which a connector that has worked before is offered again."""
+"""The number of seconds after which a refused connector that has worked before is offered again."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EdgeProbe:
-    """The connector of an edge between two replicas."""
+    """The result of a negotiation without a flow: the connector that an edge between two replicas would use."""
 
     connector: ConnectorName
     refusals: Mapping[ConnectorName, StagemeshError]
-    """Better connectors, with the errors because of which they cannot be used."""
+    """The better connectors that cannot be used, each with the error that explains why. May be empty."""
 
 
 class Negotiation:
-    """The connectors of one connection. Used on the event loop; calls `on_negotiated` after each answer."""
+    """Negotiates the connectors of one connection. Used on the event loop.
+
+    Sends items through `offer`, and calls `on_negotiated` whenever a connector has become usable or refused.
+    """
 
     def __init__(
         self,
@@ -50,13 +54,13 @@ class Negotiation:
         self._refused: dict[ConnectorName, StagemeshError] = {}
         self._offering: dict[ConnectorName, asyncio.Task[None]] = {}
         self.worked: set[ConnectorName] = set()
-        """The connectors negotiated with this consumer, over this connection or an earlier one."""
+        """The connectors that were negotiated with this consumer over this or an earlier connection."""
         self._paused: dict[ConnectorName, asyncio.TimerHandle] = {}
 
     def choose(self, wanted: ConnectorName) -> ConnectorName | None:
         """Returns the connector for a flow, or None while it is being negotiated.
 
-        Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the wanted connector cannot work.
+        `wanted` is the requested connector or AUTO. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if it cannot be used.
         """
         for name in self._candidates(wanted):
             if name == GRPC or name in self._negotiated:
@@ -73,11 +77,11 @@ class Negotiation:
         ) from self._refused[wanted]
 
     def reader(self, name: ConnectorName) -> Connector | None:
-        """Returns this replica's object of a negotiated connector; None for grpc."""
+        """Returns this replica's object of a negotiated connector, or None for grpc."""
         return self._negotiated.get(name)
 
     def answer(self, meeting: stage_pb2.Meeting) -> None:
-        """Applies the consumer's answer to an offer."""
+        """Processes the consumer's answer to an offer. Ignores an answer to an offer that is not pending."""
         name = next((name for name in self._offering if number_of(name) == meeting.connector), None)
         if name is None:
             return
@@ -95,7 +99,10 @@ class Negotiation:
             self._refuse(name, error)
 
     def probe(self, wanted: ConnectorName) -> EdgeProbe | None:
-        """Returns the same as `choose`, with the better connectors that were refused."""
+        """Returns the result of `choose` together with the better connectors that were refused.
+
+        Returns None while the connector is being negotiated. Raises NotReadyError like `choose`.
+        """
         chosen = self.choose(wanted)
         if chosen is None:
             return None
@@ -103,7 +110,7 @@ class Negotiation:
         return EdgeProbe(chosen, better)
 
     async def close(self) -> None:
-        """Ends all offers. Closing twice is harmless."""
+        """Cancels all offers and pauses. Closing twice is harmless."""
         for pause in self._paused.values():
             pause.cancel()
         tasks = list(self._offering.values())
@@ -120,7 +127,7 @@ class Negotiation:
     def _refuse(self, name: ConnectorName, error: StagemeshError) -> None:
         self._refused[name] = error
         if name in self.worked:
-            # A passing failure, such as a moment without network, may be over soon. Flows that want this name wait.
+            # A temporary failure, such as a short network outage, may end soon. Flows that request this connector wait.
             self._paused[name] = asyncio.get_running_loop().call_later(_PAUSE_S, self._end_pause, name)
 
     def _end_pause(self, name: ConnectorName) -> None:
@@ -137,14 +144,14 @@ class Negotiation:
         self._on_negotiated()
 
     async def _keep_offering(self, name: ConnectorName) -> None:
-        """Repeats the offer until the answer ends this task, because an offer may be lost."""
+        """Sends an offer repeatedly, because it may be lost. The answer to the offer cancels this task."""
         try:
             offer = await self._connectors.get(name).offer()
         except StagemeshError as exc:
             self._cannot_offer(name, exc)
             return
         except Exception as exc:  # noqa: BLE001 - the task's outermost edge, and the connector may be an installed one
-            _log.exception("connector %s failed with an error that is not its own", name)
+            _log.exception("connector %s failed with an unexpected error", name)
             self._cannot_offer(name, InternalError(f"connector {name} failed: {type(exc).__name__}: {exc}"))
             return
         item = stage_pb2.PutItem(offer=stage_pb2.Offer(connector=number_of(name), offer=offer))
@@ -154,7 +161,7 @@ class Negotiation:
 
 
 def probe_to_wire(probe: EdgeProbe) -> stage_pb2.ProbeEdgeResponse:
-    """Returns the message of a probe."""
+    """Converts a probe's result to its protobuf message."""
     return stage_pb2.ProbeEdgeResponse(
         connector=number_of(probe.connector),
         refusals=[
@@ -165,6 +172,6 @@ def probe_to_wire(probe: EdgeProbe) -> stage_pb2.ProbeEdgeResponse:
 
 
 def probe_from_wire(message: stage_pb2.ProbeEdgeResponse) -> EdgeProbe:
-    """Returns the probe of a message; raises InvalidRequestError for an unknown connector."""
+    """Converts a protobuf message to a probe's result. Raises InvalidRequestError if a connector is unknown."""
     refusals = {name_of(refusal.connector): wire.error_from_wire(refusal.error) for refusal in message.refusals}
     return EdgeProbe(name_of(message.connector), refusals)

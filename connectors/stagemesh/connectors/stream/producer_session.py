@@ -1,4 +1,4 @@
-"""The producing end of one stream: pulls messages from its outlets in turn, and passes on the replies."""
+"""The producing end of one stream, which sends the messages of its outlets in turn and receives the replies."""
 
 import asyncio
 from collections import deque
@@ -19,7 +19,10 @@ _QUANTUM_BYTES = 64 << 10
 
 
 class ProducerSession:
-    """Sends to one consumer. One message carries what all outlets got ready within one turn of the event loop."""
+    """Sends messages to one consumer and passes the consumer's replies to `take_reply`.
+
+    A message combines the items that several outlets have made ready in one iteration of the event loop.
+    """
 
     def __init__(self, consumer: str, take_reply: Callable[[stage_pb2.PutReply], None]) -> None:
         self._consumer = consumer
@@ -28,12 +31,15 @@ class ProducerSession:
         self._stream: MessageStream | None = None
         self._items: deque[stage_pb2.PutItem] = deque()
         self.ready = ReadyQueue[OutletAttempt](self._pull)
-        """The outlets that have something to send."""
+        """The outlet attempts that have messages to send."""
         self._welcome: asyncio.Future[stage_pb2.Welcome] = self._loop.create_future()
         self._ended: asyncio.Future[StagemeshError] = self._loop.create_future()
 
     async def connect(self, stream: MessageStream, hello: stage_pb2.Hello) -> stage_pb2.Welcome:
-        """Begins the stream; raises the error with which the consumer rejected it."""
+        """Sends Hello over `stream` and returns the consumer's Welcome.
+
+        Raises the error if the consumer rejects the stream, and UnavailableError if it does not answer in time.
+        """
         self._stream = stream
         stream.write(stage_pb2.PutChunkRequest(hello=hello).SerializeToString())
         await asyncio.wait((self._welcome, self._ended), return_when=asyncio.FIRST_COMPLETED, timeout=_HANDSHAKE_S)
@@ -44,7 +50,7 @@ class ProducerSession:
         return self._welcome.result()
 
     async def ended(self) -> StagemeshError:
-        """Waits for the end of the stream; returns its cause."""
+        """Waits until the stream has ended and returns the cause."""
         return await asyncio.shield(self._ended)
 
     async def close(self) -> None:
@@ -56,14 +62,17 @@ class ProducerSession:
             await asyncio.wait((self._ended,), timeout=_CLOSING_S)
 
     def send(self, item: stage_pb2.PutItem) -> None:
-        """Sends an item before the messages of the outlets."""
+        """Queues an item, which is sent before the items of the outlets."""
         self._items.append(item)
         self.ready.wake()
 
     # -- StreamHandler
 
     def received(self, data: bytes) -> None:
-        """Passes on the replies of a message; the first message must have Welcome."""
+        """Passes the replies in a message to `take_reply`, and completes `connect` when Welcome arrives.
+
+        Raises InvalidChunkError if the message cannot be parsed.
+        """
         try:
             response = stage_pb2.PutChunkResponse.FromString(data)
         except DecodeError as exc:
@@ -74,11 +83,11 @@ class ProducerSession:
             self._take_reply(reply)
 
     def writable(self) -> None:
-        """Sends what has waited."""
+        """Sends the waiting messages."""
         self._pull()
 
     def closed(self, error: StagemeshError | None) -> None:
-        """Ends the session."""
+        """Ends the session because the stream has ended, and records the cause."""
         self._stream = None
         self.ready.take_all()
         if not self._ended.done():
@@ -91,7 +100,10 @@ class ProducerSession:
             self._stream.write(data)
 
     def _next_message(self) -> bytes:
-        """Returns a message with at most a quantum per outlet, so that none waits behind a large chunk; or b""."""
+        """Returns the next message, or b"" if there is nothing to send.
+
+        Each outlet adds about one quantum of items to a message, so that no outlet waits long for a large chunk.
+        """
         request = stage_pb2.PutChunkRequest(items=self._items)
         self._items.clear()
         budget_bytes = _MESSAGE_BYTES
@@ -101,7 +113,7 @@ class ProducerSession:
                 if not outlet.sends_fragments:
                     budget_bytes -= outlet.fill(request, _QUANTUM_BYTES)
                 elif request.items:
-                    # A fragment has a message of its own.
+                    # A fragment must be the first item of its message.
                     break
                 else:
                     fragment = outlet.take_fragment()

@@ -1,4 +1,4 @@
-"""What a consumer keeps of one incarnation of a producer: the leases that it holds, and how it reads the arena."""
+"""The consumer's state for one incarnation of a producer: its leases, and the readers of the producer's arena."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from stagemesh.connectors.stream.local_socket import DeathWatch
 
 
 class ProducerState:
-    """Outlives the producer's streams, and ends with its incarnation."""
+    """The leases and arena readers for one incarnation of a producer. They outlive the producer's streams."""
 
     def __init__(self, replica: str, incarnation: str, connectors: ReplicaConnectors) -> None:
         self.replica, self.incarnation = replica, incarnation
@@ -23,30 +23,33 @@ class ProducerState:
         self._readers: dict[ConnectorName, Reader] = {}
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._released_ids: list[int] = []
-        """Leases whose end the producer has yet to be sent."""
+        """The ids of ended leases that have not been returned to the producer yet."""
         self._streams: list[ReadyQueue[InletAttempt]] = []
-        """The queues of the streams over which leases can be returned."""
+        """The ready queues of the producer's streams, over which leases can be returned."""
 
     # -- reading
 
     def reader(self, name: ConnectorName) -> Reader | None:
-        """Returns the reader of a negotiated connector, or None."""
+        """Returns the reader of a connector, or None if the connector is not negotiated or its reader has failed."""
         return self._readers.get(name)
 
     async def accept_offer(self, name: ConnectorName, offer: bytes, *, arena_fd: int | None) -> None:
-        """Prepares reading by a connector; raises NotReadyError if that is impossible."""
+        """Creates the reader of a connector from the producer's offer, unless the reader exists.
+
+        Raises NotReadyError if the connector cannot be used.
+        """
         if name not in self._readers:
             producer = Producer(self.replica, self.incarnation, arena_fd)
             self._readers[name] = await self._connectors.get(name).connect(offer, producer)
 
     async def drop_reader(self, name: ConnectorName, reader: Reader) -> None:
-        """Closes a reader that has failed: its connector must be negotiated again."""
+        """Removes and closes a reader that has failed, so that its connector can be negotiated again."""
         if self._readers.get(name) is reader:
             del self._readers[name]
             await reader.close()
 
     def own_watch(self, watch: DeathWatch) -> None:
-        """Owns a watch on the producer's process from now on, in place of an earlier one."""
+        """Takes ownership of a watch on the producer's process, and closes the previous watch."""
         if self._watch is not None:
             self._watch.close()
         self._watch = watch
@@ -54,37 +57,40 @@ class ProducerState:
     # -- leases
 
     def attach(self, stream: "ReadyQueue[InletAttempt]") -> None:
-        """Returns leases over a stream from now on."""
+        """Adds a stream over which ended leases are returned to the producer."""
         self._streams.append(stream)
         if self._released_ids:
             stream.wake()
 
     def detach(self, stream: "ReadyQueue[InletAttempt]") -> None:
-        """Returns leases over another stream, because this one has ended."""
+        """Removes a stream that has ended. Leases are returned over the remaining streams."""
         if stream in self._streams:
             self._streams.remove(stream)
         if self._streams and self._released_ids:
             self._streams[-1].wake()
 
     def hold(self, lease_id: int, views: list[Bytes]) -> None:
-        """Holds a lease until the last of `views` and of their own views is gone."""
+        """Retains a lease until all `views`, and all views of them, are deleted."""
         self.held_lease_ids.add(lease_id)
         hold_lease(views, lambda: self._views_gone(lease_id))
 
     def release(self, lease_id: int) -> None:
-        """Returns a lease to the producer."""
+        """Ends a lease and returns it to the producer over the newest stream."""
         self.held_lease_ids.discard(lease_id)
         self._released_ids.append(lease_id)
         if self._streams:
             self._streams[-1].wake()
 
     def release_unless_held(self, lease_id: int) -> None:
-        """Returns the lease of a chunk that is not accepted. A repeated chunk bears the lease of the accepted one."""
+        """Returns the lease of a chunk that is not accepted to the producer.
+
+        Does nothing if the lease is in use, because a repeated chunk has the same lease as the accepted chunk.
+        """
         if lease_id and lease_id not in self.held_lease_ids:
             self.release(lease_id)
 
     def take_released(self) -> list[int]:
-        """Removes and returns the leases that are to be returned."""
+        """Removes and returns the ids of the leases that must be returned to the producer."""
         released, self._released_ids = self._released_ids, []
         return released
 
@@ -99,7 +105,7 @@ class ProducerState:
     # -- inner workings
 
     def _views_gone(self, lease_id: int) -> None:
-        """Returns a lease; called in whichever thread dropped the last view."""
+        """Ends a lease on the event loop. Called in the thread that has deleted the last view."""
         if threading.get_ident() == self._thread:
             self.release(lease_id)
         elif not self._loop.is_closed():

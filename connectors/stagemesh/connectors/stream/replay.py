@@ -1,4 +1,4 @@
-"""Chunks that a producer still keeps, as the messages of GetChunk."""
+"""Replays the chunks that a producer has retained, as responses of GetChunk."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 
@@ -11,7 +11,10 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 
 
 async def replay(flow: OutletAttempt, *, first_seq: int) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
-    """Yields the chunks of a flow from `first_seq` on, up to its end. Raises NotFoundError if one is not kept."""
+    """Yields the chunks of a flow from `first_seq` to its end, and waits for chunks that have not been produced yet.
+
+    Raises NotFoundError (CHUNK_GONE) if a chunk is no longer retained.
+    """
     ledger: Ledger = flow.ledger
     seq, transfer_id = first_seq, 0
     while True:
@@ -30,7 +33,7 @@ async def replay(flow: OutletAttempt, *, first_seq: int) -> AsyncGenerator[stage
 
 
 async def replay_packet(key: EdgeKey, packet: Packet) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
-    """Yields a packet that no flow carries as a flow of its own: one chunk and the end."""
+    """Yields a packet that does not belong to a flow as a separate flow, which has one chunk and an End."""
     shape, digest = wire.shape_of(packet, last=None), wire.FlowDigest()
     digest.add(shape)
     chunk = SentChunk(0, shape=shape, tensors=packet.tensors, metadata=packet.metadata)

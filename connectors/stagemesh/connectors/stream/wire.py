@@ -1,4 +1,4 @@
-"""Packets and flows to and from the messages of the API. What a peer claims is checked before use."""
+"""Converts packets and flow data to and from protobuf messages, and checks the messages of a peer."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,10 @@ from stagemesh.connectors.edge import EdgeKey, MetadataValue, Packet
 from stagemesh.v1 import chunk_pb2, tensor_pb2
 
 FRAGMENT_BYTES = 256 << 10
-"""Payload of a fragment in bytes. For larger messages the allocator takes fresh memory from the system each time."""
+"""The maximum number of payload bytes of a fragment.
+
+For larger messages, the memory allocator would request new memory from the system each time.
+"""
 MAX_TENSORS = 1024
 MAX_METADATA = 64
 
@@ -25,17 +28,17 @@ _PAYLOAD = 0x22  # ChunkPiece.payload, length-delimited
 
 
 def key_to_wire(key: EdgeKey) -> chunk_pb2.EdgeKey:
-    """Returns the message of a key."""
+    """Converts a flow key to its protobuf message."""
     return chunk_pb2.EdgeKey(request_id=key.request_id, edge=key.edge, attempt=key.attempt)
 
 
 def key_from_wire(message: chunk_pb2.EdgeKey) -> EdgeKey:
-    """Returns the key of a message."""
+    """Converts a protobuf message to a flow key."""
     return EdgeKey(message.request_id, message.edge, message.attempt)
 
 
 def error_to_wire(error: StagemeshError) -> chunk_pb2.Error:
-    """Returns the message of an error."""
+    """Converts an error to its protobuf message."""
     return chunk_pb2.Error(
         code=int(error.code),
         reason=error.reason,
@@ -46,7 +49,7 @@ def error_to_wire(error: StagemeshError) -> chunk_pb2.Error:
 
 
 def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:
-    """Returns the error of a message."""
+    """Converts a protobuf message to the error that a peer reported."""
     return make_error(
         message.code,
         message.message,
@@ -57,7 +60,10 @@ def error_from_wire(message: chunk_pb2.Error) -> StagemeshError:
 
 
 def metadata_from_wire(message: Mapping[str, chunk_pb2.MetadataValue]) -> dict[str, MetadataValue]:
-    """Returns plain values; raises InvalidChunkError for an unset or oversized one."""
+    """Returns the metadata values of a message by name.
+
+    Raises InvalidChunkError if there are too many values, or if a value is unset or too long.
+    """
     if len(message) > MAX_METADATA:
         raise InvalidChunkError(f"{len(message)} metadata values in a chunk; at most {MAX_METADATA} are accepted")
     values: dict[str, MetadataValue] = {}
@@ -70,19 +76,22 @@ def metadata_from_wire(message: Mapping[str, chunk_pb2.MetadataValue]) -> dict[s
 
 
 def check_metadata(metadata: Mapping[str, object]) -> None:
-    """Raises InvalidChunkError for a value that cannot be sent."""
+    """Raises InvalidChunkError if a metadata value has a type that cannot be sent."""
     for name, value in metadata.items():
         if not isinstance(value, bool | int | float | str):
             raise InvalidChunkError(f"metadata {name!r} is a {type(value).__name__}; use bool, int, float or str")
 
 
 class PacketShape:
-    """A packet's description without its bytes. Flows keep the last one: the next packet mostly has the same."""
+    """The names, dtypes, shapes and layout of a packet's tensors, without their bytes.
+
+    A flow reuses the shape of its last packet, because the next packet usually has the same shape.
+    """
 
     __slots__ = ("_shapes", "digested", "fields", "layout", "size_bytes")
 
     def __init__(self, packet: Packet) -> None:
-        """Raises InvalidChunkError for a packet that cannot be sent."""
+        """Describes a packet. Raises InvalidChunkError if the packet cannot be sent."""
         if len(packet.tensors) > MAX_TENSORS:
             raise InvalidChunkError(f"{len(packet.tensors)} tensors in a chunk; at most {MAX_TENSORS} are sent")
         self._shapes = [(name, tensor.dtype, tensor.shape) for name, tensor in packet.tensors.items()]
@@ -98,7 +107,7 @@ class PacketShape:
         """Returns whether `packet` has this shape."""
         if len(self._shapes) != len(packet.tensors):
             return False
-        # Runs once a chunk at each end of every flow: a loop takes a third of the time of a generator.
+        # Runs once for each chunk at each end of a flow. A loop needs a third of the time of a generator.
         for (name, dtype, shape), (other, tensor) in zip(self._shapes, packet.tensors.items(), strict=True):
             if name != other or tensor.shape != shape or tensor.dtype != dtype:
                 return False
@@ -106,7 +115,7 @@ class PacketShape:
 
 
 def shape_of(packet: Packet, *, last: PacketShape | None) -> PacketShape:
-    """Returns the packet's shape, which is `last` itself if that is equal."""
+    """Returns the shape of a packet. Returns `last` itself if it fits the packet."""
     return last if last is not None and last.fits(packet) else PacketShape(packet)
 
 
@@ -117,7 +126,7 @@ def fill_metadata(data: chunk_pb2.ChunkData, metadata: Mapping[str, MetadataValu
 
 
 def fill_inline(data: chunk_pb2.ChunkData, tensors: Tensors, shape: PacketShape) -> None:
-    """Adds a packet's tensors to `data` with their bytes."""
+    """Adds a packet's tensors to `data` with their bytes inline."""
     data.size_bytes = shape.size_bytes
     for name, dtype, dims, size_bytes in shape.fields:
         message = data.tensors.add(name=name, dtype=dtype, shape=dims)
@@ -128,7 +137,7 @@ def fill_inline(data: chunk_pb2.ChunkData, tensors: Tensors, shape: PacketShape)
 def fill_in_arena(
     data: chunk_pb2.ChunkData, shape: PacketShape, *, places: Iterable[ArenaRange], lease_id: int
 ) -> None:
-    """Adds a packet's tensors to `data` as ranges of the producer's arena, under a lease."""
+    """Adds a packet's tensors to `data` as ranges of the producer's arena, with the lease on them."""
     data.size_bytes, data.lease_id = shape.size_bytes, lease_id
     for (name, dtype, dims, size_bytes), place in zip(shape.fields, places, strict=True):
         message = data.tensors.add(name=name, dtype=dtype, shape=dims)
@@ -138,7 +147,7 @@ def fill_in_arena(
 
 
 def fill_streamed(data: chunk_pb2.ChunkData, shape: PacketShape, *, transfer_id: int) -> None:
-    """Adds a packet's tensors to `data` as parts of a transfer whose fragments were sent before."""
+    """Adds a packet's tensors to `data` as parts of a transfer whose fragments have already been sent."""
     data.size_bytes = shape.size_bytes
     offset = 0
     for name, dtype, dims, size_bytes in shape.fields:
@@ -150,15 +159,15 @@ def fill_streamed(data: chunk_pb2.ChunkData, shape: PacketShape, *, transfer_id:
 
 
 class Fragment(NamedTuple):
-    """A part of a packet's bytes."""
+    """A part of the bytes of a packet's tensors."""
 
     message: chunk_pb2.ChunkPiece
-    """The message without its payload."""
+    """The fragment's message without its payload."""
     payload: memoryview
 
 
 def fragments(key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, transfer_id: int) -> Iterator[Fragment]:
-    """Yields the fragments of a packet's tensors."""
+    """Yields the fragments of a packet's tensors in order, each with at most FRAGMENT_BYTES of payload."""
     base = 0
     for tensor in tensors.values():
         payload = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data if tensor.nbytes else memoryview(b"")
@@ -171,7 +180,7 @@ def fragments(key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, tra
 
 
 class FlowDigest:
-    """The running digest that End carries: over the shapes of all chunks, not over their bytes."""
+    """The running digest of a flow, which End contains. It covers the shapes of all chunks, but not their bytes."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -213,7 +222,7 @@ Tail: TypeAlias = chunk_pb2.ChunkEnd | chunk_pb2.ChunkAbort
 
 
 def fill_tail(chunk: chunk_pb2.Chunk, tail: Tail) -> None:
-    """Adds End or Abort to a chunk."""
+    """Sets the content of `chunk` to an End or Abort message."""
     if isinstance(tail, chunk_pb2.ChunkEnd):
         chunk.end.CopyFrom(tail)
     else:
@@ -226,7 +235,7 @@ def fill_tail(chunk: chunk_pb2.Chunk, tail: Tail) -> None:
 def arena_ranges(data: chunk_pb2.ChunkData) -> tuple[list[str], list[ArenaRange]]:
     """Returns the names and arena ranges of the tensors that are located in their producer's arena.
 
-    Raises InvalidChunkError if they are larger than the chunk claims to be.
+    Raises InvalidChunkError if the ranges are larger in total than the chunk claims to be.
     """
     names: list[str] = []
     places: list[ArenaRange] = []
@@ -244,7 +253,10 @@ def arena_ranges(data: chunk_pb2.ChunkData) -> tuple[list[str], list[ArenaRange]
 
 
 def read_in_place(data: chunk_pb2.ChunkData, reader: InPlaceReader) -> tuple[Packet, list[Bytes]]:
-    """Returns the packet of a chunk that is read in place, and the views of the arena under its tensors."""
+    """Returns the packet of a chunk that is read in place, and the views of the arena that contain its tensors.
+
+    Raises InvalidChunkError if the chunk is inconsistent or a region was freed.
+    """
     views: list[Bytes] = []
     tensors: dict[str, Array] = {}
     for message in data.tensors:
@@ -260,7 +272,10 @@ def read_in_place(data: chunk_pb2.ChunkData, reader: InPlaceReader) -> tuple[Pac
 
 
 def packet_of(data: chunk_pb2.ChunkData, contents: Mapping[str, Bytes]) -> Packet:
-    """Returns the packet of a chunk. `contents` has, by name, the bytes of the tensors that are not inline."""
+    """Returns the packet of a chunk. `contents` maps the names of the tensors that are not inline to their bytes.
+
+    Raises InvalidChunkError if the chunk is inconsistent.
+    """
     tensors = {message.name: _tensor(message, contents.get(message.name)) for message in data.tensors}
     return _checked(data, tensors)
 
@@ -268,7 +283,7 @@ def packet_of(data: chunk_pb2.ChunkData, contents: Mapping[str, Bytes]) -> Packe
 def _checked(data: chunk_pb2.ChunkData, tensors: dict[str, Array]) -> Packet:
     packet = Packet(tensors, metadata_from_wire(data.metadata) if data.metadata else {})
     if len(tensors) != len(data.tensors) or packet.size_bytes != data.size_bytes:
-        raise InvalidChunkError("a chunk's tensors share a name, or their size is not the one that the chunk claims")
+        raise InvalidChunkError("a chunk's tensors share a name, or their size differs from the size of the chunk")
     return packet
 
 
@@ -279,7 +294,7 @@ def _tensor(message: tensor_pb2.Tensor, content: Bytes | None) -> Array:
     if message.HasField("inline"):
         return read_inline(message)
     if message.WhichOneof("location") is not None:
-        raise InvalidChunkError(f"tensor {message.name!r} comes by a connector that was not negotiated")
+        raise InvalidChunkError(f"tensor {message.name!r} uses a connector that was not negotiated")
     dtype, shape = checked_layout(message, size_bytes=0)
     return np.empty(shape, dtype)
 
@@ -292,14 +307,14 @@ class FragmentMessage(NamedTuple):
 
     fragment: Fragment
     rest: memoryview
-    """The message's other items."""
+    """The serialized items after the fragment. Empty if there are none."""
 
 
 def encode_fragment(fragment: Fragment, *, rest: bytes = b"") -> bytes:
-    """Returns a PutChunkRequest with `fragment` and then the items of the serialized message `rest`.
+    """Returns a serialized PutChunkRequest with `fragment`, followed by the items of the serialized message `rest`.
 
-    Encodes by hand, so that the payload is copied once at each end. Protobuf would copy it three times more: into the
-    message, out of it, and into the parsed one. The bytes on the wire are those that protobuf makes.
+    This function encodes the message by hand, so that the payload is copied only once at each end. Protobuf would copy
+    it three more times: into the message, out of it, and into the parsed message. The encoding equals that of protobuf.
     """
     message, payload = fragment
     fields = message.SerializeToString() + bytes((_PAYLOAD,)) + _varint(len(payload))
@@ -308,9 +323,9 @@ def encode_fragment(fragment: Fragment, *, rest: bytes = b"") -> bytes:
 
 
 def decode_fragment(data: bytes) -> FragmentMessage | None:
-    """Returns the parts of a PutChunkRequest, or None if its first item is not a fragment.
+    """Returns the fragment and the other items of a PutChunkRequest, or None if its first item is not a fragment.
 
-    Raises InvalidChunkError for a malformed fragment.
+    Raises InvalidChunkError if the fragment is malformed.
     """
     if data[:1] != _ITEMS:
         return None
@@ -335,7 +350,10 @@ def decode_fragment(data: bytes) -> FragmentMessage | None:
 
 
 def _fields(view: memoryview, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yields the offsets of each field, its value and its end. The fields are numbers or length-delimited."""
+    """Yields the offset of each field, the offset of its value, and the offset of its end.
+
+    Raises InvalidChunkError if a field is neither a number nor length-delimited, or if it exceeds `end`.
+    """
     while start < end:
         tag, value_start = _read_varint(view, start)
         match tag & 7:
@@ -352,7 +370,7 @@ def _fields(view: memoryview, start: int, end: int) -> Iterator[tuple[int, int, 
 
 
 def _span(view: memoryview, at: int) -> tuple[int, int]:
-    """Returns the offsets at which a length-delimited value starts and ends."""
+    """Returns the start and end offsets of the length-delimited value whose length is at the offset `at`."""
     size, start = _read_varint(view, at)
     if start + size > len(view):
         raise InvalidChunkError("a message is shorter than it claims to be")
