@@ -57,7 +57,7 @@ class OrchestratorConfig:
     pipeline: str
     """The path of the pipeline file, or the name of a built-in pipeline."""
     replicas: Mapping[str, tuple[ReplicaAddress, ...]]
-    """The replicas by stage. A stage may have none here if its replicas are found by DNS or register themselves."""
+    """The replicas by stage. A stage may be missing if its replicas are found by DNS or register themselves."""
     listen: str
     """The address for clients, "host:port"."""
     dns: Mapping[str, DnsName] = field(default_factory=dict[str, DnsName])

@@ -1,9 +1,11 @@
 """The size of a request for admission, before it runs and after it has ended.
 
-Admission counts bytes that are occupied as long as the request runs: its input, its outputs, which the orchestrator
-retains for callers that attach, and the chunks of its edges in arenas, at most the credit of each consumer. The input
-size is known when the request arrives. For the rest, admission reserves the average of earlier requests of the same
-kind, because the limits apply to sums. Each engine limits its own memory.
+Admission counts the bytes that a request occupies while it runs: its input, its outputs, and the chunks of its edges in
+arenas. The orchestrator retains the outputs for callers that attach. The chunks of an edge occupy at most the credit of
+its consumer.
+
+The input size is known when the request arrives. For the rest, admission reserves the average of earlier requests of
+the same kind, because the limits apply to sums. Each engine limits its own memory.
 """
 
 from stagemesh.orchestrator.admission.ticket import AdmissionRequest

@@ -44,8 +44,7 @@ _BY_NUMBER = {state.wire: state for state in ReplicaState}
 class Hold(Enum):
     """The reason why the orchestrator sends no new requests to a replica that reports READY.
 
-    The most important reason is listed first. A value is a pair of a number and the state in which the replica is
-    shown.
+    The most important reason is first. A value is a pair: a number, and the state in which the replica is shown.
     """
 
     LEAVING = (1, ReplicaState.DRAINING)

@@ -65,7 +65,7 @@ class ReplicaClient(Protocol):
         ...
 
     async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:
-        """Returns the replica's current load."""
+        """Returns the current load of the replica."""
         ...
 
     def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:

@@ -65,11 +65,11 @@ class ReadyReplicas:
         self._by_zone: dict[str, RandomPool[Replica]] = {}
 
     def on_host(self, host: str) -> RandomPool[Replica]:
-        """Returns the ready replicas on a host. An empty `host` has none."""
+        """Returns the ready replicas on a host. Returns an empty pool if `host` is empty."""
         return self._by_host.get(host, _EMPTY)
 
     def in_zone(self, zone: str) -> RandomPool[Replica]:
-        """Returns the ready replicas in a zone. An empty `zone` has none."""
+        """Returns the ready replicas in a zone. Returns an empty pool if `zone` is empty."""
         return self._by_zone.get(zone, _EMPTY)
 
     def add(self, replica: Replica) -> None:

@@ -35,7 +35,7 @@ class RequestRegistry:
     """Requests by id.
 
     An ended request is dropped after `keep_s` seconds. If all ended requests together need more than `keep_bytes`, the
-    oldest are dropped earlier.
+    oldest ended requests are dropped earlier.
     """
 
     def __init__(self, *, keep_s: float = KEEP_S, keep_bytes: int = KEEP_BYTES) -> None:

@@ -36,7 +36,7 @@ class StepState(AttemptState):
 
     step: PlannedStep
     budget: StateBudget
-    """Limits the states that all steps of the orchestrator retain."""
+    """The limit for the checkpoint states that all steps of the orchestrator retain."""
     notes: StepNotes | None = None
     checkpoint: ReceivedCheckpoint | None = None
     """The newest useful checkpoint, or None if there is none."""

@@ -23,9 +23,7 @@ class Endpoint(NamedTuple):
 
 
 class EdgeTensors(NamedTuple):
-    """The names of the tensors that an edge reads from its producer (`carried`) and delivers to its consumer
-    (`brought`).
-    """
+    """The names of the tensors that an edge reads from its producer and delivers to its consumer."""
 
     carried: tuple[str, ...]
     brought: tuple[str, ...]
