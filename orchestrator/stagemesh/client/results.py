@@ -86,8 +86,9 @@ class Result:
 
 
 class ResultBuilder:
-    """Collects a request's events into a Result. The Result's times are in seconds since the construction of this
-    object.
+    """Collects a request's events into a Result.
+
+    The Result's times are in seconds since the construction of this object.
     """
 
     def __init__(self) -> None:

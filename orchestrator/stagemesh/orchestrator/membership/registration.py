@@ -38,7 +38,7 @@ class RegistrationSource:
         self._leases: dict[str, Lease] = {}
         self._listener: MembershipListener | None = None
         self.closed = asyncio.Event()
-        """Set when replicas can no longer register."""
+        """An event that is set when replicas can no longer register."""
 
     async def follow(self, listener: MembershipListener) -> None:
         self._listener = listener

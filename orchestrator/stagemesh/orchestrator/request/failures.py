@@ -38,7 +38,7 @@ A killed process is noticed within milliseconds.
 
 
 class CauseRank(IntEnum):
-    """How certainly a failure is the root cause. A lower rank is more certain. LOST and OWN are conclusive."""
+    """The certainty that a failure is the root cause. A lower rank is more certain. LOST and OWN are conclusive."""
 
     LOST = 0
     """The stage's own replica terminated."""
@@ -61,7 +61,7 @@ class Failure:
 
     @property
     def rank(self) -> CauseRank:
-        """How certainly this failure is the root cause."""
+        """The certainty that this failure is the root cause."""
         error = self.error
         if error.reason == REPLICA_LOST:
             return CauseRank.LOST

@@ -38,8 +38,9 @@ class Edge(EdgeEntry, frozen=True):
     brings: tuple[str, ...] = ()
     """The tensors that the consumer receives on the edge."""
     apart: bool = False
-    """Whether the edge's packets are separate inputs of the consumer. If False, they are joined with packets of other
-    edges.
+    """Whether the edge's packets are separate inputs of the consumer.
+
+    If False, they are joined with packets of other edges.
     """
     condition: SkipValidation[Condition] = ()
     """The condition that a request must fulfil for the edge to carry packets."""
