@@ -50,7 +50,7 @@ def _needs_prompt(task: Task, stage: DiffusionOptions) -> bool:
 def parse_integer(name: str, value: float) -> int:
     """Returns an option as an integer. Raises InvalidRequestError if the value has a fractional part."""
     if value != int(value):
-        raise InvalidRequestError(f"option {name} is {value:g}; it must be an integer", reason="INVALID_OPTION")
+        raise InvalidRequestError(f"option {name!r} is {value:g}; it must be an integer", reason="INVALID_OPTION")
     return int(value)
 
 
@@ -64,7 +64,7 @@ def _check_sizes(numbers: Mapping[str, int], facts: ModelFacts) -> None:
             lower = value - value % facts.sizes.size_multiple
             near = f"{lower} or {lower + facts.sizes.size_multiple}" if lower else str(facts.sizes.size_multiple)
             raise InvalidRequestError(
-                f"option {name} is {value}; it must be a multiple of {facts.sizes.size_multiple}, such as {near}",
+                f"option {name!r} is {value}; it must be a multiple of {facts.sizes.size_multiple}, such as {near}",
                 reason="INVALID_OPTION",
             )
     steps = numbers.get("num_inference_steps", facts.min_steps)
