@@ -28,10 +28,10 @@ class Adapter:
 
 
 class AdapterControl(Protocol):
-    """Loads and unloads LoRA adapters. A task that names an adapter that is not loaded fails; other tasks do not."""
+    """Loads and unloads LoRA adapters. Only tasks that name an unloaded adapter fail."""
 
     async def load(self, name: str, path: str) -> Adapter:
-        """Reads and checks an adapter. Loading the same adapter again is not an error.
+        """Checks and loads an adapter. Loading a loaded adapter again from the same folder has no effect.
 
         Raises InvalidRequestError if the folder does not contain an adapter for this model, ExistsError if the name is
         used for another folder, OverloadedError if no slot is free, and NotReadyError if the engine does not support
@@ -42,13 +42,13 @@ class AdapterControl(Protocol):
     async def unload(self, name: str, *, drain: bool) -> None:
         """Unloads an adapter. With `drain`, rejects new tasks that name it and waits for the running ones.
 
-        Raises NotFoundError if it is not loaded, and NotReadyError if tasks use it and `drain` is False.
+        Raises NotFoundError if the adapter is not loaded, and NotReadyError if tasks use it and `drain` is False.
         """
 
     async def pin(self, name: str) -> Adapter:
         """Reserves a slot for an adapter until it is unloaded. The other adapters share the remaining slots.
 
-        Raises NotFoundError if it is not loaded, and OverloadedError if no slot would remain for the others.
+        Raises NotFoundError if the adapter is not loaded, and OverloadedError if no slot would remain for the others.
         """
         ...
 
@@ -68,7 +68,7 @@ class SleepControl(Protocol):
         """
 
     async def sleep(self, level: int) -> None:
-        """Puts the engine to sleep. Must be called after `check_sleep`, while no task runs."""
+        """Puts the engine to sleep. Must be called only after `check_sleep` and while no task is running."""
 
     async def wake(self, tags: Sequence[str]) -> None:
         """Wakes the parts with these tags, or all parts if empty. Raises InvalidRequestError if a tag is not asleep."""
@@ -99,7 +99,7 @@ class CacheStatistics:
 
 
 class CacheControl(Protocol):
-    """Clears and measures the cache of results of earlier tasks."""
+    """Clears and measures the engine's cache, which contains results of earlier tasks."""
 
     async def clear_caches(self, *, preempt: bool) -> None:
         """Removes all entries. With `preempt`, running tasks drop their entries and recompute them, with equal results.
@@ -116,7 +116,7 @@ class PartitionsArena(Protocol):
     """Reserves partitions of the replica's arena for worker processes."""
 
     def open_share(self, size_bytes: int) -> PartitionTicket:
-        """Reserves a partition for one worker. Raises NotReadyError if it does not fit."""
+        """Reserves a partition for one worker. Raises NotReadyError if the arena has too little free space."""
         ...
 
     def adopt(self, handle: Handle) -> Tensors:

@@ -17,7 +17,7 @@ class ChatMessage(NamedTuple):
     role: str
     content: str
     parts: Sequence[Part] = ()
-    """Text and media in order, instead of `content`."""
+    """The message's text and media in order. Replaces `content` if it is not empty."""
 
 
 Prompt: TypeAlias = str | Sequence[ChatMessage] | Sequence[int]
@@ -33,7 +33,7 @@ def media_of(prompt: Prompt | None) -> Sequence[Medium]:
 
 
 TokenSelection: TypeAlias = Literal["all", "last"]
-"""The rows of a tensor: "all" for every token that the model processes, "last" for tokens that it samples from.
+"""The tokens for which a tensor has rows: "all" that the model processes, or only the "last", which it samples from.
 
 The metadata of packets with such rows contains the position of the first token (`token_start`) and the number of tokens
 in the prompt (`prompt_tokens`).
@@ -94,7 +94,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Task:
-    """One request's work for an engine."""
+    """The work that an engine does for one request."""
 
     request_id: str
     seed: int
@@ -120,7 +120,7 @@ class Task:
     negative_prompt: str = ""
     """A description of content that the output must not show. For engines that generate images."""
     priority: int = 0
-    """Waiting tasks with higher priority run first."""
+    """The priority among waiting tasks. Higher priorities run first."""
     deadline_s: float | None = None
     """The deadline on the event loop's clock, in seconds. None means no deadline."""
     max_steps: int | None = None
@@ -131,7 +131,7 @@ class Task:
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probability of a sampled token, and the most probable tokens with theirs in descending order."""
+    """Log-probabilities of a sampled token and of the most probable tokens, the most probable first."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -205,7 +205,7 @@ class Engine(Protocol):
         ...
 
     def load(self) -> EngineLoad:
-        """Returns the current load."""
+        """Returns the engine's current load."""
         ...
 
     async def wait_failed(self) -> str:
@@ -224,5 +224,5 @@ class Transform(Protocol):
         ...
 
     def finish(self) -> Sequence[Packet]:
-        """Returns the remaining packets at the flow's end."""
+        """Returns the remaining converted packets. Called at the flow's end."""
         ...

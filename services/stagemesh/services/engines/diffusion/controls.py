@@ -1,4 +1,4 @@
-"""Operators' controls of a diffusion engine: sleep, profiles and the prompt cache. Adapters have their own manager."""
+"""Operators' controls of a diffusion engine, except for adapters: sleep, profiles and the prompt cache."""
 
 import asyncio
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
 
 def choose_device(options: DiffusionOptions, *, rank: int = 0) -> torch.device:
-    """Returns the device of a rank; each rank has its own GPU. Raises NotReadyError if there are too few GPUs."""
+    """Returns the device of a rank. Each rank has its own GPU. Raises NotReadyError if there are too few GPUs."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if options.device == "cpu" or (options.device == "auto" and not count):
         return torch.device("cpu")

@@ -181,7 +181,7 @@ class DiffusionEngine:
         yield Usage(steps=request.done - prepared.step_index)
 
     def _next_stop(self, done: int, last: int) -> int:
-        """Returns the step after which a checkpoint or preview is due, or the request ends or pauses."""
+        """Returns the next step after which a checkpoint or preview is due, or the request ends or pauses."""
         intervals = [each for each in (self._options.checkpoint_steps, self._options.preview_steps) if each]
         return min([last, *(done - done % each + each for each in intervals)])
 

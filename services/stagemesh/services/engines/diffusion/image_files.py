@@ -13,7 +13,7 @@ FRAMES_PER_SECOND = 16
 
 
 def encode_file(frames: npt.NDArray[Any]) -> Array:
-    """Encodes float32[frames, 3, height, width] in [0, 1] as a PNG, or as an animated WebP if there are several frames.
+    """Encodes float32[frames, 3, height, width] in [0, 1] as a PNG file, or several frames as an animated WebP file.
 
     Returns uint8[bytes].
     """

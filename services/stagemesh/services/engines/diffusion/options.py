@@ -23,7 +23,7 @@ class ParallelOptions:
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     cfg: int = 1
-    """Number of groups of processes that share classifier-free guidance. 2 computes both branches at the same time."""
+    """Number of guidance branches computed at the same time, each by its own processes. Must be 1 or 2."""
     ulysses: int = 1
     """Number of processes that share each forward pass. Each process computes a part of the tokens and, in attention,
     a part of the heads."""
@@ -56,13 +56,13 @@ class ParallelOptions:
 
 @dataclass(frozen=True)
 class DiffusionOptions:
-    """The options of a diffusion stage. Options of a request default to the values here."""
+    """The options of a diffusion stage, including the default values of request options."""
 
     part: Part = "all"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of the model's computation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` uses a GPU if the machine has one."""
+    """Device for the computation. `auto` selects a GPU if the machine has one, otherwise the CPU."""
     load: LoadOptions = field(default_factory=LoadOptions)
     """Options for loading and storing the weights."""
     enable_lora: bool = False

@@ -70,13 +70,13 @@ def _check_sizes(numbers: Mapping[str, int], facts: ModelFacts) -> None:
     steps = numbers.get("num_inference_steps", facts.min_steps)
     if steps < facts.min_steps:
         raise InvalidRequestError(
-            f"option num_inference_steps is {steps}; this model's schedule needs {facts.min_steps}",
+            f"option 'num_inference_steps' is {steps}; this model's schedule needs {facts.min_steps}",
             reason="INVALID_OPTION",
         )
     frames = numbers.get("num_frames", 1)
     if facts.frames_multiple == 0 and frames != 1:
         raise InvalidRequestError(
-            f"option num_frames is {frames}; this model generates images, which have 1 frame", reason="INVALID_OPTION"
+            f"option 'num_frames' is {frames}; this model generates images, which have 1 frame", reason="INVALID_OPTION"
         )
     if facts.frames_multiple and (frames - 1) % facts.frames_multiple:
         raise InvalidRequestError(

@@ -22,11 +22,11 @@ class DiffusionInputs:
     num_inference_steps: int = 0
     guidance_scale: float = 1.0
     num_frames: int = 1
-    """Number of video frames; 1 for image models."""
+    """Number of video frames. 1 for image models."""
     adapter: str | None = None
     """Name of the LoRA adapter used for denoising. None means no adapter."""
     adapter_scale: float = 1.0
-    """Strength of the adapter. 1 applies the adapter unchanged."""
+    """Strength of the adapter. 1 applies it as trained."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Owns a device's model, requests in progress and memory. Not thread-safe."""
+"""The worker of a diffusion engine. It owns the model, the requests in progress and the device's memory."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PROFILED_STEP = "denoising step"
-"""Name of a step in a profile."""
+"""The name under which a profile shows each denoising step."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PreparedRequest:
 
 
 class DiffusionWorker:
-    """Runs requests on one device, addressed by name. Arguments and results are numbers, strings and arrays."""
+    """Runs named requests on one device. Arguments and results are numbers, strings and arrays. Not thread-safe."""
 
     def __init__(self, folder: Path, options: DiffusionOptions, *, rank_group: "RankGroup | None" = None) -> None:
         self._folder, self._options, self._rank_group = folder, options, rank_group
@@ -192,7 +192,7 @@ class DiffusionWorker:
         release_unused_memory()
 
     def wake(self) -> bool:
-        """Restores the weights. Returns whether they were read from files, which removes all loaded adapters."""
+        """Restores the weights. Returns True if they were read from files, which removes all loaded adapters."""
         if self._sleeping_runner is None:
             self.load()
             freeze_loaded_objects()

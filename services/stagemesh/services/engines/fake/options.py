@@ -50,7 +50,7 @@ class FakeOptions:
     fail_at_step: int | None = None
     """The step, counted from 0, that fails in every request. None disables this fault."""
     faults: tuple[Fault, ...] = ()
-    """Further faults."""
+    """The faults that affect some requests, in addition to `fail_at_step`."""
     start_s: Annotated[float, Field(ge=0)] = 0.0
     """The duration of loading the engine, in seconds."""
     max_running: Annotated[int, Field(ge=1)] = 256

@@ -73,7 +73,7 @@ def step_state(step: int) -> Tensors:
 
 
 def unpack(packed: Tensors) -> list[Tensors]:
-    """Returns the inputs that were passed to `pack`."""
+    """Returns the inputs that a checkpoint's tensors contain. Reverses `pack`."""
     inputs: list[dict[str, Array]] = []
     for name in [name for name in packed if name + _LENGTHS in packed]:
         end, lengths = 0, [int(length) for length in packed[name + _LENGTHS]]

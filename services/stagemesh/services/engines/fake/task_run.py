@@ -230,7 +230,7 @@ class TaskFaults:
 
 
 class StepClock:
-    """Computes when the steps of a task end, by a clock in seconds.
+    """Computes when the steps of a task end. `clock` returns seconds.
 
     With `keeps_rate`, a step that starts late ends on the original schedule, which preserves the average rate. After a
     longer wait, steps do not catch up. They rejoin the schedule at its next point, so that tasks that were blocked

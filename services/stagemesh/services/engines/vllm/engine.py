@@ -35,7 +35,7 @@ class LoadMeter:
         self._last_token_s = time.monotonic()
 
     def begin(self, name: str, max_tokens: int) -> None:
-        """Adds a request."""
+        """Adds a request that may sample at most `max_tokens` tokens."""
         self._tokens_left[name] = max_tokens
 
     def count(self, name: str, new_tokens: int) -> None:
@@ -63,9 +63,9 @@ class LoadMeter:
 class VllmEngine:
     """Runs tasks on vLLM's AsyncLLM, with one additional thread that lives as long as the engine.
 
-    The thread imports vLLM and starts its processes. The event loop therefore remains responsive. It is a long-lived
-    thread because the kernel ties a child process to the thread that started it. The thread also runs the tokenizer,
-    which must not be used by two threads at the same time.
+    The thread imports vLLM and starts its processes, so that the event loop remains responsive. It must live that long,
+    because the kernel ties a child process to the thread that started it. The thread also runs the tokenizer, because
+    two threads must not use it at the same time.
     """
 
     def __init__(self, config: StageConfig) -> None:

@@ -29,7 +29,7 @@ def get_argument(params: "SamplingParams | None", kind: type[T]) -> T | None:
 
 
 def track_arguments(known: dict[str, T], step: "SchedulerOutput", kind: type[T]) -> None:
-    """Adds the arguments of a step's new requests to `known`, by request id. Removes those of finished requests."""
+    """Adds the arguments of a step's new requests to `known`, by request id. Removes finished requests."""
     for request_id in step.finished_req_ids:
         known.pop(request_id, None)
     for new in step.scheduled_new_reqs:

@@ -11,7 +11,7 @@ _PUNICA = "stagemesh.services.engines.vllm.adapters.cpu_rows.AppliesOnlyChosen"
 
 
 def register() -> None:
-    """Makes vLLM's processes (engine core, workers) end with their parent process, and fixes vLLM on a CPU."""
+    """Makes vLLM's processes (engine core, workers) end with their parent process, and adjusts vLLM for a CPU."""
     if current_platform.is_cpu():
         # vLLM compiles small functions of its sampler even with `enforce_eager`. On a CPU the first request for
         # log-probabilities would delay all others by seconds, or would end the engine if there is no C++ compiler.

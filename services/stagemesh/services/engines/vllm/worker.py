@@ -40,7 +40,7 @@ class StageWorker(Worker):
         return getattr(self.model_runner, method)(*args)
 
     def shutdown(self) -> None:
-        """Shuts the worker down. Lets the process exit seconds earlier: garbage collection skips all loaded objects."""
+        """Shuts the worker down. Garbage collection at exit then skips all objects, which saves seconds."""
         super().shutdown()
         atexit.register(gc.freeze)
 

@@ -96,7 +96,7 @@ class SentenceStream:
         return _overlap_add(blocks, first=first, total=total if last else None)
 
     def _extend_source(self, samples: Floats, *, last: bool) -> None:
-        """Adds pulse samples. Adds the reflections at both ends of the sentence that the transform expects."""
+        """Adds pulse samples, and the reflections that the transform expects at both ends of the sentence."""
         if self._source is not None:
             self._source = np.concatenate([self._source, samples])
         else:

@@ -31,7 +31,7 @@ class Page(Generic[ItemT]):
 
 
 def page_of(items: Iterable[ItemT], key: Callable[[ItemT], str], *, page_size: int, page_token: str) -> Page[ItemT]:
-    """Sorts items by key. Returns at most `page_size` items with keys after `page_token`. 0 means DEFAULT_PAGE."""
+    """Returns the first `page_size` items (0: DEFAULT_PAGE) with keys after `page_token`, sorted by key."""
     left = sorted((item for item in items if key(item) > page_token), key=key)
     page = left[: min(page_size or DEFAULT_PAGE, MAX_PAGE)]
     return Page(page, key(page[-1]) if len(page) < len(left) else "")
@@ -59,7 +59,7 @@ class StageControls:
         await self._require(self._abilities.adapters, "adapters").unload(name, drain=drain)
 
     async def pin_adapter(self, name: str) -> Adapter:
-        """Reserves a slot for an adapter."""
+        """Reserves a slot for a loaded adapter until it is unloaded."""
         return await self._require(self._abilities.adapters, "adapters").pin(name)
 
     def list_adapters(self, *, page_size: int, page_token: str) -> Page[Adapter]:
@@ -70,7 +70,7 @@ class StageControls:
     # -- sleep
 
     async def sleep(self, level: int, *, drain: bool) -> Sequence[str]:
-        """Puts the engine to sleep once no step is running. Rejects new steps at once. Returns the sleeping tags.
+        """Puts the engine to sleep once no step is running. Rejects new steps at once. Returns the tags asleep.
 
         Raises NotReadyError if steps are running and `drain` is False. A call cancelled while waiting changes nothing.
         """
@@ -98,7 +98,7 @@ class StageControls:
             return engine.asleep()
 
     def _resume_if_awake(self, engine: SleepControl) -> None:
-        """Accepts steps again if the engine is awake, whether or not the call succeeded."""
+        """Resumes accepting steps if no part of the engine is asleep."""
         if not engine.asleep():
             self._runtime.resume()
 

@@ -27,7 +27,7 @@ class Working(Protocol):
 
     @property
     def computes(self) -> bool:
-        """Whether the run waits only for its engine."""
+        """Whether the run waits only for its engine, and not for input or a consumer."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class StallWatch(Generic[RunT]):
                 return f"the engine hangs: a stopped step has not ended for {bound}"
 
     def _check(self, tick_s: float) -> bool:
-        """Updates the silence of each run and calls `on_hung` for single hung runs. Returns whether all are silent."""
+        """Updates each run's silence. Returns True if no run makes progress. Otherwise reports hung runs."""
         runs = self._runs()
         working = {run.number: run for run in runs if run.computes}
         before, self._event_counts = self._event_counts, {run.number: run.event_count for run in runs}

@@ -65,5 +65,5 @@ def without_large_state(state: Checkpoint) -> Checkpoint:
 
 
 def without_state(state: Checkpoint) -> Checkpoint:
-    """Returns the position of a checkpoint (its counts of steps, outputs and rows) without its state."""
+    """Returns a checkpoint without its tensors and tokens. The counts of steps, outputs and rows remain."""
     return replace(state, tensors={}, token_ids=())

@@ -69,7 +69,7 @@ class StageRuntime:
     # -- lifecycle
 
     async def start(self) -> None:
-        """Loads the engine. The state then is READY, or FAILED with NotReadyError (LOAD_FAILED)."""
+        """Loads the engine and sets the state to READY. If loading fails, sets FAILED and raises a StagemeshError."""
         try:
             if use_partitions := self._engine.abilities.use_partitions:
                 use_partitions(self.data_plane)
@@ -210,7 +210,7 @@ class StageRuntime:
     # -- load and reports
 
     def load(self) -> StageLoad:
-        """Returns the current load."""
+        """Returns the current load of the engine and of the data plane."""
         engine = EngineLoad(0, 0) if self.state is ReplicaState.LOADING else self._engine.load()
         plane = self.data_plane
         arena, landing = plane.arena_stats, plane.landing_stats

@@ -49,7 +49,7 @@ class StepSession:
         self._stream = ServerStream(self)
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._waiting: deque[bytes] = deque()
-        """Serialized responses with one message each. Concatenated, they form one response with all these messages."""
+        """Serialized responses that contain one message each. Their concatenation is a response with all messages."""
         self._waiting_bytes = 0
         self._has_space = asyncio.Event()
         self._write_is_due = False
@@ -91,7 +91,7 @@ class StepSession:
         self._write_waiting()
 
     def closed(self, error: object) -> None:
-        """Does nothing, because `serve` ends at the same time and cancels the calls."""
+        """Does nothing, because `serve` also ends and then cancels the calls."""
 
     # -- internal
 

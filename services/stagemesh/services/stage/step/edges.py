@@ -25,7 +25,7 @@ class StepEdges:
     def __init__(self, spec: StepSpec, data_plane: DataPlane) -> None:
         self.request_id, self.step_id, self.attempt = spec.request_id, spec.step_id, spec.attempt
         self.outlets = data_plane.fan_out()
-        """The outlets of the pipeline's edges, without the edge for a paused request's state."""
+        """The outlets of the pipeline's edges. Excludes `state_outlet`."""
         self.on_over: Callable[[], None] = lambda: None
         """Called when no outgoing edge can be bound to another consumer any more."""
         self._plane = data_plane
@@ -37,7 +37,7 @@ class StepEdges:
         self._state_outlet: Outlet | None = None
 
     def open(self) -> None:
-        """Opens all inlets and outlets."""
+        """Opens the inlets and outlets of all edges of the spec."""
         for binding in self._inputs.values():
             is_state = binding.edge == STATE_EDGE
             inlet = self._plane.open_inlet(
@@ -66,7 +66,7 @@ class StepEdges:
 
     @property
     def inlets(self) -> dict[str, Inlet]:
-        """The inlets of the pipeline's edges, by edge name, without the edge for a paused request's state."""
+        """The inlets of the pipeline's edges, by edge name. Excludes `state_inlet`."""
         return dict(self._inlets)
 
     @property

@@ -20,7 +20,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class AudioOutput:
-    """Audio samples that the client appends to the samples before."""
+    """Audio samples that the client appends to the previous samples."""
 
     samples: Array
     sample_rate_hz: int

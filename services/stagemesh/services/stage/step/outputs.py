@@ -34,7 +34,7 @@ class StreamedOutputs:
     def __init__(
         self, names: Sequence[str], emits: Mapping[str, Emitted], *, made: Mapping[str, int] | None = None
     ) -> None:
-        """Creates the splitter. `made` is the number of fragments of each name in earlier runs; numbering continues."""
+        """Creates the splitter. Numbering continues after `made`, the number of earlier fragments by name."""
         self.size_bytes = 0
         """The total size of all pushed tensors and log-probabilities, in bytes."""
         self._emitted = {name: emits[name] for name in names}

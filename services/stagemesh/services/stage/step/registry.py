@@ -13,7 +13,7 @@ from stagemesh.services.stage.step.spec import Rebinding, StepSpec
 KEPT_S = 30.0
 MAX_KEPT = 256
 MAX_KEPT_BYTES = 64 << 20
-"""The limits for storing ended runs: seconds, number and bytes. Callers can attach to stored runs again."""
+"""Limits for ended runs, to which callers can attach again: time in seconds, number of runs, and bytes."""
 MAX_ATTEMPTS = 4096
 """The maximum number of requests whose latest attempt is recorded."""
 _RELEASED = CancelledRequestError("the request has ended")

@@ -152,7 +152,7 @@ class StepRun:
         self._task = asyncio.create_task(self._run(on_ended), name=f"step {self.spec.step_id}")
 
     def extend(self, *, deadline_s: float | None) -> None:
-        """Extends the deadline to the deadline of a later caller. Does nothing if it is not later. None removes it."""
+        """Extends the deadline to `deadline_s` of another caller if that is later. None removes the deadline."""
         if self._timer is not None and (deadline_s is None or deadline_s > self._timer.when()):
             self._set_deadline(deadline_s)
 
@@ -214,7 +214,7 @@ class StepRun:
         on_ended(self)
 
     async def _outcome(self) -> StagemeshError | None:
-        """Runs the step. Returns its error as a StagemeshError, or None if the step succeeded."""
+        """Runs the step. Returns None, or its error as a StagemeshError."""
         try:
             await self._execute()
         except StagemeshError as exc:

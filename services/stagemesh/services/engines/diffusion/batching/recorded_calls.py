@@ -73,7 +73,7 @@ class CallReplay:
 
 
 def zero_prediction(inputs: Mapping[str, Any]) -> Prediction:
-    """Returns zeros in the shape of a call's prediction."""
+    """Returns a prediction of zeros with the shapes of the real prediction."""
     latents: torch.Tensor | list[torch.Tensor] = inputs["x"] if "x" in inputs else inputs["hidden_states"]
     if isinstance(latents, list):
         return ([torch.zeros_like(each) for each in latents],)
@@ -94,7 +94,7 @@ def concatenate(calls: Sequence[Call], *, shared: frozenset[str]) -> dict[str, A
 
 
 def split_rows(prediction: Prediction, rows: int) -> list[Prediction]:
-    """Returns each row's prediction as a prediction of its own."""
+    """Returns the predictions of the single rows of a batch."""
     sample = prediction[0]
     return [(sample[row : row + 1],) for row in range(rows)]
 

@@ -61,7 +61,7 @@ class TaylorSeerOptions:
     disable_cache_before_step: int = 3
     """Number of steps at the start that are always computed."""
     disable_cache_after_step: int | None = None
-    """Step from which on every step is computed. None disables this."""
+    """Step from which every later step is computed. None sets no such step."""
     max_order: int = 1
     """Order of the Taylor series. A higher order is more accurate and uses more memory."""
 

@@ -1,1 +1,1 @@
-"""Models: loading, families, and the phases of a pipeline."""
+"""Loading of models, the supported model families, and the phases of a pipeline."""

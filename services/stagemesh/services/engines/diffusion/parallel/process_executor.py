@@ -181,7 +181,7 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The rank's process id."""
         return self._process.pid
 
     def _disconnect(self) -> None:

@@ -25,7 +25,7 @@ class RankSetup:
 
 @dataclass(frozen=True)
 class RankCall:
-    """A call of a method of `DiffusionWorker`."""
+    """A request to a rank to call a method of its `DiffusionWorker`."""
 
     method: str
     args: tuple[Any, ...] = ()

@@ -1,4 +1,4 @@
-"""Admission of requests to denoising, limited by a number of requests and by memory."""
+"""Admits requests to denoising within limits on the number of requests and on their memory."""
 
 import asyncio
 import heapq
@@ -44,7 +44,7 @@ class Admission:
 
     @asynccontextmanager
     async def admitted(self, footprint: Footprint, *, priority: int) -> AsyncGenerator[None]:
-        """Waits for admission, which lasts until the context exits.
+        """Waits until the request is admitted. Its admission lasts until the context exits.
 
         Raises InvalidRequestError if the request needs more memory than the stage has.
         """

@@ -37,7 +37,7 @@ _READ_ERRORS = (
 
 
 def serialize(tree: Mapping[str, Tree], *, kind: str, model: str) -> Array:
-    """Returns a tree serialized as uint8[bytes]. `deserialize` compares its `kind` and its `model`, a fingerprint."""
+    """Returns a tree serialized as uint8[bytes]. `deserialize` checks its kind and its model's fingerprint."""
     collector = _TensorCollector()
     outline = collector.outline(dict(tree))
     head = {"version": VERSION, "kind": kind, "model": model, "tree": outline, "all_on_cpu": collector.all_on_cpu}

@@ -48,7 +48,7 @@ class Adapters:
 
     @asynccontextmanager
     async def using(self, name: str | None) -> "AsyncGenerator[LoRARequest | None]":
-        """Leases the adapter that a task names, or yields None for None. Raises NotFoundError if it is not loaded."""
+        """Leases a task's adapter. Yields None if `name` is None. Raises NotFoundError if the adapter is not loaded."""
         if name is None:
             yield None
         elif self._registry is None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class EmbeddingFlow(RequestHook):
-    """Reads one request's flow of embeddings into its slot of the memory."""
+    """Reads one request's flow of embeddings into the request's slot of the shared memory."""
 
     _reading: asyncio.Task[None]
 
@@ -59,7 +59,7 @@ class EmbeddingFlow(RequestHook):
     def start(self, limit: RequestLimit, abort: Callable[[], Awaitable[None]]) -> None:
         """Starts to read the rest of the flow. Drops rows that arrive after the request needs them.
 
-        Calls `abort` if the flow fails. `observe` then raises the flow's error.
+        If the flow fails, calls `abort`, and `observe` then raises the flow's error.
         """
         self._set_limit(limit)
         self._reading = asyncio.create_task(self._read_rest(limit, abort), name="embeddings")
@@ -161,7 +161,7 @@ class EmbeddedPrompt(RequestPrompt):
 
 
 class Embeddings(RequestFeature):
-    """Allocates a slot of the memory that the workers read to each request with embeddings."""
+    """Assigns a slot of the shared memory to each request with embeddings. Workers read them from the slot."""
 
     runner_module = "stagemesh.services.engines.vllm.embeddings.runner"
     _llm: "AsyncLLM"

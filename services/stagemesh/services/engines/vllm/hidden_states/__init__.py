@@ -1,1 +1,1 @@
-"""Transfers hidden states from vLLM's worker process through the replica's arena, in order for each request."""
+"""Transfers hidden states from vLLM's worker process through the replica's arena, in the order of the tokens."""

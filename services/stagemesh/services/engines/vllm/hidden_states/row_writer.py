@@ -61,7 +61,8 @@ class Written(NamedTuple):
 class RowWriter:
     """Writes rows into the arena and reports them in order.
 
-    The worker's main thread calls it, and waits neither for the GPU nor for space in the arena, up to a limit.
+    The worker's main thread uses it. That thread does not wait for the GPU. It waits for space in the arena only if too
+    many bytes are staged.
     """
 
     def __init__(self, attachment: Attachment, *, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Resumes requests from a checkpoint. vLLM receives its tokens at the end of the prompt but counts them as output.
 
-The request's limits are reduced by the number of these tokens. Its text can resume within a character or a stop text,
+The request's limits are lowered by the number of these tokens. Its text can resume within a character or a stop text,
 because the detokenizer processes the tokens first. `resume.runner` passes them to the sampler.
 """
 
@@ -62,7 +62,7 @@ class Resume(RequestFeature):
 
 
 class _Checkpoints(RequestHook):
-    """Emits a request's checkpoints."""
+    """Emits a checkpoint of one request every `interval` tokens. 0 disables checkpoints."""
 
     def __init__(self, request: EngineRequest, *, interval: int) -> None:
         self._request, self._interval = request, interval

@@ -14,7 +14,7 @@ class StartLimit(msgspec.Struct, frozen=True):
 
     name: str
     position: int
-    """The limit. vLLM may compute only the positions before it."""
+    """The position before which vLLM may compute."""
 
 
 class RequestLimit:
@@ -26,7 +26,7 @@ class RequestLimit:
 
     @property
     def position(self) -> int:
-        """The limit. vLLM may compute only earlier positions. Their inputs have arrived and the consumer keeps up."""
+        """The position before which vLLM may compute: inputs have arrived, and outputs are not too far ahead."""
         return min(self._arrived, self._ahead)
 
     def set_arrived(self, position: int) -> None:

@@ -53,7 +53,7 @@ class LimitsRequests:
         setattr(EngineCore, CORE_METHOD, _set_limits)
 
     def add_request(self, request: Request) -> None:
-        """Adds a request, and applies the limit that the request specifies."""
+        """Adds a request. Applies its limit if the request specifies one."""
         start = get_argument(request.sampling_params, StartLimit)
         if start is not None:
             limited = cast("LimitedRequest", request)
