@@ -45,7 +45,10 @@ PARAMETERS: Mapping[str, Parameter] = {
     "negative_prompt": option(str, "Describe what generated images and videos must not show.", metavar="TEXT"),
     **SAMPLING,
     "options": option(
-        list[str], "Set an option that a stage of the pipeline declares. Repeatable.", "--option", metavar="KEY=VALUE"
+        list[str],
+        "Set an option that a stage of the pipeline declares, such as steps=20. Repeatable.",
+        "--option",
+        metavar="KEY=VALUE",
     ),
     "timeout": option(
         float,

@@ -48,7 +48,8 @@ Replicas = Annotated[
     typer.Option(
         "--replicas",
         metavar="STAGE=N",
-        help="Override the number of replicas of a stage. Repeatable. Uses the pipeline file's number if omitted.",
+        help="Set the number of replicas of a stage, such as thinker=2. Repeatable. Stages that are not named use the "
+        "pipeline file's number.",
     ),
 ]
 

@@ -25,8 +25,8 @@ def probe_transport(
         str,
         typer.Argument(
             metavar="[HOST:PORT]",
-            help="Measure to the host at this address, which runs `stagemesh probe-transport --serve`. Measures "
-            "within this host if omitted.",
+            help="Measure the connection to the host at this address, which must run `stagemesh probe-transport "
+            "--serve`. Measures within this host if omitted.",
             show_default=False,
         ),
     ] = "",
@@ -34,7 +34,7 @@ def probe_transport(
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="Serve probes at this address until Ctrl-C, so that another host can measure to this host.",
+            help="Serve probes at this address until Ctrl-C, so that another host can measure its connection.",
             show_default=False,
         ),
     ] = "",

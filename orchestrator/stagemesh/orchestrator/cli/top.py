@@ -34,9 +34,7 @@ def top(
             "--interval", "-n", min=0.2, metavar="SECONDS", help="Set the number of seconds between two updates."
         ),
     ] = 1.0,
-    slowest: Annotated[
-        int, typer.Option(min=1, help="Show at most this number of requests, the requests that take longest first.")
-    ] = 10,
+    slowest: Annotated[int, typer.Option(min=1, help="Show at most this number of requests, the slowest first.")] = 10,
     once: Annotated[bool, typer.Option("--once", help="Print one update after one interval, and exit.")] = False,
     server: AdminServer = DEFAULT_ADMIN_SERVER,
     as_json: AsJson = False,

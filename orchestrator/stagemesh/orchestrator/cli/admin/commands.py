@@ -172,8 +172,8 @@ COMMANDS = (
     ),
     Command(
         "restart",
-        "Restart a replica, or the replicas of a stage one after the other. Each is drained, stopped, started again "
-        "by its supervisor, and awaited until it is ready.",
+        "Restart a replica, or the replicas of a stage one after the other. Drains and stops each replica, "
+        "then waits until its supervisor has started it again and it is ready.",
         "RestartReplicas",
         _restart_phase,
         {
@@ -192,8 +192,8 @@ COMMANDS = (
     ),
     Command(
         "probe",
-        "Probe again which connector each producing replica of an edge can use to each consuming replica. Exits with "
-        "status 1 if a probe fails.",
+        "Negotiate the connector of an edge again, between each producing and each consuming replica. Exits with "
+        "status 1 if a negotiation fails.",
         "ProbeEdge",
         lambda answer, _: links_table([answer.edge]),
         {"edge": param.EDGE, "producer": param.PRODUCER, "consumer": param.CONSUMER},

@@ -142,7 +142,7 @@ def timeout(default_s: float) -> Parameter:
 
 
 WAIT = option(bool, "Return only after all requests on the drained replicas have ended.", "--wait", default=False)
-MOVE = option(bool, "Move running requests to other replicas instead of finishing them here.", "--move", default=False)
+MOVE = option(bool, "Move running requests to other replicas instead of letting them finish.", "--move", default=False)
 GRACE = option(
     float,
     "With --move, wait this number of seconds for requests to finish before moving them. 0 moves them at once.",
