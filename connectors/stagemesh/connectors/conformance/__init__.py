@@ -1,4 +1,4 @@
-"""The conformance kit: tests of every guarantee of the data plane, for the connector that a class names.
+"""The conformance kit: tests that check all guarantees of the data plane for a given connector.
 
     from stagemesh.connectors.conformance import ConnectorSuite
 
@@ -17,7 +17,7 @@ pytest.register_assert_rewrite(
     )
 )
 
-from stagemesh.connectors.conformance.data_suite import DataSuite  # noqa: E402 - asserts are rewritten in imports after the call above
+from stagemesh.connectors.conformance.data_suite import DataSuite  # noqa: E402 - asserts are rewritten only in later imports
 from stagemesh.connectors.conformance.fault_suite import FaultSuite  # noqa: E402
 from stagemesh.connectors.conformance.proxies import Proxy, proxied  # noqa: E402
 from stagemesh.connectors.conformance.reader_suite import ReaderSuite  # noqa: E402
@@ -47,7 +47,7 @@ __all__ = [
 
 
 class FlowSuite(DataSuite, FaultSuite):
-    """Tests the guarantees of a flow. For `grpc`, which reads no arena, these are all tests."""
+    """Tests the guarantees of a flow. These are all tests that apply to `grpc`, which does not read arenas."""
 
 
 class ConnectorSuite(FlowSuite, ReaderSuite):

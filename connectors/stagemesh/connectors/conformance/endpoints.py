@@ -1,4 +1,4 @@
-"""Both sides of one connector without flows between them, for tests of the connector interface itself."""
+"""The two sides of a connector without flows between them, for tests of the connector interface."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +24,7 @@ ARENA_BYTES = 8 << 20
 
 
 class End:
-    """One replica's arenas and connector."""
+    """The arenas and the connector of one replica."""
 
     def __init__(self, name: ConnectorName, *, replica: str, incarnation: str = "1") -> None:
         self.replica, self.incarnation = replica, incarnation
@@ -42,12 +42,15 @@ class End:
             await emptied(lambda: landing.used_bytes)
 
     async def write(self, content: Bytes) -> tuple[Written, ArenaRange]:
-        """Writes bytes into the arena and returns their region and range."""
+        """Writes bytes into the arena. Returns the written tensor with its region, and its arena range."""
         written = await self.arena.write({"x": content}, MemoryAccount())
         return written, ArenaRange(written.region.offset, content.nbytes, written.region.generation)
 
     def as_producer(self, *, with_arena: bool = True) -> Producer:
-        """Describes this replica as a producer on the consumer's host."""
+        """Returns a description of this replica as a producer on the consumer's host.
+
+        `with_arena` is whether the producer passes its arena's memory file.
+        """
         return Producer(self.replica, self.incarnation, self.arena.fd if with_arena else None)
 
     async def connect(self, producer: "End") -> Reader:
@@ -69,19 +72,19 @@ class End:
 
 @dataclass(frozen=True)
 class Connected:
-    """A consumer that reads from a producer."""
+    """A producer and a consumer with a reader of the producer's arena."""
 
     producer: End
     consumer: End
     reader: Reader
 
     async def read(self, *places: ArenaRange) -> list[Bytes]:
-        """Reads ranges with the method that the reader's kind has."""
+        """Reads ranges of the producer's arena and returns their bytes."""
         return await read(self.reader, places)
 
 
 async def read(reader: Reader, places: Sequence[ArenaRange]) -> list[Bytes]:
-    """Reads ranges with the method that the reader's kind has."""
+    """Reads ranges and returns their bytes. Uses `view` or `fetch`, depending on the reader's class."""
     if isinstance(reader, InPlaceReader):
         return [reader.view(place) for place in places]
     assert isinstance(reader, FetchingReader), "a reader reads in place or fetches"
@@ -111,5 +114,5 @@ async def connected(name: ConnectorName) -> AsyncGenerator[Connected]:
 
 
 def content(size_bytes: int, seed: int) -> Bytes:
-    """Returns random bytes that follow from the seed."""
+    """Returns pseudorandom bytes that are determined by the seed."""
     return np.random.default_rng(seed).integers(0, 256, size_bytes, np.uint8)

@@ -1,4 +1,4 @@
-"""Tests guarantees D1, D4 and D6 over connections that are cut and replicas that restart."""
+"""Tests of the guarantees D1, D4 and D6 with broken connections and restarted replicas."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 class FaultSuite(Suite):
-    """Breaks connections, restarts replicas and stops producers and consumers."""
+    """Tests that break connections, restart replicas, and stop producers and consumers."""
 
     @pytest.mark.parametrize("size", [100, 30_000, 400_000])
     async def test_cut_connections_lose_and_repeat_nothing(self, size: int) -> None:
@@ -140,13 +140,13 @@ async def _first(inlet: Inlet) -> bytes:
 
 
 async def _bounded_send(outlet: Outlet, count: int) -> None:
-    """Sends `count` packets, or fewer if something breaks."""
+    """Sends `count` packets within BOUND_S seconds. Raises the error if the flow fails."""
     async with asyncio.timeout(BOUND_S):
         await send_all(outlet, (packet(seq, 100_000) for seq in range(count)))
 
 
 async def _successor(previous: Host, proxy: Proxy) -> Host:
-    """Starts another incarnation of a consumer at the address that its producers know."""
+    """Starts another incarnation of a consumer behind the same proxy, whose connections are cut."""
     successor = await Host.started(previous.replica, inline_limit_bytes=0)
     proxy.target_port = int(successor.endpoint.rsplit(":", 1)[1])
     proxy.cut()

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Proxy:
-    """Relays to one address. `cut` resets the open connections; new ones are still accepted."""
+    """Relays connections to one port. `cut` resets the open connections, and later connections are still accepted."""
 
     def __init__(self, target_port: int) -> None:
         self.target_port = target_port
@@ -15,10 +15,10 @@ class Proxy:
         self.cuts = 0
         self.forwarded_bytes = 0
         self.cut_at_bytes: list[int] = []
-        """Totals of forwarded bytes at which to cut, in ascending order."""
+        """The numbers of forwarded bytes at which the proxy cuts all connections, in ascending order."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Relays one connection to its end."""
+        """Relays one connection until it ends."""
         self._running += 1
         try:
             async with _closing(writer):
@@ -37,12 +37,12 @@ class Proxy:
             self._writers -= ends
 
     async def close(self) -> None:
-        """Cuts all connections and returns when none is left."""
-        # A connection that was just accepted starts within some turns of the event loop.
+        """Cuts all connections and returns when all of them have ended."""
+        # A newly accepted connection starts within a few iterations of the event loop.
         for _ in range(10):
             await asyncio.sleep(0)
         self.cut()
-        while self._running:  # noqa: ASYNC110 - it takes some turns of the event loop
+        while self._running:  # noqa: ASYNC110 - a few iterations of the event loop suffice
             await asyncio.sleep(0)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -75,13 +75,14 @@ async def _closing(writer: asyncio.StreamWriter) -> AsyncGenerator[None]:
 
 @asynccontextmanager
 async def proxied(endpoint: str) -> AsyncGenerator[tuple[Proxy, str]]:
-    """Yields a proxy in front of "host:port" and the proxy's endpoint."""
+    """Starts a proxy for the given "host:port" endpoint. Yields the proxy and its own endpoint."""
     proxy = Proxy(int(endpoint.rsplit(":", 1)[1]))
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server:
         yield proxy, f"127.0.0.1:{port}"
-        # asyncio would leave open a connection that is accepted but has no transport yet when the server closes.
+        # Stops accepting first, because asyncio would leave a connection open that has no transport when the server
+        # closes.
         for listening in server.sockets:
             asyncio.get_running_loop().remove_reader(listening.fileno())
         await proxy.close()

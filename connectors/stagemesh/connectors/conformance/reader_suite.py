@@ -1,4 +1,4 @@
-"""Tests of the connector interface: which reads succeed, which are rejected, and how long the bytes stay valid."""
+"""Tests of the connector interface: successful reads, rejected reads, and the lifetime of the returned bytes."""
 
 import asyncio
 import gc
@@ -29,7 +29,7 @@ Fetch: TypeAlias = Callable[
 
 
 class ReaderSuite(Suite):
-    """Tests connectors that read arenas, which are all except `grpc`."""
+    """Tests connectors that read arenas, which are all connectors except `grpc`."""
 
     # -- reads that succeed
 

@@ -1,4 +1,4 @@
-"""Replicas' data planes with real gRPC between them on loopback, and the packets that tests send over them."""
+"""Data planes that are connected over real gRPC on loopback, and functions that send and compare packets."""
 
 import asyncio
 import gc
@@ -21,11 +21,11 @@ from stagemesh.rpc.raw_methods import add_stage_service
 from stagemesh.v1 import stage_pb2, stage_pb2_grpc
 
 SETTLING_S = 5.0
-"""The time within which unused memory must be freed."""
+"""The number of seconds within which unused memory must be freed."""
 
 
 class Host(stage_pb2_grpc.StageServiceServicer):
-    """A data plane that is served by PutChunk and GetChunk, as in a stage."""
+    """A data plane with a gRPC server that serves PutChunk and GetChunk, like a stage."""
 
     def __init__(self, replica: str, **limits: int) -> None:
         self.plane = DataPlane(replica=replica, pipeline="p", generation="g", **{"arena_bytes": 16 << 20, **limits})
@@ -36,7 +36,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
 
     @classmethod
     async def started(cls, replica: str, **limits: int) -> Self:
-        """Starts a host and returns it. The caller closes it."""
+        """Creates and starts a host. The caller must close it."""
         host = cls(replica, **limits)
         await host.server.start()
         return host
@@ -44,7 +44,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
     async def PutChunk(  # type: ignore[override] # noqa: N802 - the contract names RPCs
         self, request_iterator: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
-        """Serves the data plane's streams."""
+        """Serves a stream of a producer's data plane."""
         try:
             async for response in self.plane.serve_put(request_iterator):
                 yield response
@@ -54,7 +54,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
     async def GetChunk(  # noqa: N802 - the contract names RPCs
         self, request: stage_pb2.GetChunkRequest, context: Any
     ) -> AsyncIterator[stage_pb2.GetChunkResponse]:
-        """Replays chunks of a flow."""
+        """Replays the retained chunks of a flow."""
         key = EdgeKey(request.key.request_id, request.key.edge, request.key.attempt)
         try:
             async for response in self.plane.replay(key, first_seq=request.first_seq):
@@ -75,7 +75,7 @@ class Host(stage_pb2_grpc.StageServiceServicer):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes held in the arena and in the landing memory."""
+        """The number of bytes in use in the arena and in the landing memory."""
         landing = self.plane.landing_stats
         return self.plane.arena_used_bytes + (landing.used_bytes if landing is not None else 0)
 
@@ -100,7 +100,7 @@ def open_flow(
     policy: ChunkPolicy | None = None,
     endpoint: str = "",
 ) -> tuple[Outlet, Inlet]:
-    """Opens both ends of a flow. `endpoint` replaces the consumer's own endpoint if given."""
+    """Opens and returns both ends of a flow. `endpoint` replaces the consumer's own endpoint unless it is empty."""
     key = EdgeKey(request, "a->b", 1)
     inlet = consumer.plane.open_inlet(key, producer=producer.replica)
     outlet = producer.plane.open_outlet(
@@ -114,14 +114,15 @@ def open_flow(
 
 
 def packet(seq: int, size: int = 1000) -> Packet:
-    """Returns a packet of `size` random floats that follow from its number."""
+    """Returns a packet with `size` pseudorandom floats that are determined by `seq`."""
     rng = np.random.default_rng(seq)
     return Packet({"x": rng.standard_normal(size).astype(np.float32), "n": np.array([seq], np.int64)}, {"seq": seq})
 
 
 async def emptied(used_bytes: Callable[[], int]) -> None:
     """Returns when `used_bytes()` is 0. Raises TimeoutError if it does not become 0."""
-    # Memory that only the garbage collector frees is not a leak. It blocks the event loop, so it runs once.
+    # Memory that only the garbage collector frees is not a leak. The collector runs only once, because it blocks the
+    # event loop.
     gc.collect()
     await until(lambda: not used_bytes(), timeout_s=SETTLING_S)
 
@@ -134,21 +135,21 @@ async def until(holds: Callable[[], bool], *, timeout_s: float) -> None:
 
 
 async def send_all(outlet: Outlet | FanOut, packets: Iterable[Packet]) -> None:
-    """Sends packets and returns when the consumer has received them all."""
+    """Sends packets and ends the flow. Returns when the consumer has received all packets."""
     for one in packets:
         await outlet.send(one)
     await outlet.finish()
 
 
 async def receive_all(inlet: Inlet) -> list[Packet]:
-    """Returns copies of all packets up to the end. Views would keep the memory in use."""
+    """Returns copies of all packets of a flow and closes the inlet. Views would retain the memory."""
     received = [Packet({n: t.copy() for n, t in got.tensors.items()}, got.metadata) async for got in inlet]
     await inlet.aclose()
     return received
 
 
 def assert_same(received: Sequence[Packet], sent: Sequence[Packet]) -> None:
-    """Fails unless the packets are equal: number, order, metadata, names, dtypes, shapes and every byte."""
+    """Fails unless the packets are equal in number, order, metadata, names, dtypes, shapes and bytes."""
     assert [dict(got.metadata) for got in received] == [dict(one.metadata) for one in sent]
     for got, one in zip(received, sent, strict=True):
         assert list(got.tensors) == list(one.tensors)

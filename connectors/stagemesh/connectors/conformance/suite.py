@@ -1,4 +1,4 @@
-"""The base of all suites of the kit: the connector under test."""
+"""The base class of all suites of the conformance kit, which determines the connector under test."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -12,17 +12,17 @@ from stagemesh.connectors.conformance.replicas import Host, open_flow, receive_a
 from stagemesh.connectors.edge import Packet
 
 BOUND_S = 30.0
-"""A test step that takes longer has failed."""
+"""The time limit in seconds for one step of a test."""
 
 
 @pytest.mark.asyncio
 class Suite:
-    """Tests one connector. The tests are skipped, with the reason, if it is not installed."""
+    """Tests one connector. If the connector is not installed, the tests are skipped with the reason."""
 
     connector: ClassVar[ConnectorName]
-    """The connector's name."""
+    """The name of the connector under test."""
     descriptor: ClassVar[ConnectorDescriptor | None] = None
-    """Its descriptor, if no entry point names one."""
+    """The descriptor of the connector, or None if an entry point registers the descriptor."""
 
     @pytest.fixture(autouse=True)
     def _known(self) -> Iterator[None]:
@@ -39,7 +39,7 @@ class Suite:
     async def carry(
         self, producer: Host, consumer: Host, packets: Sequence[Packet], *, request: str = "r"
     ) -> list[Packet]:
-        """Sends packets over a flow of the connector and returns copies of the received ones."""
+        """Sends packets over a flow that uses the connector and returns copies of the received packets."""
         outlet, inlet = open_flow(producer, consumer, request=request, connector=self.connector)
         async with asyncio.timeout(BOUND_S):
             _, received = await asyncio.gather(send_all(outlet, packets), receive_all(inlet))

@@ -1,7 +1,7 @@
 """A wrapper of the nixl library's agents that raises StagemeshErrors. Import it lazily, because it loads the library.
 
-It uses the library's bindings, because the library's own wrapper makes the progress thread a busy loop and prints to
-stdout.
+It uses the library's bindings, because the library's own wrapper makes the progress thread a busy loop and prints
+messages.
 """
 
 from nixl_cu12 import _bindings as nixl

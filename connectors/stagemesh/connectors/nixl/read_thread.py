@@ -1,7 +1,8 @@
-"""The thread that runs reads: it starts transfers, polls them, and sleeps while there are none.
+"""The thread that runs reads. It starts transfers, polls them, and sleeps while there are none.
 
-Nothing in the nixl library blocks until a transfer is complete, so the thread has to poll. Polling without a pause is
-fastest and uses a whole core. The thread polls without a pause for a moment, then with growing pauses.
+The thread must poll, because the nixl library has no function that blocks until a transfer is complete. Polling without
+pauses is fastest but uses a whole core. The thread therefore polls without pauses for a short time, and then with
+growing pauses.
 """
 
 import asyncio
@@ -27,42 +28,46 @@ _SPIN_S = 50e-6
 _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 200e-6
 _ABANDONED_PAUSE_S = 0.05
-"""Between polls while every transfer in flight belongs to an abandoned read."""
+"""The pause in seconds between polls while every transfer in flight belongs to an abandoned read."""
 _STOP_TIMEOUT_S = 5.0
 _CLOSED = "the nixl connector of this replica is closed"
 
 
 class ReadThread:
-    """Runs the reads of one agent. `close` ends the thread and, with the agent, all transfers in flight."""
+    """Runs the reads of one agent in a thread. `close` ends the thread, the agent and all transfers in flight."""
 
     def __init__(self, make_agent: Callable[[], "Agent"]) -> None:
         self._make_agent = make_agent
         self._agent: Agent | None = None
         self._lock = threading.Lock()
-        """Held by the thread that uses the agent."""
+        """The lock that a thread must hold while it uses the agent."""
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._peers: set[RemoteReads] = set()
-        """The peers whose reads need attention."""
+        """The peers that have reads to run or transfers in flight."""
         self._is_closed = False
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="nixl-reads", daemon=True)
         self._thread.start()
 
     async def start(self) -> None:
-        """Creates the agent unless it exists. Raises NotReadyError."""
+        """Creates the agent unless it exists. Raises NotReadyError if the library cannot be used."""
         await self._call(self._open)
 
     async def connect(self, name: str, metadata: bytes) -> RemoteReads:
-        """Connects to a peer until it fails or `disconnect` is called. Raises NotReadyError."""
+        """Connects to a peer and returns the object that schedules its reads.
+
+        The connection lasts until the peer fails or `disconnect` is called. Raises NotReadyError if the peer's metadata
+        is invalid or the peer is unreachable.
+        """
         return await self._call(lambda: self._add_peer(name, metadata))
 
     async def disconnect(self, peer: RemoteReads) -> None:
-        """Fails the reads of a peer. The peer is removed when its last transfer in flight has ended."""
+        """Fails all reads of a peer. The agent removes the peer when its last transfer in flight has ended."""
         if not self._is_closed:
             await self._call(lambda: peer.fail("it was closed"))
 
     def submit(self, peer: RemoteReads, read: Read) -> None:
-        """Starts a read. `Read.wait` returns when it is complete. Called on the event loop."""
+        """Queues a read for the thread. `Read.wait` returns when the read is complete. Called on the event loop."""
         if self._is_closed:
             read.finish(_CLOSED)
         else:
@@ -70,7 +75,11 @@ class ReadThread:
             self._calls.put(lambda: self._add_read(peer, read))
 
     def read_at_once(self, peer: RemoteReads, read: Read) -> bool:
-        """Runs a read on the event loop's thread. Returns whether it is complete; if not, it is abandoned."""
+        """Runs a read on the event loop's thread. Returns whether the read is complete.
+
+        An incomplete read is abandoned. The method does nothing if the read thread uses the agent or the peer has
+        other reads.
+        """
         if self._is_closed or peer.has_reads or not self._lock.acquire(blocking=False):
             return False
         try:
@@ -82,7 +91,7 @@ class ReadThread:
         return is_complete
 
     async def close(self) -> None:
-        """Ends the thread and the agent. Closing twice is harmless."""
+        """Closes the agent and ends the thread. Closing twice is harmless."""
         if not self._is_closed:
             self._is_closed = True
             self._calls.put(self._end)
@@ -107,8 +116,8 @@ class ReadThread:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception:  # noqa: BLE001 - a thread's outermost edge
-            _log.exception("the nixl connector stops: its thread failed")
+        except Exception:  # noqa: BLE001 - the outermost code of a thread
+            _log.exception("the nixl connector stops, because its thread has failed")
             self._is_closed = True
             with self._lock:
                 self._end()
@@ -131,9 +140,9 @@ class ReadThread:
                 pause_s = backoff.next_s() if is_awaited else _ABANDONED_PAUSE_S
 
     def _run_calls(self, pause_s: float | None) -> bool:
-        """Runs all queued calls, after waiting at most `pause_s` for the first, and returns whether there were any.
+        """Runs all queued calls and returns whether there were any.
 
-        None waits without a limit.
+        Waits at most `pause_s` seconds for the first call, or without a limit if `pause_s` is None.
         """
         was_called = False
         try:
@@ -149,7 +158,7 @@ class ReadThread:
     def _advance(self) -> bool:
         has_advanced = False
         for peer in list(self._peers):
-            # The lock is released between peers, so that the event loop has its turn.
+            # Releases the lock between peers, so that the event loop can acquire it.
             with self._lock:
                 has_advanced = peer.advance() or has_advanced
                 if not peer.has_work:

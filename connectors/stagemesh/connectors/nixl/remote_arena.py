@@ -1,4 +1,4 @@
-"""One producer's arena as this replica reads it, over one connection for all readers."""
+"""Reads one producer's arena over a connection that all readers of this replica share."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from stagemesh.connectors.nixl.remote_reads import Read, RemoteReads
 from stagemesh.connectors.nixl.transfer_plan import Transfer, TransferPlan
 
 AT_ONCE_BYTES = 1 << 20
-"""The most bytes that are copied on the event loop: that takes less time than waking a thread."""
+"""The maximum number of bytes that are copied on the event loop, which is faster than waking the read thread."""
 
 
 class RemoteArena:
-    """Connects to the arena of an offer. `handshake` ends when the arena can be read, and raises if it cannot.
+    """Connects to the arena of an offer and reads it. Used on the event loop.
 
-    Used on the event loop.
+    The task `handshake` ends when the arena can be read. It raises an error if the arena cannot be read.
     """
 
     def __init__(self, offer: NixlOffer, *, read_thread: ReadThread, landing: Arena) -> None:
@@ -33,16 +33,19 @@ class RemoteArena:
 
     @property
     def is_removed(self) -> bool:
-        """Whether the connection has ended with all its transfers, so that a new one can be made."""
+        """Whether the connection and all its transfers have ended, so that a new connection is possible."""
         return self._peer.is_removed if self._peer else self.handshake.done()
 
     @property
     def failure(self) -> str:
-        """Why the arena is not read any more, though transfers may still be in flight. Empty while it is."""
+        """The reason why the arena can no longer be read. Empty if the connection has not failed.
+
+        After a failure, transfers may still be in flight.
+        """
         return self._peer.failure if self._peer else ""
 
     async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
-        """Reads ranges in the read thread, as `FetchingReader.fetch` promises."""
+        """Reads ranges in the read thread and returns copies of them. Implements `FetchingReader.fetch`."""
         peer = self._peer
         if peer is None or peer.failure:
             raise UnavailableError(self.failure or f"{self.offer.agent} is not connected")
@@ -54,7 +57,10 @@ class RemoteArena:
         return plan.views(read.landing)
 
     def fetch_at_once(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes] | None:
-        """Reads small ranges on the event loop, as `FetchingReader.fetch_at_once` promises."""
+        """Reads small ranges on the event loop and returns copies of them. Implements `FetchingReader.fetch_at_once`.
+
+        Returns None if the ranges cannot be read immediately.
+        """
         peer = self._peer
         if peer is None or not peer.copies or sum(place.size_bytes for place in places) > AT_ONCE_BYTES:
             return None
@@ -66,7 +72,7 @@ class RemoteArena:
         return plan.views(read.landing) if self._read_thread.read_at_once(peer, read) else None
 
     async def leave(self) -> None:
-        """Removes a reader. The last one closes the connection."""
+        """Removes a reader. Closes the connection if it was the last reader."""
         self.readers -= 1
         if not self.readers and self._peer is not None:
             await self._read_thread.disconnect(self._peer)
@@ -75,7 +81,7 @@ class RemoteArena:
         return TransferPlan(places, data_offset=self._data_offset, file_bytes=self.offer.file_bytes)
 
     def _read(self, plan: TransferPlan, region: Region, peer: RemoteReads) -> Read:
-        """Returns a read into a region. It takes over the caller's hold of the region."""
+        """Returns a read into a region. The read replaces the caller as a holder of the region."""
         ours, theirs = self._landing.address + region.offset, self.offer.address
         data = plan.data_transfers(local=ours, remote=theirs, transfer_bytes=peer.transfer_bytes)
         return Read(data, plan.generation_transfers(local=ours, remote=theirs), landing=region.as_array())
@@ -92,7 +98,10 @@ class RemoteArena:
             raise
 
     async def _check(self, peer: RemoteReads, beginning: bytes) -> None:
-        """Reads the start of the arena, which proves that it is reachable and is the arena of the offer."""
+        """Reads the start of the arena, to verify that the arena is reachable and belongs to the offer.
+
+        Raises NotReadyError if the start differs from `beginning`, and UnavailableError if the read fails.
+        """
         region = await self._landing.allocate(len(beginning), MemoryAccount())
         array = region.as_array()
         size_bytes = len(beginning)

@@ -1,4 +1,4 @@
-"""Schedules the reads of one peer: reads take turns, and each consists of transfers."""
+"""Schedules the reads of one peer. A read consists of several transfers, and reads alternate."""
 
 import asyncio
 import time
@@ -13,18 +13,21 @@ if TYPE_CHECKING:
     from stagemesh.connectors.nixl.agent import Agent
 
 READ_TIMEOUT_S = 3.0
-"""The longest time for one transfer. A peer that exceeds it fails."""
+"""The time limit in seconds for one transfer. If a transfer exceeds it, the peer fails."""
 WINDOW_BYTES = 4 << 20
-"""The most bytes in flight from one peer: enough to keep a fast wire busy, few enough that a small read starts soon."""
+"""The maximum number of bytes in flight from one peer.
+
+It is large enough to use a fast network fully, and small enough that a small read starts soon.
+"""
 _IN_FLIGHT_TRANSFER_BYTES = WINDOW_BYTES // 4
 _COPIED_TRANSFER_BYTES = 2 << 20
-"""The size of a transfer that is a copy on one host. It blocks other reads while it runs, for half a millisecond."""
+"""The maximum size of a transfer within one host, which is a copy. It blocks other reads for half a millisecond."""
 
 
 class Read:
-    """One fetch: transfers of data, and transfers that may start only when the data has arrived.
+    """A read of several ranges. It consists of data transfers and of `then` transfers, which start after the data.
 
-    It references `landing`, the memory that is read into, until no transfer writes to it any more.
+    The read references `landing`, the memory into which it reads, until no transfer writes to that memory.
     """
 
     __slots__ = (
@@ -51,7 +54,7 @@ class Read:
         self.failure = ""
 
     def take(self) -> Transfer | None:
-        """Returns the next transfer to start, or None if there is none yet or none left."""
+        """Returns the next transfer to start, or None if no transfer can start now."""
         started = self._started
         if started == len(self._transfers) or self._is_abandoned or (started == self._data and self._in_flight):
             return None
@@ -60,24 +63,24 @@ class Read:
         return self._transfers[started]
 
     def end_transfer(self) -> None:
-        """Counts a transfer that has ended."""
+        """Records that one of the transfers in flight has ended."""
         self._in_flight -= 1
 
     @property
     def is_complete(self) -> bool:
-        """Whether no transfer is in flight and none is left to start."""
+        """Whether no transfer is in flight and no further transfer will start."""
         return not self._in_flight and (self._started == len(self._transfers) or self._is_abandoned)
 
     def abandon(self) -> None:
-        """Starts no further transfers: the caller no longer waits for the read."""
+        """Prevents further transfers from starting, because the caller no longer waits for the read."""
         self._is_abandoned = True
 
     def expect(self) -> None:
-        """Prepares `wait`. Call it before another thread can finish the read."""
+        """Prepares for `wait`. Call it on the event loop before another thread can finish the read."""
         self._completion = asyncio.get_running_loop().create_future()
 
     def finish(self, failure: str = "") -> None:
-        """Ends `wait`, with an error if there is a failure. Call it once, in any thread."""
+        """Ends `wait`, which raises an error if `failure` is not empty. Call it once. Any thread may call it."""
         self.failure, self.is_over = failure, True
         if self._completion is not None:
             loop = self._completion.get_loop()
@@ -87,7 +90,7 @@ class Read:
     async def wait(self) -> None:
         """Returns when the read is complete. Raises UnavailableError if it failed."""
         if not self.is_over:
-            assert self._completion is not None, "`expect` comes before another thread gets the read"
+            assert self._completion is not None, "call `expect` before another thread receives the read"
             try:
                 await self._completion
             except asyncio.CancelledError:
@@ -104,47 +107,50 @@ class _TransferInFlight(NamedTuple):
 
 
 class RemoteReads:
-    """The reads of one serving agent. The read thread calls all methods, under its lock."""
+    """Schedules the reads of one serving agent. All methods must be called while holding the read thread's lock."""
 
     def __init__(self, agent: "Agent", name: str) -> None:
         self._agent = agent
         self.name = name
         self.failure = ""
-        """Why the peer is not read any more. Empty while it is."""
+        """The reason why the peer can no longer be read. Empty if the peer has not failed."""
         self.is_removed = False
-        """Whether the peer has failed and its last transfer has ended, so that it can be connected again."""
+        """Whether the peer has failed and its last transfer has ended, so that a new connection is possible."""
         self._fresh: deque[Read] = deque()
-        """Reads that have not had a turn."""
+        """The reads that have not had a turn yet."""
         self._reads: deque[Read] = deque()
-        """Reads that have had a turn: they are large, or wait for transfers in flight."""
+        """The reads that have had a turn. They are large, or they wait for transfers in flight."""
         self._fresh_bytes = 0
-        """Bytes of fresh reads since another read had a turn."""
+        """The number of bytes that fresh reads have started since another read had a turn."""
         self._transfers_in_flight: dict[int, _TransferInFlight] = {}
         self._in_flight_bytes = 0
         self.transfer_bytes = _COPIED_TRANSFER_BYTES
-        """The largest size of one transfer."""
+        """The maximum number of bytes of one transfer."""
         self.copies = False
-        """Whether the last transfer was complete as soon as it was started, which a copy on one host is."""
+        """Whether the last transfer was complete immediately, like a copy within one host."""
 
     @property
     def has_reads(self) -> bool:
-        """Whether a caller waits for a read."""
+        """Whether there are unfinished reads."""
         return bool(self._fresh or self._reads)
 
     @property
     def has_work(self) -> bool:
-        """Whether there are reads, or transfers in flight."""
+        """Whether there are unfinished reads or transfers in flight."""
         return bool(self._fresh or self._reads or self._transfers_in_flight)
 
     def add(self, read: Read) -> None:
-        """Adds a read to the fresh ones, or fails it if the peer has failed."""
+        """Queues a read, or fails it if the peer has failed."""
         if self.failure:
             read.finish(self.failure)
         else:
             self._fresh.append(read)
 
     def read_at_once(self, read: Read) -> bool:
-        """Runs a read and returns whether it is complete. If it is not, it is abandoned and kept until it has ended."""
+        """Starts all transfers of a read and returns whether the read is complete.
+
+        An incomplete read is abandoned, and retained until its transfers have ended.
+        """
         while not self.failure and (transfer := read.take()):
             self._start(read, transfer)
         is_complete = read.is_complete and not self.failure
@@ -154,12 +160,12 @@ class RemoteReads:
         return is_complete
 
     def advance(self) -> bool:
-        """Polls the transfers in flight and gives one read a turn. Returns whether anything happened."""
+        """Polls the transfers in flight and gives one read a turn. Returns whether there was any progress."""
         has_ended = self._poll()
         return self._launch() or has_ended
 
     def fail(self, failure: str) -> None:
-        """Fails all reads. A transfer in flight keeps its landing memory until it has ended."""
+        """Fails the peer and all its reads. Transfers in flight retain their landing memory until they have ended."""
         self.failure = self.failure or failure
         for reads in (self._fresh, self._reads):
             while reads:
@@ -167,7 +173,7 @@ class RemoteReads:
         self._remove_if_idle()
 
     def discard(self, failure: str) -> None:
-        """Fails all reads after the agent was closed, which has ended all transfers."""
+        """Fails all reads after the agent was closed. Closing the agent has ended all transfers."""
         self._transfers_in_flight.clear()
         self.is_removed = True
         self.fail(failure)
@@ -191,8 +197,10 @@ class RemoteReads:
         return has_ended
 
     def _launch(self) -> bool:
-        """Gives one read a turn and returns whether it did. Fresh reads go first, up to the bytes of one transfer,
-        so that a small read waits for at most one transfer of a large one.
+        """Gives one read a turn. Returns whether a read could use its turn.
+
+        Fresh reads have priority for up to `transfer_bytes`, so that a small read waits for at most one transfer of a
+        large read.
         """
         if self._fresh and (not self._reads or self._fresh_bytes < self.transfer_bytes):
             read = self._fresh.popleft()
@@ -212,7 +220,7 @@ class RemoteReads:
         return False
 
     def _turn(self, read: Read) -> int:
-        """Starts transfers of a read, with about the bytes of one large transfer, and returns their bytes."""
+        """Starts transfers of a read with about `transfer_bytes` in total. Returns the number of started bytes."""
         started_bytes = 0
         while started_bytes < self.transfer_bytes and self._in_flight_bytes < WINDOW_BYTES and not self.failure:
             transfer = read.take()
@@ -223,7 +231,7 @@ class RemoteReads:
         return started_bytes
 
     def _finish_if_complete(self, read: Read) -> bool:
-        """Finishes a read that is complete or whose peer has failed. Returns whether it did."""
+        """Finishes a read if it is complete or the peer has failed. Returns whether the read was finished."""
         if self.failure or read.is_complete:
             read.finish(self.failure)
             return True

@@ -1,4 +1,4 @@
-"""Plans the transfers of one fetch and their places in the landing memory."""
+"""Plans the transfers of one fetch and their locations in the landing memory."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
@@ -11,14 +11,14 @@ from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 from stagemesh.connectors.base import ArenaRange, Bytes
 
 TRANSFER_DESCRIPTORS = 256
-"""The most descriptors in one transfer."""
+"""The maximum number of descriptors in one transfer."""
 
 Descriptor: TypeAlias = tuple[int, int, int]
-"""Address, size in bytes and device, as the library expects them."""
+"""A memory range as the nixl library expects it: address, size in bytes and device."""
 
 
 class Memory(NamedTuple):
-    """Memory that an agent reads into or that peers read."""
+    """A memory range into which an agent reads, or from which peers read."""
 
     address: int
     size_bytes: int
@@ -28,7 +28,7 @@ class Memory(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Pairs of equal ranges: each remote one is read into the local one at the same index."""
+    """A transfer of several ranges. Each remote range is read into the local range with the same index."""
 
     local: list[Descriptor]
     remote: list[Descriptor]
@@ -36,7 +36,7 @@ class Transfer(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Adjacent bytes of the arena, which are also adjacent in the landing. Has its offset in each."""
+    """A run of bytes that are adjacent in both the arena (at `offset`) and the landing memory (at `landing`)."""
 
     offset: int
     landing: int
@@ -46,14 +46,15 @@ class Span(NamedTuple):
 class TransferPlan:
     """Plans the read of some ranges of an arena and checks the result.
 
-    The landing contains the ranges, each aligned as in the arena, followed by the generations of their pages. The
-    generations must be read last: a page that still has the expected generation then had it during the whole read.
+    The landing memory contains the ranges, each aligned as in the arena, followed by the generations of their pages.
+    The generations must be read last. If a page still has the expected generation then, it was not freed during the
+    read.
     """
 
     __slots__ = ("_ends", "_generations", "_generations_at", "_spans", "_starts", "data_bytes", "size_bytes")
 
     def __init__(self, places: Sequence[ArenaRange], *, data_offset: int, file_bytes: int) -> None:
-        """Raises InvalidChunkError for a range outside the arena's data or with a generation that cannot be."""
+        """Plans the read. Raises InvalidChunkError if a range is outside the arena's data or has a bad generation."""
         self._spans: list[Span] = []
         self._starts: list[int] = []
         self._ends: list[int] = []
@@ -71,9 +72,9 @@ class TransferPlan:
         self.size_bytes = self._generations_at + len(self._generations) * GENERATION_BYTES
 
     def data_transfers(self, *, local: int, remote: int, transfer_bytes: int) -> list[Transfer]:
-        """Returns the transfers of the ranges, of at most `transfer_bytes` each.
+        """Returns the data transfers of the ranges, with at most `transfer_bytes` each.
 
-        `local` and `remote` are the addresses of the landing and of the arena.
+        `local` is the address of the landing memory, and `remote` is the address of the arena.
         """
         ranges = (
             (local + landing + start, remote + offset + start, min(transfer_bytes, size_bytes - start))
@@ -83,7 +84,10 @@ class TransferPlan:
         return list(_grouped(ranges, transfer_bytes))
 
     def generation_transfers(self, *, local: int, remote: int) -> list[Transfer]:
-        """Returns the transfers of the generations, which must start after the data has arrived."""
+        """Returns the transfers of the generations, which must not start before all data has arrived.
+
+        `local` is the address of the landing memory, and `remote` is the address of the arena.
+        """
         local += self._generations_at
         remote += PAGE_BYTES
         ranges = (
@@ -93,7 +97,7 @@ class TransferPlan:
         return list(_grouped(ranges, TRANSFER_DESCRIPTORS * GENERATION_BYTES))
 
     def views(self, landing: Bytes) -> list[Bytes]:
-        """Returns views of the ranges in a landing that was read into.
+        """Returns views of the ranges in the landing memory after the read is complete.
 
         Raises InvalidChunkError (STALE_REGION) if a region was freed before the read was complete.
         """
@@ -114,11 +118,11 @@ class TransferPlan:
             raise _stale()
 
     def _place(self, offset: int, size_bytes: int) -> int:
-        """Adds a range to the landing and returns its offset there."""
+        """Reserves landing memory for a range and returns the range's offset in it."""
         if self._spans:
             before = self._spans[-1]
             gap_bytes = offset - before.offset - before.size_bytes
-            # An alignment gap is read too: that is cheaper than another descriptor, and it lies in the same pages.
+            # Also reads an alignment gap, which is cheaper than another descriptor. The gap is in the same pages.
             if 0 <= gap_bytes < ALIGNMENT_BYTES:
                 start = self.data_bytes + gap_bytes
                 self._spans[-1] = before._replace(size_bytes=before.size_bytes + gap_bytes + size_bytes)

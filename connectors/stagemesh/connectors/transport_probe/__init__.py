@@ -1,4 +1,4 @@
-"""Measures the connectors between this host and another one, or within this host, with real flows and no pipeline."""
+"""Measures the connectors between two hosts or within one host, with real flows but without a pipeline."""
 
 from stagemesh.connectors.transport_probe.measurement import measure_peer
 from stagemesh.connectors.transport_probe.peer import ProbePeer

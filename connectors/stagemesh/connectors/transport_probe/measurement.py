@@ -1,4 +1,4 @@
-"""Measures every connector to a peer: one flow after the other, each as an engine sends it."""
+"""Measures every connector to a peer, with one flow after another. Each flow sends packets like an engine."""
 
 import asyncio
 import secrets
@@ -45,10 +45,10 @@ _GB = 1e9
 
 
 async def measure_peer(endpoint: str, *, progress: Progress) -> TransportReport:
-    """Measures the connectors to the peer at "host:port". `progress` is called with a text before each part.
+    """Measures the connectors to the peer at `endpoint` ("host:port"). Calls `progress` with a text before each part.
 
-    Raises UnavailableError if nothing answers there, and NotReadyError if another service answers or a peer of another
-    version.
+    Raises UnavailableError if the endpoint does not answer, and NotReadyError if the answering process is not a peer or
+    has another version.
     """
     _check_address(endpoint)
     async with open_channel(endpoint) as channel:
@@ -68,18 +68,18 @@ class _Summary(NamedTuple):
 
 
 class _Step:
-    """A flow to the peer, and the call of the peer's step that receives it."""
+    """A flow to the peer, and the call that runs the peer's step, which receives the flow."""
 
     def __init__(self, outlet: Outlet, call: _Call) -> None:
         self.outlet = outlet
         self._call = call
 
     async def arrived_ns(self) -> int:
-        """Returns when the next packet arrived, by the peer's clock."""
+        """Returns the arrival time of the next packet in nanoseconds by the peer's clock."""
         return int((await self._output(ARRIVED))[0])
 
     async def finish(self) -> _Summary:
-        """Ends the flow and returns its summary."""
+        """Ends the flow and returns the peer's summary of it."""
         await self.outlet.finish()
         arrived_ns, used_ns = await self._output(SUMMARY)
         return _Summary(int(arrived_ns), int(used_ns))
@@ -87,12 +87,12 @@ class _Step:
     async def _output(self, name: str) -> Array:
         response = await self._call.read()
         if not isinstance(response, stage_pb2.ExecuteStepResponse) or response.output.name != name:
-            raise InternalError(f"the peer sent another output than {name}")
+            raise InternalError(f"the peer did not send the output {name}")
         return read_inline(response.output.tensor)
 
 
 class _Prober:
-    """One measurement of one peer."""
+    """Runs one measurement of one peer."""
 
     def __init__(
         self, stub: "stage_pb2_grpc.StageServiceAsyncStub", *, endpoint: str, peer: str, progress: Progress
@@ -104,10 +104,10 @@ class _Prober:
         self._progress = progress
         self._same_host = False
         self._ahead_ns = 0
-        """The peer's clock minus ours."""
+        """The peer's clock minus this process's clock, in nanoseconds."""
 
     async def measure(self) -> TransportReport:
-        """Measures every connector and finds the one that `auto` uses."""
+        """Measures every connector and determines the connector that `auto` uses."""
         found = await self._plane.probe(consumer=self._peer, endpoint=self._endpoint, connector=AUTO)
         self._same_host = await self._refusal(SHM) == ""
         clock_error_s = 0.0 if self._same_host else await self._compare_clocks()
@@ -126,7 +126,7 @@ class _Prober:
         await self._plane.close()
 
     async def _refusal(self, name: ConnectorName) -> str:
-        """Returns why a connector cannot be used, or "" if it can."""
+        """Returns the reason why a connector cannot be used, or "" if it can."""
         try:
             await self._plane.probe(consumer=self._peer, endpoint=self._endpoint, connector=name)
         except StagemeshError as exc:
@@ -159,7 +159,7 @@ class _Prober:
         return {SHM: "read in place", GRPC: "bytes in the gRPC stream"}.get(name, "")
 
     async def _one_way_s(self, name: ConnectorName, size_bytes: int) -> Sequence[float]:
-        """Returns the one-way times of single tensors, one after the other."""
+        """Returns the one-way times in seconds of single tensors that are sent one after another."""
         packet = Packet({"x": np.ones(size_bytes, np.uint8)})
         times_s: list[float] = []
         async with self._step(name, each=True) as step:
@@ -171,7 +171,7 @@ class _Prober:
         return times_s[_WARM_UP:]
 
     async def _sustained(self, name: ConnectorName) -> tuple[float, float]:
-        """Returns bytes per second, and both processes' seconds of processor time for a gigabyte."""
+        """Returns the rate in bytes per second, and the processor seconds of both processes for each gigabyte."""
         packet = Packet({"x": np.ones(_SUSTAINED_BYTES, np.uint8)})
         async with self._step(name, each=False) as step:
             used_ns, began_ns, count = time.process_time_ns(), time.monotonic_ns(), 0
@@ -184,10 +184,10 @@ class _Prober:
         return count * _SUSTAINED_BYTES / took_s, used_s / (count * _SUSTAINED_BYTES / _GB)
 
     async def _compare_clocks(self) -> float:
-        """Measures the difference between the clocks and returns its possible error in seconds.
+        """Measures the difference between the clocks and returns its maximum error in seconds.
 
-        The peer's time of a message's arrival lies between our times of sending it and of receiving the report of it.
-        The fastest round trip bounds the difference best.
+        A message arrives at the peer after this process sends it, and before this process receives the peer's report.
+        The fastest round trip therefore determines the difference with the smallest error.
         """
         self._progress("comparing clocks")
         packet, trips = Packet({"x": np.ones(1, np.uint8)}), list[tuple[int, int]]()
@@ -204,7 +204,7 @@ class _Prober:
 
     @asynccontextmanager
     async def _step(self, name: ConnectorName, *, each: bool) -> AsyncGenerator[_Step]:
-        """Yields a flow by a connector, which the peer receives."""
+        """Starts a step at the peer and yields a flow to it that uses the named connector."""
         key = EdgeKey(f"probe-{secrets.token_hex(8)}", EDGE, 1)
         call = self._stub.ExecuteStep(
             stage_pb2.ExecuteStepRequest(
@@ -238,7 +238,7 @@ def _check_address(endpoint: str) -> None:
 
 
 async def _describe(stub: "stage_pb2_grpc.StageServiceAsyncStub", endpoint: str) -> stage_pb2.DescribeResponse:
-    """Returns the peer's description. Raises an error if it is not a peer of this version."""
+    """Returns the peer's description. Raises an error if the endpoint is not a peer of this version."""
     try:
         peer = await stub.Describe(stage_pb2.DescribeRequest(), timeout=_DESCRIBE_S)
     except grpc.aio.AioRpcError as exc:

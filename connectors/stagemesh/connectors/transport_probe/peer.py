@@ -1,4 +1,4 @@
-"""The receiving side of a measurement: receives flows and reports when their packets arrived."""
+"""The receiving side of a measurement, which receives flows and reports the arrival times of their packets."""
 
 import asyncio
 import os
@@ -29,9 +29,13 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 PIPELINE = "probe-transport"
 ENGINE = "probe"
 EACH = "each"
-"""The option that makes a step report each packet's arrival at once, and not only at its end."""
+"""The option that makes a step report the arrival of each packet immediately, in addition to the final summary."""
 ARRIVED, SUMMARY = "arrived_ns", "summary"
-"""Outputs, in nanoseconds: the arrival of a packet; the arrival of the last packet and the processor time used."""
+"""The names of the outputs of a step, whose values are in nanoseconds.
+
+ARRIVED contains the arrival time of a packet. SUMMARY contains the arrival time of the last packet and the processor
+time that the step has used.
+"""
 ARENA_BYTES, WINDOW_BYTES = 64 * MIB, 32 * MIB
 
 
@@ -54,7 +58,7 @@ def make_plane(replica: str) -> DataPlane:
 
 
 class ProbePeer(stage_pb2_grpc.StageServiceServicer):
-    """A stage whose steps receive a flow and report when its packets arrived. Created within a running event loop."""
+    """A stage whose steps receive a flow and report its arrival times. Create it within a running event loop."""
 
     def __init__(self) -> None:
         self._replica = f"peer-{os.getpid()}"
@@ -63,7 +67,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
     @classmethod
     @asynccontextmanager
     async def added_to(cls, server: "grpc.aio.Server") -> AsyncGenerator[Self]:
-        """Yields a peer that `server` serves. It is closed at the end of the body."""
+        """Adds a new peer to `server` and yields it. The peer is closed at the end of the `async with` block."""
         peer = cls()
         try:
             add_stage_service(peer, server)
@@ -88,12 +92,13 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
             wire_version=WIRE_VERSION,
         )
 
-    # These two methods write instead of yielding, so that they end with their call and not at a garbage collection.
+    # The next two methods write responses instead of yielding them, so that they end together with their RPC. A
+    # generator would end only when it is garbage-collected.
 
     async def PutChunk(  # type: ignore[override] # noqa: N802
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> None:
-        """Serves the data plane's streams."""
+        """Serves a stream of a producer's data plane."""
         try:
             async with aclosing(self._plane.serve_put(request_iterator)) as replies:
                 async for reply in replies:
@@ -104,7 +109,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
     async def ExecuteStep(  # type: ignore[override] # noqa: N802
         self, request: stage_pb2.ExecuteStepRequest, context: _Context
     ) -> None:
-        """Receives the flow of the only input to its end."""
+        """Receives the flow of the request's only input to its end, and writes the measured times as outputs."""
         try:
             async with aclosing(self._receive(request)) as responses:
                 async for response in responses:
@@ -114,7 +119,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
 
     async def _receive(self, request: stage_pb2.ExecuteStepRequest) -> AsyncGenerator[stage_pb2.ExecuteStepResponse]:
         if len(request.inputs) != 1:
-            raise InvalidRequestError(f"a probe step has one input, not {len(request.inputs)}")
+            raise InvalidRequestError(f"a probe step needs exactly one input, not {len(request.inputs)}")
         binding, each = request.inputs[0], bool(request.parameters.options[EACH])
         inlet = self._plane.open_inlet(
             EdgeKey(request.request_id, binding.edge, request.attempt), producer=binding.producer
@@ -136,7 +141,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
 
 
 def touch(packet: Packet) -> int:
-    """Reads the first and the last element of each tensor, and returns their sum."""
+    """Reads the first and the last element of each tensor of a packet and returns their sum."""
     return sum(int(tensor.reshape(-1)[place]) for tensor in packet.tensors.values() for place in (0, -1))
 
 

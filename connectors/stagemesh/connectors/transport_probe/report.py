@@ -1,4 +1,4 @@
-"""The results of a measurement."""
+"""The results of a transport measurement."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,31 +12,32 @@ SIZES = (64 * KIB, MIB, 16 * MIB)
 
 @dataclass(frozen=True)
 class ConnectorFigures:
-    """The figures of one connector. They are absent if it cannot be used."""
+    """The measured figures of one connector. They have their default values if the connector cannot be used."""
 
     connector: ConnectorName
     refusal: str = ""
-    """Why the connector cannot be used. Empty if it can."""
+    """The reason why the connector cannot be used. Empty if it can be used."""
     how: str = ""
-    """A description of the transport, for people."""
+    """A human-readable description of the transport. Empty if there is none."""
     one_way_s: Mapping[int, float] = field(default_factory=dict[int, float])
-    """The median time by size: from a tensor of the sending engine to a tensor of the receiving one."""
+    """The median time in seconds from sending a tensor to receiving it, by the tensor's size in bytes."""
     bytes_per_s: float = 0.0
-    """The sustained rate of tensors of 1 MiB."""
+    """The sustained rate in bytes per second, measured with tensors of 1 MiB."""
     cpu_s_per_gb: float = 0.0
-    """The processor time of both processes for 10^9 bytes."""
+    """The processor time of both processes in seconds for 10^9 bytes."""
 
 
 @dataclass(frozen=True)
 class TransportReport:
-    """All connectors between two processes, best first."""
+    """The measured figures of all connectors between two processes."""
 
     peer: str
     same_host: bool
     choice: ConnectorName
     """The connector that `connector: auto` uses."""
     passed_over: Mapping[ConnectorName, str]
-    """Better connectors than the choice, with the reason why each cannot be used."""
+    """The connectors that are better than the choice, each with the reason why it cannot be used. May be empty."""
     clock_error_s: float
-    """The error that all one-way times may share. 0 on one host, which has one clock."""
+    """The maximum error, in seconds, that all one-way times share. 0 within one host, which has one clock."""
     connectors: tuple[ConnectorFigures, ...]
+    """The figures of each connector, best connector first."""

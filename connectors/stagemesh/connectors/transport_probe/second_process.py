@@ -19,13 +19,16 @@ _END_S = 5.0
 
 @asynccontextmanager
 async def second_process() -> AsyncGenerator[str]:
-    """Starts a peer process and yields its endpoint. The process ends with the body, and with this process."""
+    """Starts a peer process on this host and yields its endpoint.
+
+    The process ends at the end of the `async with` block, and when this process terminates.
+    """
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", __name__, stdin=pipe, stdout=pipe, stderr=pipe)
     try:
         yield await _endpoint_of(process)
     finally:
-        # The process ends when its standard input is closed.
+        # The peer process ends when its standard input is closed.
         try:
             await asyncio.wait_for(process.communicate(b""), _END_S)
         except TimeoutError:
