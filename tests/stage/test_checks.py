@@ -151,7 +151,7 @@ def test_media_are_rejected_by_a_text_engine() -> None:
 def test_a_stage_without_its_edge_is_rejected() -> None:
     request = step_request()
     request.ClearField("streamed")
-    with pytest.raises(InvalidRequestError, match="bind an edge that brings text") as caught:
+    with pytest.raises(InvalidRequestError, match="bind an edge that carries text") as caught:
         check_spec(spec_from_wire(request), FED, engine="fake")
     assert caught.value.reason == "MISSING_INPUT"
 
@@ -236,7 +236,7 @@ def test_an_absent_required_tensor_is_rejected() -> None:
     request.absent.append("y")
     numbers = TensorSpec.parse("float32[n]")
     needing = Signature(accepts={"x": numbers, "y": numbers})
-    with pytest.raises(InvalidRequestError, match="no edge brings y, and this stage does not run without") as caught:
+    with pytest.raises(InvalidRequestError, match="no edge carries y, which this stage requires") as caught:
         check_spec(spec_from_wire(request), needing, engine="fake")
     assert caught.value.reason == "MISSING_INPUT"
     check_spec(spec_from_wire(request), replace(needing, optional=frozenset("y")), engine="fake")

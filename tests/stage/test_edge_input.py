@@ -25,8 +25,8 @@ def test_tensors_that_the_stage_does_not_accept_are_dropped() -> None:
         ({"spectrum": np.zeros((2, 4), np.float32)}, r"'spectrum' is float32\[2, 4\]; expected float32\[frames, 3\]"),
         ({"spectrum": np.zeros((2, 3), np.float64)}, "'spectrum' is float64"),
         ({"spectrum": SPECTRUM, "f0": np.zeros(1, np.float32)}, "'f0' has 1 frames, but another tensor .* has 2"),
-        ({"loudness": SPECTRUM}, "brings loudness; this stage accepts spectrum, f0"),
-        ({}, "brings no tensor"),
+        ({"loudness": SPECTRUM}, "carries loudness; this stage accepts spectrum, f0"),
+        ({}, "carries no tensor"),
     ],
 )
 def test_a_packet_of_another_type_is_rejected(tensors: dict[str, Array], message: str) -> None:

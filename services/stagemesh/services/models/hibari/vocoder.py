@@ -32,7 +32,7 @@ class Vocoder:
 
     def __init__(self, model: Path | None, options: Mapping[str, object]) -> None:
         if model is not None or options:
-            raise InvalidRequestError("hibari.vocoder takes neither a model nor options", reason="UNKNOWN_OPTION")
+            raise InvalidRequestError("hibari.vocoder accepts neither a model nor options", reason="UNKNOWN_OPTION")
 
     def open(self, *, seed: int, options: Mapping[str, float]) -> "VocoderStream":  # noqa: ARG002
         return VocoderStream(seed)

@@ -108,13 +108,13 @@ def _check_edges(spec: StepSpec, signature: Signature) -> None:
     for binding in spec.outputs:
         _check_tensors(binding.tensors, signature)
     if spec.task.resume_from is None and spec.takes_state:
-        raise InvalidRequestError(f"edge {STATE_EDGE} brings a state to resume from; set resume_from to its steps")
+        raise InvalidRequestError(f"edge {STATE_EDGE} carries a state to resume from; set resume_from to its steps")
     if any(binding.edge != STATE_EDGE for binding in spec.inputs) and not signature.accepts:
         bound = ", ".join(binding.edge for binding in spec.inputs)
         raise InvalidRequestError(f"this stage accepts the prompt but no edge; unbind {bound}", reason="UNKNOWN_EDGE")
     if signature.accepts and not spec.inputs and spec.task.resume_from is None:
         raise InvalidRequestError(
-            f"no edge feeds this stage; bind an edge that brings {', '.join(signature.accepts)}",
+            f"no edge feeds this stage; bind an edge that carries {', '.join(signature.accepts)}",
             reason="MISSING_INPUT",
         )
 
@@ -136,7 +136,7 @@ def _check_absent(absent: Iterable[str], signature: Signature) -> None:
     missing = sorted(set(absent) & signature.accepts.keys() - signature.optional)
     if missing:
         raise InvalidRequestError(
-            f"no edge brings {', '.join(missing)}, and this stage does not run without; bind an edge that does",
+            f"no edge carries {', '.join(missing)}, which this stage requires; bind an edge that does",
             reason="MISSING_INPUT",
         )
 

@@ -76,7 +76,7 @@ def accepted_part(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: st
     taken = {name: tensor for name, tensor in packet.tensors.items() if name in accepts}
     if not taken:
         raise InvalidChunkError(
-            f"edge {edge} brings {', '.join(packet.tensors) or 'no tensor'}; this stage accepts {', '.join(accepts)}",
+            f"edge {edge} carries {', '.join(packet.tensors) or 'no tensor'}; this stage accepts {', '.join(accepts)}",
             metadata={"edge": edge},
         )
     lengths: dict[str, int] = {}
