@@ -29,7 +29,8 @@ def validate(
         bool,
         typer.Option(
             "--models/--no-models",
-            help="Also check that the models are on this machine and can run in their stages. --no-models skips this check.",
+            help="Also check that the models are on this machine and can run in their stages. --no-models skips "
+            "this check.",
         ),
     ] = True,
     as_json: AsJson = False,
