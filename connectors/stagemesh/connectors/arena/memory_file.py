@@ -86,7 +86,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(tensors: Tensors) -> Layout:
-    """Returns a layout that places the tensors consecutively at aligned offsets.
+    """Returns a layout that places the tensors consecutively at offsets that are multiples of ALIGNMENT_BYTES.
 
     A tensor without elements also receives an offset. Raises InvalidChunkError if a tensor contains Python objects,
     which have no meaning in another process.

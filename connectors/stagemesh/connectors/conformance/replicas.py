@@ -128,7 +128,7 @@ async def emptied(used_bytes: Callable[[], int]) -> None:
 
 
 async def until(holds: Callable[[], bool], *, timeout_s: float) -> None:
-    """Returns when a condition holds. Raises TimeoutError if it does not hold in time."""
+    """Returns when `holds()` returns True. Raises TimeoutError if that does not happen within `timeout_s` seconds."""
     async with asyncio.timeout(timeout_s):
         while not holds():  # noqa: ASYNC110 - there is no event for every condition
             await asyncio.sleep(0.001)

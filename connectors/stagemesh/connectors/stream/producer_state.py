@@ -49,7 +49,7 @@ class ProducerState:
             await reader.close()
 
     def own_watch(self, watch: DeathWatch) -> None:
-        """Takes ownership of a watch on the producer's process, and closes the previous watch."""
+        """Stores and owns a watch on the producer's process. Closes the previous watch, if any."""
         if self._watch is not None:
             self._watch.close()
         self._watch = watch
