@@ -33,7 +33,7 @@ class Suite:
             yield
 
     def hosts(self, **limits: int) -> AbstractAsyncContextManager[tuple[Host, Host]]:
-        """Yields a producer and a consumer that do not send tensors inline, so that the connector transfers all bytes."""
+        """Yields a producer and a consumer that do not send tensors inline. The connector transfers all bytes."""
         return two_hosts(**{"inline_limit_bytes": 0, **limits})
 
     async def carry(
