@@ -133,5 +133,5 @@ def _step_report(report: StepReport) -> control_pb2.StepReport:
 
 
 def _flow_report(report: FlowReport) -> control_pb2.FlowReport:
-    fields = asdict(report.status)
-    return control_pb2.FlowReport(**{**fields, "connector": number_of(report.status.connector)}, peer=report.peer)
+    fields: dict[str, Any] = asdict(report.status) | {"connector": number_of(report.status.connector)}
+    return control_pb2.FlowReport(**fields, peer=report.peer)
