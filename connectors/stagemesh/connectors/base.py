@@ -1,7 +1,7 @@
-"""The interface of connectors. Through a connector, a consumer reads ranges of a producer's arena.
+"""The connector interface, through which a consumer reads ranges of a producer's arena.
 
-The producer's connector describes how to reach the arena (`offer`). The consumer's connector prepares to read the
-arena (`connect`) and reads ranges of it (`Reader`). Flows, which are the same for all connectors, ensure order and
+The producer's connector describes how to reach the arena (`offer`). The consumer's connector prepares to read the arena
+(`connect`) and reads ranges of it (`Reader`). Flows, which are the same for all connectors, ensure order and
 exactly-once delivery, manage credit and leases, and interpret the ranges. The `grpc` connector does not use this
 interface, because its producer sends the bytes itself.
 """
@@ -18,7 +18,7 @@ from stagemesh.common.connector_descriptors import ConnectorName
 from stagemesh.connectors.arena.account import MemoryAccount
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-"""A one-dimensional array of bytes."""
+"""A one-dimensional uint8 array."""
 
 
 class ArenaRange(NamedTuple):
@@ -38,22 +38,25 @@ class Producer:
     replica: str
     incarnation: str
     arena_fd: int | None
-    """The descriptor of the arena's memory file, or None if the producer did not pass it.
+    """The file descriptor of the arena's memory file, or None if the producer did not pass it.
 
-    A producer can pass the descriptor only to a consumer on its own host.
+    A producer can pass the file descriptor only to a consumer on its own host.
     """
 
 
 class Reader(ABC):
-    """Gives a consumer access to the arena of one incarnation of a producer. Used on the event loop."""
+    """Provides access to the arena of one incarnation of a producer. Use it only on the event loop."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Closes the reader. Views that it has returned remain valid. Closing twice is harmless."""
+        """Closes the reader. Views that the reader has returned remain valid. Idempotent."""
 
 
 class InPlaceReader(Reader):
-    """Reads the producer's memory without copying it. The consumer retains the chunk's lease while a view exists."""
+    """A reader that returns views of the producer's memory without copying it.
+
+    The consumer retains a chunk's lease while a view of the chunk exists.
+    """
 
     @abstractmethod
     def view(self, place: ArenaRange) -> Bytes:
@@ -64,11 +67,14 @@ class InPlaceReader(Reader):
 
 
 class FetchingReader(Reader):
-    """Copies the producer's bytes into the consumer's memory. The chunk's lease ends when the copy is complete."""
+    """A reader that copies the producer's bytes into the consumer's memory.
+
+    A chunk's lease ends when the copy of the chunk is complete.
+    """
 
     @abstractmethod
     async def fetch(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes]:
-        """Returns copies of the ranges, which are read in one transfer if possible. Calls may overlap.
+        """Returns copies of the ranges. Reads all ranges in one transfer if possible. Calls may overlap.
 
         Waits for memory for the copies first, and charges the memory to the flow's `account`. Raises InvalidChunkError
         if a range is outside the arena or if its region was freed. Raises UnavailableError within bounded time if the
@@ -78,14 +84,14 @@ class FetchingReader(Reader):
     def fetch_at_once(self, places: Sequence[ArenaRange], account: MemoryAccount) -> list[Bytes] | None:  # noqa: ARG002
         """Returns the result of `fetch`, or None if the read failed or would have to wait.
 
-        This method avoids a task for each chunk, which is slower than the copy of a small chunk. Raises
-        InvalidChunkError under the same conditions as `fetch`.
+        Avoids a task for each chunk, which would cost more than the copy of a small chunk. Raises InvalidChunkError
+        under the same conditions as `fetch`.
         """
         return None
 
 
 class Connector(ABC):
-    """A connector of one replica, for both its outgoing and its incoming flows. Used on the event loop."""
+    """A connector of one replica, for both its outgoing and its incoming flows. Use it only on the event loop."""
 
     name: ClassVar[ConnectorName]
 
@@ -106,7 +112,7 @@ class Connector(ABC):
     def expect_reads(self, chunks: int) -> None:  # noqa: B027 - most connectors have nothing to do
         """Adds `chunks`, which may be negative, to the number of chunks that consumers are expected to read.
 
-        Called at the producer. A connector can override this method if reads use the producer's processor.
+        Called at the producer. A connector can override this method if reads need the producer's processor.
         """
 
     @abstractmethod

@@ -67,7 +67,7 @@ class DataPlane:
             local_socket=self._listener.name,
             run_in_background=self._run_in_background,
         )
-        """The consuming side of the data plane: its expected flows and their producers."""
+        """The consumer side of the data plane: the expected flows and the known producers."""
 
     @property
     def incarnation(self) -> str:
@@ -102,7 +102,7 @@ class DataPlane:
 
     @property
     def credit_bytes(self) -> int:
-        """The number of payload bytes that producers may still send to this replica."""
+        """The number of payload bytes that all producers together may still send to this replica."""
         return self.consumer.credit_bytes
 
     # -- producing
@@ -146,10 +146,7 @@ class DataPlane:
     def rebind_outlet(
         self, outlet: Outlet, key: EdgeKey, *, endpoint: str, consumer: str, connector: ConnectorName
     ) -> None:
-        """Continues a flow with another consumer, which receives all chunks from the first one.
-
-        Call `Outlet.check_rebindable` first.
-        """
+        """Moves a flow to another consumer and sends all chunks again. Call `Outlet.check_rebindable` first."""
         link = self._link(consumer, endpoint, connector)
         outlet.rebind(link.route(key, connector))
         link.add(outlet.attempt)
@@ -163,9 +160,9 @@ class DataPlane:
         return self._arena.open_partition(size_bytes)
 
     def adopt(self, handle: Handle) -> Tensors:
-        """Returns the tensors that a worker wrote, so that they can be sent without a copy.
+        """Returns the tensors that a worker process wrote, so that they can be sent without a copy.
 
-        Their memory is freed when all views of them are deleted.
+        The memory of the tensors is freed when all views of them are deleted.
         """
         return self._arena.adopt(handle).held()
 
@@ -201,7 +198,7 @@ class DataPlane:
     # -- consuming
 
     def open_inlet(self, key: EdgeKey, *, producer: str, rebind_s: float = 0.0) -> Inlet:
-        """Expects a flow from `producer` and returns its consuming end.
+        """Expects a flow from `producer` and returns the consumer side of the flow.
 
         Raises ExistsError if the flow is already open.
 
@@ -213,9 +210,9 @@ class DataPlane:
         return self.consumer.open(key, producer=producer, rebind_s=rebind_s)
 
     def rebind_inlet(self, inlet: Inlet, key: EdgeKey, *, producer: str, first_rows: Mapping[str, int]) -> None:
-        """Continues a flow with another producer, which sends each tensor from its row in `first_rows`.
+        """Continues a flow with another producer. Call `Inlet.check_rebindable` first.
 
-        Call `Inlet.check_rebindable` first.
+        `first_rows` maps each tensor's name to the first row that the new producer sends.
         """
         self.consumer.rebind(inlet, key, producer=producer, first_rows=first_rows)
 
@@ -258,7 +255,10 @@ class DataPlane:
         return link
 
     def _drop_link(self, link: ConsumerLink) -> None:
-        """Drops a link that has lost its connection and is not needed. A later flow to the consumer gets a new link."""
+        """Removes a link that has lost its connection and is not needed.
+
+        A later flow to the consumer creates a new link.
+        """
         for name in [name for name, known in self._links.items() if known is link]:
             del self._links[name]
         self._run_in_background(link.close())
@@ -274,7 +274,7 @@ class DataPlane:
         return session
 
     async def _accept_local(self, connection: socket.socket, arena_fd: int) -> None:
-        """Serves a producer on this host that has connected. Owns `connection` and `arena_fd`."""
+        """Serves a producer on this host. Takes ownership of `connection` and `arena_fd`."""
         session = self._open_session(arena_fd=arena_fd)
         session.watch = watch_peer(connection, lambda: self._producer_died(session))
         stream = LocalStream(session, peer="a producer on this host")

@@ -1,7 +1,7 @@
-"""Types that both ends of a flow share: flow keys, packets, chunk policies and flow states.
+"""Types that the outlet and the inlet of a flow share: flow keys, packets, chunk policies and flow states.
 
-A flow is the traffic of one request over one edge. It has an `EdgeKey` for each attempt. The producer sends through an
-`Outlet`, and the consumer receives through an `Inlet`.
+A flow is the traffic of one request over one edge. Each attempt of a flow has its own `EdgeKey`. The producer sends
+through an `Outlet`, and the consumer receives through an `Inlet`.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from stagemesh.common.tensors import Tensors
 MetadataValue: TypeAlias = int | float | bool | str
 
 REBIND_S = 15.0
-"""The number of seconds for which an end of a flow that has lost its peer waits for another replica."""
+"""The number of seconds for which a flow that has lost its producer or consumer waits for a replacement."""
 
 NOT_READ = "NOT_READ"
 """The error reason for a flow whose consumer deliberately stopped reading."""
@@ -55,17 +55,17 @@ class Packet:
 
 @dataclass(frozen=True)
 class StepPolicy:
-    """Sends each emission of the engine as one chunk."""
+    """The chunk policy that sends each emission of the engine as one chunk."""
 
 
 @dataclass(frozen=True)
 class WholePolicy:
-    """Joins all emissions along their first axis and sends them as one chunk at the end."""
+    """The chunk policy that joins all emissions along their first axis and sends them as one chunk at the end."""
 
 
 @dataclass(frozen=True)
 class FramesPolicy:
-    """Cuts emissions along their first axis into chunks of `frames` rows."""
+    """The chunk policy that cuts emissions along their first axis into chunks of `frames` rows."""
 
     frames: int
     initial_frames: int = 0
@@ -93,7 +93,7 @@ class FlowUsage:
 
 @dataclass(frozen=True)
 class FlowStatus:
-    """A snapshot of the state of one end of a flow. The proto message FlowReport describes the fields."""
+    """A snapshot of the state of an outlet or inlet. The proto message FlowReport describes the fields."""
 
     edge: str
     connector: ConnectorName
@@ -107,7 +107,7 @@ class FlowStatus:
 
 
 def is_recoverable(error: StagemeshError) -> bool:
-    """Returns whether a flow that failed with `error` can continue with another replica at the other end.
+    """Returns whether a flow that failed with `error` can continue after its producer or consumer is replaced.
 
     An error that a stage reports about the request itself is not recoverable, because another replica would report the
     same error.
@@ -123,8 +123,8 @@ _Flow = TypeVar("_Flow")
 class ReadyQueue(Generic[_Flow]):
     """The flows of one stream that have messages to send, in the order in which they became ready.
 
-    Flows add themselves. The stream's `pull` callback removes flows and sends their messages. It runs at most once in
-    each iteration of the event loop.
+    Flows add themselves. The `pull` callback removes flows and sends their messages. It is called at most once in each
+    iteration of the event loop.
     """
 
     def __init__(self, pull: Callable[[], None]) -> None:
@@ -134,7 +134,7 @@ class ReadyQueue(Generic[_Flow]):
         self._is_scheduled = False
 
     def add(self, flow: _Flow) -> None:
-        """Adds a flow at the end unless the queue already contains it, and schedules `pull`."""
+        """Appends a flow, unless the queue already contains the flow, and schedules `pull`."""
         self._flows[flow] = None
         self.wake()
 
@@ -145,11 +145,11 @@ class ReadyQueue(Generic[_Flow]):
             self._loop.call_soon(self._run)
 
     def discard(self, flow: _Flow) -> None:
-        """Removes a flow that has ended or has moved to another stream. Does nothing if it is not in the queue."""
+        """Removes a flow that has ended or has moved to another stream. Does nothing for a flow that is not queued."""
         self._flows.pop(flow, None)
 
     def first(self) -> _Flow | None:
-        """Returns the flow at the front without removing it, or None if no flow is ready."""
+        """Returns the flow at the front without removing the flow, or None if the queue is empty."""
         return next(iter(self._flows), None)
 
     def rotate(self, flow: _Flow) -> None:

@@ -1,1 +1,1 @@
-"""The arena, which is a replica's memory for tensors, with its allocator and its writers."""
+"""The arena: a replica's preallocated memory for tensors, its page allocator, and the writer for worker processes."""

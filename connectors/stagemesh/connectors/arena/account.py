@@ -1,11 +1,10 @@
-"""Accounts for the memory that one flow uses in an arena that several flows share."""
+"""The account of the memory that one flow uses in an arena that several flows share."""
 
 
 class MemoryAccount:
-    """The memory use of one flow. `Arena` charges it for each region until the region is freed.
+    """The memory use of one flow: `held_bytes` bytes in its regions, and `waiting` allocations that wait for space.
 
-    `held_bytes` is the number of bytes in the flow's regions, and `waiting` is the number of its waiting allocations.
-    `Arena` limits each account to a fair share.
+    `Arena` charges the account for each region until the region is freed, and limits the account to a fair share.
     """
 
     __slots__ = ("held_bytes", "waiting")

@@ -40,14 +40,17 @@ from stagemesh.connectors.base import Bytes
 __all__ = ["Arena", "ArenaStats", "Layout", "MemoryAccount", "Region", "Written", "layout_of", "when_gone"]
 
 COPY_IN_THREAD_BYTES = 4 << 20
-"""Copies of at least this size run in a thread.
+"""The minimum size in bytes of a copy that runs in a thread.
 
 A smaller copy blocks the event loop for less than 0.2 ms, which is the cost of using a thread.
 """
 
 
 class Region:
-    """A run of whole pages of an arena, which is freed when its last holder releases it. Used on the event loop."""
+    """A reference-counted run of whole pages of an arena. It is freed when its last reference is released.
+
+    Use it only on the event loop.
+    """
 
     __slots__ = ("_arena", "_holders", "account", "generation", "offset", "size_bytes")
 
@@ -62,26 +65,26 @@ class Region:
         self._holders = 1
 
     def retain(self) -> None:
-        """Adds a holder. The region must not have been freed."""
+        """Adds a reference to the region, which must not have been freed."""
         assert self._holders > 0, "a freed region cannot be retained"
         self._holders += 1
 
     def release(self) -> None:
-        """Removes a holder. If it was the last holder, frees the pages."""
+        """Releases one reference to the region. Frees the pages if it was the last reference."""
         assert self._holders > 0, "release a region once for each holder"
         self._holders -= 1
         if self._holders == 0:
             self._arena.free(self)
 
     def bytes(self, offset: int, size_bytes: int) -> Bytes:
-        """Returns a view of a range whose `offset` counts from the region's start. The view is not a holder."""
+        """Returns a view that does not retain the region. `offset` is in bytes from the start of the region."""
         assert 0 <= offset <= offset + size_bytes <= self.size_bytes, "the range is outside the region"
         return np.ndarray(size_bytes, np.uint8, self._arena.memory, self.offset + offset)
 
     def as_array(self) -> Bytes:
-        """Returns a view of all bytes, which replaces the caller as a holder of the region.
+        """Returns a view of all bytes, which takes over the caller's reference to the region.
 
-        The region is released when this view and all views of it are deleted.
+        The reference is released when this view and all views of it are deleted.
         """
         array = self.bytes(0, self.size_bytes)
         when_gone(array, self._arena.releaser(self))
@@ -89,18 +92,21 @@ class Region:
 
 
 class Written(NamedTuple):
-    """Tensors that were written into a region of an arena. The receiver of this object is a holder of the region."""
+    """Tensors that were written into a region of an arena. Contains one reference to the region.
+
+    The recipient must release this reference, or call `held`.
+    """
 
     region: Region
     tensors: dict[str, Array]
-    """Views of the written tensors. They are not holders of the region."""
+    """Views of the written tensors. The views do not retain the region."""
     offsets: Sequence[int]
     """The offset of each tensor in bytes from the start of the memory file."""
 
     def held(self) -> dict[str, Array]:
-        """Returns the tensors as views that replace the caller as a holder of the region.
+        """Returns views of the tensors, which take over the caller's reference to the region.
 
-        The region is released when all of these views are deleted.
+        The reference is released when all of these views are deleted.
         """
         whole = self.region.as_array()
         return {name: _view_of(whole, tensor) for name, tensor in self.tensors.items()}
@@ -135,7 +141,10 @@ class ArenaStats(NamedTuple):
 
 @dataclass
 class _Partition:
-    """A slab that is reserved for a worker process, with the number and size of its adopted regions."""
+    """A part of the arena that is reserved for one worker process.
+
+    `regions` is the number of adopted regions, and `held_bytes` is their total size.
+    """
 
     slab: Region
     regions: int = 0
@@ -144,17 +153,17 @@ class _Partition:
 
 
 class _Allocation(NamedTuple):
-    """An allocation that waits for space."""
+    """A request for memory that waits for space."""
 
     size_bytes: int
     account: MemoryAccount
 
 
 class Arena:
-    """The memory for the tensors of one replica. Only `copy_in` may be called outside the replica's event loop.
+    """Preallocated memory for the tensors of one replica.
 
-    A shared arena is a memory file that other processes can map. An arena that is not shared is private memory, for
-    which the kernel uses huge pages if possible.
+    Only `copy_in` may be called outside the replica's event loop. A shared arena is a memory file that other processes
+    can map. An arena that is not shared is private memory, for which the kernel uses huge pages if possible.
     """
 
     def __init__(self, data_bytes: int, *, shared: bool = True) -> None:
@@ -167,7 +176,7 @@ class Arena:
         self._fd, mapping = create(data_bytes, self.token)
         self._is_closed = False
         self.memory = memoryview(mapping)
-        """The whole memory, which remains mapped while the arena or a view of the memory is referenced."""
+        """The whole memory. It remains mapped while the arena or a view of the memory is referenced."""
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._generations = self.memory[PAGE_BYTES : self.data_offset].cast("Q")
         self._regions: dict[int, Region] = {}
@@ -186,14 +195,17 @@ class Arena:
         self.copied_bytes = 0
         self._counting = threading.Lock()
         self.on_pressure: Callable[[], bool] = lambda: False
-        """Called when an allocation lacks space. Frees some memory that is retained only for recovery.
+        """A callback that frees some memory that is retained only for recovery. Called when an allocation lacks space.
 
-        Returns whether it has freed memory.
+        Returns True if it freed memory.
         """
 
     @property
     def fd(self) -> int:
-        """The descriptor of the memory file, which a peer may map for reading. -1 if closed or not shared."""
+        """The file descriptor of the memory file, which a peer may map for reading.
+
+        -1 if the arena is closed or private.
+        """
         return self._fd
 
     @property
@@ -203,7 +215,7 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """The number of bytes in allocated regions. For workers' slabs, only adopted regions count."""
+        """The number of bytes in allocated regions. In workers' partitions, only adopted regions count."""
         adopted_bytes = sum(partition.held_bytes for partition in self._partitions.values())
         return self._allocator.used_bytes - self._partition_bytes + adopted_bytes
 
@@ -227,7 +239,7 @@ class Arena:
     # -- allocation
 
     def try_allocate(self, size_bytes: int, account: MemoryAccount) -> Region | None:
-        """Returns a region of at least `size_bytes`, or None if the caller would have to wait for space.
+        """Returns a region of at least `size_bytes`, or None if there is not enough space now.
 
         Raises InvalidChunkError if `size_bytes` exceeds `max_region_bytes`.
         """
@@ -273,13 +285,16 @@ class Arena:
             raise
 
     def wake(self) -> None:
-        """Schedules a retry of the waiting allocations. Call it if memory was freed or `on_pressure` can free some."""
+        """Schedules a retry of the waiting allocations.
+
+        Call it when memory was freed or when `on_pressure` can free some.
+        """
         if self._waiting and not self._wake_due:
             self._wake_due = True
             next(iter(self._waiting)).get_loop().call_soon(self._admit)
 
     def free(self, region: Region) -> None:
-        """Frees the pages of a region. Called when the region's last holder releases it."""
+        """Frees the pages of a region. Called when the last reference to the region is released."""
         del self._regions[region.generation]
         writer = region.generation >> WRITER_SHIFT
         if writer:
@@ -347,9 +362,10 @@ class Arena:
     # -- worker processes
 
     def open_partition(self, size_bytes: int) -> PartitionTicket:
-        """Reserves a slab of at least `size_bytes`, into which one worker process writes without further requests.
+        """Reserves a partition of at least `size_bytes`, in which one worker process allocates space by itself.
 
-        Raises NotReadyError (NO_MEMORY) if there is no space for the slab.
+        Returns the ticket that the worker needs. Raises NotReadyError (NO_MEMORY) if there is no space for the
+        partition.
         """
         assert self._fd >= 0, "only a shared arena has partitions"
         fits = self._writers < (1 << 16) - 1 and size_bytes <= self.max_region_bytes
@@ -373,9 +389,10 @@ class Arena:
         )
 
     def adopt(self, handle: Handle) -> Written:
-        """Returns the tensors that a worker wrote, in a region whose pages return to the worker when it is freed.
+        """Returns the tensors that a worker process wrote, without copying them.
 
-        Raises InvalidChunkError if the handle is invalid, belongs to no open partition or was adopted before.
+        When their region is freed, the worker can use its pages again. Raises InvalidChunkError if the handle is
+        invalid, belongs to no open partition or was adopted before.
         """
         partition = self._partitions.get(handle.generation >> WRITER_SHIFT)
         if partition is None or partition.closed or handle.generation in self._regions:
@@ -396,15 +413,15 @@ class Arena:
     def partition_of(self, region: Region) -> tuple[int, int]:
         """Returns the number and the size in bytes of the partition that contains a region.
 
-        For a region outside all partitions, returns 0 and the size of the arena.
+        Returns 0 and the size of the arena if the region is outside all partitions.
         """
         writer = region.generation >> WRITER_SHIFT
         return writer, self._partitions[writer].slab.size_bytes if writer else self.size_bytes
 
     def close_partition(self, ticket: PartitionTicket) -> None:
-        """Frees a slab as soon as all regions that were adopted from it are freed.
+        """Frees a partition as soon as all regions that were adopted from it are freed. Idempotent.
 
-        Call it after the worker has terminated. Closing twice is harmless.
+        Call it after the worker process has terminated.
         """
         partition = self._partitions.get(ticket.writer)
         if partition is not None:
@@ -414,10 +431,7 @@ class Arena:
     # -- lifecycle
 
     def close(self) -> None:
-        """Closes the memory file and fails all waiting allocations. Does not unmap the memory.
-
-        Closing twice is harmless.
-        """
+        """Closes the memory file and fails all waiting allocations. Does not unmap the memory. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -430,7 +444,7 @@ class Arena:
                 turn.set_exception(_closed())
 
     def releaser(self, region: Region) -> Callable[[], None]:
-        """Returns a function that releases `region` on the event loop. The function may be called in any thread."""
+        """Returns a function that releases `region` on the event loop. Any thread may call the function."""
         loop, thread, to_release = asyncio.get_running_loop(), threading.get_ident(), self._to_release
 
         def release() -> None:
@@ -470,12 +484,12 @@ class Arena:
         return held_bytes > 0 and held_bytes + allocation.size_bytes > self._allocator.free_bytes
 
     def _is_alone(self, account: MemoryAccount) -> bool:
-        """Returns whether this account or all other accounts use no memory, so that the fair share does not apply."""
+        """Returns whether the fair share does not apply, because this account or all other accounts use no memory."""
         held_bytes = account.held_bytes
         return not held_bytes or held_bytes + self._partition_bytes == self._allocator.used_bytes
 
     def _admit(self) -> None:
-        """Serves the waiting allocations in order of arrival until one lacks space.
+        """Serves the waiting allocations in order of arrival. Stops at the first allocation that lacks space.
 
         Skips the allocations of accounts that exceed their fair share.
         """
@@ -524,7 +538,7 @@ class Arena:
 def when_gone(array: Array, call: Callable[[], None]) -> None:
     """Calls `call` when `array` and all views of it are deleted.
 
-    The call occurs in the thread that deletes the last view and can interrupt any code there.
+    `call` runs in the thread that deletes the last view, and can interrupt any code of that thread.
     """
 
     def gone(reference: "weakref.ref[Array]") -> None:
@@ -538,9 +552,9 @@ def when_gone(array: Array, call: Callable[[], None]) -> None:
 
 
 _watched: dict[int, "weakref.ref[Array]"] = {}
-"""The weak references of `when_gone`, which must live as long as their arrays.
+"""The weak references that `when_gone` has created, by their ids. Each must live as long as its array.
 
-`weakref.finalize` has the same effect at twice the cost.
+`weakref.finalize` would have the same effect at twice the cost.
 """
 
 

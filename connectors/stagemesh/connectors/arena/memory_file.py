@@ -57,8 +57,8 @@ def mark_pages(memory: memoryview, *, offset: int, size_bytes: int, generation: 
 def free_pages(memory: memoryview, *, offset: int, size_bytes: int) -> None:
     """Clears the generation of pages that another process may allocate immediately afterwards.
 
-    Stores each entry exactly once. `mark_pages` copies bytes, and the C library may store a byte twice while copying.
-    The second store could clear the entry of a process that has allocated the page between the two stores.
+    Writes each table entry exactly once. `mark_pages` copies bytes, and the C library may write a byte twice while
+    copying. The second write could clear the entry of a process that allocated the page between the two writes.
     """
     entries = memory.cast("Q")
     first = (PAGE_BYTES + offset // PAGE_BYTES * GENERATION_BYTES) // GENERATION_BYTES
@@ -121,8 +121,8 @@ def page_bytes_for(size_bytes: int) -> int:
 def create_memory_file(data_bytes: int, token: bytes) -> tuple[int, mmap.mmap]:
     """Creates a sealed memory file and allocates all of its memory.
 
-    Returns a read-only descriptor for readers, and the writable mapping. Raises NotReadyError (NO_MEMORY) if not enough
-    memory is available.
+    Returns a read-only file descriptor for readers, and the writable mapping. Raises NotReadyError (NO_MEMORY) if not
+    enough memory is available.
     """
     size_bytes = _checked_size(data_bytes)
     fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -141,10 +141,10 @@ def create_memory_file(data_bytes: int, token: bytes) -> tuple[int, mmap.mmap]:
 
 
 def create_private_memory(data_bytes: int, token: bytes) -> tuple[int, mmap.mmap]:
-    """Creates memory with the same layout that no other process can map. Uses huge pages if the kernel supports them.
+    """Creates private memory with the layout of a memory file. Uses huge pages if the kernel supports them.
 
-    Returns -1 instead of a descriptor, and the writable mapping. Raises NotReadyError (NO_MEMORY) if not enough memory
-    is available.
+    Returns -1 in place of a file descriptor, and the writable mapping. Raises NotReadyError (NO_MEMORY) if not enough
+    memory is available.
     """
     size_bytes = _checked_size(data_bytes)
     try:

@@ -13,7 +13,7 @@ _EXACT_PAGES = 2 << _STEP_BITS
 
 
 class PageAllocator:
-    """Allocates runs of pages, and joins adjacent free runs. Computes offsets without accessing the memory."""
+    """Allocates runs of pages, and merges adjacent free runs. Computes offsets without accessing the memory."""
 
     def __init__(self, size_bytes: int) -> None:
         if size_bytes < PAGE_BYTES or size_bytes % PAGE_BYTES:
@@ -45,7 +45,10 @@ class PageAllocator:
         return max(self._free_length[start] for start in longest) * PAGE_BYTES
 
     def allocate(self, size_bytes: int) -> int | None:
-        """Allocates a run of at least `size_bytes` and one page. Returns its offset, or None if no free run fits."""
+        """Allocates contiguous pages for `size_bytes`, at least one page.
+
+        Returns the offset in bytes, or None if no free run is long enough.
+        """
         pages = (size_bytes + PAGE_BYTES - 1) // PAGE_BYTES or 1
         if pages < _EXACT_PAGES:
             size_class = pages
@@ -74,7 +77,10 @@ class PageAllocator:
         return start * PAGE_BYTES
 
     def release(self, offset: int) -> None:
-        """Frees the run at `offset` and joins it with adjacent free runs. Raises KeyError if it is not allocated."""
+        """Frees the run at `offset` and merges it with adjacent free runs.
+
+        Raises KeyError if no run is allocated there.
+        """
         start = offset // PAGE_BYTES
         length = self._taken.pop(start)
         self.free_bytes += length * PAGE_BYTES
@@ -105,9 +111,9 @@ class PageAllocator:
             self._nonempty ^= 1 << size_class
 
     def _search(self, pages: int) -> int | None:
-        """Removes a run of at least `pages` from the size class of `pages`. Returns its first page, or None.
+        """Removes the first sufficient run from the size class of `pages` pages.
 
-        Called if no larger class has a run.
+        Returns the run's first page, or None if there is no such run. Called if no larger class has a run.
         """
         size_class = _size_class(pages)
         if size_class >= len(self._classes):

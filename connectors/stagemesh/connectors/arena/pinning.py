@@ -18,7 +18,7 @@ def can_pin() -> bool:
 
 
 def pin(arena: Arena) -> None:
-    """Page-locks an arena for the lifetime of the process. Raises NotReadyError (CANNOT_PIN) if CUDA cannot do this."""
+    """Page-locks an arena for the lifetime of the process. Raises NotReadyError (CANNOT_PIN) if CUDA fails to do so."""
     torch: Any = import_module("torch")
     code = int(torch.cuda.cudart().cudaHostRegister(arena.address, arena.file_bytes, 0))
     if code:

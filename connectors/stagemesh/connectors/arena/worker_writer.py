@@ -1,7 +1,8 @@
-"""The writer with which an engine's worker processes write tensors into their replica's arena without a request.
+"""The writer through which worker processes write tensors into their replica's arena without asking the replica.
 
-The replica reserves a slab of pages for each worker. A page of the slab is free if its entry in the arena's generation
-table is 0. Only the worker sets entries, and only the replica clears them, so that neither process needs a lock.
+The replica reserves a partition of the arena for each worker. A page of the partition is free if its entry in the
+arena's generation table is 0. Only the worker sets entries, and only the replica clears them, so that neither process
+needs a lock.
 """
 
 import math
@@ -35,8 +36,8 @@ from stagemesh.connectors.arena.page_allocator import PAGE_BYTES
 WRITER_SHIFT = 48
 """The position of the writer's number in a generation, in bits.
 
-The top 16 bits of a generation are the number of its writer, which is 0 for the replica. The lower bits are the number
-of the writer's region.
+The top 16 bits of a generation are the writer's number, which is 0 for the replica. The lower bits are the number of
+the writer's region.
 """
 
 _SHORTEST_PAUSE_S = 20e-6
@@ -45,9 +46,9 @@ _LONGEST_PAUSE_S = 2e-3
 
 @dataclass(frozen=True)
 class PartitionTicket:
-    """The data that one worker process needs to write into its slab. Picklable.
+    """The data that one worker process needs to write into its partition of the arena. Picklable.
 
-    `offset` is the offset of the slab in bytes from the start of the memory file.
+    `offset` is the offset of the partition in bytes from the start of the memory file.
     """
 
     process_id: int
@@ -59,7 +60,10 @@ class PartitionTicket:
 
 
 class PlacedTensor(NamedTuple):
-    """The type and location of a tensor of a handle. `offset` counts from the handle's offset in bytes."""
+    """The name, dtype, shape and location of one tensor of a `Handle`.
+
+    `offset` is in bytes from the handle's offset.
+    """
 
     name: str
     dtype: str
@@ -69,7 +73,10 @@ class PlacedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Handle:
-    """Identifies the pages and the tensors of one write of a worker. Picklable. The replica adopts it."""
+    """Identifies the pages and the tensors of one write of a worker process. Picklable.
+
+    The worker sends the handle to the replica, which adopts the tensors.
+    """
 
     generation: int
     offset: int
@@ -78,7 +85,7 @@ class Handle:
 
 
 class Reserved(NamedTuple):
-    """Reserved space in a slab. The caller fills the tensors and then sends the handle to the replica."""
+    """Reserved space in a partition. The caller fills the tensors and then sends the handle to the replica."""
 
     handle: Handle
     tensors: Mapping[str, Array]
@@ -101,7 +108,7 @@ class ArenaWriter:
         self._count = 0
 
     def write(self, tensors: Tensors, timeout_s: float) -> Handle:
-        """Copies tensors into the slab and returns their handle. Waits up to `timeout_s` seconds for space.
+        """Copies tensors into the partition and returns their handle. Waits up to `timeout_s` seconds for space.
 
         Raises InvalidChunkError if the tensors can never fit, DeadlineError if there is no space in time, and
         UnavailableError if the replica has terminated.
@@ -131,11 +138,11 @@ class ArenaWriter:
 
     @property
     def room(self) -> memoryview:
-        """The memory of the slab. The caller may page-lock it."""
+        """The memory of the partition. The caller may page-lock it."""
         return self._memory[self._ticket.offset : self._ticket.offset + self._ticket.size_bytes]
 
     def close(self) -> None:
-        """Closes the descriptor of the replica's process. Written tensors remain valid. Closing twice is harmless."""
+        """Closes the file descriptor of the replica's process. Written tensors remain valid. Idempotent."""
         if self._replica >= 0:
             os.close(self._replica)
             self._replica = -1
@@ -177,7 +184,10 @@ class ArenaWriter:
         return page
 
     def _find_free(self, pages: int) -> int | None:
-        """Returns the first page of a free run, or None. Searches cyclically from the end of the last reserved run."""
+        """Returns the first page of a free run of `pages` pages, or None if there is no such run.
+
+        Searches cyclically from the end of the last reserved run.
+        """
         start = self._next_page
         if start + pages <= len(self._generations) and not self._generations[start : start + pages].any():
             return start
@@ -199,7 +209,8 @@ class ArenaWriter:
 def read_handle(handle: Handle, memory: memoryview, *, slab_offset: int, slab_bytes: int) -> dict[str, Array]:
     """Returns the tensors of a worker's handle by name. Called by the replica.
 
-    Raises InvalidChunkError if the tensors are not inside the worker's slab or the pages are not those of the handle.
+    Raises InvalidChunkError if the tensors are not inside the worker's partition, or if the pages do not have the
+    handle's generation.
     """
     inside = slab_offset <= handle.offset < handle.offset + handle.size_bytes <= slab_offset + slab_bytes
     if not inside or handle.offset % PAGE_BYTES or handle.size_bytes % PAGE_BYTES:
@@ -210,7 +221,7 @@ def read_handle(handle: Handle, memory: memoryview, *, slab_offset: int, slab_by
 
 
 def _empty(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, Array]:
-    """Returns tensors of these shapes that share one element, so that they use almost no memory."""
+    """Returns tensors of these shapes that use almost no memory, because all elements of a tensor share one element."""
     return {name: np.broadcast_to(np.zeros((), DTYPES[dtype]), shape) for name, shape in shapes.items()}
 
 

@@ -1,1 +1,1 @@
-"""Flows, which provide ordered exactly-once delivery, credit and retention at both ends of an edge."""
+"""Flows, which provide ordered exactly-once delivery, credit and retention for producers and consumers."""

@@ -10,7 +10,7 @@ from stagemesh.connectors.edge import ChunkPolicy, FramesPolicy, MetadataValue, 
 
 
 class Chunker:
-    """Applies a chunk policy to the packets of one flow. Retains rows that do not fill a chunk yet."""
+    """Applies a chunk policy to the packets of one flow. Retains rows until they fill a chunk."""
 
     def __init__(self, policy: ChunkPolicy) -> None:
         self._policy = policy

@@ -1,6 +1,6 @@
-"""The consuming end of a flow. It delivers the packets of a series of attempts to an engine exactly once and in order.
+"""The consumer side of a flow. Delivers the packets of a series of attempts to an engine exactly once and in order.
 
-An inlet has one attempt at a time. A new attempt receives from another producer after the previous one was lost.
+An inlet has one attempt at a time. If a producer is lost, a new attempt receives from another producer.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ from stagemesh.v1 import chunk_pb2, stage_pb2
 LOST_PRODUCER_S = 15.0
 """The number of seconds for which a flow waits until its producer reconnects."""
 MAX_RESYNCS = 3
-"""The number of times that a flow is reopened at the same chunk before its producer is rejected as broken."""
+"""The maximum number of times that a flow is reopened at the same chunk before its producer is rejected as broken."""
 
 
 class Phase(Enum):
-    """The state of an attempt."""
+    """The state of an inlet attempt."""
 
     WAITING = auto()
-    """No stream carries the attempt yet. The producer is expected to open it."""
+    """No stream carries the attempt yet. The producer is expected to open the attempt."""
     OPEN = auto()
     """The attempt accepts chunks."""
     RESYNCING = auto()
-    """A message was lost. The attempt ignores all messages until the producer reopens it."""
+    """A message was lost. The attempt ignores all messages until the producer reopens the attempt."""
     ENDED = auto()
     """All chunks and End have arrived."""
     FAILED = auto()
@@ -43,7 +43,7 @@ class Phase(Enum):
 
 
 class Inlet:
-    """The consuming end of a flow. One task iterates over its packets, which it yields in order and exactly once.
+    """The consumer side of a flow. One task iterates over the inlet, which yields packets in order and exactly once.
 
     If the producer is lost, another producer can replace it within `rebind_s` seconds. The inlet then drops the rows
     that have already arrived from the previous producer.
@@ -59,7 +59,7 @@ class Inlet:
         return self
 
     async def __anext__(self) -> Packet:
-        """Returns the next packet. Raises the error of an Abort or of a lost producer."""
+        """Returns the next packet. Raises the error if the producer has aborted the flow or was lost."""
         # Not a generator, because its frame would retain the last packet and its lease.
         packets = self._packets
         while not packets.waiting:
@@ -96,7 +96,7 @@ class Inlet:
         return self.attempt.error is not None
 
     async def aclose(self, *, lost: bool = False) -> None:
-        """Rejects further packets and releases the packets that have arrived. Closing twice is harmless.
+        """Rejects further packets and releases the packets that have arrived but have not been read. Idempotent.
 
         Args:
             lost: Whether to report this consumer to the producer as lost, so that another consumer can replace it.
@@ -113,14 +113,15 @@ class Inlet:
         self.attempt.close(error)
 
     def check_rebindable(self, first_rows: Mapping[str, int]) -> None:
-        """Raises NotReadyError (ROWS_MISSING) if a flow that begins at `first_rows` would omit rows."""
+        """Raises NotReadyError (ROWS_MISSING) if rows would be missing when another producer begins at `first_rows`."""
         if not self._packets.has_ended:
             self._packets.rows.check(first_rows)
 
     def rebind(self, attempt: "InletAttempt", *, first_rows: Mapping[str, int]) -> None:
-        """Continues with another producer, which sends each tensor from its row in `first_rows`.
+        """Continues with another producer.
 
-        Call `check_rebindable` first, and supersede the previous attempt. Packets that have arrived remain readable.
+        `first_rows` maps each tensor's name to the first row that this producer sends. Call `check_rebindable` first,
+        and supersede the previous attempt. Packets that have arrived remain readable.
         """
         self.attempt = attempt
         if self._packets.has_ended:
@@ -131,7 +132,10 @@ class Inlet:
         self._packets.changed.fire()
 
     async def _wait_for_successor(self, attempt: "InletAttempt", error: StagemeshError) -> None:
-        """Returns when another attempt has replaced `attempt`. Raises `error` if that does not happen in time."""
+        """Waits until another attempt has replaced `attempt`.
+
+        Raises `error` if that does not happen within the time limit.
+        """
         # Raises a copy, because a raised error references frames, which reference packets and their leases.
         if not self._rebind_s or not is_recoverable(error):
             raise copy(error)
@@ -144,11 +148,11 @@ class Inlet:
 
 
 class _Arrival(NamedTuple):
-    """A chunk that cannot be accepted yet, because its transfer or the transfer of an earlier chunk is in progress."""
+    """A chunk that cannot be accepted yet, because its transfer or an earlier chunk's transfer is in progress."""
 
     size_bytes: int
     accept: Callable[[], None]
-    """Accepts the chunk. Raises the error if the transfer failed."""
+    """A function that accepts the chunk. Raises the transfer's error if the transfer failed."""
     transfer: asyncio.Task[Packet] | None = None
     """The task that fetches the chunk's bytes, or None if they have arrived with the chunk."""
 
@@ -172,7 +176,7 @@ class InletAttempt:
         self.key = key
         self.wire_key = wire.key_to_wire(key)
         self.packets = packets
-        """The queue of the packets that are ready to be read. All attempts of the inlet share it."""
+        """The queue of received packets that have not been read. All attempts of the inlet share the queue."""
         self.producer = producer
         self.incarnation = ""
         self.connector: ConnectorName = GRPC
@@ -181,7 +185,7 @@ class InletAttempt:
         self.is_read = False
         """Whether the reader has read all packets and has reached End."""
         self.is_discarding = False
-        """Whether the attempt receives the flow to its end without a reader."""
+        """Whether the attempt receives and discards the rest of the flow, because the inlet has no reader for it."""
         self.queue: ReadyQueue[InletAttempt] | None = None
         """The ready queue of the stream that carries the attempt, or None if no stream carries it."""
         self.next_seq = 0
@@ -212,7 +216,7 @@ class InletAttempt:
 
     @property
     def is_resyncing(self) -> bool:
-        """Whether the attempt ignores messages until the producer reopens it."""
+        """Whether the attempt ignores messages until the producer reopens the attempt."""
         return self.phase is Phase.RESYNCING
 
     @property
@@ -221,15 +225,15 @@ class InletAttempt:
         return self._credit.available_bytes
 
     def consume(self, size_bytes: int) -> None:
-        """Counts payload bytes as read. This may grant the producer more credit."""
+        """Counts payload bytes as read, which may grant the producer more credit."""
         if self._credit.consume(size_bytes):
             self._mark_ready()
 
     def close(self, error: StagemeshError) -> None:
-        """Closes the attempt and drops chunks whose transfer is in progress. Closing twice is harmless.
+        """Closes the attempt and drops chunks whose transfer is in progress. Idempotent.
 
-        The producer receives a commit if the reader has reached End. Otherwise, it receives `error`, unless the attempt
-        has already failed.
+        The producer receives a commit if the reader has reached End. Otherwise, the producer receives `error`, unless
+        the attempt has already failed.
         """
         if self.is_closed:
             return
@@ -244,19 +248,19 @@ class InletAttempt:
         self._on_closed(self)
 
     def supersede(self, error: StagemeshError) -> None:
-        """Closes the attempt because a successor replaces it. The flow is committed if all of it has arrived."""
+        """Closes the attempt because a successor replaces it. Commits the flow if all chunks and End have arrived."""
         self.is_read = self.phase is Phase.ENDED
         self.close(error)
 
     def discard(self) -> None:
-        """Makes the attempt receive the flow to its end without a reader, and then close."""
+        """Makes the attempt receive and discard the rest of the flow, and then close."""
         self.is_discarding = True
         self._await_producer()
 
     # -- for the session
 
     def attach(self, queue: "ReadyQueue[InletAttempt]", *, incarnation: str, connector: ConnectorName) -> None:
-        """Continues the attempt on the stream of `queue` after the chunks that have arrived."""
+        """Moves the attempt to the stream of `queue`, where it continues after the last chunk that has arrived."""
         if self.queue is not None and self.queue is not queue:
             # Notifies the previous session that it no longer carries the flow.
             self.queue.add(self)
@@ -271,7 +275,7 @@ class InletAttempt:
         self._credit.report()
 
     def confirm(self, opening: int) -> None:
-        """Answers the producer's OpenEdge message that has the number `opening`."""
+        """Answers the producer's OpenEdge message whose number is `opening`."""
         opened = stage_pb2.EdgeOpened(
             key=self.wire_key,
             next_seq=self.next_seq,
@@ -282,7 +286,7 @@ class InletAttempt:
         self._reply(stage_pb2.PutReply(opened=opened))
 
     def detach(self, queue: "ReadyQueue[InletAttempt]") -> None:
-        """Detaches the attempt from the stream of `queue`, which has ended.
+        """Detaches the attempt from the stream of `queue` because that stream has ended.
 
         The attempt fails if the producer does not reconnect within LOST_PRODUCER_S seconds. Does nothing if another
         stream carries the attempt.
@@ -294,10 +298,10 @@ class InletAttempt:
             self._await_producer()
 
     def resync(self, error: StagemeshError, *, failed: ConnectorName | None = None) -> None:
-        """Asks the producer to reopen the flow after a message was lost. Ignores all messages until then.
+        """Asks the producer to reopen the flow after a message was lost.
 
-        Rejects the producer with `error` if no new chunk has arrived after MAX_RESYNCS requests. `failed` names the
-        connector that has failed, if any.
+        Ignores all messages until the flow is reopened. Rejects the producer with `error` if no new chunk has arrived
+        after MAX_RESYNCS requests. `failed` is the name of the connector that failed, or None if no connector failed.
         """
         if self.phase is not Phase.OPEN and self.phase is not Phase.WAITING:
             return
@@ -313,7 +317,7 @@ class InletAttempt:
         self._await_producer()
 
     def report(self, response: stage_pb2.PutChunkResponse) -> None:
-        """Adds the replies, the acknowledgement and the credit that have not been sent to the producer yet."""
+        """Adds all unsent replies, the unsent acknowledgement and the unsent credit to `response`."""
         if self._replies:
             response.replies.extend(self._replies)
             self._replies.clear()
@@ -362,9 +366,9 @@ class InletAttempt:
             )
 
     def demand(self, size_bytes: int) -> None:
-        """Grants credit for a chunk that is larger than the window as soon as all earlier chunks have been read.
+        """Grants credit for a chunk that is larger than the credit window as soon as all earlier chunks have been read.
 
-        Rejects the producer if the chunk exceeds the consumer's limit for chunks.
+        Rejects the producer if the chunk exceeds the consumer's size limit for chunks.
         """
         if size_bytes > self._max_chunk_bytes:
             self.reject(
@@ -378,9 +382,9 @@ class InletAttempt:
             self._mark_ready()
 
     def check_seq(self, seq: int) -> bool:
-        """Returns whether `seq` is the next expected number, or False if the chunk has already arrived.
+        """Returns whether `seq` is the next expected number. False means that this chunk has already arrived.
 
-        Raises InvalidChunkError (SEQUENCE_GAP) if a chunk before it is missing.
+        Raises InvalidChunkError (SEQUENCE_GAP) if an earlier chunk is missing.
         """
         due = self.next_seq + len(self._arriving)
         if seq > due or (self.phase is Phase.ENDED and seq == due):
@@ -390,7 +394,7 @@ class InletAttempt:
         return seq == due
 
     def deliver(self, packet: Packet) -> None:
-        """Accepts the next data chunk, which has been checked and does not exceed the credit."""
+        """Accepts the next data chunk. The caller must have checked the chunk and its credit."""
         self._credit.received_bytes += packet.size_bytes
         if self._arriving:
             self._arriving.append(_Arrival(packet.size_bytes, lambda: self._accept(packet)))
@@ -398,7 +402,7 @@ class InletAttempt:
             self._accept(packet)
 
     def deliver_later(self, transfer: asyncio.Task[Packet], *, size_bytes: int) -> None:
-        """Accepts the next data chunk when `transfer` has fetched its bytes. Later chunks wait for it."""
+        """Accepts the next data chunk as soon as `transfer` has fetched its bytes. Later chunks wait for this chunk."""
         self._credit.received_bytes += size_bytes
         self._arriving.append(_Arrival(size_bytes, lambda: self._accept(transfer.result()), transfer))
         transfer.add_done_callback(lambda _: self._accept_arrived())
@@ -406,7 +410,8 @@ class InletAttempt:
     def deliver_end(self, end: chunk_pb2.ChunkEnd) -> None:
         """Accepts the End message after all earlier chunks.
 
-        Raises InvalidChunkError (DIGEST_MISMATCH) if its count or digest does not match the chunks that have arrived.
+        Raises InvalidChunkError (DIGEST_MISMATCH) if the message's count or digest does not match the chunks that have
+        arrived.
         """
         self._deliver_tail(lambda: self._accept_end(end))
 

@@ -1,4 +1,7 @@
-"""The producer's record of sent chunks, which it retains within a memory budget and while consumers have leases."""
+"""The producer's record of sent chunks.
+
+Chunks are retained within a memory budget, and while consumers have leases on them.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Container, Mapping, Sequence
@@ -14,10 +17,10 @@ from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2
 
 RETAINED_FRACTION = 4
-"""Retained delivered chunks use at most 1 / RETAINED_FRACTION of the arena, and of each worker's partition."""
+"""The retained delivered chunks use at most 1 / RETAINED_FRACTION of the arena, and of each worker's partition."""
 
 _ARENA = 0
-"""The partition number of the memory outside the workers' partitions."""
+"""The partition number of the arena's memory outside the workers' partitions."""
 _SWEEP_CHUNKS = 1024
 """The number of retention entries above which the entries of finished flows are removed."""
 
@@ -38,9 +41,12 @@ class SentChunk:
     tail: wire.Tail | None = None
     """The End or Abort message, or None if the chunk contains data."""
     end_bytes: int = 0
-    """The flow's payload bytes up to and including this chunk. It may be sent if the credit limit is not lower."""
+    """The flow's payload bytes up to and including this chunk.
+
+    The chunk may be sent if the credit limit is at least this number.
+    """
     lease_id: int = 0
-    """The id of the consumer's lease on the regions, or 0 if it has none."""
+    """The id of the consumer's lease on the regions, or 0 if the consumer has no lease."""
     reader: Connector | None = None
     """The connector through which the consumer is expected to read the chunk, or None if no read is expected."""
 
@@ -76,7 +82,7 @@ class Leases:
         return bool(self._regions)
 
     def grant(self, regions: Sequence[Region]) -> int:
-        """Grants a lease, which retains the regions until it ends. Returns the id of the lease."""
+        """Grants a lease, which retains the regions until the lease ends. Returns the lease's id."""
         self._last_id += 1
         for region in regions:
             region.retain()
@@ -97,7 +103,7 @@ class Leases:
 class Ledger:
     """The numbered chunks of one flow: unacknowledged chunks, and delivered chunks that are retained.
 
-    Unacknowledged chunks that the current attempt has yet to send are also in `pending`.
+    `pending` contains the unacknowledged chunks that the current attempt has yet to send.
     """
 
     def __init__(self, retention: "Retention") -> None:
@@ -142,7 +148,7 @@ class Ledger:
         self.unacked.append(sent)
 
     def drop_beyond(self, limit_bytes: int) -> None:
-        """Drops the chunks beyond the credit limit, so that an Abort does not wait for credit."""
+        """Drops the chunks that exceed the credit limit, so that an Abort does not wait for credit."""
         while self.pending and self.pending[-1].end_bytes > limit_bytes:
             self.pending.pop()
         while self.unacked and self.unacked[-1].end_bytes > limit_bytes:
@@ -153,7 +159,7 @@ class Ledger:
             sent.release()
 
     def acknowledge(self, next_seq: int) -> bool:
-        """Marks all chunks below `next_seq` as delivered. Returns whether at least one of them is newly delivered.
+        """Marks all chunks below `next_seq` as delivered. Returns True if any chunk was not marked before.
 
         Raises InvalidChunkError if the consumer acknowledges a chunk that was never sent.
         """
@@ -200,7 +206,7 @@ class Ledger:
         return not self.sent_chunks or self.retained_from(0) is not None
 
     def retained_from(self, first_seq: int) -> list[SentChunk] | None:
-        """Returns the chunks from `first_seq` on, or None if the first of them is no longer retained."""
+        """Returns the chunks from `first_seq` on, or None if chunk `first_seq` is no longer retained."""
         oldest = self._kept[0].seq if self._kept else self.acked
         if first_seq < oldest:
             return None
@@ -239,7 +245,7 @@ class Retention:
         self._sweep_chunks: defaultdict[int, int] = defaultdict(lambda: _SWEEP_CHUNKS)
 
     def keep(self, ledger: Ledger, sent: SentChunk) -> None:
-        """Adds a delivered chunk, and evicts the oldest chunks if the budget is exceeded."""
+        """Adds a delivered chunk. Evicts the oldest chunks if the memory budget is exceeded."""
         arena = self._arena
         partition, size_bytes = arena.partition_of(sent.regions[0]) if sent.regions else (_ARENA, arena.size_bytes)
         self._kept[partition].append((ledger, sent, sent.size_bytes))

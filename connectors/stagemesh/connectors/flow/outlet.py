@@ -1,7 +1,6 @@
-"""The producing end of a flow, and fan-out, which writes a packet once and sends it over several flows.
+"""The producer side of a flow, and fan-out, which writes a packet once and sends it over several flows.
 
-An outlet has one attempt at a time. A new attempt sends all chunks to another consumer after the previous consumer was
-lost.
+An outlet has one attempt at a time. If a consumer is lost, a new attempt sends all chunks to another consumer.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2
 
 BULK_BYTES = 256 << 10
-"""A flow with a chunk of more bytes than this uses the bulk stream if its chunks are sent as fragments."""
+"""The chunk size in bytes above which a flow uses the bulk stream if its chunks are sent as fragments."""
 _NOWHERE = ArenaRange(0, 0, 0)
 
 Select: TypeAlias = Callable[[Packet], Packet | None]
@@ -29,7 +28,7 @@ Select: TypeAlias = Callable[[Packet], Packet | None]
 
 
 class Outlet:
-    """The producing end of a flow, used by one producing task.
+    """The producer side of a flow. Only one task may use it.
 
     If the consumer is lost, another consumer can replace it within `rebind_s` seconds and receives all chunks from the
     first one. Packets are cut into chunks only once, so that every consumer receives the same chunks.
@@ -141,7 +140,7 @@ class Outlet:
             )
 
     def rebind(self, route: Route) -> None:
-        """Sends all chunks from the first one to another consumer. Call `check_rebindable` first."""
+        """Moves the flow to another consumer and sends all chunks again. Call `check_rebindable` first."""
         self._cancel_timer()
         # Ends the previous attempt first, because the next attempt may use the same key on the same link.
         self.attempt.supersede()
@@ -152,9 +151,10 @@ class Outlet:
     # -- inner workings
 
     def _attempt_over(self, error: StagemeshError | None) -> None:
-        """Handles the end of the current attempt: waits for another consumer if that can help, or ends the flow.
+        """Handles the end of the current attempt.
 
-        `error` is None if the attempt was committed.
+        Waits for another consumer if the error is recoverable, or ends the flow. `error` is None if the attempt was
+        committed.
         """
         if error is not None and not self.is_over and self._rebind_s and is_recoverable(error):
             loop = asyncio.get_running_loop()
@@ -221,7 +221,10 @@ class Outlet:
         self.ledger.changed.fire()
 
     def _placed(self, packet: Packet, shape: wire.PacketShape) -> SentChunk | None:
-        """Returns the chunk of a packet, or None if its tensors are not in the arena and must wait for space."""
+        """Returns the chunk of a packet. Copies the packet's tensors into the arena unless they are already there.
+
+        Returns None if the tensors must be copied but there is not enough space now.
+        """
         chunk = self._found(packet, shape)
         if chunk is not None:
             return chunk
@@ -229,7 +232,7 @@ class Outlet:
         return None if written is None else self._chunk_of(written, packet, shape)
 
     def _found(self, packet: Packet, shape: wire.PacketShape) -> SentChunk | None:
-        """Returns the chunk of a packet that is already in the arena, or None if a tensor is located elsewhere."""
+        """Returns the chunk of a packet whose tensors are already in the arena, or None if any tensor is not."""
         regions: dict[Region, None] = {}
         places: list[ArenaRange] = []
         for tensor in packet.tensors.values():
@@ -260,7 +263,7 @@ class Outlet:
 
 
 class FanOut:
-    """The outlets of one step. It sends each packet over all of them and may have no outlet."""
+    """The outlets of one step. Each packet is sent over all outlets. There may be no outlet."""
 
     def __init__(self, *, arena: Arena, inline_limit_bytes: int) -> None:
         self._outlets: dict[Outlet, Select | None] = {}
@@ -314,7 +317,10 @@ class FanOut:
         return [(outlet, part) for outlet, part in selected if part is not None]
 
     async def _placed(self, packet: Packet) -> Packet:
-        """Returns an equal packet in the arena. Its region is retained until its tensors and chunks are released."""
+        """Returns a packet with the same content whose tensors are in the arena.
+
+        The tensors' region is retained until the packet's tensors and chunks are released.
+        """
         if all(self._arena.find(tensor) for tensor in packet.tensors.values() if tensor.nbytes):
             return packet
         written = self._arena.try_write(packet.tensors, self._account)
@@ -328,7 +334,10 @@ def _only(packet: Packet, names: Collection[str]) -> Packet:
 
 
 async def _run_together(sends: Sequence[Coroutine[object, object, None]]) -> None:
-    """Runs all coroutines concurrently. The first error cancels the others and is raised outside an exception group."""
+    """Runs all coroutines concurrently. After the first error, cancels the others.
+
+    Raises the first error itself, not an exception group.
+    """
     if len(sends) < 2:
         for send in sends:
             await send

@@ -1,4 +1,4 @@
-"""One attempt of an outlet, which manages the credit of one consumer and produces the messages for it."""
+"""One attempt of an outlet. Manages the credit of one consumer and creates the messages for that consumer."""
 
 import asyncio
 import itertools
@@ -15,20 +15,23 @@ from stagemesh.connectors.stream import wire
 from stagemesh.v1 import chunk_pb2, stage_pb2
 
 _REOPEN_S, _MAX_REOPEN_S = 2.0, 30.0
-"""The first and the largest time limit, in seconds, after which a silent consumer's flow is reopened."""
+"""The initial and the maximum time in seconds after which the flow of a silent consumer is reopened."""
 MAX_RESYNCS = 10
 """The maximum number of times that a consumer may request a resync without acknowledging a new chunk."""
 _ITEM_BYTES = 200
 """The approximate number of bytes of a chunk's message without its payload."""
 _transfer_ids = itertools.count(1)
-"""Transfer ids increase on every stream, so that a consumer can distinguish a repeated fragment from a new transfer."""
+"""The source of transfer ids, which increase on every stream.
+
+A consumer can therefore distinguish a repeated fragment from a new transfer.
+"""
 
 
 class Phase(Enum):
-    """The state of an attempt."""
+    """The state of an outlet attempt."""
 
     WAITING = auto()
-    """No stream carries the attempt. It must be opened on a stream."""
+    """No stream carries the attempt. The link must open the attempt on a stream."""
     OPENING = auto()
     """OpenEdge was sent, and the consumer has not answered yet."""
     OPEN = auto()
@@ -54,12 +57,15 @@ class Route(NamedTuple):
 class OutletAttempt:
     """Sends an outlet's chunks to one consumer within the consumer's credit.
 
-    The link opens the attempt on a stream. The stream pulls messages from the attempt, and the link passes the
-    consumer's replies to it.
+    The link to the consumer opens the attempt on a stream, and passes the consumer's replies to the attempt. The stream
+    pulls messages from the attempt.
     """
 
     def __init__(self, route: Route, ledger: Ledger, *, on_over: Callable[[StagemeshError | None], None]) -> None:
-        """`on_over` is called once: with None when the attempt is committed, or with the error when it fails."""
+        """Creates an attempt.
+
+        `on_over` is called once, with None if the attempt is committed, or with the error if it fails.
+        """
         self.key, self.wanted, self._leases, self._attend = route
         self.wire_key = wire.key_to_wire(self.key)
         self.phase = Phase.WAITING
@@ -81,7 +87,7 @@ class OutletAttempt:
     # -- for the outlet
 
     def has_credit(self, end_bytes: int) -> bool:
-        """Returns whether the credit covers the flow's payload up to `end_bytes`. False until the first opening."""
+        """Returns whether the credit limit is at least `end_bytes`. False until a consumer accepts the attempt."""
         return self._window_bytes is not None and end_bytes <= self.limit_bytes
 
     def add(self, sent: SentChunk) -> None:
@@ -123,11 +129,11 @@ class OutletAttempt:
         queue: "ReadyQueue[OutletAttempt]",
         inline_limit_bytes: int,
     ) -> stage_pb2.PutItem:
-        """Moves the attempt to the stream of `queue` and returns the item that opens it there.
+        """Moves the attempt to the stream of `queue`. Returns the OpenEdge item to send over that stream.
 
         Args:
             connector: The negotiated connector.
-            reader: This replica's object of that connector, or None for grpc.
+            reader: This replica's instance of that connector, or None for grpc.
             queue: The ready queue of the stream.
             inline_limit_bytes: The maximum size of a chunk that is sent inline.
         """
@@ -179,7 +185,7 @@ class OutletAttempt:
         self._detach()
 
     def grant(self, limit_bytes: int) -> None:
-        """Raises the credit limit to `limit_bytes`. Does nothing if it is not higher than the current limit."""
+        """Raises the credit limit to `limit_bytes`. Does nothing if the current limit is at least as high."""
         if limit_bytes > self.limit_bytes:
             self.limit_bytes = limit_bytes
             self._silence.end()
@@ -241,9 +247,10 @@ class OutletAttempt:
         )
 
     def fill(self, request: stage_pb2.PutChunkRequest, budget_bytes: int) -> int:
-        """Adds pending items of about `budget_bytes` to a message. Returns the approximate size of the added chunks.
+        """Adds pending items of about `budget_bytes` to a message.
 
-        Adds at least one item if any can be sent, and does not add chunks that are sent as fragments.
+        Returns the approximate number of bytes of the added chunks. Adds at least one item if any can be sent. Omits
+        chunks that are sent as fragments.
         """
         used_bytes = 0
         pending = self.ledger.pending
@@ -258,7 +265,7 @@ class OutletAttempt:
         return used_bytes
 
     def take_fragment(self) -> bytes:
-        """Returns the message with the next fragment. The message with a chunk's last fragment also has the chunk."""
+        """Returns the message with the next fragment. A chunk's last fragment is in the same message as the chunk."""
         sent = self.ledger.pending[0]
         assert sent.tensors is not None, "only data is sent as fragments"
         if self._fragments is None:
@@ -279,13 +286,16 @@ class OutletAttempt:
 
     @property
     def _has_chunk(self) -> bool:
-        """Whether there is credit for the next pending chunk."""
+        """Whether the credit limit covers the next pending chunk."""
         pending = self.ledger.pending
         return bool(pending) and pending[0].end_bytes <= self.limit_bytes
 
     @property
     def _blocked(self) -> tuple[int, int]:
-        """The size of the next chunk that lacks credit, and the credit limit that it needs. Zeros if no chunk waits."""
+        """The size in bytes of the next chunk that lacks credit, and the credit limit that this chunk requires.
+
+        Zeros if no chunk waits for credit.
+        """
         pending, wanted_bytes = self.ledger.pending, self.ledger.wanted_bytes
         if pending:
             sent = pending[0]
@@ -294,7 +304,7 @@ class OutletAttempt:
 
     @property
     def _demands_credit(self) -> bool:
-        """Whether the consumer must still be asked for credit for a chunk that is larger than its window."""
+        """Whether to ask the consumer for credit for a chunk that is larger than the credit window."""
         size_bytes, end_bytes = self._blocked
         return size_bytes > (self._window_bytes or 0) and end_bytes > self._demanded_bytes
 
@@ -334,16 +344,16 @@ class OutletAttempt:
 
 
 class _Silence:
-    """Measures a consumer's silence against a time limit, which doubles each time that it is reached."""
+    """Measures how long a consumer has been silent against a time limit. The limit doubles each time it is exceeded."""
 
     def __init__(self) -> None:
         self._now_s = asyncio.get_running_loop().time
         self._since_s, self._limit_s = self._now_s(), _REOPEN_S
 
     def end(self) -> None:
-        """Restarts the measurement with the first limit.
+        """Restarts the measurement with the initial limit.
 
-        Called when the consumer has answered, or when a chunk is the first to wait for an answer.
+        Called when the consumer has answered, or when the first unacknowledged chunk is added.
         """
         self._since_s, self._limit_s = self._now_s(), _REOPEN_S
 
@@ -352,9 +362,9 @@ class _Silence:
         self._since_s = self._now_s()
 
     def is_too_long(self, now_s: float, *, waits: bool) -> bool:
-        """Returns whether the limit is exceeded at time `now_s`. If so, restarts the measurement with a doubled limit.
+        """Returns whether the limit is exceeded at time `now_s`. If so, doubles the limit and restarts the measurement.
 
-        `waits` is whether an answer is expected. Silence does not count otherwise.
+        `waits` is whether an answer is expected. If not, silence does not count.
         """
         is_reached = waits and now_s - self._since_s > self._limit_s
         if is_reached:

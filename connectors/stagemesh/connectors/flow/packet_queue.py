@@ -1,4 +1,4 @@
-"""The queue of received packets of an edge, the position in the edge's rows, and the credit that reading grants."""
+"""The queue of an edge's received packets, the position in the edge's rows, and the credit that reading grants."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -24,13 +24,13 @@ def add_rows(rows: dict[str, int], packet: Packet) -> None:
 
 
 class RowPosition:
-    """Counts the rows of an edge's packets by tensor. Drops rows that a new producer sends again."""
+    """Counts the rows received on an edge, by tensor. Drops rows that a new producer sends again."""
 
     def __init__(self, *, edge: str) -> None:
         self._edge = edge
         self._counted: dict[str, int] = {}
         self._replayed: dict[str, int] | None = None
-        """The position of a producer that may repeat rows, by tensor. None if all further rows are new."""
+        """The row position of a producer that may repeat rows, by tensor. None if all further rows are new."""
         self._has_context = False
 
     @property
@@ -39,7 +39,7 @@ class RowPosition:
         return self._replayed is not None
 
     def check(self, first_rows: Mapping[str, int]) -> None:
-        """Raises NotReadyError (ROWS_MISSING) if a flow that begins at these rows would omit rows."""
+        """Raises NotReadyError (ROWS_MISSING) if rows would be missing when another producer begins at `first_rows`."""
         for name, first in first_rows.items():
             counted = 0 if self._has_context else self._counted.get(name, 0)
             if first > counted:
@@ -51,14 +51,18 @@ class RowPosition:
                 )
 
     def begin(self, first_rows: Mapping[str, int]) -> None:
-        """Expects packets of another producer. Each tensor begins at its row in `first_rows`, or at 0 if not named."""
+        """Prepares for packets of another producer.
+
+        Each tensor begins at its row in `first_rows`, or at row 0 by default.
+        """
         self._replayed = {name: first_rows.get(name, 0) for name in self._counted}
         self._end_replay()
 
     def take(self, packet: Packet) -> Packet | None:
-        """Counts the rows of a packet. Returns the part with new rows, or None if no row is new.
+        """Counts the rows of a packet.
 
-        Raises InvalidChunkError (ATTEMPTS_DIFFER) if a packet with left context has both old and new rows.
+        Returns the packet without rows that have already arrived, or None if no row is new. Raises InvalidChunkError
+        (ATTEMPTS_DIFFER) if a packet with left context has both old and new rows.
         """
         self._has_context = self._has_context or CONTEXT in packet.metadata
         if self._replayed is not None:
@@ -67,7 +71,7 @@ class RowPosition:
         return packet
 
     def check_end(self) -> None:
-        """Raises InvalidChunkError (ATTEMPTS_DIFFER) if the producer has sent fewer rows than its predecessor."""
+        """Raises InvalidChunkError (ATTEMPTS_DIFFER) if the producer has sent fewer rows than the previous producer."""
         if self._replayed is not None:
             raise InvalidChunkError(
                 f"edge {self._edge}: the new attempt of its producer sent fewer rows than the previous attempt; "
@@ -91,14 +95,14 @@ class RowPosition:
         return _without(packet, skips, edge=self._edge) if any(skips.values()) else packet
 
     def _end_replay(self) -> None:
-        """Ends the expectation of repeated rows if the producer has reached the counted rows of every tensor."""
+        """Stops dropping rows if the producer has reached the row counts of all tensors."""
         replayed = self._replayed
         if replayed is not None and all(replayed.get(name, 0) >= rows for name, rows in self._counted.items()):
             self._replayed = None
 
 
 class PacketQueue:
-    """The packets of an edge that have arrived but have not been read. All attempts share the queue."""
+    """The packets of an edge that have arrived but have not been read. All attempts of an inlet share the queue."""
 
     def __init__(self, *, edge: str) -> None:
         self.rows = RowPosition(edge=edge)
@@ -119,11 +123,11 @@ class PacketQueue:
         return sum(packet.size_bytes for packet, _, _ in self._packets)
 
     def accept(self, packet: Packet, consume: Callable[[int], None]) -> None:
-        """Queues the new rows of a packet. Raises InvalidChunkError if it contradicts a previous attempt.
+        """Queues the new rows of a packet. Raises InvalidChunkError if the packet contradicts a previous attempt.
 
         Args:
             packet: The packet as it arrived.
-            consume: Called with the packet's size in bytes when it is read, or immediately if it has no new rows.
+            consume: Called with the packet's size in bytes when the packet is read, or now if it has no new rows.
         """
         new = self.rows.take(packet)
         if new is None:
@@ -140,7 +144,7 @@ class PacketQueue:
         self.has_ended = True
 
     def pop(self) -> Packet:
-        """Removes and returns the oldest packet, and calls its `consume`."""
+        """Removes and returns the oldest packet, and calls its `consume` callback."""
         packet, size_bytes, consume = self._packets.popleft()
         consume(size_bytes)
         return packet
@@ -151,7 +155,7 @@ class PacketQueue:
 
 
 class Credit:
-    """The consumer's account of the payload bytes that a producer may send, counted from the flow's first chunk."""
+    """The credit of one producer: the number of payload bytes that it may send, counted from the flow's first chunk."""
 
     def __init__(self, window_bytes: int) -> None:
         self.limit_bytes = window_bytes
@@ -166,7 +170,10 @@ class Credit:
         return max(0, self.limit_bytes - self.received_bytes)
 
     def consume(self, size_bytes: int) -> bool:
-        """Counts bytes as read. Returns whether the limit has risen, in steps of at least a quarter of the window."""
+        """Counts bytes as read. Returns whether the limit has risen.
+
+        It rises in steps of at least a quarter of the window.
+        """
         self._consumed_bytes += size_bytes
         limit_bytes = self._consumed_bytes + self._window_bytes
         is_raised = limit_bytes - self.limit_bytes >= max(1, self._window_bytes // 4)
@@ -177,13 +184,13 @@ class Credit:
     def demand(self, size_bytes: int) -> bool:
         """Requests credit for a chunk of `size_bytes`, which is granted when all received bytes have been read.
 
-        Returns whether the limit has risen immediately.
+        Returns True if the limit has risen immediately.
         """
         self._demanded_bytes = size_bytes
         return self._meet_demand()
 
     def report(self) -> int:
-        """Returns the limit if it has risen since the last report, or else 0."""
+        """Returns the credit limit in bytes if it has risen since the last call, or else 0."""
         if self.limit_bytes <= self._reported_bytes:
             return 0
         self._reported_bytes = self.limit_bytes
