@@ -1,4 +1,4 @@
-"""Exponential backoff: pauses between attempts that double up to a limit."""
+"""Exponential backoff: the pause before a retry doubles with each failure, up to a limit."""
 
 
 def backoff_s(failures: int, *, first_s: float, longest_s: float) -> float:
@@ -17,10 +17,10 @@ class Backoff:
         self._failures = 0
 
     def next_s(self) -> float:
-        """Counts a failure and returns the pause in seconds before the next attempt."""
+        """Records a failure, and returns the pause in seconds before the next attempt."""
         self._failures += 1
         return backoff_s(self._failures, first_s=self._first_s, longest_s=self._longest_s)
 
     def reset(self) -> None:
-        """Resets the number of failures to 0. Call it after a success."""
+        """Resets the number of failures to 0. Call this method after a success."""
         self._failures = 0

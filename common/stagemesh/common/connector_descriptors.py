@@ -1,7 +1,7 @@
-"""Descriptors of the connectors that this installation knows: names, wire numbers and factories.
+"""Descriptors of the built-in connectors and of the connectors that other packages add.
 
 Other packages add connectors as entry points in the group `stagemesh.connectors`. Each entry point names a
-`ConnectorDescriptor`. This module imports no connector and no library that a connector needs.
+`ConnectorDescriptor`. This module imports neither the connectors nor the libraries that they need.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -16,7 +16,10 @@ from stagemesh.common.errors import InvalidRequestError, NotReadyError
 from stagemesh.v1 import chunk_pb2
 
 ConnectorName: TypeAlias = str
-"""The name of a connector in pipeline files, the CLI and metrics, or `AUTO`. A connector moves an edge's bytes."""
+"""The name of a connector in pipeline files, the CLI and metrics, or `AUTO`.
+
+A connector transfers the tensors of an edge.
+"""
 
 AUTO, SHM, NIXL, GRPC = "auto", "shm", "nixl", "grpc"
 
@@ -25,25 +28,30 @@ _FIRST_ADDED_NUMBER = 1000
 
 @dataclass(frozen=True)
 class ConnectorDescriptor:
-    """Describes a connector without importing it."""
+    """Describes a connector: its name, its number on the wire and its factory. Does not import the connector."""
 
     name: ConnectorName
     number: int
-    """The connector's value in the wire's `Connector` enum. Other packages' connectors use numbers of at least 1000."""
+    """The connector's value in the protobuf enum `Connector`. Connectors of other packages use values of at least 1000.
+    """
     rank: int
-    """`auto` chooses the usable connector with the lowest rank. The rank of shm is 10, of nixl 20, and of grpc 100."""
-    factory: str = ""
-    """The "module:callable" that creates the `Connector`. Empty only for grpc, which needs no `Connector`.
+    """The connector's position in the order of preference, lowest first: shm has 10, nixl 20 and grpc 100.
 
-    The callable receives the arena, and `landing`, `replica` and `incarnation` as keyword arguments.
+    `connector: auto` selects the usable connector with the lowest rank.
+    """
+    factory: str = ""
+    """The "module:callable" that creates the `Connector`. Empty only for grpc, which needs no `Connector` object.
+
+    The callable is called with the arena, and with the keyword arguments `landing`, `replica` and `incarnation`.
     """
     module: str = ""
-    """The module that must be installed to use the connector. Empty if it needs no additional module."""
+    """The Python module that must be installed to use the connector, or "" if the connector needs no additional module.
+    """
     remedy: str = ""
-    """The instruction to install `module`, for error messages."""
+    """The instruction for installing `module`, which error messages contain."""
 
     def missing(self) -> str:
-        """Returns the reason why this installation cannot use the connector, or "" if it can."""
+        """Returns the reason why this installation cannot use the connector, or "" if the connector is usable."""
         return "" if not self.module or _is_installed(self.module) else f"{self.module} is not installed: {self.remedy}"
 
 
@@ -78,7 +86,7 @@ def descriptors() -> Mapping[ConnectorName, ConnectorDescriptor]:
 def registered(descriptor: ConnectorDescriptor) -> Generator[None]:
     """Registers a connector without an entry point until the `with` block ends.
 
-    It replaces any connector of the same name.
+    The connector replaces any connector of the same name.
     """
     _registered.append(descriptor)
     _clear_caches()
@@ -103,7 +111,10 @@ def descriptor_of(name: ConnectorName) -> ConnectorDescriptor:
 
 
 def number_of(name: ConnectorName) -> chunk_pb2.Connector.ValueType:
-    """Returns the named connector's wire number. Raises InvalidRequestError if the name is unknown."""
+    """Returns the number of the named connector on the wire.
+
+    Raises InvalidRequestError (UNKNOWN_CONNECTOR) if the name is unknown.
+    """
     number = chunk_pb2.CONNECTOR_AUTO if name == AUTO else descriptor_of(name).number
     # The protobuf enum is open, so it can also carry the numbers of connectors that other packages add.
     return chunk_pb2.Connector.ValueType(number)
@@ -111,7 +122,7 @@ def number_of(name: ConnectorName) -> chunk_pb2.Connector.ValueType:
 
 @cache
 def name_of(number: int) -> ConnectorName:
-    """Returns the name of the connector with this wire number, or AUTO if the number is unspecified.
+    """Returns the name of the connector with this number on the wire, or AUTO if the number is unspecified.
 
     Raises InvalidRequestError (UNKNOWN_CONNECTOR) if the number is unknown.
     """

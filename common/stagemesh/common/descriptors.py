@@ -1,8 +1,8 @@
 """Descriptors of engines, functions and transforms, which are found through entry points.
 
-A descriptor lists the input and output tensors and names a factory, which imports the heavy libraries. A pipeline can
-therefore be checked without loading a model. Packages register descriptors as entry points in the groups
-`stagemesh.engines`, `stagemesh.functions` and `stagemesh.transforms`.
+A descriptor states the input and output tensors without importing heavy libraries, so that a pipeline can be checked
+without loading a model. Only the descriptor's factory imports these libraries. Packages register descriptors as entry
+points in the groups `stagemesh.engines`, `stagemesh.functions` and `stagemesh.transforms`.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,10 +22,15 @@ OutputKind = Literal["text", "tokens", "audio", "image", "tensor"]
 
 @dataclass(frozen=True)
 class Emitted:
-    """A tensor that a stage emits, and how clients interpret it.
+    """A tensor that a stage emits, and how clients interpret the tensor.
 
-    The kind "text" is UTF-8 in uint8[bytes]. "tokens" is token ids in int32[tokens]. "audio" is float32[samples] at
-    `sample_rate_hz`. "image" is an encoded image in uint8[bytes]. "tensor" has no further interpretation.
+    `kind` determines the interpretation:
+
+    - "text": UTF-8 bytes as uint8[bytes]
+    - "tokens": token ids as int32[tokens]
+    - "audio": float32[samples] at `sample_rate_hz`
+    - "image": an encoded image as uint8[bytes]
+    - "tensor": no further interpretation
     """
 
     spec: TensorSpec
@@ -53,21 +58,21 @@ class Signature:
     emits: Mapping[str, Emitted] = field(default_factory=dict[str, Emitted])
     options: Mapping[str, OptionSpec] = field(default_factory=dict[str, OptionSpec])
     adapters: bool = False
-    """Whether a request may choose an adapter."""
+    """Whether a request may select an adapter for the stage."""
     media: bool = False
     """Whether a request's messages may contain media. The model determines which media it accepts."""
     negative_prompt: bool = False
     """Whether a request may have a negative prompt: a description of content that the output must not show."""
     optional: frozenset[str] = frozenset()
-    """The names of accepted tensors that a packet, or the whole request, may omit."""
+    """The names of accepted tensors that may be missing from a packet or from all packets of a request."""
 
 
 @dataclass(frozen=True)
 class FunctionDescriptor:
-    """Describes a function stage.
+    """Describes a function that a stage can run.
 
-    `factory` is a "module:callable" that is called with the model's path or None and with the stage's options, and
-    returns the function.
+    `factory` names a "module:callable" that returns the function. The arguments of the callable are the model's path,
+    or None if the stage has no model, and the stage's options.
     """
 
     signature: Signature
@@ -76,9 +81,11 @@ class FunctionDescriptor:
 
 @dataclass(frozen=True)
 class TransformDescriptor:
-    """Describes a transform of an edge: its input tensors (`takes`) and its output tensors (`gives`).
+    """Describes a transform that an edge applies to its tensors.
 
-    `factory` is a "module:callable" that is called without arguments once for each flow and returns the transform.
+    `takes` contains the types of the input tensors, and `gives` the types of the output tensors, by tensor name.
+    `factory` names a "module:callable" that returns the transform. The callable has no arguments and is called once for
+    each flow.
     """
 
     takes: Mapping[str, TensorSpec]
@@ -88,11 +95,11 @@ class TransformDescriptor:
 
 @dataclass(frozen=True)
 class EngineDescriptor:
-    """Describes an engine.
+    """Describes an engine without importing its libraries.
 
-    `factory` is a "module:callable" that is called with a StageConfig and returns the engine. `signature` is called
-    with the stage's function name or None and with its options. It returns the stage's signature, and raises an error
-    if the name or the options are invalid.
+    `factory` names a "module:callable" that creates the engine from a StageConfig. `signature` returns the signature of
+    a stage. The arguments of `signature` are the name of the stage's function, or None if the stage has no function,
+    and the stage's options. `signature` raises an error if the name or the options are invalid.
     """
 
     factory: str
@@ -100,9 +107,9 @@ class EngineDescriptor:
     needs_model: bool
     needs_function: bool = False
     stage_options: frozenset[str] | None = None
-    """The names that are allowed in a stage's `options`. If None, the factory checks the options."""
+    """The names that are allowed in a stage's `options`, or None if the factory checks the options."""
     joins: bool = True
-    """Whether a stage may receive several edges in one request."""
+    """Whether a stage may receive tensors from several edges in one request."""
 
 
 _Descriptor = TypeVar("_Descriptor", EngineDescriptor, FunctionDescriptor, TransformDescriptor)
@@ -127,7 +134,7 @@ def _load(group: str, name: str, kind: type[_Descriptor]) -> _Descriptor:
 
 
 def load_engine_descriptor(name: str) -> EngineDescriptor:
-    """Returns the named engine's descriptor.
+    """Returns the descriptor of the named engine.
 
     Raises NotFoundError if the name is unknown. The message lists the known names.
     """
@@ -135,7 +142,7 @@ def load_engine_descriptor(name: str) -> EngineDescriptor:
 
 
 def load_function_descriptor(name: str) -> FunctionDescriptor:
-    """Returns the named function's descriptor.
+    """Returns the descriptor of the named function.
 
     Raises NotFoundError if the name is unknown. The message lists the known names.
     """
@@ -143,7 +150,7 @@ def load_function_descriptor(name: str) -> FunctionDescriptor:
 
 
 def load_transform_descriptor(name: str) -> TransformDescriptor:
-    """Returns the named transform's descriptor.
+    """Returns the descriptor of the named transform.
 
     Raises NotFoundError if the name is unknown. The message lists the known names.
     """

@@ -47,8 +47,9 @@ class Code(IntEnum):
 class StagemeshError(Exception):
     """Base class of all Stagemesh errors. Programs can react to `reason` without parsing the message.
 
-    `reason` is a stable identifier in upper snake case. `metadata` locates the error: stage, replica, edge, seq,
-    request_id. `retry_after_s` is the number of seconds after which a retry may succeed, or None if unknown.
+    `reason` is a stable identifier in upper snake case. `metadata` contains details by name, such as the stage,
+    replica, edge, seq or request_id. `retry_after_s` is the number of seconds after which a retry may succeed, or None
+    if unknown.
     """
 
     code: ClassVar[Code] = Code.UNKNOWN
@@ -69,94 +70,94 @@ class StagemeshError(Exception):
         self.retry_after_s = retry_after_s
 
     def located(self, **where: str) -> "StagemeshError":
-        """Adds entries to the metadata without replacing existing entries. Returns the error itself."""
+        """Adds entries to `metadata` without replacing existing entries. Returns this error."""
         self.metadata = {**where, **self.metadata}
         return self
 
 
 class InvalidRequestError(StagemeshError):
-    """The request is invalid. A retry of the same request fails again."""
+    """Raised if a request is invalid. A retry of the same request fails again."""
 
     code = Code.INVALID_ARGUMENT
     default_reason = "INVALID_REQUEST"
 
 
 class InvalidChunkError(InvalidRequestError):
-    """A chunk or tensor from a peer or client is inconsistent or exceeds a limit."""
+    """Raised if a chunk or tensor from a peer or client is inconsistent or exceeds a limit."""
 
     default_reason = "INVALID_CHUNK"
 
 
 class InvalidPipelineError(InvalidRequestError):
-    """A pipeline file is invalid. The message begins with `file:line:`."""
+    """Raised if a pipeline file is invalid. The message begins with `file:line:`."""
 
     default_reason = "INVALID_PIPELINE"
 
 
 class NotFoundError(StagemeshError):
-    """The named object does not exist."""
+    """Raised if the named object does not exist."""
 
     code = Code.NOT_FOUND
     default_reason = "NOT_FOUND"
 
 
 class ExistsError(StagemeshError):
-    """An object with this id already exists."""
+    """Raised if an object with the same id already exists."""
 
     code = Code.ALREADY_EXISTS
     default_reason = "ALREADY_EXISTS"
 
 
 class NotReadyError(StagemeshError):
-    """The system is not in the state that the call requires."""
+    """Raised if the system is not in the state that the call requires."""
 
     code = Code.FAILED_PRECONDITION
     default_reason = "NOT_READY"
 
 
 class StaleAttemptError(NotReadyError):
-    """A newer attempt has replaced the caller's attempt."""
+    """Raised if a newer attempt has replaced the caller's attempt."""
 
     default_reason = "STALE_ATTEMPT"
 
 
 class UnsupportedError(StagemeshError):
-    """This engine or build does not support the operation."""
+    """Raised if this engine or build does not support the operation."""
 
     code = Code.UNIMPLEMENTED
     default_reason = "UNSUPPORTED"
 
 
 class OverloadedError(StagemeshError):
-    """A limit has been reached. `retry_after_s` is set if a later retry may succeed."""
+    """Raised if a limit has been reached. `retry_after_s` is set if a later retry may succeed."""
 
     code = Code.RESOURCE_EXHAUSTED
     default_reason = "OVERLOADED"
 
 
 class DeadlineError(StagemeshError):
-    """The deadline has passed."""
+    """Raised if the deadline has passed."""
 
     code = Code.DEADLINE_EXCEEDED
     default_reason = "DEADLINE_EXCEEDED"
 
 
 class CancelledRequestError(StagemeshError):
-    """A caller cancelled the request."""
+    """Raised if a caller cancelled the request."""
 
     code = Code.CANCELLED
     default_reason = "CANCELLED"
 
 
 class UnavailableError(StagemeshError):
-    """A peer has terminated or is unreachable."""
+    """Raised if a peer has terminated or is unreachable."""
 
     code = Code.UNAVAILABLE
     default_reason = "UNAVAILABLE"
 
 
 class InternalError(StagemeshError):
-    """A defect in Stagemesh or in an engine caused the failure."""
+    """Raised if a defect in Stagemesh or in an engine caused the failure."""
 
     code = Code.INTERNAL
     default_reason = "INTERNAL"
@@ -176,6 +177,10 @@ def make_error(
     metadata: Mapping[str, str] | None = None,
     retry_after_s: float | None = None,
 ) -> StagemeshError:
-    """Returns the error that a peer reported: an instance of the class that matches its reason, or else its code."""
+    """Returns the exception for an error that a peer reported.
+
+    The class of the exception is the one that matches `reason`. If no class matches, it is the one that matches `code`,
+    or else InternalError.
+    """
     kind = _BY_REASON.get(reason) or _BY_CODE.get(code, InternalError)
     return kind(message, reason=reason or None, metadata=metadata, retry_after_s=retry_after_s)

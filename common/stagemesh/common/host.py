@@ -1,6 +1,6 @@
-"""Identifies hosts, so that a plan can prefer replicas on one host for stages that exchange tensors.
+"""Tokens that identify hosts. Stages that exchange tensors are placed on replicas with equal tokens if possible.
 
-The token is only a hint: when two replicas connect, they verify that they can share memory.
+A token is only a hint: when two replicas connect, they verify that they can share memory.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ _NETWORK = Path("/proc/self/ns/net")
 def host_token() -> str:
     """Returns a token that is equal for processes that can connect to each other's local sockets.
 
-    These processes run on the same booted kernel, in the same network namespace and as the same user. Returns "" if
-    the system does not provide this information.
+    Tokens are equal if the processes run on the same booted kernel, in the same network namespace and as the same user.
+    Returns "" if the system does not provide this information.
     """
     try:
         network = _NETWORK.stat()

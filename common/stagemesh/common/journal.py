@@ -1,4 +1,4 @@
-"""An append-only log of a run's items. Any number of callers can read it from the first item."""
+"""An append-only log of the items that a run produces. Any number of callers can read all items from the first one."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class Journal(Generic[T]):
-    """Retains all items of a run, so that each reader receives all of them, even if it starts late.
+    """An append-only log of the items that a run produces. A reader that starts late also receives all items.
 
-    `on_abandoned` is called when the last reader stops before the run has ended, so that the run can be cancelled.
+    `on_abandoned` is called when the last reader stops before the run has ended, so that the owner can cancel the run.
     """
 
     def __init__(self, *, on_abandoned: Callable[[], None] | None = None) -> None:
@@ -23,20 +23,20 @@ class Journal(Generic[T]):
         self._error: StagemeshError | None = None
         self._readers = 0
         self._waiting: list[asyncio.Future[None]] = []
-        """One future for each reader that has received all items so far."""
+        """The futures of the readers that wait for the next item, one for each reader."""
 
     @property
     def readers(self) -> int:
-        """The number of current readers."""
+        """The number of readers that have started and not yet stopped."""
         return self._readers
 
     @property
     def closed(self) -> bool:
-        """Whether the run has ended."""
+        """Whether `close` was called, so that no further item can be appended."""
         return self._closed
 
     def append(self, item: T) -> int:
-        """Appends an item for all current and later readers. Returns the item's index."""
+        """Appends an item, which all current and later readers receive. Returns the item's index."""
         assert not self._closed, "the journal is closed"
         self._items.append(item)
         self._wake()
@@ -47,7 +47,7 @@ class Journal(Generic[T]):
         self._items[index] = item
 
     def close(self, error: StagemeshError | None = None) -> None:
-        """Ends the iteration of every reader after the last item. Readers then raise `error`, unless it is None.
+        """Ends the iteration of every reader after the last item. Readers then raise `error`, unless `error` is None.
 
         Closing twice is harmless.
         """
@@ -61,8 +61,8 @@ class Journal(Generic[T]):
     async def follow(self) -> AsyncGenerator[T]:
         """Yields all items from the first one, and waits for items that are appended later.
 
-        Raises the error that was passed to `close`, if any, after the last item. Iterate within
-        `contextlib.aclosing`, so that the journal notices immediately when the reader stops.
+        After the last item, raises the error that was passed to `close`, if any. Iterate within `contextlib.aclosing`,
+        so that the journal notices immediately when the reader stops.
         """
         self._readers += 1
         try:
@@ -80,9 +80,9 @@ class Journal(Generic[T]):
             self._leave()
 
     def _more(self) -> "asyncio.Future[None]":
-        """Returns a future that is done at the next change.
+        """Returns a future that completes when an item is appended or the journal is closed.
 
-        A future for each reader is cheaper than one event for all readers.
+        One future for each reader is cheaper than one event for all readers.
         """
         more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(more)

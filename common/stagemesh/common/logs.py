@@ -10,12 +10,12 @@ _where: ContextVar[Mapping[str, str] | None] = ContextVar("stagemesh_log_where",
 
 
 def bind_log_context(**where: str) -> None:
-    """Sets values such as `stage` and `request_id` for later log records of this task and of the tasks it creates."""
+    """Adds values such as `stage` and `request_id` to later log records of this task and of tasks that it creates."""
     _where.set({**log_context(), **where})
 
 
 def log_context() -> Mapping[str, str]:
-    """Returns the values that `bind_log_context` has set in this task. Empty if none was set."""
+    """Returns the values that `bind_log_context` has set for this task, or an empty mapping if none is set."""
     return _where.get() or {}
 
 
@@ -30,7 +30,7 @@ class LogContextFilter(logging.Filter):
 
 
 def configure_logging(*, level: int = logging.INFO) -> None:
-    """Configures the root logger to write records of at least `level` to stderr in one format."""
+    """Replaces the root logger's handlers with one that writes records of at least `level` to stderr."""
     handler = logging.StreamHandler()
     handler.addFilter(LogContextFilter())
     handler.setFormatter(logging.Formatter(_FORMAT))

@@ -1,4 +1,7 @@
-"""Determines how much host memory this process can still allocate, including control group limits (v1 and v2)."""
+"""Determines the number of bytes of host memory that this process can still allocate.
+
+The number takes the limits of control groups (v1 and v2) into account.
+"""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,7 +10,11 @@ _ROOT = Path("/")
 
 
 class _Files(NamedTuple):
-    """The names of a control group's limit and usage files, and of the inactive file pages entry in memory.stat."""
+    """The file names and the key that one version of control groups uses.
+
+    `limit` and `usage` are names of files. `inactive_files` is the key in memory.stat of the size of inactive file
+    pages.
+    """
 
     limit: str
     usage: str
@@ -49,7 +56,7 @@ def _left_by_groups(root: Path) -> list[int]:
 
 
 def _left_by_group_and_parents(mount: Path, path: str, files: _Files) -> list[int]:
-    """Returns the remaining bytes of a control group and of each of its parents.
+    """Returns the number of bytes that remain below the limit of a control group and of each of its parent groups.
 
     Omits groups that have no limit or that are not visible in this process's mounts.
     """

@@ -1,12 +1,13 @@
-"""A notifier that wakes the tasks that wait for a state change."""
+"""A notifier for asyncio tasks that wait for a state change."""
 
 import asyncio
 
 
 class Notifier:
-    """Wakes the tasks that wait for a state change.
+    """Wakes the asyncio tasks that wait for a state change.
 
-    A task checks the state, calls `wait`, and checks again. The code that changes the state calls `fire`.
+    A task checks the state, calls `wait` if the state is not yet suitable, and checks the state again. The code that
+    changes the state calls `fire`.
     """
 
     __slots__ = ("_waiters",)
@@ -23,9 +24,10 @@ class Notifier:
                     waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Returns after the next `fire`.
+        """Waits until the next call of `fire`.
 
-        Between checking its condition and calling `wait`, the caller must not await, or else it may miss a `fire`.
+        Between checking the state and calling `wait`, the caller must not await, because it could miss a call of
+        `fire`.
         """
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)

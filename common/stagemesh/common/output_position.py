@@ -1,9 +1,9 @@
-"""The receiver's position in a request's outputs, which determines the new part of a replayed output piece.
+"""The amount of each output that a receiver has received, which determines the new part of a replayed output fragment.
 
-Outputs are replayed from the first piece if a connection breaks, a stage restarts or a client calls another
-orchestrator. The replayed pieces may be cut at other boundaries. A position therefore counts units instead of pieces:
-code points of text, tokens, audio samples, images, or rows of a tensor along its first axis. A tensor without axes
-counts as one row. Each event of a step (`ExecuteStepResponse`) counts as one unit and is never cut.
+Outputs are replayed from the first fragment if a connection breaks, a stage restarts or a client calls another
+orchestrator. The fragments of the replay may have other boundaries. A position therefore counts units instead of
+fragments: code points of text, tokens, audio samples, images, or rows of a tensor along its first axis. A tensor
+without axes counts as one row. Each event of a step (`ExecuteStepResponse`) counts as one unit and is never split.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,10 @@ _START: Mapping[str, int] = MappingProxyType({})
 
 
 class Position:
-    """The number of units of each output, by the output's name. Outputs that are not in `counts` start at 0."""
+    """The number of units of each output that a receiver has received. Outputs that are not in `counts` start at 0.
+
+    A unit is a code point of text, a token, an audio sample, an image, or a row of a tensor.
+    """
 
     __slots__ = ("_counts",)
 
@@ -29,23 +32,23 @@ class Position:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """The number of units by output name, as in `GenerateRequest.next_positions`."""
+        """The number of received units by output name, in the form of `GenerateRequest.next_positions`."""
         return self._counts
 
     def copy(self) -> "Position":
-        """Returns an independent copy."""
+        """Returns a copy, which does not change when this position advances."""
         return Position(self._counts)
 
     def is_behind(self, other: "Position") -> bool:
-        """Returns whether `other` has more units of at least one output."""
+        """Returns whether `other` contains more received units than this position for at least one output."""
         return any(self._counts.get(name, 0) < count for name, count in other.counts.items())
 
     def advance(self, piece: Piece) -> None:
-        """Adds the units of a piece to its output."""
+        """Adds the number of units in an output fragment to the count of the fragment's output."""
         self.advance_by(*_measure(piece))
 
     def advance_by(self, name: str, count: int) -> int:
-        """Adds `count` units to the named output. Returns the number of units before the addition."""
+        """Adds `count` units to the named output. Returns the output's number of units before the addition."""
         begin = self._counts.get(name, 0)
         self._counts[name] = begin + count
         return begin
@@ -59,10 +62,11 @@ class Position:
     ) -> stage_pb2.ExecuteStepResponse | None: ...
 
     def remainder(self, piece: Piece, *, replayed: "Position") -> Piece | None:
-        """Returns the part of `piece` after this position, or None if the receiver already has the whole piece.
+        """Returns the part of an output fragment that the receiver does not have yet, or None if there is no such part.
 
-        The piece begins at `replayed`. The method advances both positions to the end of the piece. Raises
-        InvalidChunkError if the piece is a tensor whose size does not match its shape.
+        `piece` is the fragment, and `replayed` is the position at which the fragment begins. Advances `replayed` to the
+        end of the fragment. Also advances this position, unless it is already at or after the end. Raises
+        InvalidChunkError if the number of bytes of a tensor or of audio samples does not match their shape.
         """
         name, length = _measure(piece)
         begin, received = replayed.advance_by(name, length), self._counts.get(name, 0)
@@ -74,12 +78,12 @@ class Position:
 
 
 def _measure(piece: Piece) -> tuple[str, int]:
-    """Returns the name and the number of units of a piece. Events are counted under an empty name."""
+    """Returns the output name and the number of units of an output fragment, or "" and 1 for an event of a step."""
     return (piece.name, length_of(piece)) if isinstance(piece, request_pb2.Output) else ("", 1)
 
 
 def length_of(output: request_pb2.Output) -> int:
-    """Returns the number of units in a piece."""
+    """Returns the number of code points, tokens, audio samples, images or tensor rows in an output fragment."""
     match output.WhichOneof("content"):
         case "text":
             return len(output.text)
@@ -96,9 +100,10 @@ def length_of(output: request_pb2.Output) -> int:
 
 
 def after(output: request_pb2.Output, count: int) -> request_pb2.Output | None:
-    """Returns a piece without its first `count` units, or None if no unit remains. The result has the same `seq`.
+    """Returns an output fragment without its first `count` units, or None if no unit remains. Preserves `seq`.
 
-    Raises InvalidChunkError if the piece is a tensor whose size does not match its shape.
+    A unit is a code point of text, a token, an audio sample, an image, or a row of a tensor. Raises InvalidChunkError
+    if the number of bytes of a tensor or of audio samples does not match their shape.
     """
     if count <= 0:
         return output

@@ -27,10 +27,10 @@ Main = Callable[[asyncio.Event], Awaitable[None]]
 
 
 def run_service(main: Main, *, parent_pid: int | None = None) -> int:
-    """Runs `main` to completion and returns the process's exit status.
+    """Runs `main` to completion and returns the exit status for the process.
 
-    SIGTERM and SIGINT set the event that `main` receives. If `parent_pid` is not None, the kernel kills this process
-    when that parent process terminates.
+    SIGTERM and SIGINT set the event that is the argument of `main`. If `parent_pid` is not None, the kernel kills this
+    process when that parent process terminates.
     """
     configure_logging()
     if parent_pid is not None:
@@ -58,9 +58,10 @@ async def _until_stopped(main: Main) -> None:
 
 @contextlib.asynccontextmanager
 async def ended_when_stuck(stuck_s: float) -> AsyncGenerator[None]:
-    """Ends the process with status 1 if its event loop is blocked for `stuck_s` seconds. Prints all stacks to stderr.
+    """Ends the process with status 1 if its event loop is blocked for `stuck_s` seconds within this context.
 
-    Use it at most once in a process. A native thread, which does not need the interpreter's lock, ends the process.
+    Prints all stacks to stderr before the process ends. A native thread ends the process, because it does not need the
+    interpreter's lock. Use this context manager at most once in a process.
     """
 
     async def rearm() -> None:
@@ -77,9 +78,9 @@ async def ended_when_stuck(stuck_s: float) -> AsyncGenerator[None]:
 
 
 def end_within(limit_s: float) -> None:
-    """Ends the process with status 1 in `limit_s` seconds, unless it terminates earlier.
+    """Ends the process with status 1 after `limit_s` seconds, unless the process terminates earlier.
 
-    Another call of this function replaces the limit.
+    Prints all stacks to stderr before the process ends. A later call of this function replaces the time limit.
     """
     faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__ or 2)
 
@@ -87,8 +88,9 @@ def end_within(limit_s: float) -> None:
 def die_with_parent(expected_parent_pid: int) -> None:
     """Makes the kernel kill this process (SIGKILL) when its parent process terminates.
 
-    Ends this process immediately if the parent has already terminated. The kernel watches the thread that created
-    this process, so that thread must live as long as the parent. Does nothing on systems other than Linux.
+    Ends this process immediately if its parent is not the process `expected_parent_pid`, because that process has then
+    already terminated. The kernel watches the thread that created this process, so that thread must live as long as the
+    parent. Does nothing on systems other than Linux.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -101,7 +103,7 @@ def die_with_parent(expected_parent_pid: int) -> None:
 
 
 class _ForkGuard:
-    """Records this process's id, so that a forked child process knows its parent's id."""
+    """Makes a forked child process terminate with its parent. Records the parent's process id before the fork."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -112,9 +114,9 @@ class _ForkGuard:
 
 
 def bind_forks_to_this_process() -> None:
-    """Makes every later forked child process, and in turn its own children, terminate with its parent.
+    """Makes every child process that is forked later, and in turn its own forked children, terminate with its parent.
 
-    Call it once in a process. It does not affect spawned processes, which start a new interpreter: they must call
-    `die_with_parent` themselves.
+    Call this function once in a process. Spawned processes are not affected, because they start a new interpreter: they
+    must call `die_with_parent` themselves.
     """
     os.register_at_fork(after_in_child=_ForkGuard().in_child)

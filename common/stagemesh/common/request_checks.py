@@ -1,4 +1,4 @@
-"""Checks of a request's content. The orchestrator and all stages share them, so that they report the same errors."""
+"""Checks of a request's content, which the orchestrator and all stages share so that they report the same errors."""
 
 import math
 import re
@@ -58,10 +58,10 @@ def check_input(given: request_pb2.Input) -> None:
 
 
 def read_tensors(messages: Iterable[tensor_pb2.Tensor]) -> dict[str, Array]:
-    """Returns the input tensors by name.
+    """Returns the tensors in the messages of a request's input, by tensor name.
 
     Raises InvalidRequestError if a name occurs twice. Raises InvalidChunkError if a tensor is not inline, or if its
-    bytes do not match its shape.
+    number of bytes does not match its shape.
     """
     tensors: dict[str, Array] = {}
     for message in messages:
@@ -74,7 +74,7 @@ def read_tensors(messages: Iterable[tensor_pb2.Tensor]) -> dict[str, Array]:
 def read_samples(audio: request_pb2.Audio) -> Array:
     """Returns the samples of the audio in a message.
 
-    Raises InvalidChunkError if the samples are not inline, or if their bytes do not match their shape.
+    Raises InvalidChunkError if the samples are not inline, or if their number of bytes does not match their shape.
     """
     return _read(audio.samples, "samples of a message")
 
@@ -85,7 +85,7 @@ def empty_prompt_error() -> InvalidRequestError:
 
 
 def has_prompt(given: request_pb2.Input) -> bool:
-    """Returns whether the input has any text, medium or token id. White space alone does not count as text."""
+    """Returns whether the input has text, media or token ids. White space alone does not count as text."""
     messages = given.conversation.messages
     parts = list(chain.from_iterable(message.parts for message in messages))
     texts = chain([given.text], (message.content for message in messages), (part.text for part in parts))
@@ -100,7 +100,8 @@ def is_medium(part: request_pb2.Part) -> bool:
 def check_options(options: Mapping[str, float], known: Mapping[str, OptionSpec], *, owner: str) -> None:
     """Raises InvalidRequestError if an option is unknown (UNKNOWN_OPTION) or out of its bounds (INVALID_OPTION).
 
-    `owner` names the stage or pipeline that has the options, for the error message.
+    `known` contains the allowed options by name. `owner` describes the stage or pipeline that defines these options,
+    for the error message.
     """
     for name, value in options.items():
         if name not in known:
@@ -118,7 +119,7 @@ def check_options(options: Mapping[str, float], known: Mapping[str, OptionSpec],
 
 
 def check_sampling(sampling: request_pb2.Sampling) -> None:
-    """Raises InvalidRequestError (INVALID_SAMPLING) if a value is out of range or if options contradict each other."""
+    """Raises InvalidRequestError (INVALID_SAMPLING) if a value is out of range or if values contradict each other."""
     given = {field.name: value for field, value in sampling.ListFields()}
     for name, (allowed, holds) in _SAMPLING.items():
         value: float | None = given.get(name)

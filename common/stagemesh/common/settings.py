@@ -32,7 +32,7 @@ def runs_dir() -> Path:
 
 
 def find_model(name: str) -> Path | None:
-    """Returns the absolute path of a model's folder or file, or None if it does not exist.
+    """Returns the absolute path of a model's folder or file, or None if no such model exists.
 
     `name` is either a path or the name of a fetched model.
     """
@@ -43,7 +43,7 @@ def find_model(name: str) -> Path | None:
 
 
 def zone() -> str:
-    """Returns the operator's name for this host's location: the value of STAGEMESH_ZONE, or "" if it is unset.
+    """Returns the operator's name for this host's location: the value of STAGEMESH_ZONE, or "" if it is not set.
 
     Raises InvalidRequestError if the name contains unprintable characters.
     """
@@ -54,17 +54,23 @@ def zone() -> str:
 
 
 def variables() -> dict[str, str]:
-    """Returns a copy of the environment, for child processes and for ${NAME} in pipeline files."""
+    """Returns a copy of all environment variables, for child processes and for ${NAME} in pipeline files."""
     return dict(os.environ)
 
 
 def library_variable(name: str, default: str = "") -> str:
-    """Returns the value of a library's variable, such as UCX_TLS, or `default`. The library validates the value."""
+    """Returns the value of an environment variable that a library reads, or `default` if the variable is not set.
+
+    The library, not Stagemesh, validates the value. An example is UCX_TLS.
+    """
     return os.environ.get(name, default)
 
 
 def set_library_variables(values: Mapping[str, str], *, replace: bool = False) -> None:
-    """Sets variables that a library reads when it is loaded. Existing values change only if `replace` is set."""
+    """Sets environment variables that a library reads when it is loaded.
+
+    A variable that is already set retains its value unless `replace` is True.
+    """
     for name, value in values.items():
         if replace or name not in os.environ:
             os.environ[name] = value

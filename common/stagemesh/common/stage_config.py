@@ -1,4 +1,4 @@
-"""The configuration of a stage process. It is a JSON file that a launcher writes or a cluster mounts."""
+"""The configuration of a stage process: a JSON file that a launcher writes or a cluster mounts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,23 +9,23 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from stagemesh.common.errors import InvalidRequestError
 
 STALL_S = 300.0
-"""Default of `StageConfig.stall_s` in seconds.
+"""The default of `StageConfig.stall_s` in seconds.
 
-It exceeds the time that slow but correct work, such as a long prompt or a model's compilation, needs between two signs
-of progress.
+Correct work makes progress more often than this, even if the work is slow, such as a long prompt or the compilation of
+a model.
 """
 
 
 @dataclass(frozen=True)
 class DataPlaneConfig:
-    """The limits of a replica's data plane, in bytes. A chunk may occupy at most half of `arena_bytes`."""
+    """The size limits of a replica's data plane. A chunk may occupy at most half of `arena_bytes`."""
 
     arena_bytes: int = 64 << 20
-    """The size of the memory for tensors: a power of two of at least 1 MiB."""
+    """The size in bytes of the arena, which is the memory for tensors: a power of two of at least 1 MiB."""
     window_bytes: int = 8 << 20
-    """The credit of each flow: the bytes that a producer may send before the consumer has read them."""
+    """The credit of each flow: the number of bytes that a producer may send before the consumer has read them."""
     inline_limit_bytes: int = 4 << 10
-    """Chunks of at most this size are sent inline in messages and not through the arena."""
+    """The number of bytes up to which a chunk is sent inline in a message instead of through the arena."""
 
     def __post_init__(self) -> None:
         if self.arena_bytes < 1 << 20 or self.arena_bytes & (self.arena_bytes - 1):
@@ -44,7 +44,7 @@ class StageConfig:
     replica: str
     engine: str
     listen: str
-    """The address at which the replica serves, as "host:port"."""
+    """The address on which the replica listens, as "host:port"."""
     function: str | None = None
     """The name of the stage's function, or None if its engine runs no function."""
     model: str | None = None
@@ -52,26 +52,27 @@ class StageConfig:
     options: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
     data_plane: DataPlaneConfig = DataPlaneConfig()
     max_queued: int = 256
-    """The maximum number of steps that the replica accepts at the same time. It rejects further steps."""
+    """The maximum number of steps that the replica accepts at the same time. The replica rejects further steps."""
     stall_s: float = STALL_S
-    """The replica terminates after this number of seconds without progress. 0 disables this check.
+    """The number of seconds without progress after which the replica terminates. 0 disables this check.
 
-    A replica lacks progress if its event loop is blocked, or if at least one step could advance but no step does.
+    A replica makes no progress if its event loop is blocked, or if at least one step could advance but no step does.
     """
     orchestrators: tuple[str, ...] = ()
-    """The "host:port" addresses of the orchestrators at which the replica registers.
+    """The addresses of the orchestrators at which the replica registers, each as "host:port".
 
     Empty if orchestrators discover the replica in another way.
     """
     advertise: str | None = None
-    """The "host:port" address at which orchestrators and other replicas reach this replica.
+    """The address at which orchestrators and other replicas reach this replica, as "host:port".
 
-    Port 0 stands for the port on which the replica listens. None stands for the address in `listen`.
+    Port 0 stands for the port on which the replica listens. If None, the address is the same as `listen`.
     """
     zone: str | None = None
-    """The location of the replica's host, for plans that prefer nearby replicas. None stands for STAGEMESH_ZONE."""
+    """The location of the replica's host, for plans that prefer nearby replicas. If None, STAGEMESH_ZONE is used."""
     parent_pid: int | None = None
-    """The id of the parent process with which this process terminates. None if it does not depend on a parent."""
+    """The id of the parent process with which this process terminates, or None if this process may outlive its parent.
+    """
 
     def __post_init__(self) -> None:
         if not self.stall_s >= 0:
@@ -82,7 +83,10 @@ _STAGE_CONFIG = TypeAdapter(StageConfig)
 
 
 def load_stage_config(path: Path) -> StageConfig:
-    """Reads a config file. Raises InvalidRequestError (INVALID_CONFIG), which names the invalid field."""
+    """Returns the configuration in the JSON file at `path`.
+
+    If the file is invalid, raises InvalidRequestError (INVALID_CONFIG), which names the invalid field.
+    """
     try:
         return _STAGE_CONFIG.validate_json(path.read_bytes())
     except ValidationError as exc:
@@ -90,5 +94,5 @@ def load_stage_config(path: Path) -> StageConfig:
 
 
 def dump_stage_config(config: StageConfig) -> bytes:
-    """Returns the config serialized as JSON, as `load_stage_config` reads it from a file."""
+    """Returns the configuration as JSON, in the format that `load_stage_config` reads."""
     return _STAGE_CONFIG.dump_json(config)

@@ -43,14 +43,17 @@ _SPEC = re.compile(r"(?P<dtype>[a-z0-9]+)\[(?P<shape>[^\]]*)\]")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor type: a dtype and a shape. A dimension is a fixed length or a symbol: `float32[frames, 601]`."""
+    """A tensor type: a dtype and a shape, for example `float32[frames, 601]`.
+
+    Each dimension is a fixed length, or a symbol that stands for any length.
+    """
 
     dtype: str
     shape: tuple[int | str, ...]
 
     @classmethod
     def parse(cls, text: str) -> "TensorSpec":
-        """Parses a text of the form `dtype[dim, dim, …]`. Raises ValueError if it has another form."""
+        """Parses a tensor type of the form `dtype[dim, dim, …]`. Raises ValueError if `text` has another form."""
         match = _SPEC.fullmatch(text.strip())
         if match is None or match["dtype"] not in DTYPES:
             raise ValueError(
@@ -73,7 +76,7 @@ class TensorSpec:
         )
 
     def check(self, name: str, tensor: Array) -> None:
-        """Raises InvalidChunkError unless `tensor` is of this type. `name` is the tensor's name in the message."""
+        """Raises InvalidChunkError if `tensor` does not have this type. The error message contains `name`."""
         fits = tensor.dtype == DTYPES[self.dtype] and tensor.ndim == len(self.shape)
         if not fits or any(
             isinstance(want, int) and want != have for want, have in zip(self.shape, tensor.shape, strict=True)
@@ -82,7 +85,10 @@ class TensorSpec:
 
 
 def dtype_name(tensor: Array) -> str:
-    """Returns the `DTYPES` name of a tensor's dtype. Raises InvalidChunkError if the dtype cannot be sent."""
+    """Returns the name of a tensor's dtype in `DTYPES`.
+
+    Raises InvalidChunkError if `DTYPES` does not contain the dtype.
+    """
     name = _NAME_BY_DTYPE.get(tensor.dtype)
     if name is None:
         raise InvalidChunkError(f"dtype {tensor.dtype} cannot be sent; use one of {', '.join(DTYPES)}")
@@ -90,14 +96,14 @@ def dtype_name(tensor: Array) -> str:
 
 
 def dtype_to_wire(name: str) -> tensor_pb2.DataType.ValueType:
-    """Returns the protobuf enum value of the dtype with this `DTYPES` name."""
+    """Returns the protobuf enum value of the dtype that has this name in `DTYPES`."""
     return tensor_pb2.DataType.Value(f"DATA_TYPE_{name.upper()}")
 
 
 def checked_layout(message: tensor_pb2.Tensor, *, size_bytes: int) -> tuple[np.dtype[np.generic], tuple[int, ...]]:
-    """Returns the dtype and shape in `message`.
+    """Returns the dtype and shape of the tensor that `message` describes.
 
-    Raises InvalidChunkError if they are invalid or if a tensor of this type does not need exactly `size_bytes`.
+    Raises InvalidChunkError if the dtype or shape is invalid, or if they do not require exactly `size_bytes` bytes.
     """
     name = _WIRE_NAMES.get(message.dtype)
     if name is None:
@@ -114,19 +120,19 @@ def checked_layout(message: tensor_pb2.Tensor, *, size_bytes: int) -> tuple[np.d
 
 
 def describe_tensor(name: str, tensor: Array) -> tensor_pb2.Tensor:
-    """Returns the message of a tensor with its name, dtype and shape, but without its bytes."""
+    """Returns a protobuf message with the name, dtype and shape of a tensor, but without its bytes."""
     return tensor_pb2.Tensor(name=name, dtype=dtype_to_wire(dtype_name(tensor)), shape=tensor.shape)
 
 
 def inline_tensor(name: str, tensor: Array) -> tensor_pb2.Tensor:
-    """Returns the message of a tensor with its bytes inline."""
+    """Returns a protobuf message with the name, dtype, shape and bytes of a tensor."""
     message = describe_tensor(name, tensor)
     message.inline = tensor.tobytes()
     return message
 
 
 def read_inline(message: tensor_pb2.Tensor) -> Array:
-    """Returns a read-only view of a tensor whose bytes are inline.
+    """Returns the tensor in a message that contains the tensor's bytes. The array is read-only.
 
     Raises InvalidChunkError if the dtype or shape is invalid, or if the shape does not match the number of bytes.
     """
@@ -136,5 +142,5 @@ def read_inline(message: tensor_pb2.Tensor) -> Array:
 
 
 def spec_to_wire(name: str, spec: TensorSpec) -> tensor_pb2.TensorSpec:
-    """Returns the message of a named tensor type."""
+    """Returns the protobuf message for a tensor name and a tensor type."""
     return tensor_pb2.TensorSpec(name=name, dtype=dtype_to_wire(spec.dtype), shape=[str(dim) for dim in spec.shape])

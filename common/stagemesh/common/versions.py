@@ -1,4 +1,4 @@
-"""Version numbers that two processes compare before they work together."""
+"""Version numbers that two processes compare to determine whether they are compatible."""
 
 WIRE_VERSION = 1
-"""The version of the wire protocol. Replicas with another wire version are rejected."""
+"""The version of the wire protocol. A replica with another version is rejected."""

@@ -28,7 +28,7 @@ class RpcContext(Protocol):
     """The methods of grpc.aio.ServicerContext that end an RPC or return its remaining time."""
 
     def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> Awaitable[Any]:
-        """Ends the RPC with an error status. Raises an exception, so that the handler ends too."""
+        """Ends the RPC with an error status. Raises an exception, so that the handler ends as well."""
         ...
 
     def time_remaining(self) -> float | None:
@@ -39,8 +39,9 @@ class RpcContext(Protocol):
 def answering(context: RpcContext, **where: str) -> AbstractAsyncContextManager[None]:
     """Returns a context manager for the body of an RPC handler.
 
-    It adds `where` to the log records of the body, and converts an error in the body to a status with one ErrorInfo.
-    An error that is not a StagemeshError is a bug: it is logged with its traceback, and the caller receives INTERNAL.
+    The context manager adds `where` to the log records of the body. If the body raises an error, the context manager
+    ends the RPC with the matching status and one ErrorInfo. An error that is not a StagemeshError is a bug: it is
+    logged with its traceback, and the caller receives INTERNAL.
     """
     return _Answering(context, where)
 
@@ -69,7 +70,7 @@ class _Answering(AbstractAsyncContextManager[None]):
 def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
     """Returns the error to report to the caller of an RPC that raised `exc`. Adds `where` to the error's metadata.
 
-    Logs an exception that is not a StagemeshError. Call the function while the exception is being handled.
+    Logs an exception that is not a StagemeshError. Call this function while the exception is being handled.
     """
     if isinstance(exc, StagemeshError):
         error = exc.located(**where)
@@ -82,10 +83,10 @@ def to_error(exc: Exception, where: Mapping[str, str]) -> StagemeshError:
 
 
 def streaming(method: Handler) -> Handler:
-    """Decorates a method that yields responses, so that its generator is closed when the RPC ends.
+    """Decorates a method that yields responses, so that the generator is closed when the RPC ends.
 
     If the caller disconnects, grpc.aio leaves the generator to the garbage collector. This decorator closes the
-    generator in the RPC's task, so that its `finally` clauses run immediately.
+    generator in the RPC's task, so that the generator's `finally` clauses run immediately.
     """
 
     @wraps(method)
@@ -109,7 +110,10 @@ def time_left_s(context: RpcContext) -> float | None:
 
 
 def checked_time_left_s(left_s: float | None) -> float | None:
-    """Returns `left_s`, the number of seconds until a deadline or None. Raises DeadlineError if it is not positive."""
+    """Returns `left_s` unchanged. Raises DeadlineError if `left_s` is not positive.
+
+    `left_s` is the number of seconds until a deadline, or None if there is no deadline.
+    """
     if left_s is not None and not left_s > 0:
         raise DeadlineError("the deadline passed before the call was processed; allow more time")
     return left_s

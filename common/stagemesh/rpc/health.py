@@ -27,13 +27,13 @@ class Health(health_pb2_grpc.HealthServicer):
         self._ended = False
 
     def set(self, service: str, *, serving: bool) -> None:
-        """Sets the status of a service and notifies its watchers. Does nothing after `end`."""
+        """Sets the health status of a service, and notifies clients that watch the service. Does nothing after `end`."""
         if not self._ended:
             self._statuses[service] = _Response.SERVING if serving else _Response.NOT_SERVING
             self._wake()
 
     def end(self) -> None:
-        """Sets all services to NOT_SERVING permanently and ends all watches."""
+        """Sets the health status of all services to NOT_SERVING permanently, and ends all Watch calls."""
         self._statuses = dict.fromkeys(self._statuses, _Response.NOT_SERVING)
         self._ended = True
         self._wake()

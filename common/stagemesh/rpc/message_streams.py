@@ -1,7 +1,8 @@
-"""Message streams: one interface for gRPC streams and local unix sockets, which carry the same messages.
+"""Message streams: one interface for gRPC streams and local unix sockets, which transfer the same messages.
 
-`ClientStream` and `ServerStream` are the two ends of a gRPC stream, such as PutChunk. `LocalStream` is either end of a
-unix socket between replicas on one host. It prefixes each message with its length and needs neither threads nor HTTP/2.
+`ClientStream` and `ServerStream` are the two sides of a gRPC stream, such as PutChunk. `LocalStream` is either side of
+a unix socket between replicas on one host. A local stream prefixes each message with its length, and needs neither
+threads nor HTTP/2.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from stagemesh.rpc.error_mapping import from_rpc_error
 PUT_CHUNK = "/stagemesh.v1.StageService/PutChunk"
 _LENGTH_BYTES = 4
 _AHEAD = 1
-"""The maximum number of messages that wait while gRPC sends another message."""
+"""The maximum number of messages in the outgoing queue of a gRPC stream, in addition to the message being sent."""
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
@@ -27,32 +28,34 @@ class StreamHandler(Protocol):
     """Receives the events of a message stream. All methods are called on the event loop."""
 
     def received(self, data: bytes) -> None:
-        """Called for each message. If this method raises a StagemeshError, the stream ends with that error."""
+        """Called for each received message. If this method raises a StagemeshError, the stream ends with that error."""
 
     def writable(self) -> None:
-        """Called when the stream becomes writable again."""
+        """Called when `MessageStream.write` may be called again."""
 
     def closed(self, error: StagemeshError | None) -> None:
         """Called once when the stream has ended. `error` is None if the stream was closed without an error."""
 
 
 class MessageStream(Protocol):
-    """One end of a bidirectional stream of messages."""
+    """One side of a bidirectional stream of messages."""
 
     @property
     def is_writable(self) -> bool:
-        """Whether `write` may be called. If False, the stream later calls its handler's `writable` method."""
+        """Whether `write` may be called. If False, the stream calls `StreamHandler.writable` when `write` may be
+        called.
+        """
         ...
 
     def write(self, data: bytes) -> None:
-        """Sends a message without waiting for its delivery. Call it only if `is_writable` is True."""
+        """Sends a message without waiting for its delivery. Call this method only if `is_writable` is True."""
 
     def close(self, error: StagemeshError | None = None) -> None:
-        """Ends the stream. Only a ServerStream sends `error` to the other end. Closing twice is harmless."""
+        """Ends the stream. Only a ServerStream sends `error` to the peer. Closing twice is harmless."""
 
 
 class LocalStream(asyncio.Protocol):
-    """Either end of a local stream, implemented as the asyncio protocol of a connected unix socket."""
+    """One side of a local stream, implemented as the asyncio protocol of a connected unix socket."""
 
     def __init__(self, handler: StreamHandler, *, peer: str) -> None:
         self._handler, self._peer = handler, peer
@@ -114,7 +117,7 @@ class LocalStream(asyncio.Protocol):
 
 
 class _GrpcStream:
-    """The queue of outgoing messages at either end of a gRPC stream."""
+    """Base class of both sides of a gRPC stream. Contains the queue of outgoing messages."""
 
     def __init__(self, handler: StreamHandler) -> None:
         self._handler = handler
@@ -131,12 +134,12 @@ class _GrpcStream:
         self._wake.set()
 
     def finish(self) -> None:
-        """Ends the outgoing messages. Messages that are already in the queue are still sent."""
+        """Closes the outgoing queue. Messages that are already in the queue are still sent."""
         self._finished = True
         self._wake.set()
 
     async def _next(self) -> bytes | None:
-        """Returns the next outgoing message, or None after the last one."""
+        """Waits for the next outgoing message and returns it, or returns None after the last message."""
         while not self._outgoing:
             if self._finished:
                 return None
@@ -146,7 +149,10 @@ class _GrpcStream:
 
 
 class ClientStream(_GrpcStream):
-    """The client end of a gRPC stream. In PutChunk, the client is the producer. `run` transfers the messages."""
+    """The client side of a gRPC stream. The producer is the client of PutChunk.
+
+    `run` transfers the stream's messages.
+    """
 
     def __init__(
         self, channel: grpc.aio.Channel, handler: StreamHandler, *, peer: str, method: str = PUT_CHUNK
@@ -159,7 +165,7 @@ class ClientStream(_GrpcStream):
         self._call.cancel()
 
     async def run(self) -> None:
-        """Transfers messages until the stream ends, and reports the end to the handler."""
+        """Sends and receives messages until the stream ends. Then calls the handler's `closed` method."""
         error: StagemeshError | None = None
         tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
         try:
@@ -200,7 +206,10 @@ class ClientStream(_GrpcStream):
 
 
 class ServerStream(_GrpcStream):
-    """The server end of a gRPC stream. In PutChunk, the server is the consumer. `serve` transfers the messages."""
+    """The server side of a gRPC stream. The consumer is the server of PutChunk.
+
+    `serve` transfers the stream's messages.
+    """
 
     def __init__(self, handler: StreamHandler) -> None:
         super().__init__(handler)
@@ -211,7 +220,10 @@ class ServerStream(_GrpcStream):
         self.finish()
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-        """Yields the messages for the client until the stream ends. Raises the error that was passed to `close`."""
+        """Yields the outgoing messages until the stream ends, and passes received messages to the handler.
+
+        Raises the error that was passed to `close`, if any.
+        """
         reader = asyncio.create_task(self._read(requests))
         try:
             while (data := await self._next()) is not None:

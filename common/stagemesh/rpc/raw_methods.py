@@ -12,7 +12,7 @@ _STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 
 
 def add_stage_service(servicer: stage_pb2_grpc.StageServiceServicer, server: grpc.aio.Server) -> None:
-    """Adds a StageService to a server. Its PutChunk and ExecuteSteps receive and yield serialized messages."""
+    """Adds a StageService to a server. Its methods PutChunk and ExecuteSteps receive and yield serialized messages."""
     raw_stream = cast("Any", grpc.stream_stream_rpc_method_handler)
     add_with_raw_methods(
         partial(stage_pb2_grpc.add_StageServiceServicer_to_server, servicer),
@@ -39,7 +39,7 @@ def add_with_raw_methods(
 
 
 class _HandlerCollector:
-    """A substitute for a server that collects the handlers that generated code registers."""
+    """A substitute for a grpc.aio.Server that collects the handlers that generated code registers."""
 
     def __init__(self) -> None:
         self.by_method: dict[str, Any] = {}

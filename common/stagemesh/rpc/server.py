@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 class Server:
     """A grpc.aio server on one port, with grpc.health.v1 and reflection.
 
-    Create it within a running event loop, and register servicers on `Server.grpc` before calling `start`.
+    Create the server within a running event loop. Register servicers on `Server.grpc` before calling `start`.
     """
 
     def __init__(self, listen: str) -> None:
@@ -38,7 +38,7 @@ class Server:
         self._health.set(service, serving=serving)
 
     def reflect(self, service: str) -> None:
-        """Adds a service to the server's reflection. `service` is its full name. Call the method before `start`."""
+        """Adds the service with this full name to the server's reflection. Call this method before `start`."""
         self._services.append(service)
 
     async def start(self) -> int:
@@ -66,9 +66,9 @@ class Server:
 
 
 def _parsed(listen: str) -> tuple[str, int]:
-    """Returns the host and port of "host:port". Raises NotReadyError (CANNOT_LISTEN) if the text has another form.
+    """Returns the host and port in "host:port". Raises NotReadyError (CANNOT_LISTEN) if the text has another form.
 
-    Without this check, gRPC would serve another port if the number is missing or too large.
+    Without this check, gRPC would listen on another port if the port number is missing or too large.
     """
     host, colon, port = listen.rpartition(":")
     if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
@@ -81,7 +81,7 @@ def _parsed(listen: str) -> tuple[str, int]:
 
 
 def _cannot_listen(host: str, port: int) -> NotReadyError:
-    """Returns the error for a port that cannot be bound.
+    """Returns the error to raise if a port cannot be bound.
 
     Binds a socket to the port to find the cause, because gRPC does not report it.
     """
