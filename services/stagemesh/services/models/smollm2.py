@@ -1,5 +1,6 @@
 """Converts the SmolLM2 GGUF file to the format that vLLM loads fastest: bfloat16 safetensors, config and tokenizer."""
 
+import logging
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -10,12 +11,16 @@ from stagemesh.common.settings import set_library_variables
 def convert(source: Path, target: Path, report: Callable[[str], None]) -> None:
     """Converts the GGUF file `source` and writes the model into the folder `target`."""
     # Set before transformers is imported. It must neither contact a hub nor draw progress bars over the caller's bars.
-    set_library_variables({"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}, replace=True)
+    set_library_variables(
+        {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}, replace=True
+    )
     # If this module is missing, the error of transformers does not name it.
     import_module("gguf")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    # transformers imports torchao if it is installed, which logs deprecations that are of no use to the user.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     report("converting the tokenizer")
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
     report("reading the weights")
