@@ -1,12 +1,13 @@
-"""Determines the connector that each edge uses between the replicas that it joins.
+"""Determines which connector each edge uses between each pair of replicas.
 
-When both replicas of a link become ready, the producer is asked which connector it would use. A fixed connector that
-cannot work is therefore found before a request needs it. Each replica is linked to at most `PARTNERS` replicas at the
-other end of an edge, because a large pipeline has too many pairs, and the pairs of an edge behave alike.
+When both replicas of a pair become ready, the orchestrator asks the producer which connector it would use. A connector
+that the pipeline file fixes but that cannot work is therefore found before a request needs it. Each replica is linked
+to at most `PARTNERS` replicas of the adjacent stage, because a large pipeline has too many pairs, and the pairs of an
+edge behave alike.
 
-A replica receives no requests while a fixed connector cannot work there or has not been probed yet
-(`Replica.hold_for_connector`), if its stage has another usable replica. If there is no other usable replica, requests
-that need the edge fail with CONNECTOR_UNAVAILABLE.
+A replica receives no requests while a fixed connector does not work or was not probed (`Replica.hold_for_connector`),
+provided that its stage has another usable replica. If the stage has no other usable replica, requests that need the
+edge fail with CONNECTOR_UNAVAILABLE.
 """
 
 import asyncio
@@ -28,11 +29,11 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 16.0
 _MAX_PROBES = 16
 """The maximum number of concurrent probes."""
 PARTNERS = 4
-"""The maximum number of replicas at the other end of an edge to which a replica is linked when it becomes ready."""
+"""The maximum number of replicas of an adjacent stage to which a replica is linked when it becomes ready."""
 
 
 class EdgeLink:
-    """An edge between two replicas, and the last answer of its producer to a probe."""
+    """A pair of replicas that an edge connects, and the producer's last answer to a probe."""
 
     def __init__(self, edge: Edge, *, producer: Replica, consumer: Replica) -> None:
         self.edge, self.producer, self.consumer = edge, producer, consumer
@@ -42,26 +43,26 @@ class EdgeLink:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the producer was asked at least once, with any result."""
+        """Whether the producer has been probed at least once, successfully or not."""
         return self.probe is not None or self.error is not None
 
     @property
     def is_usable(self) -> bool:
         """Whether requests may use the link.
 
-        They may if the producer found a connector. With `auto`, they may even if the probe failed, because the replicas
-        then choose a connector when they connect.
+        A link is usable if the probe found a connector. If the edge's connector is `auto`, a link is also usable after
+        a failed probe, because the replicas then choose a connector when they connect.
         """
         return self.probe is not None or (self.error is not None and self.edge.connector == AUTO)
 
     @property
     def is_refused(self) -> bool:
-        """Whether the edge has a fixed connector that cannot work."""
+        """Whether the pipeline file fixes the edge's connector and the probe showed that this connector cannot work."""
         temporary = self.error is None or isinstance(self.error, UnavailableError | DeadlineError)
         return self.edge.connector != AUTO and not temporary
 
     async def ask(self) -> None:
-        """Asks the producer which connector it would use, and stores its answer or the error."""
+        """Asks the producer which connector it would use. Stores the answer in `probe`, or the error in `error`."""
         probe: EdgeProbe | None = None
         error: StagemeshError | None = None
         try:
@@ -92,17 +93,20 @@ class EdgeLink:
 
 
 class EdgeConnectors:
-    """The links of all edges between replicas that can connect. `probe_links` determines their connectors."""
+    """Links the replicas of adjacent stages, and determines the connector of each link.
+
+    `probe_links` must run for the connectors to be determined.
+    """
 
     def __init__(self, edges: Sequence[Edge], *, partners: int = PARTNERS, rng: random.Random | None = None) -> None:
         self._edges = edges
         self._partners = partners
         self._rng = rng or random.Random()  # noqa: S311
         self._pools: dict[tuple[str, str], RandomPool[Replica]] = {}
-        """The replicas that can connect, by stage and generation."""
+        """The replicas that other replicas can connect to, by stage name and generation."""
         self._links: dict[str, dict[tuple[Replica, Replica], EdgeLink]] = {edge.name: {} for edge in edges}
         self._by_replica: dict[Replica, dict[EdgeLink, None]] = {}
-        """The links of each replica that can connect, in the order in which the replicas joined."""
+        """The links of each replica. The replicas are in the order in which they joined."""
         self._usable: dict[str, set[EdgeLink]] = {edge.name: set() for edge in edges}
         self._refused: dict[str, set[EdgeLink]] = {edge.name: set() for edge in edges}
         self._held: set[Replica] = set()
@@ -115,24 +119,23 @@ class EdgeConnectors:
     def ready(self) -> bool:
         """Whether requests may use every edge.
 
-        Each edge needs at least one usable link, and no refused link between replicas that receive requests. A replica
-        that joins later does not make an edge unusable.
+        Each edge needs at least one usable link, and no refused link between two replicas that receive requests. A
+        replica that joins later does not make an edge unusable.
         """
         return all(self._usable[edge.name] and not self._blocking_links(edge) for edge in self._edges)
 
     def links_of(self, edge: Edge) -> list[EdgeLink]:
-        """Returns the links of an edge."""
         return list(self._links[edge.name].values())
 
     def check(self, edges: Collection[Edge]) -> None:
-        """Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the fixed connector of one of the edges cannot work."""
+        """Raises NotReadyError (CONNECTOR_UNAVAILABLE) if one of the edges has a fixed connector that cannot work."""
         for edge in edges:
             for link in self._blocking_links(edge):
                 assert link.error is not None, "a refused link has an error"
                 raise NotReadyError(link.error.message, reason="CONNECTOR_UNAVAILABLE", metadata=link.error.metadata)
 
     def join(self, replica: Replica) -> None:
-        """Adds the links of a replica that has become able to connect."""
+        """Links a replica that is now ready to replicas of the adjacent stages."""
         self._by_replica[replica] = {}
         self._pools.setdefault((replica.stage, replica.generation), RandomPool()).add(replica)
         for edge in self._edges:
@@ -141,7 +144,7 @@ class EdgeConnectors:
         self._update_holds([replica])
 
     def leave(self, replica: Replica) -> None:
-        """Removes the links of a replica that can no longer connect. Does nothing if it has none."""
+        """Removes the links of a replica that is no longer ready. Does nothing if the replica has no links."""
         pool = self._pools.get((replica.stage, replica.generation), RandomPool())
         pool.discard(replica)
         if not pool:
@@ -155,9 +158,9 @@ class EdgeConnectors:
         self._update_holds([replica])
 
     async def probe_links(self, *, on_change: Callable[[], None]) -> None:
-        """Asks the producer of every new link for its connector, and asks again until the connector is known.
+        """Probes every new link, and repeats the probe until the link's connector is known. Runs until it is cancelled.
 
-        Runs until it is cancelled. `on_change` is called after each answer.
+        `on_change` is called after each probe.
         """
         async with asyncio.TaskGroup() as group:
             for _ in range(_MAX_PROBES):
@@ -211,7 +214,10 @@ class EdgeConnectors:
     # -- replicas that receive no requests
 
     def _update_holds(self, changed: Iterable[Replica]) -> None:
-        """Sets and removes the connector holds of the replicas whose links have changed."""
+        """Withholds requests from replicas that lack a working connector, and allows them again otherwise.
+
+        Updates the replicas in `changed` and all replicas from which requests are or must be withheld.
+        """
         unusable = self._find_unusable() if any(self._refused.values()) else {}
         for replica in {*changed, *self._held, *unusable}:
             if replica in unusable:
@@ -227,10 +233,10 @@ class EdgeConnectors:
                 replica.hold_for_connector(None)
 
     def _find_unusable(self) -> dict[Replica, str]:
-        """Returns the replicas to hold because of refused links, with the reason for each.
+        """Returns the replicas from which requests must be withheld because of refused links, with the reason for each.
 
-        Of the two replicas of a link, the replica that joined later is held. The other replica is held if only it has a
-        substitute.
+        For each refused link, this is the replica that joined later. If that replica has no substitute, it is the other
+        replica, provided that the other replica has a substitute.
         """
         order = {replica: number for number, replica in enumerate(self._by_replica)}
         refused: list[tuple[Replica, Replica, EdgeLink]] = []
@@ -248,7 +254,7 @@ class EdgeConnectors:
         return unusable
 
     def _is_unknown(self, replica: Replica) -> bool:
-        """Returns whether a fixed connector of the replica has not been probed yet and the replica has a substitute."""
+        """Returns whether the replica has a fixed connector that was not yet probed, and a substitute for the edge."""
         return any(
             link.edge.connector != AUTO and not link.is_answered and self._has_substitute(link.edge, replica, ())
             for link in self._by_replica.get(replica, ())

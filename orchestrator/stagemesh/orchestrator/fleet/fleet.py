@@ -1,4 +1,4 @@
-"""All replicas of a pipeline. Replicas join and leave while it runs. Each replica is watched until it has left."""
+"""Tracks all replicas of a pipeline, which may join and leave at any time."""
 
 import asyncio
 import logging
@@ -22,13 +22,13 @@ _log = logging.getLogger(__name__)
 
 
 def connect(member: Member) -> ReplicaClient:
-    """Opens a connection to a member's address."""
+    """Opens a connection to the address of a member."""
     name = member.name or member.endpoint
     return GrpcReplicaClient(open_channel(member.endpoint), stage=member.stage, replica=name, endpoint=member.endpoint)
 
 
 class Fleet:
-    """The replicas by stage. The fleet watches them within `async with fleet.watched():`."""
+    """Tracks the replicas of a pipeline by stage. Watches them within `async with fleet.watched():`."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class Fleet:
         connect: Callable[[Member], ReplicaClient] = connect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`sources` report the members.
+        """Creates a fleet. `sources` report its members.
 
-        Replicas of `generations` are accepted in addition to replicas of the pipeline's own generation.
+        Accepts replicas of `generations` in addition to replicas of the pipeline's own generation.
         """
         self.registry = ReplicaRegistry()
         self.edge_connectors = EdgeConnectors(pipeline.edges)
@@ -49,7 +49,7 @@ class Fleet:
         self._connect, self._clock = connect, clock
         self._watchers: dict[tuple[str, str], ReplicaWatcher] = {}
         self._reports = Counter[tuple[str, str]]()
-        """The number of sources that report a member, by stage and endpoint."""
+        """The number of sources that currently report a member, by the member's stage and endpoint."""
         self._costs: dict[str, StepCost] = defaultdict(StepCost)
         self._by_name: dict[str, Replica] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -63,14 +63,17 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """Whether requests can run: one generation has a ready replica of every stage, and every edge is usable."""
+        """Whether requests can run.
+
+        Some generation must have a ready replica of every stage, and every edge must be usable.
+        """
         return self.edge_connectors.ready and bool(self.registry.ready(self._pipeline.stages.keys()))
 
     @asynccontextmanager
     async def watched(self, *, on_change: Callable[[], None] = lambda: None) -> AsyncGenerator[None]:
-        """Connects to all replicas within the block, and updates their states and the connectors of their edges.
+        """Connects to all replicas within the block. Updates the replicas' states and the connectors of their edges.
 
-        `on_change` is called after each such update.
+        `on_change` is called after each update.
         """
         async with asyncio.TaskGroup() as group:
             self._group, self._on_change = group, on_change

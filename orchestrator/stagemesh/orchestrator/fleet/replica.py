@@ -1,4 +1,4 @@
-"""A replica as the orchestrator sees it: its state and an estimate of its load."""
+"""A replica of a stage as the orchestrator sees it: its state and an estimate of its load."""
 
 import math
 import time
@@ -18,7 +18,7 @@ _FIRST_GUESS_S = 1.0
 
 
 class ReplicaState(Enum):
-    """The state of a replica. The value is the name of the protobuf enum value without its prefix."""
+    """The state of a replica. Each value is the name of the protobuf enum value without its prefix."""
 
     LOADING = "LOADING"
     READY = "READY"
@@ -29,12 +29,12 @@ class ReplicaState(Enum):
 
     @property
     def wire(self) -> stage_pb2.ReplicaState.ValueType:
-        """The corresponding value of the protobuf enum."""
+        """The value of this state in the protobuf enum."""
         return stage_pb2.ReplicaState.Value(f"REPLICA_STATE_{self.value}")
 
     @classmethod
     def from_wire(cls, value: stage_pb2.ReplicaState.ValueType) -> "ReplicaState":
-        """Returns the state that a replica reports. An unknown value counts as FAILED."""
+        """Converts a state from the protobuf enum. An unknown value becomes FAILED."""
         return _BY_NUMBER.get(value, cls.FAILED)
 
 
@@ -42,9 +42,10 @@ _BY_NUMBER = {state.wire: state for state in ReplicaState}
 
 
 class Hold(Enum):
-    """The reason why the orchestrator sends no new requests to a replica that reports READY.
+    """A reason why the orchestrator sends no new requests to a replica that reports READY.
 
-    The most important reason is first. A value is a pair: a number, and the state in which the replica is shown.
+    The most important reason is first. Each value is a rank and the state that is reported for the replica instead of
+    READY.
     """
 
     LEAVING = (1, ReplicaState.DRAINING)
@@ -58,7 +59,7 @@ class Hold(Enum):
 
     @property
     def shown_state(self) -> ReplicaState:
-        """The state in which a replica with this hold is shown."""
+        """The state that is reported for a replica with this hold."""
         return self.value[1]
 
 
@@ -66,17 +67,17 @@ _CONNECTOR_HOLDS = (Hold.NO_CONNECTOR, Hold.CONNECTOR_UNKNOWN)
 
 
 class StepCost:
-    """The seconds of work in one engine step of a stage, learned from the load reports of all its replicas."""
+    """Estimates the seconds of work in one engine step of a stage, from the load reports of all replicas of the stage."""
 
     def __init__(self) -> None:
         self.seconds = _FIRST_GUESS_S
         self.known = False
-        """Whether the stage's engine has ever estimated its work. Until then, `seconds` is a guess."""
+        """Whether any load report contained an estimate of work. If not, `seconds` is a guess."""
 
     def learn(self, work_s: float, *, steps: int) -> None:
-        """Updates the estimate from a report that `steps` steps take `work_s` seconds.
+        """Updates the estimate from a load report: `steps` engine steps take `work_s` seconds.
 
-        Does nothing if the engine does not estimate its work.
+        Ignores the report if `work_s` is 0, because the engine then does not estimate its work.
         """
         if work_s <= 0 or steps <= 0:
             return
@@ -86,16 +87,16 @@ class StepCost:
 
 
 class LoadEstimate:
-    """An estimate of one replica's work.
+    """Estimates the remaining work of one replica.
 
-    Between two load reports, it decreases with time and increases with each placed request.
+    Between two load reports, the estimate decreases as time passes and increases with each placed request.
     """
 
     def __init__(self, cost: StepCost, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.running = 0
-        """The number of this orchestrator's requests on the replica."""
+        """The number of requests that this orchestrator has placed on the replica and not yet released."""
         self.idle = Notifier()
-        """Fires when `running` becomes 0."""
+        """A notifier that fires when `running` becomes 0."""
         self._cost = cost
         self._clock = clock
         self._reported_s = 0.0
@@ -105,21 +106,22 @@ class LoadEstimate:
 
     @property
     def work_s(self) -> float:
-        """The estimated seconds of work that remain."""
+        """The estimated remaining work in seconds."""
         left_s = self._reported_s and max(0.0, self._reported_s - (self._clock() - self._reported_at_s))
         return left_s + self._unreported * self._cost.seconds
 
     @property
     def backlog_s(self) -> float:
-        """The seconds that a new request should expect to wait.
+        """The estimated time in seconds until a new request would be processed.
 
-        This is the remaining work, and one step for each of this orchestrator's requests. The steps are added because
-        an engine's estimate is a guess that includes little work for requests that still wait for their input.
+        The sum of the remaining work and of one engine step for each of this orchestrator's requests on the replica.
+        The addition corrects the engine's estimate, which includes little work for requests that still wait for their
+        input.
         """
         return self.work_s + self.running * self._cost.seconds
 
     def report(self, work_s: float, *, steps: int) -> None:
-        """Records a load report: `work_s` seconds of work remain in `steps` steps.
+        """Updates the estimate from a load report: `steps` engine steps remain and take `work_s` seconds.
 
         `work_s` is 0 if the engine does not estimate its work.
         """
@@ -133,10 +135,7 @@ class LoadEstimate:
         self._report_number += 1
 
     def place(self) -> Callable[[], None]:
-        """Counts a request as placed on the replica.
-
-        Returns a function that stops counting it. Calling the function twice is harmless.
-        """
+        """Adds one request to the load. Returns an idempotent function that removes the request again."""
         self.running += 1
         self._unreported += 1
         number, released = self._report_number, False
@@ -156,7 +155,10 @@ class LoadEstimate:
 
 
 class Replica:
-    """One replica of a stage, from the start of its process to its end. A restarted process is a new replica."""
+    """One replica of a stage, from the start of its process to the end of the process.
+
+    A restarted process is represented by a new object.
+    """
 
     def __init__(
         self,
@@ -168,18 +170,18 @@ class Replica:
         cost: StepCost | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_change` is called after each change of the state or of a hold."""
+        """Creates a replica. `on_change` is called after each change of its state or of its holds."""
         self.stage = stage
         self.name = address.name
         self.endpoint = address.endpoint
         self.client = client
         self.load = LoadEstimate(cost or StepCost(), clock=clock)
         self.incarnation = self.generation = self.host = self.zone = ""
-        """Properties from the replica's first description. Empty until it is received."""
+        """The identity and location from the replica's first description. Empty until that description arrives."""
         self.is_described = False
-        """Whether the replica has ever described itself."""
+        """Whether a description of the replica has ever arrived."""
         self.last_report: stage_pb2.WatchLoadResponse | None = None
-        """The replica's newest load report, or None until the first report."""
+        """The replica's newest load report, or None if none has arrived."""
         self._reported_at_s = 0.0
         self._clock = clock
         self._on_change = on_change
@@ -187,50 +189,57 @@ class Replica:
         self._detail = "not described yet"
         self._holds: dict[Hold, str] = {}
         self.died = False
-        """Whether the process is known to have ended. A replica with an `end_cause` may merely be unreachable."""
+        """Whether the process is known to have ended.
+
+        If `end_cause` is set and this is False, the process may be unreachable.
+        """
         self.end_cause: StagemeshError | None = None
-        """The error that ended the replica, or None while it may be alive."""
+        """The error because of which the replica counts as ended, or None if it has not ended."""
         self._end_callbacks: dict[object, Callable[[StagemeshError], None]] = {}
 
     @property
     def state(self) -> ReplicaState:
-        """The last reported state. A replica that reports READY is shown in another state if it has a hold."""
+        """The state for the planner and for operators.
+
+        This is the last reported state. If the replica reports READY but has a hold, it is the state of that hold
+        instead.
+        """
         if self._state is not ReplicaState.READY or not self._holds:
             return self._state
         return self._first_hold.shown_state
 
     @property
     def detail(self) -> str:
-        """A human-readable text that says what the replica loads, why it failed, or why it receives no requests."""
+        """A human-readable explanation of the state, for example what the replica loads or why it failed."""
         return self._holds[self._first_hold] if self._holds else self._detail
 
     @property
     def can_connect(self) -> bool:
         """Whether the connectors of the replica's edges can be probed.
 
-        They can if the replica reports READY and is neither leaving nor reserved.
+        This requires that the replica reports READY and is neither leaving nor reserved.
         """
         return self._state is ReplicaState.READY and self._holds.keys() <= set(_CONNECTOR_HOLDS)
 
     @property
     def running(self) -> int:
-        """The number of this orchestrator's requests on the replica."""
+        """The number of requests that this orchestrator has placed on the replica and not yet released."""
         return self.load.running
 
     @property
     def report_age_s(self) -> float:
-        """Seconds since `last_report` was received."""
+        """The seconds since `last_report` was received."""
         return self._clock() - self._reported_at_s
 
     def record_load(self, report: stage_pb2.WatchLoadResponse) -> None:
-        """Records a load report for the planner and for operators."""
+        """Stores a load report for operators, and updates the load estimate for the planner."""
         self.last_report, self._reported_at_s = report, self._clock()
         self.load.report(report.work_s, steps=report.running + report.queued)
 
     def on_end(self, callback: Callable[[StagemeshError], None]) -> Callable[[], None]:
-        """Calls `callback` with the cause when the replica ends, or at once if it has already ended.
+        """Registers a callback for the replica's end, and returns a function that removes the callback.
 
-        Returns a function that removes the callback.
+        The callback receives the cause. It is called at once if the replica has already ended.
         """
         if self.end_cause is not None:
             callback(self.end_cause)
@@ -244,7 +253,10 @@ class Replica:
         return remove
 
     def end(self, cause: StagemeshError, *, died: bool = True) -> None:
-        """Ends the replica and its requests. `died` is False if the process may be alive. Ending twice is harmless."""
+        """Marks the replica as ended, and calls the callbacks with the cause. Idempotent.
+
+        `died` is False if the process may still be alive.
+        """
         if self.end_cause is not None:
             return
         self.end_cause, self.died = cause, died
@@ -254,26 +266,26 @@ class Replica:
         self.load.idle.fire()
 
     async def wait_until_idle(self) -> None:
-        """Returns when this orchestrator has no request on the replica, or when the replica has ended."""
+        """Waits until the replica runs no request of this orchestrator, or until the replica ends."""
         while self.running and self.end_cause is None:
             await self.load.idle.wait()
 
     def leave(self, why: str) -> None:
-        """Stops sending new requests to the replica. Its running requests continue."""
+        """Stops planning new requests on the replica because it is no longer a member. Running requests continue."""
         self._set_hold(Hold.LEAVING, why)
 
     def reserve(self, why: str) -> Callable[[], None]:
-        """Stops sending other requests to the replica. Returns a function that ends the reservation."""
+        """Stops planning other requests on the replica. Returns a function that allows them again."""
         self._set_hold(Hold.RESERVED, why)
         return lambda: self._set_hold(Hold.RESERVED, None)
 
     def hold_for_connector(self, hold: Hold | None, why: str = "") -> None:
-        """Sets the hold NO_CONNECTOR or CONNECTOR_UNKNOWN. None removes both."""
+        """Replaces the replica's connector hold by NO_CONNECTOR or CONNECTOR_UNKNOWN. None removes the connector hold."""
         for each in _CONNECTOR_HOLDS:
             self._set_hold(each, why if each is hold else None)
 
     def observe(self, state: ReplicaState, detail: str) -> None:
-        """Records the state that the replica reports or that the orchestrator has determined."""
+        """Sets the state that the replica has reported or that the orchestrator has determined."""
         changed = state is not self._state
         self._state, self._detail = state, detail
         if changed:
@@ -282,7 +294,7 @@ class Replica:
     def observe_description(
         self, description: stage_pb2.DescribeResponse, pipeline: Pipeline, *, generations: Collection[str] = ()
     ) -> None:
-        """Records the replica's description of itself. A replica that does not belong to this stage is FAILED."""
+        """Updates the replica from its description. Sets the state FAILED if the replica does not belong to the stage."""
         if not self.is_described:
             self.is_described = True
             self.incarnation, self.generation = description.incarnation, description.generation

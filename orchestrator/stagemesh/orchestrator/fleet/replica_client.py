@@ -1,4 +1,4 @@
-"""The orchestrator's calls to one replica of a stage."""
+"""Calls from the orchestrator to one replica of a stage."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
@@ -32,66 +32,72 @@ _UnaryBytes: TypeAlias = Callable[..., Awaitable[bytes]]
 
 
 class ReplicaClient(Protocol):
-    """Calls to the process that serves at one address. They raise the errors of `stagemesh.common.errors`."""
+    """The calls to the replica at one address. They raise the errors of `stagemesh.common.errors`."""
 
     def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> Awaitable[None]:
-        """Runs a step to its end, and calls `take` with each event. An error that `take` raises ends the call.
+        """Executes a step until it ends, and calls `take` with each event.
 
-        Cancelling the call cancels the step. Raises UnavailableError (REPLICA_LOST) if the replica terminates.
+        If `take` raises an error, ends the call and raises it.
+
+        Cancelling this call cancels the step. Raises UnavailableError (REPLICA_LOST) if the replica terminates or
+        becomes unreachable.
         """
         ...
 
     async def cancel(self, request: stage_pb2.CancelStepRequest, *, timeout_s: float) -> None:
-        """Stops a request's steps, and returns after the engine has released them."""
+        """Cancels a request's steps on the replica. Returns after the engine has released them."""
 
     async def rebind(self, request: stage_pb2.RebindStepRequest, *, timeout_s: float) -> None:
-        """Replaces the replicas at the other end of some edges of a step.
+        """Replaces the upstream or downstream replicas on some edges of a running step.
 
         Raises NotFoundError (UNKNOWN_STEP) if the step is not running on the replica. Raises NotReadyError (CHUNK_GONE)
-        if the first chunks of an outgoing edge are no longer retained.
+        if the replica no longer retains the first chunks of an outgoing edge.
         """
 
     async def probe_edge(
         self, edge: str, *, consumer: str, endpoint: str, connector: ConnectorName, timeout_s: float
     ) -> EdgeProbe:
-        """Returns the connector that the replica would use to send to `consumer`.
+        """Returns the connector that the replica would use to send data to `consumer`.
 
-        If no connector works, raises the error that says why.
+        Raises the reason as an error if no connector works.
         """
         ...
 
     async def describe(self, *, timeout_s: float) -> stage_pb2.DescribeResponse:
-        """Returns the replica's description of itself."""
+        """Returns the replica's state, identity and location."""
         ...
 
     async def load(self, *, timeout_s: float) -> stage_pb2.WatchLoadResponse:
-        """Returns the current load of the replica."""
+        """Returns one load report of the replica."""
         ...
 
     def watch_load(self) -> AsyncGenerator[stage_pb2.WatchLoadResponse]:
-        """Yields the replica's load periodically, less often while it is idle. Iterate within `aclosing`."""
+        """Yields load reports of the replica periodically, less often if the replica is idle.
+
+        Iterate within `aclosing`.
+        """
         ...
 
     async def wait_while_serving(self) -> None:
-        """Returns when the replica reports that it no longer accepts steps.
+        """Waits until the replica reports that it no longer accepts steps.
 
-        Raises a StagemeshError if it is unreachable.
+        Raises a StagemeshError if the replica becomes unreachable.
         """
 
     async def is_port_closed(self) -> bool:
-        """Returns True if no process listens at the address, and False if this is not certain."""
+        """Returns True if certainly no process listens at the address, and False otherwise."""
         ...
 
     async def control(self, method: str, request: bytes, *, timeout_s: float) -> bytes:
-        """Calls a method of StageControlService by its name. The request and the response are serialized messages."""
+        """Calls the named method of StageControlService. The request and the returned response are serialized messages."""
         ...
 
     async def close(self) -> None:
-        """Closes the connection and ends all calls. Closing twice is harmless."""
+        """Closes the connection, which ends all calls. Idempotent."""
 
 
 class GrpcReplicaClient:
-    """Calls a replica over a channel that this object owns."""
+    """Calls a replica over a gRPC channel. Closes the channel in `close`."""
 
     def __init__(self, channel: grpc.aio.Channel, *, stage: str, replica: str, endpoint: str) -> None:
         self._channel, self._endpoint = channel, endpoint
@@ -187,7 +193,7 @@ class GrpcReplicaClient:
 
     @contextmanager
     def _mapping_errors(self) -> Generator[None]:
-        """Converts the errors of a call. The channel may be closed before the call or while it runs."""
+        """Converts errors of a gRPC call to StagemeshErrors, even if the channel is closed before or during the call."""
         try:
             yield
         except grpc.aio.AioRpcError as exc:
@@ -208,9 +214,10 @@ class GrpcReplicaClient:
         return self._lost(f"cannot be reached ({exc.details()})")
 
     def _stream_error(self, error: StagemeshError | None, *, running: bool) -> StagemeshError:
-        """Returns the error of a step whose stream ended with `error`.
+        """Returns the error of a step after its stream has ended with `error`.
 
-        `error` is None if this side closed the stream. `running` means that the step had sent events.
+        - `error` is None if the orchestrator closed the stream.
+        - `running` is True if the step had received an event.
         """
         if error is None:
             return self._lost("is no longer connected (its channel was closed)")

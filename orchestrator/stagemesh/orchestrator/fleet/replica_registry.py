@@ -1,4 +1,4 @@
-"""All replicas by stage, and an index in which the planner finds the ready replicas without a search."""
+"""Indexes all replicas by stage, and the ready replicas by generation, host and zone."""
 
 import random
 from collections.abc import Collection, Iterator, Mapping
@@ -10,10 +10,7 @@ T = TypeVar("T")
 
 
 class RandomPool(Generic[T]):
-    """A set of hashable items from which random items can be drawn.
-
-    The duration of a call is independent of the number of items.
-    """
+    """A set of items from which random items can be selected in constant time. Items must be hashable."""
 
     __slots__ = ("_indexes", "_items")
 
@@ -31,13 +28,11 @@ class RandomPool(Generic[T]):
         return item in self._indexes
 
     def add(self, item: T) -> None:
-        """Adds an item. Does nothing if the set contains it."""
         if item not in self._indexes:
             self._indexes[item] = len(self._items)
             self._items.append(item)
 
     def discard(self, item: T) -> None:
-        """Removes an item. Does nothing if the set does not contain it."""
         index = self._indexes.pop(item, None)
         if index is None:
             return
@@ -47,7 +42,7 @@ class RandomPool(Generic[T]):
             self._indexes[last] = index
 
     def draw(self, count: int, rng: random.Random) -> list[T]:
-        """Returns `count` different items at random, or all items if there are fewer."""
+        """Returns `count` different random items, or all items if there are fewer than `count`."""
         if len(self._items) <= count:
             return list(self._items)
         return [self._items[index] for index in rng.sample(range(len(self._items)), count)]
@@ -57,7 +52,7 @@ _EMPTY: RandomPool[Replica] = RandomPool()
 
 
 class ReadyReplicas:
-    """The ready replicas of one stage and generation, with indexes by host and by zone."""
+    """The ready replicas of one stage and generation, also indexed by host and by zone."""
 
     def __init__(self) -> None:
         self.all: RandomPool[Replica] = RandomPool()
@@ -65,21 +60,19 @@ class ReadyReplicas:
         self._by_zone: dict[str, RandomPool[Replica]] = {}
 
     def on_host(self, host: str) -> RandomPool[Replica]:
-        """Returns the ready replicas on a host. Returns an empty pool if `host` is empty."""
+        """Returns the ready replicas on a host. Returns an empty pool if `host` is an empty string."""
         return self._by_host.get(host, _EMPTY)
 
     def in_zone(self, zone: str) -> RandomPool[Replica]:
-        """Returns the ready replicas in a zone. Returns an empty pool if `zone` is empty."""
+        """Returns the ready replicas in a zone. Returns an empty pool if `zone` is an empty string."""
         return self._by_zone.get(zone, _EMPTY)
 
     def add(self, replica: Replica) -> None:
-        """Adds a replica that has become ready."""
         self.all.add(replica)
         for pools, location in self._locations(replica):
             pools.setdefault(location, RandomPool()).add(replica)
 
     def discard(self, replica: Replica) -> None:
-        """Removes a replica that is no longer ready."""
         self.all.discard(replica)
         for pools, location in self._locations(replica):
             pool = pools.get(location, _EMPTY)
@@ -93,7 +86,10 @@ class ReadyReplicas:
 
 
 class ReplicaRegistry:
-    """The replicas that an orchestrator knows. The duration of an update is independent of their number."""
+    """Indexes the replicas that an orchestrator knows.
+
+    The time for an update does not depend on the number of replicas.
+    """
 
     def __init__(self) -> None:
         self._replicas: dict[str, dict[Replica, None]] = {}
@@ -104,17 +100,20 @@ class ReplicaRegistry:
         return replica in self._replicas.get(replica.stage, {})
 
     def add(self, replica: Replica) -> None:
-        """Adds a replica to its stage, and to the index if it is ready."""
+        """Adds a replica under its stage. If the replica is ready, also adds it to the index of ready replicas."""
         self._replicas.setdefault(replica.stage, {})[replica] = None
         self.update(replica)
 
     def remove(self, replica: Replica) -> None:
-        """Removes a replica. Does nothing if the registry does not contain it."""
+        """Removes a replica. Does nothing if the replica is unknown."""
         self._replicas.get(replica.stage, {}).pop(replica, None)
         self._withdraw(replica)
 
     def update(self, replica: Replica) -> None:
-        """Updates the index. Must be called after the replica's state may have changed."""
+        """Adds a replica to the index of ready replicas, or removes it, according to its state.
+
+        Must be called after each possible change of the state.
+        """
         is_ready = replica.state is ReplicaState.READY and replica in self
         if is_ready and replica not in self._entered:
             ready = self._ready.setdefault(replica.generation, {}).setdefault(replica.stage, ReadyReplicas())
@@ -128,9 +127,9 @@ class ReplicaRegistry:
         return tuple(self._replicas.get(stage, ()))
 
     def ready(self, stages: Collection[str]) -> Mapping[str, Mapping[str, ReadyReplicas]]:
-        """Returns the ready replicas by generation and stage.
+        """Returns the ready replicas, first by generation and then by stage.
 
-        Includes only generations that have a ready replica of each of `stages`.
+        Includes only generations that have a ready replica of each stage in `stages`.
         """
         return {
             generation: by_stage
@@ -139,7 +138,7 @@ class ReplicaRegistry:
         }
 
     def has_ready(self, stage: str) -> bool:
-        """Returns whether a replica of the stage is ready."""
+        """Returns whether the stage has a ready replica of any generation."""
         return any(stage in by_stage for by_stage in self._ready.values())
 
     def _withdraw(self, replica: Replica) -> None:

@@ -1,4 +1,4 @@
-"""Watches one address: which process serves there, and whether it can be reached."""
+"""Watches one address: which replica process serves there, and whether it is reachable."""
 
 import asyncio
 import logging
@@ -18,11 +18,14 @@ _DESCRIBE_TIMEOUT_S = 2.0
 _FIRST_PAUSE_S, _LOADING_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 0.5, 2.0
 _LOAD_RETRY_S = 1.0
 GIVE_UP_S = 15.0
-"""The time in seconds after which an unreachable replica counts as ended."""
+"""Time in seconds after which an unreachable replica counts as ended."""
 
 
 class ReplicaWatcher:
-    """Watches one address until the replica has left and runs no request of this orchestrator."""
+    """Watches the replica processes at one address, one after another.
+
+    Ends when the address is no longer a member and its replica runs no request of this orchestrator.
+    """
 
     def __init__(
         self,
@@ -33,12 +36,12 @@ class ReplicaWatcher:
         admit: Callable[[Replica, stage_pb2.DescribeResponse], None],
         replace: Callable[[Replica, Replica | None], None],
     ) -> None:
-        """Watches with three callbacks.
+        """Creates a watcher with three callbacks.
 
-        - `make` creates the Replica for a new process at the address.
+        - `make` creates the Replica object for a new process at the address.
         - `admit` is called with each description of a replica, and sets the replica's state.
-        - `replace` is called with a replica that is no longer at the address, and with its successor if the process
-          restarted.
+        - `replace` is called with a replica that is replaced at the address, and with its successor. The successor is
+          None if the watch ends.
         """
         self.address = address
         self._client, self._make, self._admit, self._replaced = client, make, admit, replace
@@ -47,19 +50,16 @@ class ReplicaWatcher:
         self._backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         self._tasks = asyncio.TaskGroup()
         self._load_reports: asyncio.Task[None] | None = None
-        """The task that records load reports while the replica answers, in every state.
-
-        It is None while the replica does not answer.
-        """
+        """The task that stores the replica's load reports, or None if the replica is unreachable."""
         self.replica = make()
 
     def leave(self, why: str) -> None:
-        """Stops sending requests to the replica, and ends the watch after its requests have ended."""
+        """Stops planning requests on the replica. The watch ends after the replica's running requests have ended."""
         self.replica.leave(why)
         self._left.set()
 
     async def watch(self) -> None:
-        """Watches the address until the replica has left, then closes the connection."""
+        """Watches the address until the replica has left and is idle. Then closes the connection."""
         try:
             async with self._tasks:
                 watching = self._tasks.create_task(self._watch(), name=f"watch {self.address.name}")
@@ -72,7 +72,10 @@ class ReplicaWatcher:
             await self._client.close()
 
     async def _watch(self) -> None:
-        """Polls the description until the replica is ready, waits until it is no longer ready, and repeats both."""
+        """Polls the replica's description until the replica is ready.
+
+        Then waits until it is no longer ready, and starts over.
+        """
         while True:
             pause_s = _LOADING_PAUSE_S
             try:
@@ -110,9 +113,9 @@ class ReplicaWatcher:
         self._replaced(predecessor, self.replica)
 
     async def _record_loads(self, replica: Replica) -> None:
-        """Records load reports until it is cancelled.
+        """Stores load reports until the task is cancelled.
 
-        A replica that sends no reports can still serve. Its health check decides whether it is ready.
+        A replica that sends no load reports can still serve requests. Whether it is ready depends on its health check.
         """
         while True:
             with suppress(StagemeshError):

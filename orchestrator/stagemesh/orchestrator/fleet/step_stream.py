@@ -1,4 +1,4 @@
-"""The caller's side of ExecuteSteps: one stream for the steps of all requests on one replica."""
+"""The client side of the ExecuteSteps RPC: one gRPC stream for the steps of all requests on one replica."""
 
 import asyncio
 import itertools
@@ -22,42 +22,40 @@ _METHOD = f"/{stage_pb2.DESCRIPTOR.services_by_name['StageService'].full_name}/E
 
 
 class ToError(Protocol):
-    """Returns the error of a call whose stream has ended."""
+    """A function that determines the error of a step after the stream has ended."""
 
     def __call__(self, error: StagemeshError | None, *, running: bool) -> StagemeshError:
-        """`error` is the reason why the stream ended, or None if this side closed it.
+        """Returns the error of a step.
 
-        `running` means that the call had received an event.
+        - `error` is the error with which the stream ended, or None if the orchestrator closed it.
+        - `running` is True if the step had received an event.
         """
         ...
 
 
 class StepStream:
-    """Handles the messages of the stream (`StreamHandler`).
-
-    A stream that `is_closed` must be replaced by a new stream.
-    """
+    """Executes steps over one ExecuteSteps stream. If `is_closed` is True, the stream must be replaced."""
 
     def __init__(self, channel: grpc.aio.Channel, *, peer: str, location: Mapping[str, str], to_error: ToError) -> None:
-        """Requires a running event loop. `location` is added to the metadata of errors."""
+        """Opens the stream. Requires a running event loop. `location` is added to the metadata of errors."""
         self.is_closed = False
-        """Whether the stream has ended."""
+        """Whether the stream has ended, so that it can execute no further steps."""
         self._is_closing = False
-        """Whether the stream accepts no more calls, because it has ended or because the replica announced its end."""
+        """Whether new calls are rejected, because the stream has ended or the replica has announced its end."""
         self._peer, self._location, self._to_error = peer, location, to_error
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count(1)
         self._unsent: dict[int, bytes] = {}
-        """The messages that wait to be sent, by call number. Cancellations are sent first."""
+        """The serialized step requests that were not sent yet, by call number. Cancellations are sent before them."""
         self._cancelled: deque[int] = deque()
         self._stream = ClientStream(channel, self, peer=f"replica {location['replica']}", method=_METHOD)
         # The context is empty, because the stream does not belong to the request that happens to be the first.
         self._running = asyncio.create_task(self._stream.run(), name=f"steps at {peer}", context=Context())
 
     async def execute(self, request: stage_pb2.ExecuteStepRequest, *, timeout_s: float, take: TakeEvent) -> None:
-        """Runs a step to its end. Cancelling the call cancels the step.
+        """Executes a step until it ends, and calls `take` with each event. Cancelling this call cancels the step.
 
-        Raises the error of the step, or the error that `take` raised.
+        Raises the error with which the step failed, or the error that `take` raised.
         """
         if self._is_closing:
             raise self._to_error(None, running=False)
@@ -81,7 +79,7 @@ class StepStream:
             del call
 
     async def close(self) -> None:
-        """Ends the stream and its calls. Closing twice is harmless."""
+        """Closes the stream, which ends all of its calls. Idempotent."""
         self._stream.close()
         await asyncio.wait([self._running])
 
@@ -132,7 +130,7 @@ class StepStream:
 
 
 class _Call:
-    """One step on the stream."""
+    """The execution of one step on the stream."""
 
     def __init__(self, take: TakeEvent) -> None:
         self.has_events = self.has_ended = False
@@ -155,7 +153,7 @@ class _Call:
         self._end(error)
 
     def raise_failure(self) -> None:
-        """Raises the error with which the call ended, if it failed. Must be called only once."""
+        """Raises the error with which the step failed, if any. Must be called only once."""
         failure, self._failure = self._failure, None
         try:
             if failure is not None:
@@ -170,9 +168,9 @@ class _Call:
 
 
 def _detached(event: stage_pb2.ExecuteStepResponse) -> stage_pb2.ExecuteStepResponse:
-    """Returns a copy of an event that may be retained, because the original would keep its whole message alive.
+    """Returns a copy of an event that does not keep the event's whole message in memory.
 
-    Outputs are not copied, because they are never retained.
+    Returns outputs as they are, because outputs are never retained.
     """
     if event.HasField("output"):
         return event

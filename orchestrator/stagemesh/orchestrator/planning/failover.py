@@ -1,4 +1,4 @@
-"""Finds another replica for a stage of a running request, and waits until there is one."""
+"""Finds replacement replicas for the stages of running requests."""
 
 import asyncio
 from collections import defaultdict
@@ -16,28 +16,31 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.5
 
 
 class Placement(NamedTuple):
-    """A replica for a stage, and a function that ends its reservation. Calling the function twice is harmless."""
+    """A replica that was chosen for a stage, and a function that ends the replica's reservation.
+
+    The function is idempotent.
+    """
 
     replica: Replica
     release: Callable[[], None]
 
 
 class Failover:
-    """Finds other replicas for the lost stages of all requests of one orchestrator.
+    """Finds replacement replicas for the lost stages of all requests of one orchestrator.
 
-    Reserves at most one replica of each stage at a time.
+    Reserves at most one replica of each stage at a time for a single request.
     """
 
     def __init__(self, planner: Planner, *, max_kept_state_bytes: int = 256 << 20) -> None:
         self.kept_states = StateBudget(max_kept_state_bytes)
-        """The checkpoint states from which steps can resume if their replica terminates."""
+        """The budget for the checkpoints from which steps resume if their replicas terminate."""
         self._planner = planner
         self._reserving: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def find(self, stage: str, plan: Callable[[], Plan], *, avoid: Collection[Replica]) -> Placement:
         """Waits until a replica of the stage is ready, and returns it.
 
-        Returns a replica in `avoid` only if there is no other.
+        Chooses a replica in `avoid` only if no other replica is ready.
         """
         backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         while True:
@@ -49,7 +52,10 @@ class Failover:
             await asyncio.sleep(backoff.next_s())
 
     async def find_alone(self, stage: str, plan: Callable[[], Plan], *, avoid: Collection[Replica]) -> Placement:
-        """Returns a replica that runs no other request of this orchestrator until the placement is released."""
+        """Reserves a replica for one request, and waits until it runs no other request of this orchestrator.
+
+        The reservation ends when the returned placement is released.
+        """
         with ExitStack() as reservation:
             await self._reserving[stage].acquire()
             reservation.callback(self._reserving[stage].release)

@@ -1,12 +1,12 @@
-"""Chooses a replica for each stage of a request, and describes the work of each stage.
+"""Plans requests: chooses a replica for each stage, and describes the work of each stage.
 
-A choice considers a few random replicas, and selects the replica with the least remaining work. If several replicas
-have about the same amount of work, a co-located replica is preferred.
+The planner compares a few random replicas of a stage, and selects the replica with the least remaining work. If several
+have about the same amount of work, it prefers a co-located replica.
 
 Comparing all replicas would take longer as their number increases, and would send all requests that arrive between two
 load reports to the same replica. A choice between two random replicas keeps all replicas about equally busy (M.
 Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001). A third candidate makes the slowest
-requests of busy stages a seventh faster (`benchmarks/simulate.py`). In addition, the choice considers the same number
+requests of busy stages a seventh faster (`benchmarks/simulate.py`). In addition, the planner compares the same number
 of random replicas on the host and in the zone of each upstream and downstream replica.
 """
 
@@ -34,24 +34,24 @@ _MAX_NAMED = 8
 
 
 class NotReadyYetError(UnavailableError):
-    """A stage has no ready replica, but at least one may become ready soon."""
+    """Raised if a stage has no ready replica, but at least one replica may become ready soon."""
 
 
 class Choice(Protocol):
-    """Chooses between the replicas of one stage."""
+    """A policy that selects one of a stage's ready replicas."""
 
     def choose(
         self, ready: ReadyReplicas, *, near: Sequence[Replica] = (), avoid: Collection[Replica] = ()
     ) -> Replica | None:
-        """Returns a ready replica, or None if all ready replicas are in `avoid`.
+        """Returns a ready replica that is not in `avoid`, or None if there is none.
 
-        `near` contains the replicas of the request's upstream and downstream stages.
+        `near` contains the replicas that run the request's upstream and downstream stages.
         """
         ...
 
 
 class LeastWork:
-    """Chooses the replica with the least remaining work among a few random replicas. Prefers co-located replicas."""
+    """Selects the replica with the least remaining work among a few random replicas. Prefers co-located replicas."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()  # noqa: S311
@@ -73,43 +73,46 @@ class LeastWork:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The work of one stage for a request: its replica and the bindings of its edges."""
+    """The work of one stage for one request: the replica that runs the stage, and the bindings of the stage's edges."""
 
     stage: Stage
     replica: Replica
     inputs: tuple[stage_pb2.InputBinding, ...]
     outputs: tuple[stage_pb2.OutputBinding, ...]
     output_names: Mapping[str, str]
-    """The names of the pipeline's outputs that the stage produces, by the stage's names for the tensors."""
+    """The pipeline's names of the stage's outputs, by the stage's own tensor names."""
     release: Callable[[], None]
-    """Removes the step from its replica's load. Calling it twice is harmless."""
+    """Removes the step from the load of its replica. Idempotent."""
     absent: tuple[str, ...] = ()
-    """The tensors that the stage accepts but that no edge of the request delivers."""
+    """The tensors that the stage accepts but that no edge of this request delivers."""
 
     @property
     def takes_input(self) -> bool:
-        """Whether the stage receives the client's input."""
+        """Whether the client's input is sent to this stage, because no edge of this request leads to it."""
         return not self.inputs
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of one request, producers before consumers. A step counts as load until it is released."""
+    """The steps of one request, ordered so that producers precede consumers.
+
+    Each step counts as load on its replica until it is released.
+    """
 
     steps: tuple[PlannedStep, ...]
     route: Route
     generation: str = ""
-    """The generation of all replicas of the plan."""
+    """The generation to which all replicas of the plan belong."""
 
     @property
     def replicas(self) -> Mapping[str, str]:
-        """The names of the chosen replicas by stage."""
+        """The name of the replica of each stage, by stage name."""
         return {step.stage.name: step.replica.name for step in self.steps}
 
     def moved(self, stage: str, replica: Replica) -> "Plan":
-        """Returns the plan with one stage on another replica, whose load then includes the step.
+        """Returns a plan in which `replica` runs the stage. The step then counts as load on that replica.
 
-        The bindings of the upstream and downstream stages name the new replica.
+        The bindings of the upstream and downstream stages refer to the new replica.
         """
         chosen = {step.stage.name: step.replica for step in self.steps} | {stage: replica}
         steps = tuple(
@@ -121,15 +124,15 @@ class Plan:
         return replace(self, steps=steps)
 
     def release(self) -> None:
-        """Removes every step from its replica's load. Does nothing for steps that were already released."""
+        """Removes every step from the load of its replica. Skips steps that were already released."""
         for step in self.steps:
             step.release()
 
 
 class Planner:
-    """Plans requests over the replicas that are currently ready.
+    """Chooses replicas for requests from the replicas that are ready.
 
-    The duration is independent of the number of replicas.
+    The time for a plan does not depend on the number of replicas.
     """
 
     def __init__(
@@ -146,10 +149,10 @@ class Planner:
         self._choice = choice or LeastWork(self._rng)
 
     def plan(self, route: Route) -> Plan:
-        """Chooses a ready replica for each stage of a route, all of one generation.
+        """Chooses a ready replica for each stage of a route. All chosen replicas are of one generation.
 
-        Raises UnavailableError (STAGE_NOT_READY) if this is impossible. The error names a stage and the states of its
-        replicas. It is a NotReadyYetError if one of these replicas may become ready soon.
+        Raises UnavailableError (STAGE_NOT_READY) if there are no such replicas. The message contains the states of the
+        stage's replicas. The error is a NotReadyYetError if one of them may become ready soon.
         """
         generation, ready = self._choose_generation([stage.name for stage in route.stages])
         chosen: dict[str, Replica] = {}
@@ -160,9 +163,9 @@ class Planner:
         return Plan(tuple(_step(stage, route, chosen) for stage in route.stages), route, generation)
 
     def choose_again(self, stage: str, plan: Plan, *, avoid: Collection[Replica]) -> Replica:
-        """Returns a ready replica for one stage of a plan. It has the plan's generation and is not in `avoid`.
+        """Returns a replacement replica for one stage of a plan: ready, of the plan's generation, and not in `avoid`.
 
-        Raises UnavailableError (STAGE_NOT_READY) if there is none.
+        Raises UnavailableError (STAGE_NOT_READY) if there is no such replica.
         """
         ready = self._registry.ready([stage]).get(plan.generation, {}).get(stage)
         chosen = {step.stage.name: step.replica for step in plan.steps if step.stage.name != stage}
@@ -172,9 +175,9 @@ class Planner:
         return replica
 
     def _choose_generation(self, stages: Sequence[str]) -> tuple[str, Mapping[str, ReadyReplicas]]:
-        """Chooses at random among the generations in which every stage has a ready replica.
+        """Returns a random generation in which every stage has a ready replica, and its ready replicas by stage.
 
-        The weight of a generation is the number of ready replicas of its scarcest stage.
+        A generation is weighted by the number of ready replicas of the stage that has the fewest.
         """
         ready = self._registry.ready(stages)
         if not ready:
@@ -186,7 +189,7 @@ class Planner:
         return self._rng.choices(list(ready.items()), weights)[0]
 
     def _adjacent(self, stage: str, chosen: Mapping[str, Replica]) -> list[Replica]:
-        """Returns the chosen replicas of the stage's upstream and downstream stages."""
+        """Returns the replicas that were chosen for the upstream and downstream stages of a stage."""
         edges = (*self._pipeline.incoming(stage), *self._pipeline.outgoing(stage))
         names = dict.fromkeys(edge.producer if edge.consumer == stage else edge.consumer for edge in edges)
         return [chosen[name] for name in names if name in chosen]
@@ -247,7 +250,7 @@ def _output_binding(edge: Edge, consumer: Replica) -> stage_pb2.OutputBinding:
 
 
 def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
-    """Returns the message for a chunk policy."""
+    """Converts a chunk policy to its protobuf message. StepPolicy is the empty message."""
     if isinstance(policy, WholePolicy):
         return stage_pb2.ChunkPolicy(whole=stage_pb2.WholePolicy())
     if isinstance(policy, FramesPolicy):
@@ -261,7 +264,7 @@ def policy_to_wire(policy: ChunkPolicy) -> stage_pb2.ChunkPolicy:
 
 
 def _may_become_ready(replica: Replica) -> bool:
-    """Returns whether a replica of this pipeline is loading, or may recover without an operator."""
+    """Returns whether a replica is loading, or may recover without an operator's intervention."""
     return replica.end_cause is not None or replica.state in (ReplicaState.LOADING, ReplicaState.UNREACHABLE)
 
 

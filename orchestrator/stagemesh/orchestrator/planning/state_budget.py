@@ -1,4 +1,4 @@
-"""Limits the total size of the checkpoint states that an orchestrator retains."""
+"""Limits the total size of the checkpoints that an orchestrator retains."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,23 +11,25 @@ class _KeptState(NamedTuple):
 
 
 class StateBudget:
-    """Limits the total size of the states from which steps can resume if their replica terminates.
+    """Limits the total bytes of the checkpoints from which steps can resume if their replicas terminate.
 
-    The oldest states are dropped first. A step whose state was dropped restarts from its beginning if its replica
-    terminates. A state that was sent to a restarted step is not counted, because it is part of the step's request.
+    The oldest checkpoints are dropped first. A step whose checkpoint was dropped restarts from its beginning if its
+    replica terminates. A checkpoint that was sent to a restarted step is not counted, because it is part of the step's
+    request.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.size_bytes = 0
-        """The total size of the retained states in bytes."""
+        """The total size of the retained checkpoints in bytes."""
         self._limit_bytes = limit_bytes
         # By `id`, because owners need not be hashable. An owner stays alive at least until its state is released.
         self._states: OrderedDict[int, _KeptState] = OrderedDict()
 
     def keep(self, owner: object, size_bytes: int, *, drop: Callable[[], None]) -> bool:
-        """Replaces the owner's state. Returns False if the new state alone exceeds the limit and must not be retained.
+        """Replaces the owner's checkpoint. Returns False if the new checkpoint alone exceeds the limit.
 
-        `drop` is called if newer states of other owners displace the state.
+        In that case, the owner must not retain the checkpoint. `drop` is called if the checkpoint is later displaced by
+        newer checkpoints of other owners.
         """
         self.release(owner)
         if size_bytes > self._limit_bytes:
@@ -41,7 +43,7 @@ class StateBudget:
         return True
 
     def release(self, owner: object) -> None:
-        """Removes the owner's state from the budget. Does nothing if the owner has none."""
+        """Removes the owner's checkpoint from the total size. Does nothing if the owner has none."""
         state = self._states.pop(id(owner), None)
         if state is not None:
             self.size_bytes -= state.size_bytes

@@ -1,1 +1,1 @@
-"""Runs requests, from validation through recovery to the end, and retains their outputs for callers."""
+"""Runs requests: validates, executes and recovers each request, and retains its outputs for callers."""

@@ -18,19 +18,22 @@ from stagemesh.orchestrator.request.step_state import StepState
 from stagemesh.v1 import stage_pb2
 
 ACCEPT_S = 5.0
-"""The time in seconds within which a replica must accept a step."""
+"""Maximum time in seconds from sending a step to its acceptance by the replica."""
 REATTACH_S = 2.0
-"""The time in seconds for which a replica may be unreachable before its steps are run elsewhere.
+"""Maximum time in seconds to reconnect to an unreachable replica before its steps are run on another replica.
 
-It is shorter than the time for which the replica retains the steps.
+A replica retains the steps of a broken connection for longer than this.
 """
 DRAINED = "DRAINED"
-"""The error reason of a step that its draining replica has paused. The step continues on another replica."""
+"""The error reason of a step that a draining replica has paused. The step continues on another replica."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.4
 
 
 class StepEvents:
-    """Applies the events of a request's steps to their states and to the request's record."""
+    """Processes the events that replicas send for a request's steps.
+
+    Updates the steps' states and the request's record.
+    """
 
     def __init__(
         self,
@@ -45,10 +48,13 @@ class StepEvents:
         self._graph, self._states = graph, states
         self._requests, self._record, self._failures, self._changed = requests, record, failures, changed
         self._delivered = Position()
-        """The position of the record in the pipeline's outputs."""
+        """The length of each pipeline output in the record, for example in tokens or audio samples."""
 
     def take(self, state: StepState, attempt: int, event: stage_pb2.ExecuteStepResponse) -> None:
-        """Applies an event of an attempt. Raises UnavailableError (DRAINED) if the replica paused the step."""
+        """Applies an event of an attempt. Ignores the event if a newer attempt has replaced the attempt.
+
+        Raises UnavailableError (DRAINED) if the replica has paused the step.
+        """
         if state.attempt != attempt:
             # A newer attempt has replaced this attempt, which will soon be cancelled.
             return
@@ -84,7 +90,10 @@ class StepEvents:
                 pass
 
     def finish(self, state: StepState, finished: stage_pb2.StepFinished) -> None:
-        """Ends a stage that has finished, or whose results are no longer needed."""
+        """Marks a stage as finished, and releases its replica.
+
+        Also called for a lost stage if no stage needs its results any longer.
+        """
         state.phase = Phase.FINISHED
         state.release_replica()
         if state.notes is not None:
@@ -117,12 +126,15 @@ class StepEvents:
 async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_s: float, take: TakeEvent) -> None:
     """Executes a step to its end, and calls `take` exactly once for each event. The first event is the acceptance.
 
-    `request` is a serialized ExecuteStepRequest, because it is retained until the end, and a message needs several
-    times as much memory. `deadline_s` is in the event loop's time. If the connection breaks, the step is called again.
+    - `request` is a serialized ExecuteStepRequest. It is retained until the step ends, and a parsed message would need
+      several times as much memory.
+    - `deadline_s` is a time in seconds on the event loop's clock.
+
+    If the connection breaks, calls the replica again. The replica then replays the step's events.
 
     Raises the error with which the step failed, or the error that `take` raised. Raises UnavailableError (NOT_ACCEPTED)
-    if the replica did not accept the step in time, and UnavailableError (REPLICA_LOST) if the replica remains
-    unreachable.
+    if the replica does not accept the step within ACCEPT_S, and UnavailableError (REPLICA_LOST) if the replica remains
+    unreachable for REATTACH_S.
     """
     loop = asyncio.get_running_loop()
     relay, broken_s = _EventRelay(take, stage=stage), 0.0
@@ -158,15 +170,15 @@ async def follow_step(replica: Replica, request: bytes, *, stage: str, deadline_
 
 
 class _EventRelay:
-    """Passes on each event of a step once, although each call of the step replays the events from the first."""
+    """Passes each event of a step to `take` exactly once, although each call of the step replays all events."""
 
     def __init__(self, take: TakeEvent, *, stage: str) -> None:
         self._take, self._stage = take, stage
         self._passed = Position()
         self.replayed = Position()
-        """The position of the current call in the step's events."""
+        """The events that the current call has received so far."""
         self.accept_timeout: asyncio.Timeout | None = None
-        """The timeout that ends with the first event of the current call."""
+        """The timeout for the acceptance. None after the first event of the current call."""
 
     @property
     def has_events(self) -> bool:
@@ -197,9 +209,10 @@ def _not_accepted(replica: Replica, *, stage: str) -> UnavailableError:
 
 
 async def _check_incarnation(replica: Replica, *, stage: str, timeout_s: float) -> None:
-    """Raises the cause of the replica's end if another process now serves at its address.
+    """Raises the replica's end cause if the replica has ended.
 
-    The other process does not know the step, and would start it again.
+    First asks the address for its incarnation. If a different process answers, the replica has ended. That process does
+    not know the step, and would start the step again.
     """
     with suppress(StagemeshError):
         description = await replica.client.describe(timeout_s=timeout_s)

@@ -1,7 +1,8 @@
-"""Classifies the failures of a request's steps: recoverable failures, and the root cause of the request's end.
+"""Classifies the failures of a request's steps as recoverable or final, and finds the root cause of final failures.
 
-If one stage breaks, its upstream and downstream stages soon fail too: a consumer receives an Abort or loses its
-producer, and when a consumer ends, its producer is rejected. The client must receive the error of the stage that broke.
+If one stage fails, its upstream and downstream stages soon fail too. A consumer receives an Abort message or loses the
+connection to its producer. A producer is rejected by a consumer that has ended. The client must receive the error of
+the stage that failed first.
 """
 
 import asyncio
@@ -31,25 +32,28 @@ _REPLACED = frozenset({"STALE_ATTEMPT", "STALE_INCARNATION"})
 _BAD_CHECKPOINT = frozenset({"INVALID_CHECKPOINT", "UNSUPPORTED", "CHECKPOINT_GONE"})
 
 SETTLE_S = 1.0
-"""The time in seconds for which an inconclusive cause waits for a more certain cause.
+"""Time in seconds to wait for a more certain root cause if the known failures are inconclusive.
 
 A killed process is noticed within milliseconds.
 """
 
 
 class CauseRank(IntEnum):
-    """The certainty that a failure is the root cause. A lower rank is more certain. LOST and OWN are conclusive."""
+    """Ranks failures by how likely they are the root cause. The lowest rank is the most likely.
+
+    LOST and OWN are conclusive.
+    """
 
     LOST = 0
-    """The stage's own replica terminated."""
+    """The replica that ran the stage terminated."""
     OWN = 1
-    """The stage reports its own error."""
+    """The stage reported an error of its own."""
     ECHO = 2
-    """The stage reports an error that it received from another stage."""
+    """The stage reported an error that it had received from another stage."""
     PEER_LOST = 3
-    """The stage lost its upstream or downstream replica, or that replica no longer expects the stage."""
+    """The stage lost its connection to a replica of another stage, or that replica no longer knows the request."""
     CANCELLED = 4
-    """The stage was stopped."""
+    """The stage's step was cancelled."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Failure:
 
     @property
     def rank(self) -> CauseRank:
-        """The certainty that this failure is the root cause."""
+        """The likelihood that this failure is the root cause."""
         error = self.error
         if error.reason == REPLICA_LOST:
             return CauseRank.LOST
@@ -73,41 +77,42 @@ class Failure:
 
     @property
     def is_recoverable(self) -> bool:
-        """Whether the stage may succeed on another replica or with other upstream and downstream replicas."""
+        """Whether the stage may succeed if it runs on another replica or with other upstream or downstream replicas."""
         if self.rank in (CauseRank.LOST, CauseRank.PEER_LOST) or self.error.reason == _NOT_READY:
             return True
         return self.error.reason in _REPLACED and "edge" in self.error.metadata
 
     @property
     def is_conclusive(self) -> bool:
-        """Whether no later failure can be a more certain cause."""
+        """Whether this failure is certain to be the root cause, so that later failures need not be awaited."""
         return self.rank <= CauseRank.OWN
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """Returns the failure that is most certainly the root cause. Of equally certain failures, returns the first."""
+    """Returns the failure that is most likely the root cause. If several are equally likely, returns the first of them."""
     return min(failures, key=lambda failure: failure.rank)
 
 
 class Losses(NamedTuple):
-    """The steps to recover, with their errors by stage."""
+    """The stages that must be recovered, with the error of each."""
 
     lost: Mapping[str, StagemeshError]
-    """The errors of steps that ended, by stage."""
+    """The errors of steps that ended, by stage name."""
     fresh: Mapping[str, StagemeshError]
-    """The errors of steps that cannot send their data again, by stage. These stages must restart from the beginning."""
+    """The errors of stages that must restart from the beginning because they cannot resend their data, by stage name.
+    """
 
 
 class Failures:
-    """The failures of one request. Fires `changed` for each failure.
+    """Collects the failures of one request's steps. Fires `changed` for each failure.
 
-    If a step was cancelled although this orchestrator did not request it, the failure is doubtful: the loss of another
-    stage within SETTLE_S may explain it.
+    A failure is doubtful if the step was cancelled although this orchestrator did not request the cancellation. If
+    another stage is lost within SETTLE_S, that loss explains the cancellation, and the cancelled step is recovered too.
     """
 
     def __init__(self, changed: Notifier) -> None:
         self.final: list[Failure] = []
-        """The failures that end the request."""
+        """The failures that end the request, in the order in which they were added."""
         self._changed = changed
         self._lost: dict[str, StagemeshError] = {}
         self._fresh: dict[str, StagemeshError] = {}
@@ -117,8 +122,8 @@ class Failures:
     def add(self, state: StepState, attempt: int, error: StagemeshError) -> None:
         """Adds the failure of an attempt of a stage.
 
-        Does nothing if a newer attempt exists, if the stage has finished, or if a failure of the attempt is already
-        known.
+        Ignores the failure if a newer attempt exists, if the stage has finished, or if a failure of the same attempt
+        was already added.
         """
         known = state.name in self._lost or state.name in self._doubtful
         if state.attempt != attempt or state.phase is Phase.FINISHED or known:
@@ -146,25 +151,28 @@ class Failures:
         self._changed.fire()
 
     def add_final(self, stage: str, error: StagemeshError) -> None:
-        """Adds a failure that ends the request."""
+        """Adds a failure from which the request cannot recover."""
         self.final.append(Failure(stage, error))
         self._changed.fire()
 
     def require_fresh(self, stage: str, error: StagemeshError) -> None:
-        """Records that a stage must restart from the beginning, even if its step is still running."""
+        """Requires a stage to restart from the beginning instead of from its checkpoint, even if its step still runs."""
         self._fresh[stage] = error
         self._lost_s = _now_s()
         self._changed.fire()
 
     def take_losses(self) -> Losses:
-        """Returns the steps to recover, and removes them. Decides on doubtful failures first."""
+        """Returns the stages that must be recovered, and clears them.
+
+        Decides first whether doubtful failures are losses.
+        """
         self._settle_doubtful()
         losses = Losses(self._lost, self._fresh)
         self._lost, self._fresh = {}, {}
         return losses
 
     def _settle_doubtful(self) -> None:
-        """Treats doubtful failures as losses if another stage is lost within SETTLE_S, and as final otherwise."""
+        """Converts doubtful failures to losses if another stage was lost within SETTLE_S, and else to final failures."""
         if not self._doubtful:
             return
         left_s = self._doubted_s + SETTLE_S - _now_s()

@@ -1,6 +1,6 @@
-"""Requests that have ended: totals over all of them, and the timelines of the most recent ones.
+"""Statistics of ended requests: totals over all of them, and the timelines of the most recent ones.
 
-The notes of a request are added to the totals once, when it ends. Nothing is counted for each output.
+A request is added to the totals once, when it ends. No counter is updated for each output.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from stagemesh.orchestrator.request.timeline import RequestState, StepNotes, Tim
 
 @dataclass
 class StageTotals:
-    """Totals over the attempts of one stage, in all requests."""
+    """The numbers of outputs, engine steps, and finished and failed attempts of one stage, summed over all requests."""
 
     outputs: int = 0
     steps: int = 0
@@ -20,7 +20,7 @@ class StageTotals:
     failed: int = 0
 
     def add(self, notes: StepNotes) -> None:
-        """Adds the current state of an attempt."""
+        """Adds the counts of one attempt."""
         self.outputs += notes.outputs
         self.steps += notes.steps
         self.finished += notes.finished is not None
@@ -29,14 +29,14 @@ class StageTotals:
 
 @dataclass
 class EdgeTotals:
-    """Totals over the flows of one edge whose producers have finished."""
+    """The chunks and bytes that one edge has transferred in all requests. Counted when the edge's producer finishes."""
 
     chunks: int = 0
     size_bytes: int = 0
 
 
 class Totals:
-    """Totals over requests, by state, stage and edge."""
+    """Sums over requests: the number of requests by state, and the work by stage and by edge."""
 
     def __init__(self) -> None:
         self.requests = Counter[RequestState]()
@@ -44,7 +44,7 @@ class Totals:
         self.edges: dict[str, EdgeTotals] = {}
 
     def add(self, timeline: Timeline) -> None:
-        """Adds the current state of a request."""
+        """Adds a request in its current state, with the work of its attempts so far."""
         self.requests[timeline.state] += 1
         for notes in timeline.steps:
             self.stages.setdefault(notes.stage, StageTotals()).add(notes)
@@ -54,7 +54,7 @@ class Totals:
                 edge.size_bytes += usage.size_bytes
 
     def together_with(self, running: Iterable[Timeline]) -> "Totals":
-        """Returns these totals plus the current state of the requests in `running`."""
+        """Returns new totals that also include the requests in `running`. Leaves these totals unchanged."""
         both = Totals()
         both.requests.update(self.requests)
         both.stages = {name: StageTotals(**vars(totals)) for name, totals in self.stages.items()}
@@ -65,7 +65,7 @@ class Totals:
 
 
 class History:
-    """The timelines of the `keep` requests that ended last. A timeline needs a few kilobytes."""
+    """Retains the timelines of the last `keep` requests that ended. A timeline needs a few kilobytes."""
 
     def __init__(self, *, keep: int = 512) -> None:
         self._keep = keep
@@ -75,11 +75,14 @@ class History:
         return iter(self._timelines.values())
 
     def find(self, request_id: str) -> Timeline | None:
-        """Returns the timeline of the last ended request with this id, or None if there is none."""
+        """Returns the timeline of the ended request with this id, or None if there is none.
+
+        If several had the id, the last.
+        """
         return self._timelines.get(request_id)
 
     def add(self, timeline: Timeline) -> None:
-        """Adds a request that has ended. Drops the oldest request if there are more than `keep`."""
+        """Adds the timeline of a request that has ended. Drops the oldest timeline if there are more than `keep`."""
         self._timelines.pop(timeline.request_id, None)
         self._timelines[timeline.request_id] = timeline
         if len(self._timelines) > self._keep:

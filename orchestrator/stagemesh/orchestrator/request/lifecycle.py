@@ -1,4 +1,4 @@
-"""One request from its arrival to its end: admission, planning and execution."""
+"""Runs one request from its arrival to its end: admission, planning and execution."""
 
 import asyncio
 import logging
@@ -19,7 +19,10 @@ from stagemesh.orchestrator.request.validation import ValidRequest
 _log = logging.getLogger(__name__)
 
 STAGE_WAIT_S = 15.0
-"""The time in seconds for which a request waits at its start for a stage that expects a ready replica soon."""
+"""Maximum time in seconds that an admitted request waits for a stage without a ready replica.
+
+Applies only if a replica of the stage may become ready soon. Otherwise the request fails at once.
+"""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.25
 
 # The reasons for which a stage rejects a step because it knows another or a later attempt of the request.
@@ -29,8 +32,8 @@ _OTHER_ATTEMPT_REASONS = ("STEP_EXISTS", "STALE_ATTEMPT")
 class RequestLifecycle:
     """Runs one request from admission to its end.
 
-    The constructor enters the request into admission. If `Admission.enter` raises an error, the constructor raises it
-    and reserves nothing.
+    The constructor passes the request to admission. If `Admission.enter` raises an error, the constructor raises it and
+    reserves nothing.
     """
 
     def __init__(
@@ -53,14 +56,17 @@ class RequestLifecycle:
 
     @property
     def has_run(self) -> bool:
-        """Whether the request was planned and started to run.
+        """Whether the request was planned and its execution began.
 
-        A request that has not run is not retained after its end.
+        The record of a request is dropped at its end if this is False.
         """
         return self._has_run
 
     def stop(self, error: StagemeshError) -> None:
-        """Ends the request with this error. Does nothing if it has ended or is about to end."""
+        """Stops the request, which then fails with `error`.
+
+        Does nothing if the request has ended or was already stopped.
+        """
         self._stopped = self._stopped or error
         if self._run is not None:
             self._run.stop(self._stopped)
@@ -70,10 +76,10 @@ class RequestLifecycle:
     async def run(
         self, request: ValidRequest, plan: Callable[[], Plan], made_bytes: Callable[[RequestRecord], int]
     ) -> StagemeshError | None:
-        """Waits for admission, runs the request, and returns the error with which it failed, or None.
+        """Waits for admission and runs the request. Returns the error with which the request failed, or None.
 
-        Afterwards, the request no longer counts towards the admission's limits. Neither this object nor the error then
-        refers to the request's input or plan.
+        The admission ticket is released before the return. To free memory, neither this object nor the returned error
+        then refers to the request's input or plan.
         """
         made: int | None = None
         try:
@@ -97,7 +103,10 @@ class RequestLifecycle:
             self._admission.release(self._ticket, made_bytes=made)
 
     async def _run_or_take_over(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
-        """Runs the request. If stages know attempts of another orchestrator, runs it again with higher attempts."""
+        """Runs the request.
+
+        If a stage already knows attempts from another orchestrator, runs it again with higher attempts.
+        """
         error = await self._run_when_ready(request, plan)
         latest = _attempt_elsewhere(error)
         journal = self._record.journal
@@ -111,9 +120,10 @@ class RequestLifecycle:
         return await self._run_when_ready(request, plan)
 
     async def _run_when_ready(self, request: ValidRequest, plan: Callable[[], Plan]) -> StagemeshError | None:
-        """Plans the request and runs it.
+        """Plans the request and runs it. Returns the error with which the request failed, or None.
 
-        Waits at most STAGE_WAIT_S for a stage that expects a ready replica. After that, raises the error of `plan`.
+        Waits at most STAGE_WAIT_S for a stage whose replica may become ready soon. After that, raises the error of
+        `plan`.
         """
         ends_s = min(self._admission_request.deadline_s, self._clock() + STAGE_WAIT_S)
         backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
@@ -155,7 +165,7 @@ class RequestLifecycle:
 
 
 def _attempt_elsewhere(error: StagemeshError | None) -> int | None:
-    """Returns the attempt of another orchestrator that made a stage reject a step, or None if there is none."""
+    """Returns the attempt number of another orchestrator that made a stage reject a step, or None if there is none."""
     if error is None or error.reason not in _OTHER_ATTEMPT_REASONS:
         return None
     attempt = error.metadata.get("attempt", "")

@@ -1,4 +1,4 @@
-"""The events of a request, which are retained for every caller that follows it."""
+"""The events of one request, retained so that every caller can read them from the start."""
 
 import asyncio
 import sys
@@ -17,12 +17,15 @@ MAX_LINGER_S = 60
 
 
 class RequestRecord:
-    """The merged events of a request: queued, admitted, progress, outputs numbered by name, and finished."""
+    """The events of one request, merged over all stages: queued, admitted, progress, output and finished.
+
+    The fragments of each output are numbered from 0.
+    """
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         self.timeline = timeline or Timeline()
         self.journal: Journal[bytes] = Journal()
-        """The serialized events. A parsed message with one token's text needs over ten times as much memory."""
+        """The serialized events. A parsed message with one token's text would need over ten times as much memory."""
         self.callers = Callers(self.journal)
         self.size_bytes = 0
         self._began_s = time.monotonic()
@@ -32,24 +35,24 @@ class RequestRecord:
         self._finished: dict[str, stage_pb2.StepFinished] = {}
 
     def add_admitted(self, *, request_id: str, seed: int, replicas: Mapping[str, str]) -> None:
-        """Adds the event that the request is planned and runs. `replicas` contains the name of each stage's replica."""
+        """Adds the event that the request was planned. `replicas` contains the name of the replica of each stage."""
         admitted = orchestrator_pb2.RequestAdmitted(request_id=request_id, seed=seed, replicas=replicas)
         self._append(orchestrator_pb2.GenerateResponse(admitted=admitted))
 
     def add_queued(self, *, request_id: str, position: int, expected_wait_s: float) -> None:
-        """Adds the event that the request waits for admission."""
+        """Adds the event that the request waits for admission. `position` counts from 1."""
         queued = orchestrator_pb2.RequestQueued(
             request_id=request_id, position=position, expected_wait_s=expected_wait_s
         )
         self._append(orchestrator_pb2.GenerateResponse(queued=queued))
 
     def add_progress(self, stage: str, progress: stage_pb2.StepProgress) -> None:
-        """Adds the number of engine steps that a stage has completed."""
+        """Adds the event that a stage has completed engine steps."""
         event = orchestrator_pb2.RequestProgress(stage=stage, progress=progress)
         self._append(orchestrator_pb2.GenerateResponse(progress=event))
 
     def add_output(self, name: str, output: request_pb2.Output) -> None:
-        """Adds a fragment of the pipeline's output `name`, and numbers it. Drops a fragment whose `name` is empty."""
+        """Adds a fragment of the pipeline output `name`, and numbers the fragment. Ignores it if `name` is empty."""
         if not name:
             return
         if self._first_output_s is None:
@@ -61,26 +64,26 @@ class RequestRecord:
         self._append(event)
 
     def note_started(self) -> None:
-        """Records that a stage has accepted the request."""
+        """Notes the time at which the first stage accepted the request. Ignores later calls."""
         if self._started_s is None:
             self._started_s = self._elapsed_s()
 
     def note_finished(self, stage: str, finished: stage_pb2.StepFinished) -> None:
-        """Records that a stage has finished."""
+        """Notes that a stage has finished, for the request's last event."""
         self._finished[stage] = finished
 
     @property
     def edges(self) -> Iterator[request_pb2.EdgeUsage]:
-        """The traffic on the outgoing edges of all stages that have finished."""
+        """The chunks and bytes on each outgoing edge of the stages that have finished."""
         return (edge for finished in self._finished.values() for edge in finished.edges)
 
     @property
     def has_outputs(self) -> bool:
-        """Whether a fragment of any output was added."""
+        """Whether any output fragment was added."""
         return self._first_output_s is not None
 
     def finish(self) -> None:
-        """Adds the last event, which says that the request succeeded, and ends every reader."""
+        """Adds the event that the request succeeded, and closes the record."""
         timings = request_pb2.Timings(
             started_s=self._started_s or 0.0, first_output_s=self._first_output_s, finished_s=self._elapsed_s()
         )
@@ -89,16 +92,17 @@ class RequestRecord:
         self.close(None)
 
     def close(self, error: StagemeshError | None) -> None:
-        """Ends every reader, with `error` if the request failed. Closing twice is harmless."""
+        """Closes the record, so that `follow` ends. If the request failed, `follow` raises `error`. Idempotent."""
         self.callers.close()
         self.journal.close(error)
 
     async def follow(
         self, *, next_seqs: Mapping[str, int], next_positions: Mapping[str, int] | None = None
     ) -> AsyncGenerator[bytes]:
-        """Yields the events from the first, each as a serialized GenerateResponse.
+        """Yields all events of the request, past and future, each as a serialized GenerateResponse.
 
-        Omits outputs that the caller already has.
+        Omits outputs that the caller already has. An output in `next_positions` starts at that position, for example
+        the index of a token or audio sample. Any other output starts at the fragment whose number is in `next_seqs`.
 
         Raises the error with which the request ended. Iterate within `aclosing`.
         """
@@ -128,11 +132,14 @@ class RequestRecord:
 
 
 class Callers:
-    """The callers that follow a request. Stops the request if all of them have left or have fallen too far behind."""
+    """Tracks the callers that read a request's events.
+
+    Stops the request if all callers have left, or if all callers are too many bytes behind.
+    """
 
     def __init__(self, journal: Journal[bytes]) -> None:
         self.abandoned = False
-        """Whether the request was stopped because its last caller left and no caller returned in time."""
+        """Whether the request was stopped because its last caller left and no caller attached in time."""
         self._journal = journal
         self._stop: Callable[[StagemeshError], None] = _ignore
         self._max_unread_bytes = sys.maxsize
@@ -143,36 +150,36 @@ class Callers:
         journal.on_abandoned = self._wait_for_return
 
     def stop_by(self, stop: Callable[[StagemeshError], None], *, max_unread_bytes: int = sys.maxsize) -> None:
-        """Sets the function that stops the request, and the number of unread bytes above which it is stopped."""
+        """Sets the function that stops the request, and the maximum number of bytes that every caller may leave unread."""
         self._stop, self._max_unread_bytes = stop, max_unread_bytes
 
     def expect(self, *, linger_s: int) -> None:
-        """Prepares for a caller that is about to follow.
+        """Announces a caller that is about to read the events, so that the request is not stopped before.
 
-        After all callers have left, the request continues for `linger_s` seconds, but at most MAX_LINGER_S.
+        After the last caller has left, the request continues for `linger_s` seconds, but at most MAX_LINGER_S.
         """
         self._linger_s = min(linger_s, MAX_LINGER_S)
         self._cancel_timer()
 
     def dismiss(self) -> None:
-        """Stops the request as soon as no caller follows it, without lingering."""
+        """Stops the request as soon as it has no caller, without waiting for a caller to return."""
         self.expect(linger_s=0)
         if not self._journal.readers:
             self._abandon()
 
     def note_read(self, size_bytes: int) -> None:
-        """Records that a caller has read the first `size_bytes` of the record."""
+        """Notes that some caller has read the first `size_bytes` of the record."""
         self._read_bytes = max(self._read_bytes, size_bytes)
 
     def check_read(self, size_bytes: int) -> None:
-        """Stops the request (CLIENT_TOO_SLOW) if every caller is too far behind a record of `size_bytes`."""
+        """Stops the request (CLIENT_TOO_SLOW) if every caller has too many unread bytes of a record of `size_bytes`."""
         if size_bytes - self._read_bytes > self._max_unread_bytes and self._journal.readers:
             limit = f"more than {self._max_unread_bytes:,} bytes (limits.max_unread_bytes)"
             message = f"the client is {limit} behind the request's outputs; read them faster, or request less"
             self._stop(OverloadedError(message, reason="CLIENT_TOO_SLOW"))
 
     def close(self) -> None:
-        """Ensures that callers can no longer stop the request. Closing twice is harmless."""
+        """Stops tracking. From now on, no request is stopped because of its callers. Idempotent."""
         self._cancel_timer()
         # The function that stops the request usually refers to its record. A reference cycle would keep both alive.
         self._stop = _ignore
@@ -196,10 +203,10 @@ class Callers:
 
 
 class Resumption:
-    """Omits the outputs that one caller already has.
+    """Removes the outputs that a caller already has from the events that the caller receives.
 
-    The caller may have received them from another orchestrator, divided into other fragments. An output in
-    `next_positions` is resumed at that position. Any other output is resumed at the fragment whose number is in
+    The caller may have received these outputs from another orchestrator, which divided them into other fragments. An
+    output in `next_positions` starts at that position. Any other output starts at the fragment whose number is in
     `next_seqs`.
     """
 
@@ -209,11 +216,11 @@ class Resumption:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a part of the following outputs may have to be omitted."""
+        """Whether later output fragments may still contain data that the caller already has."""
         return bool(self._next_seqs) or self._replayed.is_behind(self._received)
 
     def remainder(self, output: request_pb2.Output) -> request_pb2.Output | None:
-        """Returns the part of the next fragment that the caller lacks, or None if the caller has all of it."""
+        """Returns the rest of `output` that the caller does not have yet, or None if the caller has all of it."""
         if output.seq < self._next_seqs.get(output.name, 0):
             return None
         return self._received.remainder(output, replayed=self._replayed)
@@ -230,4 +237,4 @@ def _remainder(item: bytes, resumption: Resumption) -> bytes | None:
 
 
 def _ignore(error: StagemeshError) -> None:
-    """Does nothing. Used before the request has started and after it has ended."""
+    """Placeholder for the function that stops a request, used before the request starts and after it ends."""

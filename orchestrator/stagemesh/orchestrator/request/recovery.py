@@ -1,13 +1,14 @@
-"""Decides how a request recovers from lost stages.
+"""Decides how a request recovers after stages are lost.
 
-The decisions are: which stages restart, from where, and in which order the other stages are rebound. The functions are
-pure: they depend only on the request's graph and on the state of its stages. `run` executes the actions. Each stage
-counts its own attempts, and only lost stages restart. The attempt of a flow is the higher of the attempts at its two
-ends, and both ends must be notified of it.
+The functions decide which stages restart, whether each restarts from its checkpoint, and in which order the other
+stages are rebound. They are pure: their results depend only on the request's graph and on the states of its stages.
+`run` executes the resulting actions. Each stage counts its own attempts, and only lost stages restart. The attempt of a
+flow is the higher of its producer's attempt and its consumer's attempt. Both stages must be notified of the flow's
+attempt.
 
-Producers send the data that they have retained to a restarted stage again. A producer that no longer retains all of it
-also restarts from its beginning (`fresh`), and so do its own producers if necessary. A stage resumes from its
-checkpoint if its consumers continue to run, because they have received the rows before the checkpoint.
+Producers resend their retained data to a restarted stage. A producer that no longer retains all of its data also
+restarts from the beginning (`fresh`), and so do its own producers if necessary. A stage resumes from its checkpoint if
+its consumers continue to run, because they have received the rows before the checkpoint.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,33 +29,34 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Flow:
-    """The data that an edge transfers for one request."""
+    """The use of one edge by one request."""
 
     edge: str
     producer: str
     consumer: str
     tensors: frozenset[str] = frozenset()
-    """The producer's tensors that the edge transfers. An empty set means all tensors."""
+    """The names of the producer's tensors that the edge transfers. Empty if the edge transfers all tensors."""
     resumable: bool = True
-    """Whether the flow may start after the first row, although its chunks then start at other rows."""
+    """Whether the producer may omit the first rows when it restarts. Its chunks then begin at other rows than before.
+    """
 
     def carries(self, rows: Mapping[str, int]) -> bool:
-        """Returns whether the edge transfers any of these rows. `rows` contains the number of rows by tensor."""
+        """Returns whether the edge transfers any of these rows. `rows` maps each tensor to a number of rows."""
         return any(self.carried(rows).values())
 
     def carried(self, rows: Mapping[str, int]) -> Mapping[str, int]:
-        """Returns the part of `rows` that the edge transfers. `rows` contains the number of rows by tensor."""
+        """Returns the entries of `rows` whose tensor the edge transfers. `rows` maps each tensor to a number of rows."""
         return {name: count for name, count in rows.items() if not self.tensors or name in self.tensors}
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A request's stages, producers before consumers, and its flows."""
+    """The stages of a request, ordered so that producers precede consumers, and the flows between them."""
 
     stages: tuple[str, ...]
     flows: tuple[Flow, ...]
     output_stages: frozenset[str] = frozenset()
-    """The stages whose outputs the client receives."""
+    """The names of the stages whose outputs the client receives."""
     incoming: Mapping[str, tuple[Flow, ...]] = field(init=False)
     outgoing: Mapping[str, tuple[Flow, ...]] = field(init=False)
 
@@ -67,16 +69,16 @@ class Graph:
 
 @dataclass
 class AttemptState:
-    """The part of the state of a stage's newest attempt on which recovery depends."""
+    """The state of a stage's newest attempt, as far as recovery depends on it."""
 
     attempt: int = 1
     phase: Phase = Phase.PLACED
     bound: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The flow attempt of which the step was last notified, by edge."""
+    """The attempt of each flow of which the step was last notified, by edge name."""
     first_rows: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The number of rows before the first row that this attempt emits, by tensor."""
+    """The index of the first row that this attempt emits, by tensor. A missing tensor starts at row 0."""
     checkpoint_rows: Mapping[str, int] | None = None
-    """The number of rows before the first row that an attempt resumed from the checkpoint emits, by tensor.
+    """The index of the first row that an attempt resumed from the checkpoint would emit, by tensor.
 
     None if there is no checkpoint.
     """
@@ -87,36 +89,37 @@ States: TypeAlias = Mapping[str, AttemptState]
 
 @dataclass(frozen=True)
 class Restart:
-    """A new attempt of a stage."""
+    """Describes a new attempt of a stage."""
 
     attempt: int
     resumes: bool
-    """Whether the attempt resumes from the checkpoint instead of starting from the beginning."""
+    """Whether the attempt resumes from the checkpoint. If False, it starts from the beginning."""
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """The consequences of the loss of stages."""
+    """The consequences of a loss of stages: the stages to restart, and the states to discard."""
 
     restarted: Mapping[str, Restart]
     void: frozenset[str]
-    """The stages whose checkpoint can no longer be used, because a consumer restarts from the first row."""
+    """The stages whose checkpoint is useless from now on, because one of their consumers restarts from the first row.
+    """
     unneeded: frozenset[str]
-    """The lost stages whose results are no longer needed."""
+    """The lost stages that need not restart, because no other stage and no client needs their results."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The action that chooses a replica for the stage."""
+    """Action: choose a replica for the stage."""
 
     stage: str
 
 
 @dataclass(frozen=True)
 class Start:
-    """The action that sends the stage's attempt to its replica.
+    """Action: send the stage's newest attempt to its replica.
 
-    Every consumer that has not finished expects the attempt.
+    Possible only if every consumer that has not finished already expects the attempt.
     """
 
     stage: str
@@ -124,7 +127,7 @@ class Start:
 
 @dataclass(frozen=True)
 class RebindInputs:
-    """The action that makes a running stage expect other producers on these edges."""
+    """Action: notify a running stage of the new producers on these edges."""
 
     stage: str
     edges: tuple[str, ...]
@@ -132,7 +135,7 @@ class RebindInputs:
 
 @dataclass(frozen=True)
 class RebindOutputs:
-    """The action that makes a stage send to other consumers on these edges. The consumers already expect the stage."""
+    """Action: notify a stage of the new consumers on these edges. The consumers already expect the stage's data."""
 
     stage: str
     edges: tuple[str, ...]
@@ -142,14 +145,15 @@ Action: TypeAlias = Place | Start | RebindInputs | RebindOutputs
 
 
 def attempt_of(flow: Flow, states: States) -> int:
-    """Returns the attempt of a flow. Both ends of the flow must be notified of it."""
+    """Returns the attempt of a flow: the higher of its producer's attempt and its consumer's attempt."""
     return max(states[flow.producer].attempt, states[flow.consumer].attempt)
 
 
 def is_checkpoint_useful(graph: Graph, states: States, stage: str, rows: Mapping[str, int]) -> bool:
-    """Returns whether an attempt could resume from a checkpoint that the stage has just made, after these rows.
+    """Returns whether the stage could resume from a checkpoint that it makes now, after `rows` of each tensor.
 
-    Every consumer must receive, or have received, the rows before the checkpoint from this attempt.
+    This requires that every consumer has received the rows before the checkpoint or is connected to this attempt, which
+    sends them.
     """
     for flow in graph.outgoing[stage]:
         consumer = states[flow.consumer]
@@ -164,9 +168,10 @@ def is_checkpoint_useful(graph: Graph, states: States, stage: str, rows: Mapping
 def plan_restarts(
     graph: Graph, states: States, *, lost: Collection[str], fresh: Collection[str] = frozenset()
 ) -> Restarts:
-    """Returns the stages that restart after a loss.
+    """Returns the stages that must restart after a loss, and the consequences for the other stages.
 
-    The steps of the stages in `lost` are lost. The stages in `fresh` cannot send again what they have sent.
+    - `lost` are the stages whose steps were lost.
+    - `fresh` are the stages that can no longer resend their data.
     """
     fallen = {stage for stage in lost if states[stage].phase is not Phase.FINISHED}
     unneeded = frozenset(stage for stage in fallen - set(fresh) if _is_unneeded(graph, states, stage, fresh))
@@ -188,12 +193,15 @@ def plan_restarts(
 
 
 def next_actions(graph: Graph, states: States) -> list[Action]:
-    """Returns all actions that are currently possible. Further actions depend on the results of these actions."""
+    """Returns all actions that are possible now.
+
+    Further actions may become possible after these actions have completed.
+    """
     return [action for stage in graph.stages for action in _actions_of(graph, states, stage)]
 
 
 def is_open(flow: Flow, states: States) -> bool:
-    """Returns whether the flow's consumer has not finished."""
+    """Returns whether the flow still has a consumer that can receive data, because the consumer has not finished."""
     return states[flow.consumer].phase is not Phase.FINISHED
 
 
@@ -226,7 +234,7 @@ def _is_stale(flow: Flow, states: States, end: str) -> bool:
 
 
 def _is_expected(flow: Flow, states: States) -> bool:
-    """Returns whether the flow's consumer is running and expects this attempt of the flow."""
+    """Returns whether the flow's consumer is running and was notified of the flow's current attempt."""
     return states[flow.consumer].phase is Phase.RUNNING and not _is_stale(flow, states, flow.consumer)
 
 
@@ -241,9 +249,9 @@ def _is_unneeded(graph: Graph, states: States, stage: str, restarting: Collectio
 
 
 def _with_producers(graph: Graph, states: States, restarting: Collection[str]) -> set[str]:
-    """Returns `restarting` and all producers that must restart with it.
+    """Returns `restarting` plus, transitively, the producers that must restart because they cannot send all rows.
 
-    These are the producers that resumed after the first row, because they cannot send the earlier rows.
+    A producer that resumed from a checkpoint omitted the rows before it, and cannot send them to a restarted consumer.
     """
     found, pending = set(restarting), list(restarting)
     while pending:

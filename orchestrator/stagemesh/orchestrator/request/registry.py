@@ -1,4 +1,4 @@
-"""Running requests, and recently ended requests to which a caller can still attach."""
+"""Registry of running requests, and of recently ended requests to which a caller can still attach."""
 
 import asyncio
 import hashlib
@@ -16,26 +16,26 @@ KEEP_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class KnownRequest:
-    """A request that a caller can find by its id."""
+    """A request that is found by its id."""
 
     fingerprint: bytes
-    """The digest of the request's content, as returned by the function `fingerprint`."""
+    """The digest of the request's content, computed by the function `fingerprint`."""
     seed: int
     stop: Callable[[StagemeshError], None]
-    """Ends the request with an error. Does nothing if it has ended."""
+    """Stops the request, which then fails with the given error. Does nothing if the request has ended."""
     record: RequestRecord
     ended: "asyncio.Future[None]"
     """A future that is done when every stage has released the request.
 
-    Several tasks wait for it. They must use `asyncio.wait`, which does not cancel it.
+    Several tasks wait for the future. They must use `asyncio.wait`, which does not cancel it.
     """
 
 
 class RequestRegistry:
-    """Requests by id.
+    """Finds requests by id.
 
-    An ended request is dropped after `keep_s` seconds. If all ended requests together need more than `keep_bytes`, the
-    oldest ended requests are dropped earlier.
+    An ended request is dropped after `keep_s` seconds. The oldest ended requests are dropped earlier if the records of
+    all ended requests together exceed `keep_bytes`.
     """
 
     def __init__(self, *, keep_s: float = KEEP_S, keep_bytes: int = KEEP_BYTES) -> None:
@@ -53,13 +53,14 @@ class RequestRegistry:
         return tuple(self._running.values())
 
     def find(self, request_id: str) -> KnownRequest | None:
-        """Returns the request with this id, or None if it is unknown or was dropped."""
+        """Returns the request with this id, or None if the id is unknown or its request was dropped."""
         return self._running.get(request_id) or self._ended.get(request_id)
 
     def find_same(self, request_id: str, fingerprint: bytes, *, seed: int | None = None) -> KnownRequest | None:
         """Returns the request with this id, or None if there is none.
 
-        Raises ExistsError (REQUEST_EXISTS) if its content differs, or if `seed` is given and differs from its seed.
+        Raises ExistsError (REQUEST_EXISTS) if the known request has another fingerprint, or another seed than `seed`. A
+        `seed` of None matches any seed.
         """
         known = self.find(request_id)
         if known is not None and (known.fingerprint != fingerprint or seed not in (None, known.seed)):
@@ -71,16 +72,16 @@ class RequestRegistry:
         return known
 
     def add(self, request_id: str, known: KnownRequest) -> None:
-        """Adds a queued or running request."""
+        """Adds a queued or running request. Its id must be unknown."""
         assert self.find(request_id) is None, "request ids are unique"
         self._running[request_id] = known
 
     def forget(self, request_id: str) -> None:
-        """Drops a request that ended before it ran. If a caller repeats the request, it is started again."""
+        """Drops a request that ended before it ran, so that a repeated call starts it again."""
         del self._running[request_id]
 
     def end(self, request_id: str) -> None:
-        """Records that a request has ended. The request is retained for a limited time."""
+        """Moves a running request to the ended requests, which are retained for a limited time."""
         known = self._ended[request_id] = self._running.pop(request_id)
         self._sizes[request_id] = known.record.size_bytes
         self._kept_bytes += known.record.size_bytes
@@ -89,7 +90,7 @@ class RequestRegistry:
             self._drop(next(iter(self._ended)))
 
     def clear(self) -> None:
-        """Drops all requests that have ended."""
+        """Drops all ended requests."""
         for request_id in list(self._ended):
             self._drop(request_id)
 
@@ -100,10 +101,10 @@ class RequestRegistry:
 
 
 def fingerprint(request: orchestrator_pb2.GenerateRequest) -> bytes:
-    """Returns a digest of the content that two calls with the same request_id must share.
+    """Returns a digest of the request's content. Calls with the same request_id must have the same digest.
 
-    The digest excludes the fields that say how the caller continues to read. It also excludes the seed, because a
-    caller that returns has learned the seed from its first call.
+    The digest excludes the fields that control from where a caller reads the events. It also excludes the seed, because
+    a caller that attaches again may set the seed that was chosen for its first call.
     """
     content = orchestrator_pb2.GenerateRequest()
     content.CopyFrom(request)

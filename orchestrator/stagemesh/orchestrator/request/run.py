@@ -42,10 +42,10 @@ _SUSPECT_DEATHS = 2
 
 
 class RequestRun:
-    """Runs one planned request. The events of its steps are added to its record.
+    """Runs one planned request. Adds the events of its steps to the request's record.
 
     A loop asks `recovery` which actions are possible in the current state of the stages, and starts a task for each
-    action. A task changes the state of its stage and wakes the loop.
+    action. When the task has changed the state of its stage, it wakes the loop.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RequestRun:
             for step in plan.steps
         }
         self._changed = Notifier()
-        """Wakes the loop. An `asyncio.Event` would need a kilobyte."""
+        """The notifier that wakes the loop. An `asyncio.Event` would need a kilobyte of memory."""
         self._failures = Failures(self._changed)
         self._requests = StepRequests(request, self._graph, self._states)
         self._events = StepEvents(
@@ -73,20 +73,20 @@ class RequestRun:
         self._stopped: StagemeshError | None = None
         self._tasks: dict[str, set[asyncio.Task[None]]] = {name: set() for name in self._states}
         self._busy: dict[str, asyncio.Task[None]] = {}
-        """The task that places or rebinds a stage, by stage. A stage has at most one such task at a time."""
+        """The tasks that place or rebind stages, by stage name. At most one such task runs for each stage."""
         self._cancelling: set[asyncio.Task[None]] = set()
-        """The tasks that cancel superseded attempts."""
+        """The running tasks that cancel superseded attempts on their replicas."""
         self._group: asyncio.TaskGroup | None = None
 
     def stop(self, error: StagemeshError) -> None:
-        """Ends the request with this error. Does nothing if it has ended or is about to end."""
+        """Stops the request, which then fails with `error`. Does nothing if the request was already stopped."""
         self._stopped = self._stopped or error
         self._changed.fire()
 
     async def run(self) -> StagemeshError | None:
-        """Runs the request, and returns the error with which it failed, or None.
+        """Runs the request. Returns the error with which it failed, or None if it succeeded.
 
-        Afterwards, every stage that can be reached has released the request.
+        Before returning, waits until every reachable stage has released the request.
         """
         bind_log_context(request_id=self._request.request_id)
         self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s
@@ -110,7 +110,7 @@ class RequestRun:
     # -- the loop
 
     async def _outcome(self) -> StagemeshError | None:
-        """Waits until every step has finished, and returns None. If the request fails, returns the cause instead."""
+        """Waits until every step has finished, and returns None. If the request fails, returns the root cause instead."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not self._is_over:
@@ -135,7 +135,7 @@ class RequestRun:
         return self._stopped is not None or bool(self._failures.final) or finished
 
     def _recover(self) -> None:
-        """Restarts the lost steps, and the other steps that must restart because of them."""
+        """Restarts the stages whose steps were lost, and the stages that must restart with them."""
         lost, fresh = self._failures.take_losses()
         if self._failures.final or not (lost or fresh):
             return
@@ -158,7 +158,7 @@ class RequestRun:
             state.restart(restart)
 
     def _advance(self) -> None:
-        """Starts every action that is currently possible."""
+        """Starts a task for every action that is possible now."""
         if self._is_over:
             return
         for action in next_actions(self._graph, self._states):
@@ -211,7 +211,7 @@ class RequestRun:
         self._note_placed(state)
 
     def _note_placed(self, state: StepState) -> None:
-        """Creates the notes of an attempt whose replica is chosen, and registers for the end of that replica."""
+        """Begins the timeline of an attempt whose replica was chosen. Records a failure if that replica ends."""
         replica, attempt = state.replica, state.attempt
         state.notes = self._record.timeline.begin(state.name, replica=replica.name, attempt=attempt)
         if state.resumed is not None:
@@ -229,7 +229,7 @@ class RequestRun:
         self._spawn(state, self._follow(state, self._requests.execute(state).SerializeToString()))
 
     async def _follow(self, state: StepState, request: bytes) -> None:
-        """Runs a step to its end, and records its failure if it fails."""
+        """Executes a step until it ends. If the step fails, adds the failure to `_failures`."""
         bind_log_context(stage=state.name)
         attempt, notes = state.attempt, state.notes
         assert notes is not None, "its replica is chosen"
@@ -252,7 +252,7 @@ class RequestRun:
     # -- rebinding
 
     async def _rebind_inputs(self, state: StepState, edges: Collection[str]) -> None:
-        """Makes a running step expect the producers that replaced its former producers."""
+        """Notifies a running step of the producers that replaced its previous producers."""
         attempt = state.attempt
         try:
             await self._requests.rebind_inputs(state, edges)
@@ -268,9 +268,9 @@ class RequestRun:
         self._changed.fire()
 
     async def _rebind_outputs(self, state: StepState, edges: Collection[str]) -> None:
-        """Makes a step send to the consumers that replaced its former consumers, from the first chunk on.
+        """Makes a step send all of its chunks to the consumers that replaced its previous consumers.
 
-        Restarts the stage if the step cannot do this.
+        Restarts the stage if its replica no longer retains the first chunks.
         """
         try:
             await self._requests.rebind_outputs(state, edges)
@@ -281,9 +281,9 @@ class RequestRun:
     # -- the end
 
     async def _cancel_steps(self, error: StagemeshError) -> None:
-        """Stops the steps that are still running.
+        """Cancels the steps that are still running, and waits until their replicas have released them.
 
-        The client receives the error when they have stopped, but no later than after one second.
+        The client receives the error after this wait, but at most one second later.
         """
         failed = {failure.stage for failure in self._failures.final}
         running = [state for state in self._states.values() if state.at_work and state.replica.stage not in failed]
@@ -305,7 +305,7 @@ class RequestRun:
         return self._group.create_task(work, name=name)
 
     def _spawn(self, state: StepState, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        """Starts a task for a stage. It is cancelled if the stage restarts."""
+        """Starts a task on behalf of a stage. The task is cancelled if the stage restarts."""
         task = self._create_task(work, name=f"{state.name}/{state.attempt}")
         tasks = self._tasks[state.name]
         tasks.add(task)

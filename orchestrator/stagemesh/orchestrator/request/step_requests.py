@@ -1,4 +1,4 @@
-"""The calls that one request makes to its stages, and their messages."""
+"""Builds and sends the calls that one request makes to the replicas of its stages."""
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
@@ -17,25 +17,25 @@ _log = logging.getLogger(__name__)
 _REBIND_S = 5.0
 _CANCEL_S = 5.0
 _BINDINGS_BYTES = 256 << 10
-"""An upper bound for the size of an ExecuteStep message without the input, the parameters and the checkpoint."""
+"""The maximum size in bytes of an ExecuteStep message without its input, parameters and checkpoint."""
 
 _Binding = TypeVar("_Binding", stage_pb2.InputBinding, stage_pb2.OutputBinding)
 
 
 class StepRequests:
-    """Builds the messages from the current states of the request's stages."""
+    """Builds the messages to a request's stages from the stages' current states. Sends those that rebind or cancel."""
 
     def __init__(self, request: ValidRequest, graph: Graph, states: Mapping[str, StepState]) -> None:
         self._request, self._graph, self._states = request, graph, states
         self._input_bytes = request.input.ByteSize() + request.parameters.ByteSize()
 
     def flow_attempts(self, state: StepState) -> Mapping[str, int]:
-        """Returns the flow attempts of a step that starts now, by edge."""
+        """Returns the attempt of each flow of a step that starts now, by edge name. Omits edges to finished consumers."""
         flows = (*self._graph.incoming[state.name], *self._open_flows(state))
         return {flow.edge: attempt_of(flow, self._states) for flow in flows}
 
     def execute(self, state: StepState) -> stage_pb2.ExecuteStepRequest:
-        """Returns the message that starts the stage's newest attempt. It omits edges whose consumers have finished."""
+        """Returns the message that starts the stage's newest attempt. Omits edges to finished consumers."""
         step = state.step
         return stage_pb2.ExecuteStepRequest(
             request_id=self._request.request_id,
@@ -52,15 +52,12 @@ class StepRequests:
         )
 
     def can_resume_from(self, checkpoint: stage_pb2.Checkpoint) -> bool:
-        """Returns whether a step can resume from a checkpoint.
-
-        The checkpoint must contain a state, and must fit into a message together with the input.
-        """
+        """Returns whether the checkpoint contains a state and fits into one message together with the request's input."""
         has_state = bool(checkpoint.token_ids or checkpoint.tensors)
         return has_state and self._input_bytes + checkpoint.ByteSize() + _BINDINGS_BYTES <= MAX_MESSAGE_BYTES
 
     async def rebind_inputs(self, state: StepState, edges: Collection[str]) -> None:
-        """Makes the stage's step expect other producers on these edges. Raises the error that the replica returns."""
+        """Notifies the stage's replica of new producers on these edges. Raises the error that the replica returns."""
         rebindings = [
             stage_pb2.InputRebinding(binding=binding, first_rows=flow.carried(self._states[flow.producer].first_rows))
             for flow, binding in zip(self._graph.incoming[state.name], self._inputs(state), strict=True)
@@ -69,12 +66,16 @@ class StepRequests:
         await self._rebind(state, inputs=rebindings)
 
     async def rebind_outputs(self, state: StepState, edges: Collection[str]) -> None:
-        """Makes the stage's step send to other consumers on these edges. Raises the error that the replica returns."""
+        """Notifies the stage's replica of new consumers on these edges. Raises the error that the replica returns."""
         flows = [flow for flow in self._graph.outgoing[state.name] if flow.edge in edges]
         await self._rebind(state, outputs=self._outputs(state, flows))
 
     async def cancel(self, attempt: SupersededAttempt, error: StagemeshError | None = None) -> None:
-        """Stops an attempt because of `error`, or because a newer attempt has replaced it. Only logs a failure."""
+        """Cancels an attempt on its replica. If the call fails, logs the error instead of raising it.
+
+        `error` is the reason for the cancellation. If it is None, the reason is that a newer attempt has replaced this
+        attempt.
+        """
         if attempt.replica.end_cause is not None:
             return
         request = stage_pb2.CancelStepRequest(
@@ -123,7 +124,7 @@ class StepRequests:
         return [_with_attempt(stage_pb2.OutputBinding(), each, attempts[each.edge]) for each in bindings]
 
     def _parameters(self, state: StepState) -> request_pb2.Parameters:
-        """Returns the request's parameters, without options and adapters that the stage would reject."""
+        """Returns a copy of the request's parameters without any option or adapter that the stage does not support."""
         signature = state.step.stage.signature
         parameters = request_pb2.Parameters()
         parameters.CopyFrom(self._request.parameters)
@@ -134,7 +135,7 @@ class StepRequests:
         return parameters
 
     def _input(self, state: StepState) -> request_pb2.Input:
-        """Returns the request's input, without the negative prompt if the stage does not accept one."""
+        """Returns the request's input. Omits the negative prompt if the stage does not support one."""
         given = self._request.input
         if state.step.stage.signature.negative_prompt or not given.negative_prompt:
             return given

@@ -1,4 +1,4 @@
-"""The state of one stage of a running request: its replica, its reports, and the facts that recovery needs."""
+"""The state of one stage of a running request: its replica, its progress, and the facts on which recovery depends."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from stagemesh.v1 import stage_pb2
 
 @dataclass(frozen=True)
 class ReceivedCheckpoint:
-    """A state from which a stage can resume, and the position of the stage's outputs when the state arrived."""
+    """A checkpoint of a stage, and the position that the stage's outputs had reached when the checkpoint arrived."""
 
     message: stage_pb2.Checkpoint
     position: Position
@@ -32,52 +32,51 @@ class SupersededAttempt:
 
 @dataclass(eq=False, kw_only=True)
 class StepState(AttemptState):
-    """The full state of a stage: its newest attempt's replica and outputs, and the facts that outlive an attempt."""
+    """The full state of a stage of a request: its newest attempt, and the facts that remain valid over all attempts."""
 
     step: PlannedStep
     budget: StateBudget
-    """The limit for the checkpoint states that all steps of the orchestrator retain."""
+    """The limit on the total bytes of the checkpoints that the orchestrator retains for all requests."""
     notes: StepNotes | None = None
     checkpoint: ReceivedCheckpoint | None = None
-    """The newest useful checkpoint, or None if there is none."""
+    """The newest checkpoint from which the stage could resume, or None if there is none."""
     resumed: ReceivedCheckpoint | None = None
-    """The checkpoint from which this attempt resumed, or None if it started from the beginning."""
+    """The checkpoint from which this attempt resumed, or None if the attempt started from the beginning."""
     position: Position = field(default_factory=Position)
-    """The position of this attempt in the pipeline's outputs that the stage produces."""
+    """The position that this attempt has reached in each of its outputs, for example in tokens or audio samples."""
     next_seqs: dict[str, int] = field(default_factory=dict[str, int])
-    """The number that the attempt's next fragment must have, by tensor."""
+    """The expected number of the attempt's next output fragment, by tensor name."""
     shown_steps: int = 0
-    """The highest number of engine steps that was reported to the client."""
+    """The highest number of completed engine steps that the client has received for this stage."""
     restarts: int = 0
     dead_replicas: frozenset[Replica] = frozenset()
-    """The replicas that died while they ran the stage. A restarted process is a new Replica."""
+    """The replicas that died while they ran the stage. A restarted process counts as another replica."""
     alone: bool = False
-    """Whether no other request may run on the stage's replica."""
+    """Whether the attempt's replica must run no other request, because the request may be what kills replicas."""
     avoid: frozenset[Replica] = frozenset()
-    """The replicas on which the stage was lost. They are chosen again only if there is no other."""
+    """The replicas on which the stage was lost. They are chosen again only if no other replica is ready."""
     superseded: list[SupersededAttempt] = field(default_factory=list[SupersededAttempt])
     arrangements: ExitStack = field(default_factory=ExitStack)
-    """Callbacks that end the reservation of the replica and remove the callback for its end."""
+    """Callbacks for the release of the replica: they end its reservation and stop observing its end."""
 
     @property
     def name(self) -> str:
-        """The stage's name."""
         return self.step.stage.name
 
     @property
     def replica(self) -> Replica:
-        """The replica of the newest attempt, or the previous replica if the attempt has none yet."""
+        """The replica of the newest attempt. Until one is chosen, the replica of the previous attempt."""
         return self.step.replica
 
     @property
     def at_work(self) -> bool:
-        """Whether the step was sent or is about to be sent to its replica, and has not finished."""
+        """Whether the step is being sent to its replica or is running there."""
         return self.phase in (Phase.STARTING, Phase.RUNNING)
 
     def store_checkpoint(self, checkpoint: stage_pb2.Checkpoint) -> None:
-        """Replaces the checkpoint. If the budget does not allow it, only discards the previous checkpoint.
+        """Replaces the checkpoint. If the new checkpoint exceeds the budget, only discards the previous checkpoint.
 
-        The stage's consumers must receive all rows before the checkpoint.
+        Call this only if the stage's consumers receive all rows before the checkpoint.
         """
         if not self.budget.keep(self, checkpoint.ByteSize(), drop=self.discard_checkpoint):
             self.discard_checkpoint()
@@ -86,12 +85,12 @@ class StepState(AttemptState):
         self.checkpoint_rows = dict(checkpoint.rows)
 
     def discard_checkpoint(self) -> None:
-        """Drops the checkpoint, which can no longer be used."""
+        """Discards the checkpoint, if any. The stage can then only restart from the beginning."""
         self.budget.release(self)
         self.checkpoint = self.checkpoint_rows = None
 
     def restart(self, restart: Restart) -> None:
-        """Ends the current attempt, and starts the next attempt, which waits for a replica."""
+        """Supersedes the current attempt, and creates the next attempt, which waits for a replica."""
         if self.at_work or self.phase is Phase.FINISHED:
             self.superseded.append(SupersededAttempt(self.replica, self.attempt))
         self.release_replica()
@@ -106,13 +105,13 @@ class StepState(AttemptState):
         self.restarts += 1
 
     def release_replica(self) -> None:
-        """Removes the step from its replica's load. Ends the reservation of the replica, and the wait for its end."""
+        """Removes the step from the load of its replica, ends the replica's reservation, and stops observing its end."""
         self.step.release()
         self.arrangements.close()
 
 
 def graph_of(plan: Plan) -> Graph:
-    """Returns the stages and flows of a planned request."""
+    """Returns the graph of a planned request's stages and flows."""
     return Graph(
         tuple(stage.name for stage in plan.route.stages),
         tuple(
@@ -124,9 +123,9 @@ def graph_of(plan: Plan) -> Graph:
 
 
 def _is_resumable(edge: Edge, route: Route) -> bool:
-    """Returns whether the first rows of a flow can be omitted.
+    """Returns whether the producer of an edge may omit the first rows of a flow.
 
-    They can if no row is sent together with earlier rows and if the edge itself omits no rows.
+    This requires that no chunk contains rows of an earlier chunk, and that the edge transfers every row.
     """
     if edge.tokens == "last" and any(other.tokens != "last" for other in route.outgoing[edge.producer]):
         return False

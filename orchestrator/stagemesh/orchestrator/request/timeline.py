@@ -1,7 +1,7 @@
-"""Records what happened to a request and when, as a few numbers for each attempt of each stage.
+"""Records the events in the life of a request, as a few numbers for each attempt of each stage.
 
-Times are in seconds since the request was received. The notes are updated for every output, so that each update must
-cost well under a microsecond. Values that can be computed later are not stored.
+Times are in seconds since the request was received. Because the notes are updated for every output, each update must
+take well under a microsecond. Values that can be computed later are not stored.
 """
 
 import time
@@ -16,7 +16,7 @@ from stagemesh.v1 import stage_pb2
 
 
 class RequestState(Enum):
-    """The state of a request. The value is the name of the protobuf enum value without its prefix."""
+    """The state of a request. Each value is the name of the protobuf enum value without its prefix."""
 
     QUEUED = "QUEUED"
     RUNNING = "RUNNING"
@@ -26,12 +26,12 @@ class RequestState(Enum):
 
     @property
     def is_over(self) -> bool:
-        """Whether the request has ended."""
+        """Whether the request has ended, successfully or not."""
         return self not in {RequestState.QUEUED, RequestState.RUNNING}
 
 
 class Rebinding(NamedTuple):
-    """The time at which a step was connected to other replicas, and the edges that lead to these replicas."""
+    """The replacement of a step's upstream or downstream replicas: its time, and the edges to these replicas."""
 
     at_s: float
     edges: tuple[str, ...]
@@ -39,28 +39,29 @@ class Rebinding(NamedTuple):
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class StepNotes:
-    """The timeline of one attempt of a stage."""
+    """The times and counts of one attempt of a stage."""
 
     stage: str
     replica: str
     attempt: int
     began_s: float
-    """The time on `clock` at which the request was received."""
+    """The time of the request's receipt in seconds, as measured by `clock`."""
     clock: Callable[[], float]
     planned_s: float = 0.0
     sent_s: float | None = None
     accepted_s: float | None = None
     first_output_s: float | None = None
     heard_s: float | None = None
-    """The time at which the last event of the step arrived. None if no event has arrived."""
+    """The time of the step's last event, or None if no event has arrived."""
     ended_s: float | None = None
     queue_position: int = 0
     outputs: int = 0
     reported_steps: int = 0
     total_steps: int | None = None
-    """The total number of engine steps. None if the engine does not know it."""
+    """The total number of engine steps, or None if the engine does not know it."""
     resumed_steps: int | None = None
-    """The number of engine steps before the checkpoint from which the attempt resumed. None if it did not resume."""
+    """The number of engine steps that the attempt skipped by resuming from a checkpoint, or None if it did not resume.
+    """
     rebindings: tuple[Rebinding, ...] = ()
     finished: stage_pb2.StepFinished | None = None
     error: StagemeshError | None = None
@@ -74,39 +75,37 @@ class StepNotes:
         return max(self.reported_steps, self.finished.usage.steps if self.finished is not None else 0)
 
     def note_sent(self) -> None:
-        """Records that the step was sent to its replica."""
         self.sent_s = self._elapsed_s()
 
     def note_accepted(self, accepted: stage_pb2.StepAccepted) -> None:
-        """Records that the replica accepted the step."""
         self.accepted_s = self.heard_s = self._elapsed_s()
         self.queue_position = accepted.queue_position
 
     def note_output(self) -> None:
-        """Records that a fragment of an output arrived."""
+        """Counts an output fragment that arrived."""
         self.heard_s = now_s = self.clock() - self.began_s
         if not self.outputs:
             self.first_output_s = now_s
         self.outputs += 1
 
     def note_progress(self, progress: stage_pb2.StepProgress) -> None:
-        """Records the number of completed engine steps."""
+        """Stores the number of completed engine steps, and the total number if the engine knows it."""
         self.heard_s = self.clock() - self.began_s
         self.reported_steps = progress.steps
         if progress.HasField("total_steps"):
             self.total_steps = progress.total_steps
 
     def note_rebound(self, edges: Sequence[str]) -> None:
-        """Records that the step was connected to other replicas on these edges."""
+        """Notes that the replicas at the other end of these edges were replaced."""
         self.rebindings += (Rebinding(self._elapsed_s(), tuple(edges)),)
 
     def note_finished(self, finished: stage_pb2.StepFinished) -> None:
-        """Records that the step finished."""
+        """Stores the step's final statistics."""
         self.heard_s = self._elapsed_s()
         self.finished = finished
 
     def end(self, error: StagemeshError | None) -> None:
-        """Records that the attempt ended. Only the first call has an effect."""
+        """Notes the end of the attempt. `error` is None if the attempt succeeded. Ignores later calls."""
         if self.ended_s is None:
             self.ended_s, self.error = self._elapsed_s(), _without_frames(error)
 
@@ -115,7 +114,7 @@ class StepNotes:
 
 
 class Timeline:
-    """The timeline of one request. `number` orders requests by the time at which they were received."""
+    """The state and the times of one request. `number` increases with the time of receipt."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class Timeline:
         self.request_id, self.number, self.priority = request_id, number, priority
         self.outputs, self.timeout_s = tuple(outputs), timeout_s
         self.received_at_s = time.time()
-        """The wall-clock time of receipt in seconds since the Unix epoch, for display only."""
+        """The wall-clock time of receipt in seconds since the Unix epoch. Used only for display."""
         self.steps: list[StepNotes] = []
         self.planned_s: float | None = None
         self.ended_s: float | None = None
@@ -140,7 +139,6 @@ class Timeline:
 
     @property
     def state(self) -> RequestState:
-        """The current state of the request."""
         if self.ended_s is None:
             return RequestState.QUEUED if self.planned_s is None else RequestState.RUNNING
         if self.error is None:
@@ -149,12 +147,12 @@ class Timeline:
 
     @property
     def age_s(self) -> float:
-        """The seconds from the receipt of the request until now, or until its end if it has ended."""
+        """The seconds since the receipt of the request, or from its receipt to its end if it has ended."""
         return self.elapsed_s() if self.ended_s is None else self.ended_s
 
     @property
     def at_work(self) -> list[StepNotes]:
-        """The attempts that have not ended. The attempt whose last event is the oldest is first."""
+        """The attempts that have not ended, ordered by the time of their last event, oldest first."""
         return sorted((step for step in self.steps if step.ended_s is None), key=lambda step: step.heard_s or 0.0)
 
     def elapsed_s(self) -> float:
@@ -162,26 +160,26 @@ class Timeline:
         return self._clock() - self._began_s
 
     def note_planned(self) -> None:
-        """Records that the request has its first plan. Further calls have no effect."""
+        """Notes the time of the request's first plan. Ignores later calls."""
         if self.planned_s is None:
             self.planned_s = self.elapsed_s()
 
     def begin(self, stage: str, *, replica: str, attempt: int) -> StepNotes:
-        """Adds and returns the notes of an attempt of a stage."""
+        """Creates the notes of a new attempt of a stage, adds them to the timeline, and returns them."""
         notes = StepNotes(stage=stage, replica=replica, attempt=attempt, began_s=self._began_s, clock=self._clock)
         self.steps.append(notes)
         return notes
 
     def end(self, error: StagemeshError | None) -> None:
-        """Records the end of the request, and of every attempt that has not ended."""
+        """Notes the end of the request and of all its running attempts. `error` is None if the request succeeded."""
         self.ended_s, self.error = self.elapsed_s(), _without_frames(error)
         for step in self.steps:
             step.end(error)
 
 
 def _without_frames(error: StagemeshError | None) -> StagemeshError | None:
-    """Returns a copy of an error, or None.
+    """Returns a copy of an error without its traceback, or None if `error` is None.
 
-    A raised error refers to the frames that it passed, which would keep all objects of the request alive.
+    The traceback refers to the frames that the error passed, which would keep all objects of the request in memory.
     """
     return None if error is None else copy(error)

@@ -1,4 +1,4 @@
-"""Checks a client's request against the pipeline before the orchestrator reserves anything for it."""
+"""Checks a client's request against the pipeline before the orchestrator reserves any resources for it."""
 
 import re
 import secrets
@@ -34,7 +34,7 @@ _INPUT_KINDS: Mapping[str, InputKind] = {
 
 @dataclass(frozen=True)
 class ValidRequest:
-    """A request that the pipeline can run. Its id and seed are generated at random if the client omitted them."""
+    """A request that the pipeline can run. Its id and its seed were generated at random if the client omitted them."""
 
     request_id: str
     input: request_pb2.Input
@@ -43,21 +43,21 @@ class ValidRequest:
     priority: int = 0
     caller: str = ""
     first_attempt: int = 1
-    """The number of each stage's first attempt.
+    """The attempt number with which each stage starts.
 
-    It is higher than the attempts that earlier calls may have started, so that this call takes over from them.
+    It exceeds the numbers that earlier calls of the same request may have used, so that this call replaces their
+    attempts.
     """
 
     @property
     def seed(self) -> int:
-        """The random seed of the request."""
         return self.parameters.seed
 
     @property
     def facts(self) -> Facts:
-        """The facts that the pipeline's conditions test.
+        """The facts about the request that the pipeline's conditions compare.
 
-        They are the options that the request sets, the kinds of its input, and the outputs that it asks for.
+        These are the options that the request sets, the kinds of its input, and the outputs that it wants.
         """
         return {
             **{Fact("option", name): value for name, value in self.parameters.options.items()},
@@ -67,10 +67,10 @@ class ValidRequest:
 
 
 def validate(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> ValidRequest:
-    """Returns the request as the pipeline will run it.
+    """Checks a client's request and completes it with defaults.
 
-    Raises InvalidRequestError, NotFoundError, UnsupportedError or InvalidChunkError if the pipeline cannot run it. The
-    message contains the remedy.
+    Raises InvalidRequestError, NotFoundError, UnsupportedError or InvalidChunkError if the pipeline cannot run the
+    request. The error message says how to fix the request.
     """
     check_pipeline(request.pipeline, pipeline)
     if request.request_id:
@@ -138,9 +138,9 @@ def _check_outputs(names: Iterable[str], pipeline: Pipeline) -> tuple[str, ...]:
 
 
 def _check_support(request: orchestrator_pb2.GenerateRequest, pipeline: Pipeline) -> None:
-    """Checks that a stage accepts the media, the negative prompt and the adapter of a request, if it has them.
+    """Raises an error if the request has media, a negative prompt or an adapter that no stage of the pipeline accepts.
 
-    The content of media is checked by the stage itself, because the stage decodes it.
+    Does not decode media. The stage that decodes media also checks their content.
     """
     given = request.input
     signatures = [stage.signature for stage in pipeline.stages.values()]
