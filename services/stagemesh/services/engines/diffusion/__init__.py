@@ -1,4 +1,4 @@
-"""The diffusion engine, which runs pipelines of diffusers. Requests share the engine step by step."""
+"""The diffusion engine, which runs diffusers pipelines. The denoising steps of concurrent requests alternate."""
 
 from collections.abc import Mapping
 
@@ -11,16 +11,17 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions, stage
 CONDITIONING, LATENTS, IMAGE, FRAMES, STATE = "conditioning", "latents", "image", "frames", "state"
 
 _SERIALIZED = TensorSpec("uint8", ("bytes",))
-"""Serialized tensors and numbers of a request (`transfer.serialization`). The model determines its contents."""
+"""Tensor spec of a request's serialized data (`transfer.serialization`). The model determines the contents of the
+data."""
 _RESULTS: Mapping[str, Emitted] = {
     IMAGE: Emitted(TensorSpec("uint8", ("bytes",)), kind="image"),
     FRAMES: Emitted(TensorSpec("float32", ("frames", 3, "height", "width"))),
 }
-"""The result as an image or video file, and as frames with values in [0, 1]."""
+"""Outputs of a stage that decodes: the image or video file, and the RGB frames with values in [0, 1]."""
 
 
 def signature_of(stage: DiffusionOptions) -> Signature:
-    """Returns the inputs, outputs and request options of a stage with these options."""
+    """Returns the inputs, outputs and request options of a diffusion stage with these stage options."""
     is_complete = stage.part == "all"
     return Signature(
         accepts={
@@ -43,9 +44,9 @@ def signature_of(stage: DiffusionOptions) -> Signature:
 
 
 def _encoding_options(stage: DiffusionOptions) -> dict[str, OptionSpec]:
-    """Returns the options of a stage that encodes.
+    """Returns the request options of a stage that only encodes, or an empty dict for a stage that only decodes.
 
-    Encoding needs the guidance scale, because the negative prompt is encoded only with guidance.
+    An encoder needs the guidance scale because it encodes the negative prompt only if guidance is enabled.
     """
     return {"guidance_scale": OptionSpec(stage.guidance_scale, 0, 100)} if stage.part == "encode" else {}
 

@@ -1,4 +1,5 @@
-"""Operators' controls of a diffusion engine, except for adapters: sleep, profiles and the prompt cache."""
+"""Operator controls of a diffusion engine: sleep, profiling and the prompt cache. `adapters` contains the adapter
+controls."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ WEIGHTS, BUFFERS = "weights", "buffers"
 
 
 class SleepController:
-    """Puts the worker to sleep and wakes it. Implements `abilities.SleepControl`."""
+    """Puts the engine's worker to sleep, which frees memory, and wakes the worker. Implements
+    `abilities.SleepControl`."""
 
     def __init__(self, executor: Executor, adapters: AdapterManager, *, stage: str) -> None:
         self._executor, self._adapters = executor, adapters
@@ -62,11 +64,11 @@ class SleepController:
 
 
 class PromptCacheControl:
-    """Clears and measures the worker's prompt cache. Implements `abilities.CacheControl`."""
+    """Clears the worker's prompt cache and reports its statistics. Implements `abilities.CacheControl`."""
 
     def __init__(self, executor: Executor, *, limit_bytes: int) -> None:
         self.statistics = CacheStatistics(limit_bytes=limit_bytes)
-        """The statistics that the worker last reported."""
+        """Statistics of the prompt cache, as last reported by the worker."""
         self._executor = executor
 
     async def clear_caches(self, *, preempt: bool) -> None:
@@ -79,7 +81,7 @@ class PromptCacheControl:
 
 
 class _WorkerRecorder:
-    """Implements `profiles.Recorder`: each worker of an executor writes one file."""
+    """Profiles the workers of an executor. Each worker writes its own file. Implements `profiles.Recorder`."""
 
     def __init__(self, executor: Executor, folder: Path) -> None:
         self._executor, self._folder = executor, folder
@@ -92,6 +94,7 @@ class _WorkerRecorder:
 
 
 def make_profiles(executor: Executor, *, stage: str, profile_dir: str | None) -> Profiles:
-    """Returns the profile control of a stage. It rejects all profiles if `profile_dir` is None."""
+    """Returns the profile control of a stage. The control rejects all requests for profiles if `profile_dir` is
+    None."""
     private = Path(private_folder(profile_dir)) if profile_dir else Path()
     return Profiles(_WorkerRecorder(executor, private), stage=stage, base=profile_dir, private=private)

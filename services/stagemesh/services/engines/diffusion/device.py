@@ -1,4 +1,4 @@
-"""Selects a worker's device, and releases memory that the process no longer uses."""
+"""Selects the device of a worker, and releases memory that the process no longer uses."""
 
 import ctypes
 import gc
@@ -11,7 +11,10 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
 
 def choose_device(options: DiffusionOptions, *, rank: int = 0) -> torch.device:
-    """Returns the device of a rank. Each rank has its own GPU. Raises NotReadyError if there are too few GPUs."""
+    """Returns the device of a rank: the CPU, or a separate GPU for each rank.
+
+    Raises NotReadyError if the machine has too few GPUs.
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if options.device == "cpu" or (options.device == "auto" and not count):
         return torch.device("cpu")
@@ -28,7 +31,7 @@ def choose_device(options: DiffusionOptions, *, rank: int = 0) -> torch.device:
 
 
 def release_unused_memory() -> None:
-    """Returns the memory of unreferenced objects to the device and to the operating system."""
+    """Runs the garbage collector, and returns unused memory to the device and to the operating system."""
     # Models contain reference cycles, and a stage process excludes loaded objects from garbage collection.
     is_frozen = gc.get_freeze_count() > 0
     if is_frozen:
@@ -45,7 +48,7 @@ def release_unused_memory() -> None:
 
 
 def freeze_loaded_objects() -> None:
-    """Excludes the loaded objects from garbage collection (`gc.freeze`).
+    """Freezes loaded objects (`gc.freeze`) so that the garbage collector skips them.
 
     Does nothing unless the process already froze objects at startup.
     """

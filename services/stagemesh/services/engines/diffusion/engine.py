@@ -1,4 +1,4 @@
-"""The engine for diffusion models. Requests alternate step by step."""
+"""The engine for diffusion models. The denoising steps of concurrent requests alternate."""
 
 import asyncio
 import itertools
@@ -43,10 +43,10 @@ _log = logging.getLogger(__name__)
 
 
 class DiffusionEngine:
-    """Runs requests step by step on a worker. The worker loads the model and runs one call at a time.
+    """Runs diffusion requests step by step on a worker, which loads the model and executes one call at a time.
 
     Each request is a coroutine that waits for its steps. The step loop repeatedly selects a batch of requests and calls
-    the worker to run one step of each.
+    the worker to run one step of each request in the batch.
     """
 
     def __init__(self, config: StageConfig) -> None:
@@ -156,7 +156,10 @@ class DiffusionEngine:
         return await self._step_loop.call("begin", name, inputs, conditioning=conditioning)  # type: ignore[no-any-return]
 
     async def _run_steps(self, name: str, task: Task, prepared: "PreparedRequest") -> AsyncGenerator[EngineEvent, None]:
-        """Runs a request until it has its result or is paused."""
+        """Runs a request's remaining steps and yields its events.
+
+        The last events are the result and the usage, or a checkpoint if the request is paused.
+        """
         request = RequestProgress(name, prepared, priority=task.priority, deadline_s=task.deadline_s)
         last = prepared.total_steps
         if task.max_steps is not None:
@@ -181,12 +184,14 @@ class DiffusionEngine:
         yield Usage(steps=request.done - prepared.step_index)
 
     def _next_stop(self, done: int, last: int) -> int:
-        """Returns the next step after which a checkpoint or preview is due, or the request ends or pauses."""
+        """Returns the number of completed steps at which the step loop must stop next: for a checkpoint, for a preview,
+        or at `last`."""
         intervals = [each for each in (self._options.checkpoint_steps, self._options.preview_steps) if each]
         return min([last, *(done - done % each + each for each in intervals)])
 
     async def _at_stop(self, name: str, task: Task, done: int) -> list[EngineEvent]:
-        """Returns the events that are due after this step: a preview, a checkpoint, both or none."""
+        """Returns the preview and the checkpoint that are due after `done` steps, or an empty list if neither is
+        due."""
         events: list[EngineEvent] = []
         if self._options.preview_steps and not done % self._options.preview_steps:
             events += await self._results(name, task, done, final=False)
@@ -204,7 +209,7 @@ class DiffusionEngine:
         return await self._images(await self._step_loop.call("decode", name), task, metadata)
 
     async def _decode_all(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
-        """Runs a request on a stage that only decodes. Emits one result for each packet of latents."""
+        """Decodes each packet of latents that a decode-only stage receives, and yields a result for each packet."""
         flow, steps = _only_inlet(task.inlets), 0
         async for packet in flow:
             frames = await self._step_loop.call("decode_latents", packet.tensors[LATENTS])
@@ -226,7 +231,7 @@ class DiffusionEngine:
         return build_inputs(task, options, stage=self._options, facts=self._facts)
 
     async def _images(self, frames: Array, task: Task, metadata: Mapping[str, MetadataValue]) -> list[Emission]:
-        """Returns one emission with the requested tensors, or an empty list if no tensor is requested."""
+        """Returns one emission with the requested tensors, or an empty list if the task requests none of them."""
         from stagemesh.services.engines.diffusion.image_files import encode_file
 
         tensors: dict[str, Array] = {}
@@ -247,7 +252,11 @@ def _only_inlet(inlets: Mapping[str, AsyncIterable[Packet]]) -> AsyncIterable[Pa
 
 
 async def _receive_once(inlets: Mapping[str, AsyncIterable[Packet]], tensor: str) -> Array:
-    """Reads the edge to its end and returns the tensor of its only packet."""
+    """Reads the stage's only incoming edge to its end and returns the tensor named `tensor` from the edge's only
+    packet.
+
+    Raises InvalidRequestError unless there is exactly one edge with exactly one packet.
+    """
     packets = [packet async for packet in _only_inlet(inlets)]
     if len(packets) != 1:
         raise InvalidRequestError(

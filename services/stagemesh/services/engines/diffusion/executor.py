@@ -1,4 +1,4 @@
-"""Runs a worker outside the event loop, either on a thread of this process or in several processes."""
+"""Executors, which run a worker outside the event loop: on a thread of this process, or in several processes."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,16 +15,20 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Calls methods of `DiffusionWorker` one after the other, in the order in which `call` is called."""
+    """Runs a `DiffusionWorker` outside the event loop. Executes calls one at a time, in the order in which they are
+    made."""
 
     async def start(self, report: Callable[[str], None]) -> None:
-        """Creates the worker."""
+        """Creates the worker. Calls `report` with a description of the current startup phase."""
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Returns the method's result or raises its error. Raises UnavailableError if the worker has ended."""
+        """Calls a method of the worker. Returns the method's result or raises its error.
+
+        Raises UnavailableError if the worker has ended.
+        """
 
     async def wait_failed(self) -> str:
-        """Waits until the worker fails. Returns the cause."""
+        """Waits until the worker fails. Returns the cause as a message."""
         ...
 
     async def close(self) -> None:
@@ -32,7 +36,7 @@ class Executor(Protocol):
 
 
 def make_executor(folder: Path, options: DiffusionOptions) -> Executor:
-    """Returns the executor for the number of processes that the options set."""
+    """Returns a thread executor if `options.parallel` specifies one process, otherwise a process executor."""
     if options.parallel.ranks == 1:
         return ThreadExecutor(folder, options)
     from stagemesh.services.engines.diffusion.parallel.process_executor import ProcessExecutor
@@ -41,7 +45,7 @@ def make_executor(folder: Path, options: DiffusionOptions) -> Executor:
 
 
 class ThreadExecutor:
-    """Runs one worker on a thread of this process."""
+    """Runs one worker on a single thread of this process."""
 
     def __init__(self, folder: Path, options: DiffusionOptions) -> None:
         self._folder, self._options = folder, options
@@ -76,7 +80,8 @@ class ThreadExecutor:
 
 
 def import_worker() -> "type[DiffusionWorker]":
-    """Imports the worker class. Raises NotReadyError (MISSING_MODULE) if a required module is not installed."""
+    """Imports and returns `DiffusionWorker`. Raises NotReadyError (MISSING_MODULE) if a required module is not
+    installed."""
     try:
         from stagemesh.services.engines.diffusion.worker import DiffusionWorker
     except ImportError as exc:

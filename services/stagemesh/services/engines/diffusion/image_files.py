@@ -1,4 +1,4 @@
-"""Encodes images and videos as files."""
+"""Encodes frames as an image file or a video file."""
 
 import io
 from typing import Any
@@ -13,9 +13,9 @@ FRAMES_PER_SECOND = 16
 
 
 def encode_file(frames: npt.NDArray[Any]) -> Array:
-    """Encodes float32[frames, 3, height, width] in [0, 1] as a PNG file, or several frames as an animated WebP file.
+    """Encodes one frame as a PNG file, or several frames as a lossless animated WebP file.
 
-    Returns uint8[bytes].
+    `frames` is float32[frames, 3, height, width] with values in [0, 1]. Returns the file's contents as uint8[bytes].
     """
     pixels = (frames.transpose(0, 2, 3, 1) * 255).round().clip(0, 255).astype(np.uint8)
     first, *others = [Image.fromarray(each) for each in pixels]

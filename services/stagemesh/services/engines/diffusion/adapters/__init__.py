@@ -1,1 +1,1 @@
-"""LoRA adapters for a diffusion transformer."""
+"""LoRA adapters for a diffusion transformer: reading, loading and activating them."""

@@ -1,4 +1,4 @@
-"""Reads the folder of a LoRA adapter for a diffusion model, as written by PEFT or by diffusers."""
+"""Reads LoRA adapters of diffusion models from folders in the format of PEFT or diffusers."""
 
 import json
 from collections.abc import Mapping
@@ -22,28 +22,31 @@ from stagemesh.services.engines.adapters.files import (
 
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 _METADATA = "lora_adapter_metadata"
-"""The metadata key under which diffusers stores the configuration in the weights file."""
+"""Metadata key of the weights file under which diffusers stores the adapter's configuration."""
 _PEFT_PREFIX, _DIFFUSERS_PREFIX = "base_model.model.", "transformer."
 _MATRICES = (".lora_A.weight", ".lora_B.weight")
 
 
 @dataclass(frozen=True)
 class LoraFiles:
-    """The contents of an adapter's folder. Layers have the names that the transformer uses."""
+    """The configuration and the weight shapes of a LoRA adapter. Layers have the same names as in the transformer."""
 
     files: AdapterFiles
     config: Mapping[str, Any] | None
-    """Arguments of PEFT's LoraConfig. None if the folder contains only the matrices; alpha then equals the rank."""
+    """Arguments for PEFT's `LoraConfig`. None if the folder contains no configuration, in which case alpha equals the
+    rank."""
     weights: Path
     prefix: str
 
     def matrices(self) -> dict[str, torch.Tensor]:
-        """Reads and returns the weights by name."""
+        """Reads the LoRA matrices from the weights file. Returns the matrices by name, without the name prefix of the
+        format."""
         return {name.removeprefix(self.prefix): tensor for name, tensor in load(self.weights.read_bytes()).items()}
 
 
 def read_lora(path: str) -> LoraFiles:
-    """Reads an adapter's configuration and weight shapes. Raises InvalidRequestError if they are invalid."""
+    """Reads an adapter's configuration and weight shapes from the folder `path`. Raises InvalidRequestError if they are
+    invalid."""
     folder = Path(path)
     if folder.is_absolute() and (folder / DIFFUSERS_WEIGHTS).exists() and not (folder / CONFIG).exists():
         return _read_diffusers(folder)
@@ -83,7 +86,10 @@ def _remove_prefix(files: AdapterFiles, prefix: str) -> AdapterFiles:
 
 
 def _lora_config(config: Mapping[str, Any], files: AdapterFiles) -> dict[str, Any]:
-    """Returns the arguments of PEFT's LoraConfig. The targets are exactly the layers that have matrices."""
+    """Returns the arguments for PEFT's `LoraConfig`, which targets exactly the layers that have LoRA matrices.
+
+    Raises InvalidRequestError if PEFT rejects the configuration.
+    """
     names = {field.name for field in fields(LoraConfig)}
     known = {name: value for name, value in config.items() if name in names}
     prefixes = (_PEFT_PREFIX, _DIFFUSERS_PREFIX)

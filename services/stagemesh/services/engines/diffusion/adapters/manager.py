@@ -1,4 +1,4 @@
-"""Loads and unloads the LoRA adapters of a diffusion engine while requests use them."""
+"""Manages the LoRA adapters of a diffusion engine. Adapters can be loaded and unloaded while requests run."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -18,7 +18,10 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
 
 class AdapterManager:
-    """Implements `abilities.AdapterControl`. Loaded adapters stay on the device. Each step uses at most one of them."""
+    """Manages a stage's LoRA adapters. Implements `abilities.AdapterControl`.
+
+    All loaded adapters stay on the device. Each denoising step uses at most one adapter.
+    """
 
     def __init__(self, executor: Executor, options: DiffusionOptions, *, stage: str) -> None:
         self._executor, self._stage = executor, stage
@@ -31,7 +34,10 @@ class AdapterManager:
 
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncGenerator[None]:
-        """Keeps a task's adapter loaded within the context. Raises NotFoundError if it is not loaded."""
+        """Prevents the adapter `name` from being unloaded within the context. Does nothing if `name` is None.
+
+        Raises NotFoundError if the adapter is not loaded.
+        """
         if name is None:
             yield
         elif self._registry is None:

@@ -1,4 +1,4 @@
-"""LoRA adapters of a transformer, applied by diffusers and PEFT. At most one adapter is active at a time."""
+"""Applies LoRA adapters to a transformer through diffusers and PEFT. At most one adapter is active at a time."""
 
 import itertools
 import warnings
@@ -12,17 +12,20 @@ from stagemesh.services.engines.diffusion.adapters.files import read_lora
 
 
 class ModelAdapters:
-    """The LoRA adapters of one model."""
+    """Loads, unloads and activates the LoRA adapters of one model."""
 
     def __init__(self, model: Any, max_rank: int) -> None:
         self._model, self._max_rank = model, max_rank
         self._keys: dict[str, str] = {}
-        """The name in PEFT of each adapter. PEFT uses it as an attribute name, which cannot contain dots."""
+        """PEFT's name for each adapter, by adapter name. Adapter names may contain dots, but PEFT's names may not."""
         self._numbers = itertools.count()
         self._selected: tuple[str, float] | None = None
 
     def load(self, name: str, path: str) -> int:
-        """Loads an adapter and returns its rank. Raises InvalidRequestError if it does not fit this model."""
+        """Loads an adapter from the folder `path` and returns its LoRA rank.
+
+        Raises InvalidRequestError if the adapter does not fit this model.
+        """
         lora = read_lora(path)
         check_rank(name, lora.files.rank, most=self._max_rank)
         lora.files.check(self._sizes(lora.files.layers))
@@ -49,7 +52,10 @@ class ModelAdapters:
             self._model.delete_adapters(key)
 
     def select(self, name: str | None, scale: float) -> None:
-        """Activates an adapter for the next forward passes, or none if None. Raises NotFoundError if not loaded."""
+        """Activates an adapter with the strength `scale` for the next forward passes.
+
+        If `name` is None, deactivates all adapters. Raises NotFoundError if the adapter is not loaded.
+        """
         wanted = None if name is None else (name, scale)
         if wanted == self._selected:
             return
@@ -68,7 +74,10 @@ class ModelAdapters:
     # -- inner workings
 
     def _sizes(self, layers: Mapping[str, object]) -> dict[str, Sizes | None]:
-        """Returns the sizes of the model's linear layers, and None for other layers, which PEFT checks."""
+        """Returns the input and output sizes of the named layers that the model has.
+
+        The value for a layer that is not linear is None, because PEFT itself checks such layers.
+        """
         modules = dict(self._model.named_modules())
         known = {name: modules[name] for name in layers if name in modules}
         return {

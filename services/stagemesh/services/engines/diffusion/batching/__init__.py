@@ -1,1 +1,1 @@
-"""Batching: shared forward passes for the transformer calls of several requests."""
+"""Batching: computes the transformer calls of several requests in shared forward passes."""

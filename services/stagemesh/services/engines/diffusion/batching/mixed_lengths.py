@@ -1,12 +1,14 @@
-"""Shared forward passes of Qwen-Image's transformer for rows with different prompt lengths, sizes and guidance.
+"""Shared forward passes of Qwen-Image's transformer for calls with different prompt lengths and image sizes.
 
-Every layer except attention treats each token separately. Rows are therefore padded to the longest row, and the results
-for the padding are discarded. Attention and its positions are computed for each row separately. The result of a row
-equals its result without other rows, except for the order in which the matrix library adds numbers.
+Each call is one row of the batch. All layers except attention process each token independently. Rows are therefore
+padded to the length of the longest row, and the outputs for padding are discarded. Attention and token positions are
+computed for each row separately. A row's result therefore equals the result of computing the row alone, except for
+rounding errors: the order in which the matrix library adds numbers may depend on the number of rows.
 
-In MKL's strict mode (`MKL_CBWR=AVX2,STRICT`) that order does not depend on the number of rows if a matrix has at least
-8 rows and its width is a multiple of 32. A layer whose input has fewer rows is then computed for each row separately.
-Each row's result is therefore bit-identical to its result without other rows.
+In strict mode (`MKL_CBWR=AVX2,STRICT`), MKL's order of additions does not depend on the number of rows of a matrix if
+the matrix has at least 8 rows and its width is a multiple of 32. In strict mode, this module computes layers with fewer
+matrix rows for each row of the batch separately. A row's result is then bit-identical to the result of computing the
+row alone.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -21,33 +23,38 @@ from stagemesh.common.settings import library_variable
 from stagemesh.services.engines.diffusion.batching.recorded_calls import Call, Prediction
 
 _STRICT_ROWS = 8
-"""The minimum number of rows for which strict MKL computes a row independently of the number of rows."""
+"""Minimum number of matrix rows at which MKL in strict mode computes each row identically for any number of rows."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """The lengths and the attention mask of one row."""
+    """The token counts and the attention mask of one row of a batch."""
 
     image_tokens: int
     text_tokens: int
     mask: torch.Tensor | None
-    """bool[1, 1, 1, text and image tokens]: the tokens to attend to. None means all tokens."""
+    """Attention mask as bool[1, 1, 1, text and image tokens], which is True for tokens to attend to. None if attention
+    covers all tokens."""
 
 
 class MixedLengthForward:
-    """Runs forward passes of a `QwenImageTransformer2DModel` over rows of different lengths."""
+    """Runs shared forward passes of a `QwenImageTransformer2DModel` for calls with different numbers of tokens."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._strict = library_variable("MKL_CBWR").upper().endswith("STRICT")
 
     def can_join(self, call: Call) -> bool:
-        """Returns whether the call can share a forward pass with other calls."""
+        """Returns whether the call may share a forward pass. In MKL's strict mode, a call with too few tokens may
+        not."""
         tokens = min(call.inputs[name].shape[1] for name in ("hidden_states", "encoder_hidden_states"))
         return not self._strict or tokens >= _STRICT_ROWS
 
     def forward(self, calls: Sequence[Call]) -> list[Prediction]:
-        """Returns the prediction for each call. The calls may differ only in their tensors and in `img_shapes`."""
+        """Computes all calls in one forward pass and returns the prediction for each call.
+
+        The calls may differ only in their tensors and in `img_shapes`.
+        """
         inputs = [call.inputs for call in calls]
         rows = [_row(each["hidden_states"], each["encoder_hidden_states"], each) for each in inputs]
         joined = {
@@ -94,7 +101,10 @@ class MixedLengthForward:
 
 
 class _AttentionByRow:
-    """Replaces the processor of diffusers' `Attention` for text and image streams. Computes each row separately."""
+    """Attention processor that computes joint text and image attention for each row of a batch separately.
+
+    Replaces the processor of diffusers' `Attention`.
+    """
 
     def __init__(self, rows: Sequence[_Row], stock: Any) -> None:
         self._rows, self._stock = rows, stock
@@ -108,7 +118,10 @@ class _AttentionByRow:
         attention_mask: None = None,
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes joint attention. The image and text states have the shape [rows, longest, width]."""
+        """Computes joint attention over image and text tokens. Returns the outputs for the image and for the text.
+
+        The image and text states have the shape [rows, length of the longest row, width].
+        """
         assert encoder_hidden_states_mask is attention_mask is None, "each row has its own mask"
         assert image_rotary_emb is not None, "the model uses rotary positions"
         image_positions, text_positions = image_rotary_emb
@@ -147,7 +160,7 @@ class _AttentionByRow:
 
 
 def _by_row(layer: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns a function that applies the layer to each row of a batch separately."""
+    """Returns a function that applies `layer` to each row of a batch separately and concatenates the results."""
 
     def apply_by_row(batch: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
         rows = range(len(batch))
@@ -175,7 +188,10 @@ def _positions(
     max_txt_seq_len: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the positions of image and text tokens, each as complex[rows, longest, 1, half the head size]."""
+    """Returns the rotary positions of the image tokens and of the text tokens.
+
+    Each has the shape and type complex[rows, length of the longest row, 1, half the head size].
+    """
     del max_txt_seq_len
     row_positions = [
         embed([shape], max_txt_seq_len=row.text_tokens, device=device)
@@ -186,7 +202,10 @@ def _positions(
 
 
 def _pad(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenates [1, length, width] tensors to [rows, longest, width], padded with zeros at the end."""
+    """Combines tensors of shape [1, length, width] into one tensor of shape [rows, length of the longest row, width].
+
+    Shorter rows are padded with zeros at the end.
+    """
     longest = max(row.shape[1] for row in rows)
     padded = rows[0].new_zeros((len(rows), longest, *rows[0].shape[2:]))
     for i, row in enumerate(rows):
@@ -199,6 +218,10 @@ def _heads(states: torch.Tensor, projections: Sequence[Any], head: int) -> list[
 
 
 def _rotate(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Applies rotary positions, complex[rows, tokens, 1, half the head size], to [rows, tokens, heads, head size]."""
+    """Returns `states` with rotary position embeddings applied.
+
+    `states` has the shape [rows, tokens, heads, head size]. `positions` is complex[rows, tokens, 1, half the head
+    size].
+    """
     pairs = torch.view_as_complex(states.float().reshape(*states.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * positions).flatten(3).type_as(states)

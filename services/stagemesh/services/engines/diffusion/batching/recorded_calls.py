@@ -1,7 +1,8 @@
-"""Records a request's transformer calls and replays their results, so that several requests share a forward pass.
+"""Records a request's transformer calls and replays their predictions, so that requests can share a forward pass.
 
-The blocks of diffusers process one request. To batch several requests, each request's blocks run twice. In the first
-run, a stand-in for the transformer records the calls. In the second run, it returns the request's rows of the shared
+diffusers' pipeline blocks process one request at a time. To batch several requests, the blocks of each request run
+twice. In the first run, a stand-in for the transformer records the calls. A shared forward pass then computes the
+recorded calls of all requests. In the second run, the stand-in returns the request's predictions from the shared
 forward pass.
 """
 
@@ -13,22 +14,26 @@ from typing import Any, TypeAlias, cast
 import torch
 
 Prediction: TypeAlias = Any
-"""The result of a transformer with `return_dict=False`: a tuple that starts with a tensor or a list of tensors."""
+"""The output of a transformer with `return_dict=False`: a tuple whose first item is a tensor or a list of tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One transformer call for one row."""
+    """One transformer call with a batch size of 1."""
 
     inputs: Mapping[str, Any]
-    """The call's arguments, by parameter name of the model's `forward`."""
+    """Arguments of the call, by parameter name of the model's `forward`."""
 
 
 class TransformerStandIn:
-    """Replaces a model in the blocks. Passes calls to `forward` and reads all other attributes from the model."""
+    """Replaces the transformer in a pipeline's blocks. Passes calls to the function `forward`, and reads all other
+    attributes from the real model."""
 
     def __init__(self, model: Any, signature: Signature, forward: Callable[[Mapping[str, Any]], Prediction]) -> None:
-        """Creates a stand-in. Blocks inspect `signature`, the signature of the model's `forward`, at each step."""
+        """Creates a stand-in for `model`.
+
+        `signature` is the signature of the model's `forward`. Pipeline blocks inspect the signature at each step.
+        """
         self._model, self._signature, self._forward = model, signature, forward
 
     def __call__(self, **inputs: Any) -> Prediction:
@@ -36,7 +41,7 @@ class TransformerStandIn:
 
     @property
     def forward(self) -> Any:
-        """A callable that only provides the signature. Blocks inspect it but do not call it."""
+        """A callable with the signature of the model's `forward`. Pipeline blocks inspect it but never call it."""
         return _SignatureOnly(self._signature)
 
     def __getattr__(self, name: str) -> Any:
@@ -52,7 +57,7 @@ class _SignatureOnly:
 
 
 class CallRecorder:
-    """Records calls and returns zeros for each call."""
+    """Records each call in `calls` and returns a prediction of zeros."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -63,7 +68,7 @@ class CallRecorder:
 
 
 class CallReplay:
-    """Returns the predictions for recorded calls, in the order of the calls."""
+    """Returns the next of the given predictions at each call. Ignores the arguments of the call."""
 
     def __init__(self, predictions: Iterator[Prediction]) -> None:
         self._predictions = predictions
@@ -73,7 +78,7 @@ class CallReplay:
 
 
 def zero_prediction(inputs: Mapping[str, Any]) -> Prediction:
-    """Returns a prediction of zeros with the shapes of the real prediction."""
+    """Returns a prediction of zeros with the shape and data type of the model's prediction for these inputs."""
     latents: torch.Tensor | list[torch.Tensor] = inputs["x"] if "x" in inputs else inputs["hidden_states"]
     if isinstance(latents, list):
         return ([torch.zeros_like(each) for each in latents],)
@@ -81,12 +86,18 @@ def zero_prediction(inputs: Mapping[str, Any]) -> Prediction:
 
 
 def shape_key(call: Call) -> tuple[object, ...]:
-    """Returns a key that is equal for calls that can share a forward pass: the shapes and dtypes of the inputs."""
+    """Returns the shapes and data types of a call's tensors, and the values of its other inputs.
+
+    Calls with equal keys can share a forward pass.
+    """
     return tuple((name, _shape(value)) for name, value in sorted(call.inputs.items()))
 
 
 def concatenate(calls: Sequence[Call], *, shared: frozenset[str]) -> dict[str, Any]:
-    """Returns the inputs of one forward pass with one row per call. Inputs named in `shared` have no row axis."""
+    """Returns the inputs of a forward pass that has one row for each call.
+
+    Inputs named in `shared` have no row axis and are copied from the first call.
+    """
     return {
         name: value if name in shared else _concatenate([call.inputs[name] for call in calls])
         for name, value in calls[0].inputs.items()
@@ -94,7 +105,7 @@ def concatenate(calls: Sequence[Call], *, shared: frozenset[str]) -> dict[str, A
 
 
 def split_rows(prediction: Prediction, rows: int) -> list[Prediction]:
-    """Returns the predictions of the single rows of a batch."""
+    """Splits a batch's prediction into one prediction for each row. `rows` is the number of rows."""
     sample = prediction[0]
     return [(sample[row : row + 1],) for row in range(rows)]
 

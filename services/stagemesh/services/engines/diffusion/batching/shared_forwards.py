@@ -1,4 +1,4 @@
-"""Groups the transformer calls of several requests into shared forward passes."""
+"""Groups the transformer calls of several requests and computes each group in one forward pass."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -20,19 +20,19 @@ from stagemesh.services.engines.diffusion.transfer.serialization import tensors_
 
 
 class SharedForwards:
-    """Runs a transformer's forward passes for one or several requests."""
+    """Computes the transformer calls of requests, either separately or in shared forward passes."""
 
     def __init__(self, family: Family, model: Any) -> None:
         self.caches: Caches | None = None
-        """Step caches of the model, or None. Requests do not share forward passes if the model has step caches."""
+        """The model's step caches, or None if it has none. With step caches, requests do not share forward passes."""
         self.branches: GuidanceBranches | None = None
-        """Distributes calls to other processes. None if this process computes all calls."""
+        """Distributes transformer calls across processes. None if this process computes all calls."""
         self._family, self.model = family, model
         has_mixed_lengths = family.mixed_lengths and model is not None and not model.zero_cond_t
         self._mixed_lengths = MixedLengthForward(model) if has_mixed_lengths else None
 
     def forward_alone(self, state: DiffusionRequestState) -> Callable[[Mapping[str, Any]], Prediction]:
-        """Returns a function that runs each call of one request immediately, in its own forward pass."""
+        """Returns a function that computes each transformer call of one request in a separate forward pass."""
         branch = 0
 
         def forward(inputs: Mapping[str, Any]) -> Prediction:
@@ -48,17 +48,18 @@ class SharedForwards:
     def forward_together(
         self, states: Sequence[DiffusionRequestState], recorded: Sequence[Sequence[Call]]
     ) -> dict[Call, Prediction]:
-        """Returns the predictions for the recorded calls of all requests, by call."""
+        """Computes the recorded calls of all requests in shared forward passes. Returns the prediction for each
+        call."""
         if self.branches is None:
             return self._predict(states, recorded)
         return self.branches.predict(recorded, lambda own: self._predict(states, own))
 
     def disable_mixed_lengths(self) -> None:
-        """Prevents rows of different lengths from sharing a forward pass."""
+        """Prevents calls with different numbers of tokens from sharing a forward pass."""
         self._mixed_lengths = None
 
     def batch_key(self, state: DiffusionRequestState) -> tuple[object, ...]:
-        """Returns a key that is equal for requests whose calls can share a forward pass."""
+        """Returns a key for grouping requests. The calls of requests with equal keys can share a forward pass."""
         if self.caches is not None:
             return (state.request_id,)
         if self._mixed_lengths is not None:

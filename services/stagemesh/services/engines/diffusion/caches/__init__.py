@@ -1,1 +1,1 @@
-"""Step caches, which skip parts of a step's computation, and the cache of prompt embeddings."""
+"""Step caches, which skip parts of the computation of denoising steps, and the cache of prompt embeddings."""

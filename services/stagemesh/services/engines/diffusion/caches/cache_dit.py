@@ -1,7 +1,8 @@
-"""DBCache of the optional package cache-dit, with separate cache state for each request.
+"""DBCache from the optional package cache-dit, with a separate cache for each request.
 
-cache-dit stores its state in contexts, keyed by the names of a model's blocks, and expects requests one after the
-other. This module gives each call of a step of each request its own contexts.
+cache-dit stores cached data in contexts, which are named after the model's blocks. cache-dit expects that requests run
+one after the other. This module lets requests alternate by using separate contexts for each transformer call in a
+request's step.
 """
 
 import copy
@@ -18,10 +19,12 @@ from stagemesh.services.engines.diffusion.transfer.serialization import Tree
 
 
 class CacheDitCaches:
-    """DBCache on one transformer, with the interface of `step_caches.StepCaches`. Cannot transfer its state."""
+    """DBCache for one transformer, with the interface of `step_caches.StepCaches`. Cannot transfer cached data to
+    another replica."""
 
     def __init__(self, model: Any, options: CacheDitOptions) -> None:
-        """Enables the cache. Raises NotReadyError if the package is missing or does not support the model."""
+        """Enables DBCache on `model`. Raises NotReadyError if the package cache-dit is missing or does not support the
+        model."""
         self.options = options
         try:
             cache_dit: Any = import_module("cache_dit")
@@ -68,7 +71,8 @@ class CacheDitCaches:
         self._manager._current_context = None  # noqa: SLF001
 
     def export(self, request_id: str) -> list[dict[str, Tree]]:
-        """Returns an empty list. A transferred request starts with an empty cache."""
+        """Returns an empty list, because cached data cannot be serialized. A transferred request starts with an empty
+        cache."""
         del request_id
         return []
 
@@ -77,5 +81,5 @@ class CacheDitCaches:
 
     @property
     def contexts(self) -> int:
-        """The number of contexts of all requests."""
+        """The total number of cache contexts of all requests."""
         return len(self._contexts)

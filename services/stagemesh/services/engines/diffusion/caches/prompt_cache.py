@@ -1,4 +1,4 @@
-"""Cache of prompt embeddings. A repeated prompt is not encoded again."""
+"""A cache of prompt embeddings, which avoids encoding a repeated prompt again."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
@@ -9,7 +9,8 @@ from stagemesh.services.engines.diffusion.transfer.serialization import tensors_
 
 
 class PromptCache:
-    """Least-recently-used cache with a size limit in bytes. Requests share its values and never modify them."""
+    """Least-recently-used cache of prompt embeddings with a size limit in bytes. Requests must not modify cached
+    values."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -18,7 +19,7 @@ class PromptCache:
 
     @property
     def statistics(self) -> CacheStatistics:
-        """The current statistics. Hits and misses are counted from the engine's start."""
+        """The current size and limit of the cache, and the numbers of hits and misses since the cache was created."""
         return CacheStatistics(
             entries=len(self._entries),
             size_bytes=self._size_bytes,
@@ -28,7 +29,7 @@ class PromptCache:
         )
 
     def get(self, key: Hashable) -> Mapping[str, Any] | None:
-        """Returns the values of a prompt, or None if the prompt is not cached."""
+        """Returns the cached embeddings of a prompt, or None if the prompt is not cached."""
         if not self._limit_bytes:
             return None
         entry = self._entries.get(key)
@@ -40,7 +41,10 @@ class PromptCache:
         return entry[0]
 
     def put(self, key: Hashable, values: Mapping[str, Any]) -> None:
-        """Adds a prompt and evicts the least recently used prompts. Does not cache values larger than the cache."""
+        """Caches a prompt's embeddings. Evicts the least recently used prompts to stay within the size limit.
+
+        Does nothing if the prompt is already cached or if the embeddings are larger than the limit.
+        """
         size_bytes = sum(tensor.nbytes for value in values.values() for tensor in tensors_of(value))
         if size_bytes > self._limit_bytes or key in self._entries:
             return
@@ -51,6 +55,6 @@ class PromptCache:
             self._size_bytes -= freed_bytes
 
     def clear(self) -> None:
-        """Removes all entries."""
+        """Removes all entries. Does not reset the numbers of hits and misses."""
         self._entries.clear()
         self._size_bytes = 0

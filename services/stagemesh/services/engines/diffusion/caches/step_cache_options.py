@@ -1,7 +1,7 @@
-"""The stage option `step_cache`. Does not import torch.
+"""The stage option `step_cache`. This module does not import torch.
 
-A step cache skips computations whose results probably differ little from the results of the previous step. It is faster
-but changes the image.
+A step cache skips computations whose results are expected to differ little from the results of the previous step.
+Skipping makes steps faster but changes the generated image.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,15 @@ from pydantic import ConfigDict, Field
 
 @dataclass(frozen=True)
 class FirstBlockOptions:
-    """FirstBlockCache: skips the other blocks if the first block's output changes little from step to step."""
+    """Options of FirstBlockCache, which skips all later transformer blocks in a step if the first block's output has
+    changed little."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     kind: Literal["first_block"]
     threshold: float = 0.05
-    """Maximum mean relative change of the first block's residual, as a fraction. At or below it, the other blocks are
-    skipped."""
+    """Maximum mean relative change of the first block's residual at which the other blocks are skipped. 0.05 means 5
+    %."""
 
     def __post_init__(self) -> None:
         _check("threshold", self.threshold, minimum=0)
@@ -27,20 +28,21 @@ class FirstBlockOptions:
 
 @dataclass(frozen=True)
 class MagOptions:
-    """MagCache: skips a step if the model's residuals are expected to change little."""
+    """Options of MagCache, which skips a step if the model's residuals are expected to change little."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     kind: Literal["mag"]
     threshold: float = 0.06
-    """Maximum accumulated error of consecutive skipped steps."""
+    """Maximum estimated relative error that consecutive skipped steps may accumulate. 0.06 means 6 %."""
     max_skip_steps: int = 3
     """Maximum number of consecutive skipped steps."""
     retention_ratio: float = 0.2
-    """Fraction of the steps, counted from the first step, that are never skipped."""
+    """Fraction of the steps, counted from the first step, that are always computed."""
     mag_ratios: tuple[float, ...] = ()
-    """Ratios of the residual's magnitude between consecutive steps, as measured by diffusers' MagCache with `calibrate`
-    for any number of steps. If empty, diffusers' own ratios are used, which exist only for Flux."""
+    """Ratios of the residual's magnitude between consecutive steps, as measured by diffusers' MagCache with
+    `calibrate`. The measurement may use any number of steps. If the tuple is empty, diffusers' own ratios are used,
+    which exist only for Flux."""
 
     def __post_init__(self) -> None:
         _check("threshold", self.threshold, minimum=0)
@@ -51,19 +53,19 @@ class MagOptions:
 
 @dataclass(frozen=True)
 class TaylorSeerOptions:
-    """TaylorSeer: extrapolates the results of attention between computed steps."""
+    """Options of TaylorSeer, which extrapolates attention outputs between computed steps."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     kind: Literal["taylor_seer"]
     cache_interval: int = 5
-    """Interval between computed steps: with n, every n-th step is computed."""
+    """Number of steps from one computed step to the next. With n, every n-th step is computed."""
     disable_cache_before_step: int = 3
     """Number of steps at the start that are always computed."""
     disable_cache_after_step: int | None = None
-    """Step from which every later step is computed. None sets no such step."""
+    """Index of the step from which every step is computed. None if steps are skipped until the end."""
     max_order: int = 1
-    """Order of the Taylor series. A higher order is more accurate and uses more memory."""
+    """Order of the Taylor series that extrapolates. A higher order is more accurate and uses more memory."""
 
     def __post_init__(self) -> None:
         _check("cache_interval", self.cache_interval, minimum=1)
@@ -73,17 +75,20 @@ class TaylorSeerOptions:
 
 @dataclass(frozen=True)
 class CacheDitOptions:
-    """DBCache of the package cache-dit. Extends FirstBlockCache to several first and last blocks that always run."""
+    """Options of DBCache from the package cache-dit. DBCache extends FirstBlockCache to several first and last
+    blocks."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     kind: Literal["cache_dit"]
     first_blocks: int = 1
-    """Number of first blocks. They always run. Their output determines whether the other blocks run."""
+    """Number of first blocks, which run at every step. The other blocks are skipped if the first blocks' residual
+    changes little."""
     last_blocks: int = 0
-    """Number of last blocks that always run."""
+    """Number of last blocks, which run at every step."""
     threshold: float = 0.08
-    """Maximum mean relative change of the first blocks' residual. At or below it, the other blocks are skipped."""
+    """Maximum mean relative change of the first blocks' residual at which the other blocks are skipped. 0.08 means 8
+    %."""
     warmup_steps: int = 8
     """Number of steps at the start that are always computed."""
     max_skip_steps: int = -1

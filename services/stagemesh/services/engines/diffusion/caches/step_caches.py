@@ -1,8 +1,8 @@
-"""Step caches of diffusers, with separate cache state for each request.
+"""diffusers' step caches, with a separate cache for each request.
 
-A cache stores results of previous steps in the hooks of a model's blocks, under the name of a context. This module uses
-the name `<request>/<call of the step>`, so that requests may alternate. A request's contexts are freed at its end, and
-serialized when it is transferred.
+diffusers stores results of previous steps in the hooks of a model's blocks, under a context name. This module uses
+context names of the form `<request id>/<index of the transformer call in the step>`, so that requests can alternate. A
+request's contexts are freed when the request ends, and serialized when the request is transferred.
 """
 
 from collections.abc import Generator, Mapping
@@ -27,14 +27,14 @@ from stagemesh.services.engines.diffusion.transfer.serialization import Tree
 diffusers: Any = _diffusers
 
 _ATTENTION = r".*blocks\.\d+\.attn\d?"
-"""Layers whose results TaylorSeer extrapolates. diffusers' own pattern misses attn1 and attn2 of Wan."""
+"""Pattern of the layers whose outputs TaylorSeer extrapolates. diffusers' own pattern misses attn1 and attn2 of Wan."""
 
 
 class StepCaches:
-    """A step cache of diffusers on one transformer, with a context for each call of each request."""
+    """A diffusers step cache for one transformer, with a separate context for each transformer call of each request."""
 
     def __init__(self, model: Any, options: DiffusersCacheOptions) -> None:
-        """Enables the cache. Raises NotReadyError if the model does not support it."""
+        """Enables the step cache on `model`. Raises NotReadyError if the model does not support the step cache."""
         self.options = options
         self._model = model
         self._configs = cache(partial(_config, model, options))
@@ -56,7 +56,11 @@ class StepCaches:
 
     @contextmanager
     def context(self, name: str, *, total_steps: int) -> Generator[None]:
-        """Sets the context of one forward pass. `name` is `<request>/<call of the step>`."""
+        """Selects the cache context of one forward pass.
+
+        `name` is `<request id>/<index of the transformer call in the step>`. `total_steps` is the request's number of
+        steps.
+        """
         if isinstance(self.options, MagOptions):
             # The steps that may be skipped depend on the number of steps, which differs between requests.
             for hook in self._hooks:
@@ -65,13 +69,17 @@ class StepCaches:
             yield
 
     def forget(self, request_id: str) -> None:
-        """Frees the cache state of a request."""
+        """Frees all cached data of a request."""
         for manager in self._managers:
             for name in _names(manager, request_id):
                 del manager._state_cache[name]  # noqa: SLF001
 
     def export(self, request_id: str) -> list[dict[str, Tree]]:
-        """Returns a request's cache state for `restore`: one item for each part of the model, by call of the step."""
+        """Returns a request's cached data in the format that `restore` accepts.
+
+        The list has one item for each state manager of the model. An item contains the cached data of each transformer
+        call, by the call's index in the step.
+        """
         return [
             {name.removeprefix(f"{request_id}/"): _tree(manager._state_cache[name]) for name in names}  # noqa: SLF001
             for manager in self._managers
@@ -79,7 +87,8 @@ class StepCaches:
         ]
 
     def restore(self, request_id: str, exported: list[dict[str, Tree]], device: torch.device) -> None:
-        """Restores the cache state that `export` returned on another replica."""
+        """Restores the cached data of a request that `export` returned on another replica. `device` is the device of
+        this replica."""
         for manager, states in zip(self._managers, exported, strict=True):
             for name, values in states.items():
                 state = manager._state_cls(*manager._init_args, **manager._init_kwargs)  # noqa: SLF001
@@ -90,7 +99,7 @@ class StepCaches:
 
     @property
     def contexts(self) -> int:
-        """The number of contexts of all requests."""
+        """The total number of cache contexts of all requests."""
         return sum(len(manager._state_cache) for manager in self._managers)  # noqa: SLF001
 
 
@@ -98,7 +107,8 @@ Caches: TypeAlias = StepCaches | CacheDitCaches
 
 
 def enable_caches(model: Any, options: DiffusersCacheOptions | CacheDitOptions) -> Caches:
-    """Enables a step cache. Raises NotReadyError if the model does not support it."""
+    """Enables the step cache that `options` selects. Raises NotReadyError if the model does not support the step
+    cache."""
     return CacheDitCaches(model, options) if isinstance(options, CacheDitOptions) else StepCaches(model, options)
 
 
@@ -139,7 +149,10 @@ def _hooks(model: Any) -> list[Any]:
 
 
 def _managers(hooks: list[Any]) -> list[Any]:
-    """Returns each state manager once, in the order of the model's parts, which is equal in all processes."""
+    """Returns the state managers of the hooks without duplicates, in the order of the model's modules.
+
+    The order is the same in all processes.
+    """
     return list({id(hook.state_manager): hook.state_manager for hook in hooks}.values())
 
 
@@ -148,7 +161,10 @@ def _names(manager: Any, request_id: str) -> list[str]:
 
 
 def _tree(state: Any) -> Mapping[str, Tree]:
-    """Returns the numbers and tensors of a state, without its device and the values that only one forward pass uses."""
+    """Returns the attributes of a cache state that must be serialized.
+
+    Omits the device and the values that are used only within one forward pass.
+    """
     values = cast("dict[str, Tree]", vars(state))
     left_out = ("device", "head_block_input", "head_block_output")
     return {name: value for name, value in values.items() if name not in left_out}

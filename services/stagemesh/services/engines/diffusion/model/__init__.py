@@ -1,1 +1,1 @@
-"""Loading of models, the supported model families, and the phases of a pipeline."""
+"""Diffusion models: loading, supported model families, memory estimates and the phases of a pipeline."""

@@ -1,4 +1,4 @@
-"""The supported model families, and the differences between their modular pipelines in diffusers."""
+"""The supported model families, and how their modular pipelines in diffusers differ."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,35 +7,38 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Family:
-    """Properties of one model family in diffusers' modular form."""
+    """Properties of one model family, as implemented by a modular pipeline of diffusers."""
 
     blocks: str
-    """Name of the diffusers class that defines the blocks."""
+    """Name of the diffusers class that defines the pipeline's blocks."""
     output: str = "images"
-    """Name of the value that contains the result of the last block."""
+    """Name of the pipeline value that contains the final images or videos."""
     guidance_from_zero: bool = False
-    """Whether a guidance scale of 0 disables guidance. In other families, a scale of 1 disables it."""
+    """Whether a guidance scale of 0 disables guidance. If False, a scale of 1 disables guidance."""
     encodes_both: bool = False
-    """Whether the text encoder's block must always encode both prompts, because it fails without a negative prompt."""
+    """Whether the text encoder must encode a negative prompt even without guidance, because the encoder fails without
+    one."""
     joint_guidance: Literal["negative first", "negative last"] | None = None
-    """Order of the guidance branches in a joint forward pass.
+    """Order of the positive and negative guidance branches in a joint forward pass.
 
-    None if the pipeline's own `__call__` denoises each branch in a separate forward pass.
+    None if the diffusers pipeline computes each branch in a separate forward pass.
     """
     masks: tuple[str, ...] = ()
-    """Names of the prompt masks. A mask excludes tokens only if prompts of different lengths are batched."""
+    """Names of the prompts' attention masks. A mask that excludes no tokens is removed, because attention without a
+    mask is faster."""
     shared_inputs: frozenset[str] = frozenset()
-    """Names of the transformer inputs that all rows of a batch share."""
+    """Names of the transformer inputs that have no row axis because all rows of a batch share them."""
     mixed_lengths: bool = False
-    """Whether rows of different lengths can share a forward pass (`batching.mixed_lengths`)."""
+    """Whether requests with different prompt lengths or image sizes can share a forward pass
+    (`batching.mixed_lengths`)."""
     size_multiple: int = 16
-    """Height and width must be multiples of this number: the VAE's downscaling factor times the patch size."""
+    """Divisor of every valid height and width in pixels: the VAE's downscaling factor times the patch size."""
     frames_multiple: int = 0
-    """The number of frames must be one more than a multiple of this number. 0 for image models."""
+    """Divisor of the number of frames minus one. 0 for models that generate images."""
     min_steps: int = 1
-    """Minimum number of steps. With fewer steps, the schedule would divide by zero."""
+    """Minimum number of denoising steps. The noise schedule would divide by zero with fewer steps."""
     takes_image: bool = False
-    """Whether a request needs an input image."""
+    """Whether each request must contain an input image."""
 
 
 _MASKS = ("prompt_embeds_mask", "negative_prompt_embeds_mask")
@@ -49,4 +52,4 @@ FAMILIES: Mapping[str, Family] = {
     "WanPipeline": Family("WanBlocks", output="videos", frames_multiple=4, encodes_both=True),
     "ZImagePipeline": Family("ZImageAutoBlocks", guidance_from_zero=True, joint_guidance="negative last"),
 }
-"""The supported families by the name of the pipeline class in `model_index.json`."""
+"""The supported model families, by the name of the pipeline class in `model_index.json`."""
