@@ -1,1 +1,4 @@
-"""Built-in engines, one folder each: a light descriptor, and a factory that imports the engine's dependencies."""
+"""The built-in engines. Each engine's folder contains a descriptor with few imports and a factory.
+
+The factory imports the engine's dependencies.
+"""

@@ -1,7 +1,7 @@
-"""The optional abilities of an engine. The stage's controls look up the object for each ability in `EngineAbilities`.
+"""The optional abilities of an engine. A stage's controls look up the object for each ability in `EngineAbilities`.
 
 Every method may be called while tasks run, unless its docstring says otherwise. Calls that conflict wait for each
-other. A cancelled call has taken either full effect or no effect.
+other. A cancelled call has either its full effect or no effect.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,25 +28,25 @@ class Adapter:
 
 
 class AdapterControl(Protocol):
-    """Loads and unloads LoRA adapters. Only tasks that name an unloaded adapter fail."""
+    """Loads and unloads LoRA adapters. A task that names an adapter that is not loaded fails. Other tasks continue."""
 
     async def load(self, name: str, path: str) -> Adapter:
         """Checks and loads an adapter. Loading a loaded adapter again from the same folder has no effect.
 
         Raises InvalidRequestError if the folder does not contain an adapter for this model, ExistsError if the name is
-        used for another folder, OverloadedError if no slot is free, and NotReadyError if the engine does not support
-        adapters or is asleep.
+        used for another folder, OverloadedError if all slots are in use, and NotReadyError if the engine does not
+        support adapters or is asleep.
         """
         ...
 
     async def unload(self, name: str, *, drain: bool) -> None:
-        """Unloads an adapter. With `drain`, rejects new tasks that name it and waits for the running ones.
+        """Unloads an adapter. With `drain`, rejects new tasks that name the adapter and waits for the running tasks.
 
         Raises NotFoundError if the adapter is not loaded, and NotReadyError if tasks use it and `drain` is False.
         """
 
     async def pin(self, name: str) -> Adapter:
-        """Reserves a slot for an adapter until it is unloaded. The other adapters share the remaining slots.
+        """Reserves a slot for an adapter until the adapter is unloaded. The other adapters share the remaining slots.
 
         Raises NotFoundError if the adapter is not loaded, and OverloadedError if no slot would remain for the others.
         """
@@ -61,7 +61,7 @@ class SleepControl(Protocol):
     """Releases and reacquires the memory of the engine's device. A sleeping engine receives no tasks."""
 
     def check_sleep(self, level: int) -> None:
-        """Checks that the engine can sleep at this level.
+        """Checks whether the engine can sleep at this level.
 
         Raises UnsupportedError if the device does not support sleep, NotReadyError if the engine was started without
         sleep mode, and InvalidRequestError if the level does not exist.
@@ -71,16 +71,19 @@ class SleepControl(Protocol):
         """Puts the engine to sleep. Must be called only after `check_sleep` and while no task is running."""
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Wakes the parts with these tags, or all parts if empty. Raises InvalidRequestError if a tag is not asleep."""
+        """Wakes the engine's parts with these tags, or all parts if `tags` is empty.
+
+        Raises InvalidRequestError if a tag is not asleep.
+        """
 
     def asleep(self) -> Sequence[str]:
-        """Returns the tags of the parts that are asleep. The engine chooses the tags. Empty while it accepts tasks."""
+        """Returns the tags of the engine's sleeping parts. The engine defines the tags. Empty if the engine is awake."""
         ...
 
 
 @dataclass(frozen=True)
 class CacheStatistics:
-    """Statistics of a cache. A key-value cache sets blocks and tokens; any other cache sets entries and bytes.
+    """Statistics of a cache. A key-value cache sets blocks and tokens. Any other cache sets entries and bytes.
 
     Fields that do not apply are 0. Tokens, hits and misses are counted from the engine's start.
     """
@@ -102,14 +105,13 @@ class CacheControl(Protocol):
     """Clears and measures the engine's cache, which contains results of earlier tasks."""
 
     async def clear_caches(self, *, preempt: bool) -> None:
-        """Removes all entries. With `preempt`, running tasks drop their entries and recompute them, with equal results.
+        """Removes all cached entries. With `preempt`, running tasks recompute the entries that they use, with equal
+        results.
 
         Raises NotReadyError if a task uses an entry and `preempt` is False.
         """
 
-    def cache_statistics(self) -> CacheStatistics:
-        """Returns the current statistics."""
-        ...
+    def cache_statistics(self) -> CacheStatistics: ...
 
 
 class PartitionsArena(Protocol):
@@ -120,9 +122,9 @@ class PartitionsArena(Protocol):
         ...
 
     def adopt(self, handle: Handle) -> Tensors:
-        """Returns views of the tensors that a worker wrote. The views retain their memory region.
+        """Returns views of the tensors that a worker wrote. The views retain the tensors' memory region.
 
-        Raises InvalidChunkError if the worker did not write them.
+        Raises InvalidChunkError if `handle` does not refer to tensors that a worker wrote.
         """
         ...
 
@@ -138,11 +140,13 @@ class EngineAbilities:
     """
 
     can_pause: bool = False
-    """Whether `submit` respects a task's `max_steps` and `pause_requested`."""
+    """Whether `Engine.submit` respects a task's `max_steps` and `pause_requested`."""
     can_resume: bool = False
-    """Whether `submit` yields checkpoints and accepts a task's `resume_from`."""
+    """Whether `Engine.submit` yields checkpoints and accepts a task's `resume_from`."""
     use_partitions: Callable[[PartitionsArena], None] | None = None
-    """Called once, before `start`. Set by an engine whose worker processes write into the replica's arena."""
+    """Called once, before the engine starts. Set by an engine with worker processes that write into the replica's
+    arena.
+    """
     adapters: AdapterControl | None = None
     sleep: SleepControl | None = None
     profiles: Profiles | None = None

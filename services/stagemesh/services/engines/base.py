@@ -21,7 +21,7 @@ class ChatMessage(NamedTuple):
 
 
 Prompt: TypeAlias = str | Sequence[ChatMessage] | Sequence[int]
-"""Text, which the chat template wraps as a user message, or a conversation, or token ids."""
+"""A prompt: text, a conversation, or token ids. The chat template wraps text as a user message."""
 
 
 def media_of(prompt: Prompt | None) -> Sequence[Medium]:
@@ -56,7 +56,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Options for sampling tokens. None means the stage's default."""
+    """Options for sampling tokens. The stage's default applies to each option that is None."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -72,13 +72,16 @@ class SamplingOptions:
     ignore_eos: bool = False
     bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
-    """The number of alternatives to report with each token's log-probability. None disables log-probabilities."""
+    """The number of alternative tokens to report with each token's log-probability. None disables log-probabilities."""
     structure: Structure | None = None
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state from which any replica can resume a task. A task yields it, and `Task.resume_from` receives it."""
+    """The state from which any replica can resume a task.
+
+    `Engine.submit` yields checkpoints, and `Task.resume_from` is the checkpoint to resume from.
+    """
 
     steps: int
     """The number of completed engine steps."""
@@ -86,10 +89,11 @@ class Checkpoint:
     """The tokens sampled so far."""
     tensors: Tensors = field(default_factory=dict[str, "object"])  # type: ignore[arg-type]
     outputs: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The number of outputs so far, by output name. Set by the stage, not by the engine."""
+    """The number of output fragments so far, by output name. Set by the stage, not by the engine."""
     rows: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The number of rows (first axis) emitted so far, by tensor name. Set by the stage. A resumed task emits the rows
-    that follow them."""
+    """The number of rows (first axis) emitted so far, by tensor name. Set by the stage. A resumed task emits only later
+    rows.
+    """
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,9 @@ class Task:
     attempt: int = 1
     """The number of this attempt at the stage's step of the request, from 1. Emissions do not depend on it."""
     wanted: frozenset[str] | None = None
-    """The emitted tensors that an edge or the caller requests. None means all. The engine may skip the others."""
+    """The emitted tensors that an edge or the caller requests. None means all tensors. The engine may skip other
+    tensors.
+    """
     tokens: TokenSelection = "all"
     """The rows that an edge or the caller requests, for tensors that have one row for each token."""
     adapter: str | None = None
@@ -126,7 +132,9 @@ class Task:
     max_steps: int | None = None
     """The number of steps after which the task pauses. None means no limit. For engines with `can_pause`."""
     pause_requested: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
-    """Set to pause the task after its current step, so that it can resume elsewhere. For engines with `can_pause`."""
+    """Event that is set to pause the task after its current step, so that another replica can resume the task. For
+    engines with `can_pause`.
+    """
     resume_from: Checkpoint | None = None
 
 
@@ -149,7 +157,7 @@ class Emission:
 
 @dataclass(frozen=True)
 class Progress:
-    """The number of completed steps, and the total number if it is known."""
+    """The progress of a task: the number of completed steps, and the total number, or None if it is unknown."""
 
     steps: int
     total_steps: int | None = None
@@ -176,7 +184,7 @@ EngineEvent: TypeAlias = Emission | Progress | Checkpoint | Usage | Paused
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """The load of an engine. `work_s` is the estimated remaining work in seconds; 0 if the engine is idle."""
+    """The load of an engine. `work_s` is the estimated remaining work in seconds, or 0 if the engine is idle."""
 
     running: int
     queued: int
@@ -184,7 +192,10 @@ class EngineLoad:
 
 
 class Engine(Protocol):
-    """Runs many tasks at once with continuous batching. Never blocks the event loop."""
+    """The interface of an engine, which runs many tasks at once with continuous batching.
+
+    An engine never blocks the event loop.
+    """
 
     @property
     def abilities(self) -> EngineAbilities:
@@ -192,7 +203,10 @@ class Engine(Protocol):
         ...
 
     async def start(self, report: Callable[[str], None]) -> None:
-        """Loads the model. Called once, before any other method. Calls `report` with a line of text for each phase."""
+        """Loads the model. Called once, before any other method.
+
+        `report` is called with a line of text for each phase of loading.
+        """
 
     def submit(self, task: Task) -> AsyncGenerator[EngineEvent, None]:
         """Runs a task and yields its events. The last event is Usage or Paused.
@@ -204,9 +218,7 @@ class Engine(Protocol):
         """
         ...
 
-    def load(self) -> EngineLoad:
-        """Returns the engine's current load."""
-        ...
+    def load(self) -> EngineLoad: ...
 
     async def wait_failed(self) -> str:
         """Waits until the engine fails and returns the cause. The process is then restarted."""
@@ -217,12 +229,15 @@ class Engine(Protocol):
 
 
 class Transform(Protocol):
-    """Converts the packets of an edge for its consumer. Each packet flow has its own instance. No side effects."""
+    """The interface of a transform, which converts the packets of an edge for the edge's consumer.
+
+    Each flow of packets has its own instance. A transform has no side effects.
+    """
 
     def push(self, packet: Packet) -> Sequence[Packet]:
-        """Adds a packet and returns the converted packets that it completes."""
+        """Converts a packet. Returns the output packets that are complete, which may be none."""
         ...
 
     def finish(self) -> Sequence[Packet]:
-        """Returns the remaining converted packets. Called at the flow's end."""
+        """Returns the remaining output packets. Called at the flow's end."""
         ...

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine until it ends. A cancellation of the caller takes effect afterwards."""
+    """Runs a coroutine until it ends. If the caller is cancelled, the cancellation takes effect afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -17,9 +17,9 @@ from stagemesh.services.engines.base import Task
 
 
 async def packets_of(task: Task, signature: Signature) -> AsyncGenerator[Packet, None]:
-    """Yields the inputs of one request: the client's prompt, or the packets of its edges.
+    """Yields the inputs of one request: the client's prompt, or the packets of the request's edges.
 
-    Callers must iterate within `aclosing`, so that readers of several edges are stopped.
+    Callers must iterate within `aclosing`, so that the tasks that read from edges are stopped.
 
     Raises InvalidChunkError if the edges do not match each other or the stage's signature, and InvalidRequestError if
     the request has no input for the stage.
@@ -51,7 +51,10 @@ def prompt_packet(task: Task) -> Packet:
 
 
 def sources_of(task: Task) -> Sequence[AsyncIterator[Packet]]:
-    """Returns the sources of inputs: one source for all joined edges, and one for each edge that is apart."""
+    """Returns the iterators that supply a task's inputs.
+
+    One iterator supplies the inputs of all joined edges. Each edge that is apart has its own iterator.
+    """
     together = {edge: aiter(inlet) for edge, inlet in task.inlets.items() if edge not in task.apart}
     apart = [aiter(inlet) for edge, inlet in task.inlets.items() if edge in task.apart]
     if len(together) == 1:
@@ -60,17 +63,20 @@ def sources_of(task: Task) -> Sequence[AsyncIterator[Packet]]:
 
 
 class JoinedEdges:
-    """Combines one packet of each edge into one packet. All edges must end after the same number of packets."""
+    """An async iterator that combines one packet of each edge into one packet.
+
+    All edges must end after the same number of packets.
+    """
 
     def __init__(self, readers: Mapping[str, AsyncIterator[Packet]]) -> None:
         self._readers = readers
 
     def __aiter__(self) -> AsyncIterator[Packet]:
-        """Returns itself, because flows are read only once."""
+        """Returns this object, because flows can be read only once."""
         return self
 
     async def __anext__(self) -> Packet:
-        """Joins the next packet of each edge. Raises InvalidChunkError if only some of the edges have ended."""
+        """Combines the next packet of each edge. Raises InvalidChunkError if only some of the edges have ended."""
         parts = {edge: await anext(reader, None) for edge, reader in self._readers.items()}
         if all(part is None for part in parts.values()):
             raise StopAsyncIteration
@@ -102,7 +108,10 @@ async def _next(source: AsyncIterator[Packet]) -> Packet | None:
 
 
 def join(parts: Mapping[str, Packet | None]) -> Packet:
-    """Combines the tensors of several edges into one packet. Raises InvalidChunkError if two edges share a tensor."""
+    """Combines the tensors of several edges into one packet.
+
+    Raises InvalidChunkError if two edges carry a tensor of the same name, or if an edge has ended.
+    """
     tensors: dict[str, Array] = {}
     metadata: dict[str, MetadataValue] = {}
     for edge, part in parts.items():
@@ -120,7 +129,10 @@ def join(parts: Mapping[str, Packet | None]) -> Packet:
 
 
 def check_packet(packet: Packet, signature: Signature) -> Packet:
-    """Returns the packet. Raises InvalidChunkError if a required tensor is missing or has another dtype or shape."""
+    """Returns the packet unchanged if it matches the stage's signature.
+
+    Raises InvalidChunkError if a required tensor is missing or if a tensor has another dtype or shape.
+    """
     for name, spec in signature.accepts.items():
         tensor = packet.tensors.get(name)
         if tensor is not None:

@@ -17,7 +17,7 @@ Options = TypeVar("Options")
 def parse_options(kind: type[Options], options: Mapping[str, JsonValue], *, stage: str) -> Options:
     """Parses a stage's options into the dataclass `kind`. Raises InvalidRequestError, which names the invalid option.
 
-    `stage` is the stage's name for the error message. If "", the message does not name the stage.
+    `stage` is the stage's name for the error message, or empty to omit the name.
     """
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for name in options:

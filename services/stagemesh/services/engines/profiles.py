@@ -1,4 +1,4 @@
-"""Profiles of an engine. They are recorded in a private folder, then moved to the folder that the caller named."""
+"""Profiles of an engine. A profile is recorded in a private folder, then moved to the folder that the caller named."""
 
 import asyncio
 import shutil
@@ -11,13 +11,16 @@ from stagemesh.services.engines.cleanup import run_to_completion
 
 
 class Recorder(Protocol):
-    """Starts and stops an engine's own profiler, which writes into the private folder."""
+    """The interface of an engine's profiler, which writes its files into the private folder."""
 
     async def begin(self, prefix: str, *, max_steps: int | None) -> None:
-        """Starts recording, and stops after `max_steps` steps unless None. The file names start with `prefix`."""
+        """Starts recording. The file names start with `prefix`.
+
+        Recording ends after `max_steps` steps. If `max_steps` is None, only `end` ends recording.
+        """
 
     async def end(self) -> None:
-        """Stops recording, and returns after all files are written."""
+        """Stops recording and waits until all files are written."""
 
 
 def private_folder(base: str) -> str:
@@ -26,9 +29,9 @@ def private_folder(base: str) -> str:
 
 
 class Profiles:
-    """Starts and stops profiles, one at a time.
+    """Starts and stops profiles, one at a time. The recorder writes into `private`.
 
-    Callers may name only folders within `base`. None disables profiles. The recorder writes into `private`.
+    Callers may name only folders within `base`. If `base` is None, profiles are disabled.
     """
 
     def __init__(self, recorder: Recorder, *, stage: str, base: str | None, private: Path) -> None:
@@ -38,9 +41,10 @@ class Profiles:
         self._lock = asyncio.Lock()
 
     async def start(self, folder: str, *, max_steps: int | None) -> str:
-        """Starts a profile, which ends after `max_steps` steps unless None. Returns its folder as an absolute path.
+        """Starts a profile. Returns the absolute path of the folder that will contain the profile's files.
 
-        Raises InvalidRequestError if the folder is outside `base`, and NotReadyError if a profile is already running.
+        Recording ends after `max_steps` steps. If `max_steps` is None, only `stop` ends recording. Raises
+        InvalidRequestError if the folder is outside `base`, and NotReadyError if a profile is already running.
         """
         async with self._lock:
             if self._target is not None:

@@ -25,7 +25,7 @@ class SleepState:
             )
 
     def select(self, tags: Sequence[str]) -> set[str]:
-        """Returns the tags to wake: `tags`, or all if empty. Raises InvalidRequestError if a tag is not asleep."""
+        """Returns `tags`, or all sleeping tags if empty. Raises InvalidRequestError if a tag is not asleep."""
         wanted = set(tags) or set(self.tags)
         if not wanted <= self.tags:
             raise InvalidRequestError(

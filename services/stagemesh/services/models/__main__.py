@@ -22,7 +22,7 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status."""
+    """Runs the command `fetch` and returns its exit status."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
     signal.signal(signal.SIGTERM, _interrupt)

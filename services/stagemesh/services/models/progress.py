@@ -1,4 +1,4 @@
-"""Shows the progress of fetching: bars on a terminal, lines otherwise."""
+"""Displays the progress of fetching: bars on a terminal, and lines of text otherwise."""
 
 from pathlib import Path
 from types import TracebackType

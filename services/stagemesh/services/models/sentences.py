@@ -14,7 +14,10 @@ _CLOSING = re.compile(r"([\"\u201d\u2019)\]]*)\s*")
 
 
 class Sentences:
-    """A `Transform` from text fragments to packets of one sentence. The sentences do not depend on the fragments."""
+    """A `Transform` from fragments of text to packets of one sentence each.
+
+    The sentences do not depend on how the text is split into fragments.
+    """
 
     def __init__(self) -> None:
         # A UTF-8 character may be split between two packets.

@@ -1,4 +1,4 @@
-"""The store of fetched models on disk. A model's folder is always complete. Its manifest records the source."""
+"""The store of fetched models on disk. A model's folder is always complete and contains a manifest with its source."""
 
 import fcntl
 import json
@@ -21,11 +21,11 @@ class ModelStore:
         self.root = root
 
     def path(self, recipe: Recipe) -> Path:
-        """Returns the path of a model's folder. The folder exists if the model is present."""
+        """Returns the path of a model's folder. The folder exists only if the model is present."""
         return self.root / recipe.model
 
     def has(self, recipe: Recipe) -> bool:
-        """Returns whether a model is present, complete, and built by this recipe."""
+        """Returns whether a model is present and complete, and was built by this recipe."""
         folder = self.path(recipe)
         try:
             manifest = json.loads((folder / _MANIFEST).read_text())
@@ -41,9 +41,10 @@ class ModelStore:
 
     @contextmanager
     def create(self, recipe: Recipe) -> Generator[Path]:
-        """Yields an empty work folder. If the block succeeds, the subfolder `model` becomes the model's folder.
+        """Yields a work folder in which the caller builds a model in the subfolder `model`.
 
-        Always deletes the rest of the work folder.
+        If no error is raised until the context exits, this subfolder becomes the model's folder. Deletes the rest of
+        the work folder in any case.
         """
         work = self.root / f"{recipe.model}.part"
         shutil.rmtree(work, ignore_errors=True)
@@ -63,7 +64,9 @@ class ModelStore:
 
     @contextmanager
     def exclusive(self) -> Generator[None]:
-        """Locks this folder within the block, so that only one process fetches into it. Waits for the lock."""
+        """Locks the store's folder until the context exits, so that only one process fetches models. Waits for the
+        lock.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:

@@ -1,4 +1,4 @@
-"""Descriptors of transforms of text."""
+"""The descriptors of the transforms that process text."""
 
 from stagemesh.common.descriptors import TransformDescriptor
 from stagemesh.common.tensors import TensorSpec

@@ -1,1 +1,1 @@
-"""The stage service: gRPC services that convert messages, and a replica that runs steps on an engine."""
+"""The stage service: a replica that runs the steps of requests on an engine, and the gRPC services of the replica."""

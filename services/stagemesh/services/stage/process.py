@@ -1,4 +1,4 @@
-"""The process of a stage replica. It builds the replica and serves it until the process ends."""
+"""The process of a stage replica: loads the engine, and serves the replica over gRPC until the process is stopped."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ async def serve(config: StageConfig, stopping: asyncio.Event) -> None:
 
 
 async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -> None:
-    """Loads the engine and runs it until `stopping` is set. Raises the engine's error if the engine fails."""
+    """Loads the engine and watches it until `stopping` is set. Raises the engine's error if the engine fails."""
     if not await _unless(stopping, runtime.start()):
         return
     # Freezing excludes the loaded objects from garbage collection. Collecting them takes tens of milliseconds.
@@ -79,7 +79,10 @@ async def work(runtime: StageRuntime, server: Server, stopping: asyncio.Event) -
 
 
 async def _unless(stopping: asyncio.Event, doing: Coroutine[object, object, None]) -> bool:
-    """Returns True if `doing` ended before `stopping` was set. Otherwise cancels it. Raises the error of `doing`."""
+    """Awaits `doing` and returns True. If `stopping` is set first, cancels `doing` and returns False.
+
+    Raises the error of `doing`.
+    """
     working, stopped = asyncio.ensure_future(doing), asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)

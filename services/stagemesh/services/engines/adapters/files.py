@@ -46,16 +46,16 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """The content of an adapter's folder."""
+    """The properties of an adapter, read from the files in its folder."""
 
     folder: Path
     rank: int
-    """The largest rank of any layer."""
+    """The largest LoRA rank of any of the adapter's layers."""
     layers: Mapping[str, Sizes]
     """The sizes of the linear layers that the adapter changes, by PEFT's layer name up to ".lora_"."""
 
     def check(self, model: Mapping[str, Sizes | None]) -> None:
-        """Raises InvalidRequestError if the model does not have a layer or has it in another size.
+        """Raises InvalidRequestError if the adapter changes a layer that the model does not have or has in other sizes.
 
         `model` maps the model's layer names to their sizes, or to None if the sizes are unknown.
         """
@@ -74,7 +74,10 @@ class AdapterFiles:
 
 
 def read_adapter(path: str) -> AdapterFiles:
-    """Reads a folder's config and the header of its weights. Raises InvalidRequestError if they are invalid."""
+    """Reads the config and the header of the weights of the adapter in a folder.
+
+    Raises InvalidRequestError if they are missing or invalid.
+    """
     folder = Path(path)
     if not folder.is_absolute() or not folder.is_dir():
         raise invalid(folder, "it must be an absolute path of a folder on this machine")
@@ -96,7 +99,10 @@ def _read_config(folder: Path) -> _Config:
 
 
 def read_head(path: Path) -> Head:
-    """Reads the header of a safetensors file: the length of a JSON object, followed by that object."""
+    """Reads the header of a safetensors file, which is the length of a JSON object followed by the object.
+
+    Raises InvalidRequestError if the file is missing or invalid.
+    """
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -110,7 +116,11 @@ def read_head(path: Path) -> Head:
 
 
 def layers_of(folder: Path, shapes: Mapping[str, list[int]]) -> dict[str, Sizes]:
-    """Returns the sizes of the layers that an adapter changes, from its matrices' shapes by name."""
+    """Returns the sizes of the layers that an adapter changes, by layer name.
+
+    `shapes` contains the shapes of the adapter's matrices, by tensor name. Raises InvalidRequestError if the two
+    matrices of a layer do not match.
+    """
     names = {name.removesuffix(end) for name in shapes for end in (_DOWN, _UP) if name.endswith(end)}
     layers: dict[str, Sizes] = {}
     for name in sorted(names):

@@ -1,4 +1,4 @@
-"""Registry of an engine's loaded LoRA adapters, their users and their slots. Independent of any engine."""
+"""The registry of an engine's loaded LoRA adapters: their slots, and the tasks that use them. Works with any engine."""
 
 import asyncio
 import re
@@ -19,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidRequestError if the name is not valid for an adapter."""
+    """Raises InvalidRequestError if an adapter's name is not valid."""
     if not _NAME.fullmatch(name):
         raise InvalidRequestError(
             f"an adapter's name is {name[:140]!r}; it must be 1 to 128 letters, digits, '.', '_', ':', '-' or '/'",
@@ -28,7 +28,7 @@ def check_name(name: str) -> None:
 
 
 def disabled_error(stage: str) -> NotReadyError:
-    """Returns the error for an operator's call to a stage that was started without adapters."""
+    """Returns the error for an operator who manages adapters of a stage that was started without adapters."""
     return NotReadyError(
         f"stage {stage} accepts no adapters; start it with the option enable_lora", reason="ADAPTERS_DISABLED"
     )
@@ -44,7 +44,10 @@ def unknown_adapter_error(stage: str, name: str) -> NotFoundError:
 
 
 def check_rank(name: str, rank: int, *, most: int, taker: str = "the stage") -> None:
-    """Raises InvalidRequestError if the rank is above `most`. The message calls the stage `taker`."""
+    """Raises InvalidRequestError if an adapter's rank is above `most`.
+
+    `taker` is the name for the stage in the error message.
+    """
     if rank > most:
         raise InvalidRequestError(
             f"adapter {name!r} has rank {rank}; {taker} accepts a rank of at most {most}, its option max_lora_rank",
@@ -54,7 +57,7 @@ def check_rank(name: str, rank: int, *, most: int, taker: str = "the stage") -> 
 
 @dataclass
 class Entry:
-    """A loaded adapter with its state in the registry."""
+    """A loaded adapter and its state in the registry."""
 
     name: str
     path: str
@@ -66,24 +69,24 @@ class Entry:
     pinned: bool = False
     """Whether the engine has pinned the adapter."""
     unloading: bool = False
-    """Whether the adapter is being unloaded and accepts no new users."""
+    """Whether the adapter is being unloaded. No further task can use it."""
     users: int = 0
     """The number of running tasks that use the adapter."""
 
     @property
     def adapter(self) -> Adapter:
-        """The adapter as reported to operators."""
+        """The adapter's description for operators."""
         return Adapter(self.name, self.path, self.rank, self.pinned, self.users)
 
 
 @dataclass
 class AdapterRegistry:
-    """Enforces the adapter limits of an engine, because vLLM does not check all of them.
+    """The registry of an engine's loaded adapters. Enforces limits that vLLM does not check itself.
 
-    A step may use `slots` different adapters. vLLM's scheduler counts them, but assumes that it can evict a pinned
-    adapter. A step that needs the slot of a pinned adapter crashes the engine. Therefore, while an adapter is pinned,
-    the registry limits the other adapters in use to the number of remaining slots. At most `capacity` adapters are
-    loaded, because vLLM would otherwise evict an adapter in use and read it again in the middle of a step.
+    A step may use at most `slots` different adapters. vLLM's scheduler counts them, but assumes that it can evict a
+    pinned adapter. A step that needs the slot of a pinned adapter crashes the engine. Therefore, while an adapter is
+    pinned, the registry limits the other adapters in use to the number of remaining slots. At most `capacity` adapters
+    are loaded, because vLLM would otherwise evict an adapter in use and read it again in the middle of a step.
     """
 
     stage: str
@@ -100,11 +103,11 @@ class AdapterRegistry:
         return [entry.adapter for _, entry in sorted(self._entries.items())]
 
     def entries(self) -> Sequence[Entry]:
-        """Returns all entries in the order of loading."""
+        """Returns the entries of all loaded adapters, in the order of loading."""
         return list(self._entries.values())
 
     def find(self, name: str) -> Entry:
-        """Returns the entry of a loaded adapter. Raises NotFoundError if it is not loaded."""
+        """Returns the entry of a loaded adapter. Raises NotFoundError if no adapter with this name is loaded."""
         entry = self._entries.get(name)
         if entry is None:
             known = ", ".join(sorted(self._entries)) or "none"
@@ -116,7 +119,7 @@ class AdapterRegistry:
         return entry
 
     def find_loaded(self, name: str, path: str) -> Entry | None:
-        """Returns the entry if this adapter is already loaded, or None if it can be loaded now.
+        """Returns the adapter's entry if it is already loaded, or None if it can be loaded now.
 
         Raises ExistsError if the name is used for another folder, and OverloadedError if the registry is full.
         """
@@ -147,7 +150,7 @@ class AdapterRegistry:
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncGenerator[Entry]:
-        """Waits for a slot and yields the adapter. The task may use the adapter within the context.
+        """Waits for a slot and yields the adapter's entry. A task may use the adapter until the context exits.
 
         Raises NotFoundError if the adapter is not loaded, and NotReadyError if it is being unloaded.
         """
@@ -162,7 +165,8 @@ class AdapterRegistry:
 
     @asynccontextmanager
     async def unloading(self, name: str, *, drain: bool) -> AsyncGenerator[Entry]:
-        """Waits until no task uses the adapter and yields it. No task can start using the adapter within the context.
+        """Waits until no task uses the adapter and yields its entry. No task can use the adapter until the context
+        exits.
 
         Raises NotFoundError if the adapter is not loaded, and NotReadyError if tasks use it and `drain` is False.
         """
@@ -184,7 +188,7 @@ class AdapterRegistry:
 
     @asynccontextmanager
     async def pinning(self, name: str) -> AsyncGenerator[Entry]:
-        """Reserves a slot and yields the adapter. The caller sets its `pinned` after the engine has pinned it.
+        """Reserves a slot for an adapter and yields its entry. The caller sets `pinned` after the engine has pinned it.
 
         The reservation ends when the context exits unless `pinned` is set. Waits until the number of other adapters in
         use is at most the number of remaining slots. Raises NotFoundError if the adapter is not loaded, and
@@ -207,7 +211,7 @@ class AdapterRegistry:
         return self.slots - sum(entry.reserved for entry in self._entries.values())
 
     def _sharing(self) -> set[str]:
-        """Returns the names of the adapters that are in use and have no reserved slot."""
+        """Returns the names of the adapters in use that do not have a reserved slot."""
         return {entry.name for entry in self._entries.values() if entry.users and not entry.reserved}
 
     def _may_run(self, entry: Entry) -> bool:

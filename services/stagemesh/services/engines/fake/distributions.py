@@ -94,19 +94,19 @@ CountOption: TypeAlias = Annotated[Amount, BeforeValidator(_from_number), AfterV
 
 @dataclass(frozen=True)
 class SeededRandom:
-    """A random generator whose samples depend only on the request's seed, the stage and the key of the sample."""
+    """A random generator. A sample depends only on the request's seed, the stage, and the sample's key."""
 
     seed: int
     stage: str
 
     def quantile(self, *key: str | int) -> float:
-        """Returns a uniformly distributed number that is greater than 0 and less than 1."""
+        """Returns the number for `key`. The numbers are uniformly distributed between 0 and 1, both exclusive."""
         digest = hashlib.blake2b(repr((self.seed, self.stage, key)).encode(), digest_size=8).digest()
         # 52 bits and the added half fit in a float, so the result is never rounded up to 1.
         return ((int.from_bytes(digest) >> 12) + 0.5) / (1 << 52)
 
     def draw(self, amount: Amount, *key: str | int) -> float:
-        """Returns a sample of an amount."""
+        """Returns the sample of an amount for `key`."""
         return amount.fixed if amount.fixed is not None else amount.at(self.quantile(*key))
 
     def count(self, amount: Amount, *key: str | int) -> int:

@@ -1,4 +1,4 @@
-"""An engine whose output depends only on seed, prompt and step. Runs can therefore be compared byte by byte."""
+"""The fake engine. Its output depends only on seed, prompt and step, so that runs can be compared byte by byte."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable

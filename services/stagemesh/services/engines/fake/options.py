@@ -37,10 +37,15 @@ class Fault:
 
 @dataclass(frozen=True)
 class FakeOptions:
-    """The behaviour of a fake stage. An amount is a number or a distribution, sampled with the request's seed."""
+    """Options for the timing, sizes and faults of a fake stage.
+
+    An amount is a number or a distribution that is sampled with the request's seed.
+    """
 
     steps: CountOption = _FOUR
-    """The number of steps of a source if the request does not set max_tokens. For other stages, the expected number."""
+    """The number of steps of a source if the request does not set max_tokens. For other stages, the number of steps
+    that load estimates assume.
+    """
     step_s: AmountOption = _NONE
     """The duration of a step in seconds, sampled for each step. 0.02 yields 50 outputs per second."""
     first_step_s: AmountOption | None = None

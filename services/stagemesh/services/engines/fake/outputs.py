@@ -20,7 +20,7 @@ def source_text(task: Task, step: int) -> Array:
 
 
 def resize_text(text: Array, size_bytes: int) -> Array:
-    """Returns the text repeated or cut to this size. A size of 0 leaves the text unchanged."""
+    """Returns the text repeated or cut to `size_bytes`. A size of 0 leaves the text unchanged."""
     return np.resize(text, size_bytes) if size_bytes and text.size else text
 
 
@@ -38,12 +38,18 @@ def compute_output(function: str, given: Tensors) -> Mapping[str, Array]:
 
 
 def text_to_frames(text: Array) -> Array:
-    """Returns one frame for each byte: the byte's value times 1, 2, 3, and so on."""
+    """Returns one frame for each byte, as float32[bytes, FRAME_WIDTH].
+
+    A frame contains the byte's value times 1, 2, 3, and so on.
+    """
     return text[:, None].astype(np.float32) * np.arange(1, FRAME_WIDTH + 1, dtype=np.float32)
 
 
 def mix(text: Array | None, frames: Array | None) -> Array:
-    """Returns the frames plus the sum of the text's bytes (modulo 256). Uses the text's frames if `frames` is None."""
+    """Returns the frames plus the sum of the text's bytes (modulo 256).
+
+    If `frames` is None, the text is converted to frames first.
+    """
     if frames is None:
         assert text is not None, "an input has at least one tensor"
         frames = text_to_frames(text)
@@ -52,7 +58,7 @@ def mix(text: Array | None, frames: Array | None) -> Array:
 
 
 def pack(inputs: Sequence[Tensors]) -> Tensors:
-    """Returns the remaining inputs as tensors of a checkpoint. A missing tensor has length -1."""
+    """Converts inputs to tensors for a checkpoint. An input without one of the tensors has length -1 for it."""
     names = {name: tensor for given in inputs for name, tensor in given.items()}
     packed: dict[str, Array] = {}
     for name, like in names.items():

@@ -35,10 +35,13 @@ from stagemesh.services.engines.input_join import packets_of
 
 
 class FakeRun:
-    """Converts each input to an emission, with the configured timing and faults. Call `events` only once."""
+    """The run of one task. Converts each input to an emission, with the configured timing and faults.
+
+    `events` may be called only once.
+    """
 
     def __init__(self, task: Task, *, stage: str, function: str, options: FakeOptions, closed: asyncio.Event) -> None:
-        """Creates the run. The engine sets `closed` when it closes."""
+        """`closed` is an event that the engine sets when it closes."""
         self._task, self._stage, self._function, self._options = task, stage, function, options
         self._signature = signature(function)
         self._random = SeededRandom(task.seed, stage)
@@ -46,7 +49,7 @@ class FakeRun:
         self._closed = closed
         self._resumed = task.resume_from.steps if task.resume_from is not None else 0
         self._rows_to_skip: dict[str, int] = {}
-        """The number of rows before the checkpoint, by tensor. They are skipped when they are computed again."""
+        """The number of rows that must still be skipped because they precede the checkpoint, by tensor."""
         self._step = 0
         if task.resume_from is not None and task.resume_from.rows and not is_packed(task.resume_from.tensors):
             # The new inputs may be split differently, so the task resumes at a row, not at a step.
@@ -61,7 +64,7 @@ class FakeRun:
         return max(0.0, expected - self._step) * self._options.step_s.mean
 
     async def events(self) -> AsyncGenerator[EngineEvent, None]:
-        """Yields the events of the task, as specified by `Engine.submit`."""
+        """Yields the task's events, as specified by `Engine.submit`."""
         self._memory = hold_memory(self._options.request_memory_bytes)
         size_bytes, delayed = 0, list[Emission]()
         async with aclosing(self._inputs()) as inputs:
@@ -117,7 +120,7 @@ class FakeRun:
         return self._step < self._resumed or any(self._rows_to_skip.values())
 
     def _after_checkpoint(self, made: Tensors) -> Tensors | None:
-        """Returns the part of a step's tensors after the checkpoint, or None if the whole step precedes it."""
+        """Returns the rows of a step's tensors after the checkpoint, or None if all rows precede the checkpoint."""
         if not any(self._rows_to_skip.values()):
             return None if self._before_checkpoint else made
         skips = {name: min(len(tensor), self._rows_to_skip.get(name, 0)) for name, tensor in made.items()}
@@ -153,7 +156,10 @@ class FakeRun:
         return resize_text(text, self._random.count(self._options.size_bytes, "size", step))
 
     def _check_order(self, packet: Packet, last: int) -> int:
-        """Returns the packet's step, or `last` if it has none. Raises InvalidChunkError if the step is below `last`."""
+        """Returns the packet's step, or `last` if the packet does not contain a step.
+
+        Raises InvalidChunkError if the step is below `last`.
+        """
         step = packet.metadata.get("step")
         if not isinstance(step, int) or len(self._task.inlets) > 1:
             return last
@@ -178,7 +184,7 @@ class FakeRun:
         return Checkpoint(self._step, tensors=pack(left)) if left else None
 
     async def _compute(self) -> None:
-        """Waits for the duration of a step. Applies the faults that are due."""
+        """Waits for the duration of the current step. Applies the faults that occur at this step."""
         step = self._step
         await self._faults.strike(step, stage=self._stage)
         await asyncio.sleep(self._clock.pause_s(self._duration_s(step) + self._faults.slowness_s(step)))
@@ -217,7 +223,7 @@ class TaskFaults:
         )
 
     async def strike(self, step: int, *, stage: str) -> None:
-        """Applies a fault that is due before this step: kills the process, waits forever, or raises InternalError."""
+        """Applies a fault that occurs before this step: kills the process, waits forever, or raises InternalError."""
         if self._now("exit", step):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._now("hang", step):
@@ -242,7 +248,7 @@ class StepClock:
         self._due_s = -math.inf
 
     def pause_s(self, duration_s: float) -> float:
-        """Returns the time until a step that starts now ends, in seconds."""
+        """Returns the time from now until a step that starts now ends, in seconds."""
         now_s = self._now_s()
         late_s = now_s - self._due_s
         keeps = self._keeps_rate and math.isfinite(late_s)
@@ -251,7 +257,10 @@ class StepClock:
 
 
 def hold_memory(size_bytes: int) -> Array:
-    """Allocates memory, which is freed with the returned array. Raises OverloadedError if too little is available."""
+    """Allocates memory and returns it as an array. The memory is freed when the array is deleted.
+
+    Raises OverloadedError if too little memory is available.
+    """
     try:
         return np.ones(size_bytes, np.uint8)
     except MemoryError as exc:

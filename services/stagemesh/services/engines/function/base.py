@@ -12,31 +12,36 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class Call(Generic[State]):
-    """One request's item in a batch."""
+    """The call of one request within a batch."""
 
     state: State
     packet: Packet | None
-    """The input, without absent optional tensors. None in the last call of a request, which flushes the function."""
+    """The input, without absent optional tensors. None in the last call of a request, so that the function can return
+    remaining packets.
+    """
 
 
 class Function(Protocol[State]):
-    """A callable on batches of packets, with a separate state for each request. Runs on its own thread."""
+    """The interface of a function: a callable on batches of packets with a separate state for each request.
+
+    Each function runs on its own thread.
+    """
 
     def open(self, *, seed: int, options: Mapping[str, float]) -> State:
-        """Returns the state of a new request. The engine drops it when the request ends."""
+        """Returns the state of a new request. The engine deletes the state when the request ends."""
         ...
 
     def __call__(self, batch: Sequence[Call[State]]) -> Sequence[Sequence[Packet]]:
-        """Returns a sequence of packets for each call, in the order of the calls.
+        """Processes a batch. Returns the output packets of each call, in the order of the calls.
 
-        Raises an error for the whole batch before it has changed any state. The engine then retries the calls one by
-        one, so that only the request that caused the error fails.
+        Must raise an error before it changes any state. The engine then retries the calls one by one, so that only the
+        request that caused the error fails.
         """
         ...
 
 
 class OpensWithout(ABC, Generic[State]):
-    """Implemented by a function that must know which optional tensors are absent when a request starts."""
+    """The interface of a function that must know which optional tensors are absent when a request starts."""
 
     @abstractmethod
     def open_without(self, absent: frozenset[str], *, seed: int, options: Mapping[str, float]) -> State:

@@ -42,7 +42,7 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """The number of calls that have not started."""
+        """The number of calls that wait to be run."""
         return len(self._waiting)
 
     @property
@@ -51,9 +51,9 @@ class Batcher:
         return len(self._waiting) * self._call_s
 
     async def call(self, call: Call[object]) -> Sequence[Packet]:
-        """Returns the function's packets for a call.
+        """Waits for a call to be run. Returns the function's output packets.
 
-        Cancellation drops the call, or drops its result if the call has started.
+        Cancellation drops a waiting call. If the call has started, cancellation drops its result.
         """
         if self._closed:
             raise UnavailableError(f"function {self._name} is closed")
@@ -63,7 +63,7 @@ class Batcher:
         return await waiting.done
 
     async def run(self) -> None:
-        """Runs calls until it is cancelled. Calls that are then waiting fail."""
+        """Runs waiting calls until cancelled. Calls that are then still waiting fail with UnavailableError."""
         try:
             while True:
                 await self._arrived.wait()

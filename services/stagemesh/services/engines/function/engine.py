@@ -1,4 +1,4 @@
-"""The function engine runs one callable on one thread. It batches the packets of all requests as they arrive."""
+"""An engine that runs one callable on one thread. It batches the packets of all requests as they arrive."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping

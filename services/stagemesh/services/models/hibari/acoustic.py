@@ -12,11 +12,14 @@ from stagemesh.services.engines.function.base import Call
 
 MODEL_FILE = "hibari.onnx"
 _MIN_IDS = 3
-"""The minimum number of ids of a sentence. A sentence with fewer ids contains only the two padding ids."""
+"""The minimum number of phoneme ids of a sentence that contains speech. Two ids are padding."""
 
 
 class AcousticModel:
-    """A `Function` that converts text to frames. A packet contains one sentence. The state is the request's speed."""
+    """A `Function` that converts text to spectral frames. Each output packet contains one sentence.
+
+    The state of a request is its speaking speed.
+    """
 
     def __init__(self, model: Path | None, options: Mapping[str, object]) -> None:
         if options:

@@ -15,16 +15,22 @@ _NEAR_POLE = 2e-3
 
 
 class PulseTrain:
-    """Sums all harmonics below 11 kHz at unit amplitude. Silent for pitches below 40 Hz. Lags by one frame."""
+    """A stream of pulses: the sum of all harmonics of the pitch below 11 kHz, at unit amplitude.
+
+    Silent if the pitch is below 40 Hz. The samples lag behind the pitch by one frame.
+    """
 
     def __init__(self) -> None:
         self._f0: Floats = np.empty(0, np.float32)
-        """The pitch of the frames that have not been converted to samples, preceded by one earlier frame."""
+        """The pitch of the frames that have not been converted to samples, in Hz. Starts with one earlier frame."""
         self._cycles_hz = 0.0
         """The sum of the pitch over all samples so far. It equals the phase in cycles times the sample rate."""
 
     def push(self, f0: Floats, *, last: bool) -> Floats:
-        """Returns the samples that these frames complete, as float32[frames * hop]. `f0` is the pitch in Hz."""
+        """Converts the pitch of the next frames to samples. `f0` is in Hz. `last` marks the end of the sentence.
+
+        Returns the samples of the frames that are complete, as float32[frames * hop].
+        """
         before = f0[:1] if not len(self._f0) else self._f0[:0]
         known = np.concatenate([before, self._f0, f0])
         if last:
@@ -34,9 +40,10 @@ class PulseTrain:
         return self._pulses(_interpolate(known)) if count else np.empty(0, np.float32)
 
     def _pulses(self, pitch_hz: Floats) -> Floats:
-        """Returns the sum over h of cos(h t) = sin((H + 1/2) t) / (2 sin(t / 2)) - 1/2, for the H harmonics.
+        """Returns, for each sample, the sum of cos(h t) over the harmonics h = 1 to H.
 
-        H is the number of harmonics below the limit.
+        t is the phase of the pitch in radians, and H is the number of harmonics below the limit. The sum equals sin((H
+        + 1/2) t) / (2 sin(t / 2)) - 1/2.
         """
         voiced = pitch_hz > _VOICED_HZ
         pitch_hz = np.maximum(pitch_hz, np.float32(_VOICED_HZ))
@@ -53,7 +60,10 @@ class PulseTrain:
 
 
 def _interpolate(f0: Floats) -> Floats:
-    """Returns the pitch at each sample of the inner frames, linearly interpolated between frame centres."""
+    """Returns the pitch at each sample of all frames except the first and the last frame, in Hz.
+
+    The pitch is interpolated linearly between the centres of frames.
+    """
     offset = ((np.arange(_HOP) + 0.5) / _HOP - 0.5).astype(np.float32)
     half = _HOP // 2
     rising, falling = offset[half:], offset[:half]

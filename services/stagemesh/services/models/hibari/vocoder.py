@@ -1,8 +1,9 @@
 """The vocoder stage, which converts spectral frames to audio. The packet boundaries do not affect the samples.
 
-It computes the same result as `hibari.dsp.synth` for a whole sentence, but as a stream. Between packets it retains the
-phase of the pulse train, the samples that the next transform needs, and the frames that still overlap. It lags by four
-frames. Noise is generated frame by frame, so that it does not depend on the packets either.
+The stage computes the same result as `hibari.dsp.synth` for a whole sentence, but as a stream. Between packets it
+retains the phase of the pulse train, the samples that the next transform needs, and the frames that still overlap. The
+audio lags behind the frames by four frames. Noise is generated frame by frame, so that packet boundaries do not affect
+it either.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +50,7 @@ class VocoderStream:
         self._sentence = SentenceStream(self._rng)
 
     def push(self, packet: Packet) -> Iterator[Packet]:
-        """Yields the samples that these frames complete, one packet for each sentence."""
+        """Converts a packet of frames to audio. Yields at most one packet of samples for each sentence."""
         spectrum, f0 = (packet.tensors[name].astype(np.float32, copy=False) for name in ("spectrum", "f0"))
         ends = [int(end) + 1 for end in np.flatnonzero(packet.tensors["boundary"])]
         start = 0
@@ -72,18 +73,19 @@ class SentenceStream:
         self._rng = rng
         self._pulses = PulseTrain()
         self._source: Floats | None = None
-        """The pulse samples from the start of the next frame's window, including the reflection before the sentence.
+        """The pulse samples from the start of the next frame's window on.
 
-        None until there are enough samples for the reflection.
+        A reflection of the sentence's first samples precedes them. None until there are enough samples for the
+        reflection.
         """
         self._early: Floats = np.empty(0, np.float32)
-        """The pulse samples so far while there are too few for the reflection."""
+        """The sentence's first pulse samples, until there are enough samples for the reflection."""
         self._spectrum: Floats = np.empty((0, 5, BINS), np.float32)
         self._overlapping: Floats = np.zeros((_OVERLAP - 1, _OVERLAP, _HOP), np.float32)
         self._frames_done = 0
 
     def push(self, spectrum: Floats, f0: Floats, *, last: bool) -> Floats:
-        """Returns the samples that these frames complete. `last` ends the sentence."""
+        """Converts frames to audio. `last` marks the end of the sentence. Returns the samples that are complete."""
         self._spectrum = np.concatenate([self._spectrum, spectrum])
         self._extend_source(self._pulses.push(f0, last=last), last=last)
         frames = self._inverse(self._next_windows())
@@ -96,7 +98,7 @@ class SentenceStream:
         return _overlap_add(blocks, first=first, total=total if last else None)
 
     def _extend_source(self, samples: Floats, *, last: bool) -> None:
-        """Adds pulse samples, and the reflections that the transform expects at both ends of the sentence."""
+        """Appends pulse samples. Adds the reflections that the transform expects at both ends of the sentence."""
         if self._source is not None:
             self._source = np.concatenate([self._source, samples])
         else:
@@ -116,7 +118,10 @@ class SentenceStream:
         return windows
 
     def _inverse(self, windows: Floats) -> Floats:
-        """Returns the windowed frames in the time domain, as float32[frames, overlap, hop]."""
+        """Applies the next frames of the spectrum to the windows of pulse samples.
+
+        Returns the windowed frames in the time domain, as float32[frames, overlap, hop].
+        """
         count = len(windows)
         if not count:
             return np.empty((0, _OVERLAP, _HOP), np.float32)
@@ -140,7 +145,11 @@ def _polar(magnitude: Floats, angle: Floats) -> npt.NDArray[np.complex64]:
 
 
 def _overlap_add(blocks: Floats, *, first: int, total: int | None) -> Floats:
-    """Returns the normalised sum of overlapping frames. `blocks` starts with earlier frames that overlap `first`."""
+    """Returns the normalised sum of overlapping frames, as samples.
+
+    `first` is the number of the first new frame. `blocks` starts with the earlier frames that overlap this frame.
+    `total` is the number of frames in the sentence, or None if the sentence continues.
+    """
     count = len(blocks) - (_OVERLAP - 1)
     terms = [blocks[_OVERLAP - 1 - k : _OVERLAP - 1 - k + count, k] for k in range(_OVERLAP)]
     # The newest frame comes first, so that every sample is summed in the same order.
@@ -155,7 +164,11 @@ def _overlap_add(blocks: Floats, *, first: int, total: int | None) -> Floats:
 
 @cache
 def _norm(present: tuple[bool, ...]) -> Floats:
-    """Returns the reciprocal of the sum of the squared windows of the present frames."""
+    """Returns the factors by which the samples of one hop are normalised.
+
+    The factors are the reciprocals of the summed squares of the overlapping windows. `present` says for each
+    overlapping frame whether the sentence contains it.
+    """
     squares = (dsp.WIN * dsp.WIN).reshape(_OVERLAP, _HOP)
     total = np.zeros(_HOP, np.float32)
     for k, is_present in enumerate(present):

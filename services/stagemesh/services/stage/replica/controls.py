@@ -31,16 +31,20 @@ class Page(Generic[ItemT]):
 
 
 def page_of(items: Iterable[ItemT], key: Callable[[ItemT], str], *, page_size: int, page_token: str) -> Page[ItemT]:
-    """Returns the first `page_size` items (0: DEFAULT_PAGE) with keys after `page_token`, sorted by key."""
+    """Returns one page of the items with keys greater than `page_token`, sorted by key.
+
+    `page_size` is the maximum number of items. 0 means DEFAULT_PAGE, and values above MAX_PAGE mean MAX_PAGE.
+    """
     left = sorted((item for item in items if key(item) > page_token), key=key)
     page = left[: min(page_size or DEFAULT_PAGE, MAX_PAGE)]
     return Page(page, key(page[-1]) if len(page) < len(left) else "")
 
 
 class StageControls:
-    """Calls the engine's abilities. Rejects steps while the engine must be idle.
+    """The operator controls of one replica. Each control calls an optional ability of the engine.
 
-    Every call raises NotReadyError if the replica is not ready, and UnsupportedError if the engine lacks the ability.
+    Rejects steps while the engine must be idle. Every method raises NotReadyError if the replica is not ready, and
+    UnsupportedError if the engine lacks the ability.
     """
 
     def __init__(self, runtime: StageRuntime) -> None:
@@ -55,11 +59,11 @@ class StageControls:
         return await self._require(self._abilities.adapters, "adapters").load(name, path)
 
     async def unload_adapter(self, name: str, *, drain: bool) -> None:
-        """Unloads an adapter. With `drain`, waits until no task uses it."""
+        """Unloads an adapter. With `drain`, first waits until no task uses the adapter."""
         await self._require(self._abilities.adapters, "adapters").unload(name, drain=drain)
 
     async def pin_adapter(self, name: str) -> Adapter:
-        """Reserves a slot for a loaded adapter until it is unloaded."""
+        """Reserves a slot for a loaded adapter until the adapter is unloaded."""
         return await self._require(self._abilities.adapters, "adapters").pin(name)
 
     def list_adapters(self, *, page_size: int, page_token: str) -> Page[Adapter]:
@@ -70,9 +74,10 @@ class StageControls:
     # -- sleep
 
     async def sleep(self, level: int, *, drain: bool) -> Sequence[str]:
-        """Puts the engine to sleep once no step is running. Rejects new steps at once. Returns the tags asleep.
+        """Rejects new steps, waits until no step is running, and puts the engine to sleep.
 
-        Raises NotReadyError if steps are running and `drain` is False. A call cancelled while waiting changes nothing.
+        Returns the tags of the engine's sleeping parts. Raises NotReadyError if steps are running and `drain` is False.
+        If the call is cancelled while it waits, the replica accepts steps again.
         """
         engine = self._require(self._abilities.sleep, "sleep")
         engine.check_sleep(level)
@@ -85,9 +90,9 @@ class StageControls:
             return engine.asleep()
 
     async def wake(self, tags: Sequence[str]) -> Sequence[str]:
-        """Wakes the parts with these tags, or all parts if empty. Returns the tags of the parts that are still asleep.
+        """Wakes the engine's parts with these tags, or all parts if `tags` is empty.
 
-        The replica accepts steps again once no part is asleep.
+        Returns the tags of the parts that are still asleep. The replica accepts steps again once no part is asleep.
         """
         engine = self._require(self._abilities.sleep, "sleep", ready=False)
         async with self._falling_asleep:
@@ -98,14 +103,17 @@ class StageControls:
             return engine.asleep()
 
     def _resume_if_awake(self, engine: SleepControl) -> None:
-        """Resumes accepting steps if no part of the engine is asleep."""
+        """Accepts steps again if no part of the engine is asleep."""
         if not engine.asleep():
             self._runtime.resume()
 
     # -- profiles and caches
 
     async def start_profile(self, folder: str, *, max_steps: int | None) -> str:
-        """Starts a profile, which ends after `max_steps` steps unless None. Returns the absolute path of its folder."""
+        """Starts a profile and returns the absolute path of its folder.
+
+        Recording ends after `max_steps` steps. If `max_steps` is None, only `stop_profile` ends recording.
+        """
         profiles = self._require(self._abilities.profiles, "profile")
         return await profiles.start(folder, max_steps=max_steps)
 
@@ -118,13 +126,15 @@ class StageControls:
         await self._require(self._abilities.caches, "caches").clear_caches(preempt=preempt)
 
     def cache_statistics(self) -> CacheStatistics:
-        """Returns the statistics of the engine's cache."""
         return self._require(self._abilities.caches, "caches", ready=False).cache_statistics()
 
     # -- steps
 
     def list_steps(self, request_id: str, *, page_size: int, page_token: str) -> Page[StepReport]:
-        """Returns a page of the running steps, starting after the id `page_token`. An empty `request_id` means all."""
+        """Returns a page of the running steps with ids after `page_token`, sorted by id.
+
+        Lists the steps of one request, or of all requests if `request_id` is empty.
+        """
         reports = self._runtime.reports(request_id)
         return page_of(reports, attrgetter("step_id"), page_size=page_size, page_token=page_token)
 
@@ -135,7 +145,10 @@ class StageControls:
         return self._runtime.engine.abilities
 
     def _require(self, ability: AbilityT | None, name: str, *, ready: bool = True) -> AbilityT:
-        """Returns the ability. With `ready`, the replica must accept steps. Otherwise the engine must be loaded."""
+        """Returns `ability`. Raises UnsupportedError if `ability` is None.
+
+        Raises NotReadyError if the engine is not loaded, or if `ready` is True and the replica does not accept steps.
+        """
         self._runtime.check_loaded()
         if ability is None:
             config = self._runtime.config

@@ -5,11 +5,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 _CHECKS = 20
-"""The number of checks within `stall_s`. The interval between checks is at least `_MIN_TICK_S`."""
+"""The number of checks for hangs within the time limit `stall_s`. The interval between checks is at least
+`_MIN_TICK_S`.
+"""
 _MIN_TICK_S = 0.05
 _OVERTAKEN = 64
-"""The number of events of a later step after which an earlier, silent step counts as hung. Engines serve tasks in order
-or in turns, so a queued step is not overtaken this often. Later steps with a higher priority are ignored."""
+"""The number of events of a later step after which an earlier step without events counts as hung. Engines run tasks in
+order or in turns, so a queued step is not overtaken this often. Later steps with a higher priority are ignored.
+"""
 
 
 class Working(Protocol):
@@ -27,7 +30,7 @@ class Working(Protocol):
 
     @property
     def computes(self) -> bool:
-        """Whether the run waits only for its engine, and not for input or a consumer."""
+        """Whether the run waits only for its engine, and neither for input nor for a consumer."""
         ...
 
     @property
@@ -40,7 +43,7 @@ RunT = TypeVar("RunT", bound=Working)
 
 
 class _Silence(NamedTuple):
-    """The period without events since a run's last event."""
+    """A period in which a run had no events. Starts at the run's last event."""
 
     lasts_s: float
     counts_then: Mapping[int, int]
@@ -54,7 +57,10 @@ class StallWatch(Generic[RunT]):
     """
 
     def __init__(self, runs: Callable[[], Sequence[RunT]], *, stall_s: float, on_hung: Callable[[RunT], None]) -> None:
-        """Creates the watch. Calls `on_hung` once for each run that hangs alone. `on_hung` must stop the run."""
+        """`stall_s` is the time limit for a run without events, in seconds.
+
+        `on_hung` is called once for each run that hangs while later runs make progress. The callback must stop the run.
+        """
         self._runs, self._stall_s, self._on_hung = runs, stall_s, on_hung
         self._event_counts: Mapping[int, int] = {}
         self._working = set[int]()
@@ -62,10 +68,11 @@ class StallWatch(Generic[RunT]):
         self._hung = set[int]()
 
     async def wait_stalled(self) -> str:
-        """Returns the cause once no step has made progress for `stall_s`, or once a stopped step has not ended.
+        """Waits until the engine hangs. Returns the cause as a sentence for operators.
 
-        A slow step without an event for `stall_s` counts as hung, so the pipeline's owner must set a sufficient limit.
-        Time is counted in checks, so that a process that was suspended for a while does not count as hung.
+        The engine hangs if no step has made progress for `stall_s`, or if a step that was stopped for a hang does not
+        end. A slow step without an event for `stall_s` counts as hung, so the pipeline's owner must set a sufficient
+        limit. Time is counted in checks, so that a process that was suspended for a while does not count as hung.
         """
         tick_s = max(_MIN_TICK_S, self._stall_s / _CHECKS)
         stuck_s = 0.0
@@ -80,7 +87,10 @@ class StallWatch(Generic[RunT]):
                 return f"the engine hangs: a stopped step has not ended for {bound}"
 
     def _check(self, tick_s: float) -> bool:
-        """Updates each run's silence. Returns True if no run makes progress. Otherwise reports hung runs."""
+        """Updates the periods without events. Returns True if no run makes progress.
+
+        Otherwise calls `on_hung` for each run that hangs.
+        """
         runs = self._runs()
         working = {run.number: run for run in runs if run.computes}
         before, self._event_counts = self._event_counts, {run.number: run.event_count for run in runs}

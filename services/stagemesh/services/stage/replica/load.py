@@ -16,7 +16,7 @@ class ReplicaState(Enum):
 
 @dataclass(frozen=True)
 class StageLoad:
-    """A replica's load at one moment. The fields equal the fields of WatchLoadResponse."""
+    """The load of a replica at one moment. Has the same fields as the message WatchLoadResponse."""
 
     running: int
     queued: int

@@ -1,4 +1,4 @@
-"""The states from which paused requests can resume, stored within a limit of bytes."""
+"""Stores the states from which paused requests can resume, up to a total number of bytes."""
 
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
@@ -13,20 +13,22 @@ from stagemesh.v1 import stage_pb2
 
 MAX_KEPT_BYTES = 1 << 30
 MAX_EVENT_BYTES = 6 << 20
-"""The maximum size of a state within an event, in bytes. A larger state is omitted from its event and read from here
-instead. The limit leaves space for the input in the message that resumes the request (`MAX_MESSAGE_BYTES`)."""
+"""The maximum size of a paused state within an event, in bytes. A larger state is omitted from the event and can be
+read from `PausedStates` instead. The limit leaves space for the input in the message that resumes the request
+(`MAX_MESSAGE_BYTES`).
+"""
 
 _TOKEN_BYTES = 8
 
 
 class PausedStates:
-    """The latest state of each request. Drops the oldest states if they exceed `MAX_KEPT_BYTES` together."""
+    """The latest paused state of each request. Drops the oldest states if their total size exceeds `MAX_KEPT_BYTES`."""
 
     def __init__(self) -> None:
         self._states: OrderedDict[str, Checkpoint] = OrderedDict()
 
     def keep(self, request_id: str, state: Checkpoint) -> None:
-        """Stores a state. Drops an earlier state of the same request."""
+        """Stores a request's state. Replaces an earlier state of the same request."""
         self._states[request_id] = state
         self._states.move_to_end(request_id)
         while len(self._states) > 1 and sum(map(size_bytes, self._states.values())) > MAX_KEPT_BYTES:
@@ -37,7 +39,10 @@ class PausedStates:
         self._states.pop(request_id, None)
 
     def with_state(self, spec: StepSpec) -> StepSpec:
-        """Returns the spec, completed with the stored state if the spec names that state only by its steps."""
+        """Returns the spec with the stored state added, or the unchanged spec.
+
+        Adds the state only if the spec names a state by its number of steps, and the stored state has the same number.
+        """
         resume_from = spec.task.resume_from
         if resume_from is None or resume_from.tensors or resume_from.token_ids or spec.takes_state:
             return spec
@@ -47,7 +52,7 @@ class PausedStates:
         return replace(spec, task=replace(spec.task, resume_from=kept))
 
     def read(self, key: EdgeKey) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
-        """Yields a request's state as a flow of one chunk. Raises NotFoundError if the state is not stored here."""
+        """Yields a request's state as a flow of one chunk. Raises NotFoundError if the state is not stored."""
         state = self._states.get(key.request_id)
         if state is None:
             raise NotFoundError(f"no state of request {key.request_id} is stored here", reason="UNKNOWN_FLOW")
@@ -55,12 +60,12 @@ class PausedStates:
 
 
 def size_bytes(state: Checkpoint) -> int:
-    """Returns the size of a state in bytes."""
+    """Returns the total size of a state's tensors and token ids, in bytes."""
     return sum(tensor.nbytes for tensor in state.tensors.values()) + _TOKEN_BYTES * len(state.token_ids)
 
 
 def without_large_state(state: Checkpoint) -> Checkpoint:
-    """Returns the checkpoint for an event. Omits its state if the state is larger than `MAX_EVENT_BYTES`."""
+    """Returns the checkpoint, without its tensors and tokens if they are larger than `MAX_EVENT_BYTES`."""
     return state if size_bytes(state) <= MAX_EVENT_BYTES else without_state(state)
 
 

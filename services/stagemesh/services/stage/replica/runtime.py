@@ -1,4 +1,4 @@
-"""A stage replica, independent of gRPC. Runs steps, and reports its state and its load."""
+"""A stage replica, independent of gRPC. Runs steps, and reports the replica's state and load."""
 
 import asyncio
 import contextlib
@@ -32,9 +32,9 @@ from stagemesh.services.stage.step.spec import Rebinding, StepSpec
 _log = logging.getLogger(__name__)
 
 _RELEASE_S = 5.0
-"""Time that a failed engine has to release its steps, in seconds."""
+"""Time limit for a failed engine to release its steps, in seconds."""
 _PAUSE_S = 2.0
-"""Time that running steps have to pause before they are handed over to other replicas, in seconds."""
+"""Time limit for running steps to pause before they are handed over to other replicas, in seconds."""
 _MIN_RETRY_S, _MAX_RETRY_S = 0.1, 10.0
 
 
@@ -49,7 +49,7 @@ class StageRuntime:
         self.on_serving: Callable[[bool], None] = lambda _: None
         """Called with False when a READY replica stops accepting steps, and with True when it accepts them again."""
         self.on_shutdown: Callable[[], None] = lambda: None
-        """Called to end the process in the same way as SIGTERM."""
+        """Called to end the process. The effect is the same as that of SIGTERM."""
         self._engine = engine
         self._where = {"stage": config.stage, "replica": config.replica}
         self._runs = RunRegistry()
@@ -63,7 +63,6 @@ class StageRuntime:
 
     @property
     def engine(self) -> Engine:
-        """The engine of this replica."""
         return self._engine
 
     # -- lifecycle
@@ -87,7 +86,9 @@ class StageRuntime:
             self.state, self.detail = ReplicaState.READY, ""
 
     async def watch_engine(self) -> None:
-        """Waits until the engine fails or hangs, then fails all runs. Raises UnavailableError with the cause."""
+        """Waits until the engine fails or hangs, then ends all runs with an error. Raises UnavailableError with the
+        cause.
+        """
         cause = await self._wait_engine_failed()
         self._fail(cause)
         self.on_serving(False)
@@ -99,7 +100,10 @@ class StageRuntime:
         raise error
 
     async def finish_steps(self, *, grace_s: float) -> None:
-        """Rejects new steps and waits `grace_s` seconds for the running steps. Pauses or stops the remaining steps."""
+        """Rejects new steps and waits for the running steps, at most `grace_s` seconds.
+
+        Pauses the remaining steps if the engine supports it, and stops the steps that have not paused.
+        """
         self._drained_by_operator = False
         if self.state is not ReplicaState.FAILED:
             self.state, self.detail = ReplicaState.DRAINING, "finishing its steps"
@@ -118,9 +122,9 @@ class StageRuntime:
     def start_drain(self, *, move_after_s: float | None = None) -> int:
         """Drains the replica for an operator, until `end_drain`. Returns the number of running steps.
 
-        Sets the state to DRAINING, so that orchestrators plan no new steps here. Steps that they have already planned
-        are accepted. After `move_after_s` seconds the running steps are handed over to other replicas, and new steps
-        are rejected. None disables the handover. A second call replaces `move_after_s`.
+        Sets the state to DRAINING, so that orchestrators plan no new steps on this replica. Steps that are already
+        planned are accepted. After `move_after_s` seconds, the running steps are handed over to other replicas and new
+        steps are rejected. If `move_after_s` is None, no steps are handed over. A second call replaces `move_after_s`.
         """
         if move_after_s is not None and not move_after_s >= 0:
             raise InvalidRequestError(f"move_after_s is {move_after_s:g}; it must be 0 (at once) or more")
@@ -132,7 +136,7 @@ class StageRuntime:
         return len(self._runs.running())
 
     def end_drain(self) -> None:
-        """Ends `start_drain`. Does nothing without a drain. Raises NotReadyError if the replica is shutting down."""
+        """Ends the drain that `start_drain` started, if any. Raises NotReadyError if the replica is shutting down."""
         if self._drained_by_operator:
             self._drained_by_operator = self._handed_over = False
             self._hand_over_later(None)
@@ -142,7 +146,7 @@ class StageRuntime:
             self.check_ready()
 
     async def pause(self, why: str, *, drain: bool) -> None:
-        """Rejects new steps, and returns when no step is running. `resume` ends the pause.
+        """Rejects new steps until `resume`, and waits until no step is running.
 
         Raises NotReadyError (STEPS_RUNNING) if steps are running and `drain` is False.
         """
@@ -179,18 +183,19 @@ class StageRuntime:
     # -- steps
 
     def execute(self, spec: StepSpec, *, time_left_s: float | None) -> AsyncGenerator[StepEvent]:
-        """Starts a step, or attaches to it if it is already known. Yields its events from the first. Raises its error.
+        """Starts a step, or attaches to the step if it is already known.
 
-        Callers must iterate at once, within `contextlib.aclosing`. The step is cancelled a few seconds after its last
-        caller has disconnected.
+        Yields all events of the step from the first event on, and raises the step's error. Callers must start to
+        iterate immediately, within `contextlib.aclosing`. The step is cancelled a few seconds after its last caller has
+        disconnected.
         """
         deadline_s = None if time_left_s is None else asyncio.get_running_loop().time() + time_left_s
         return self._admit(spec, deadline_s=deadline_s).journal.follow()
 
     async def cancel(self, request_id: str, *, attempt: int, reason: str) -> int:
-        """Stops a request's steps up to an attempt, and waits until they have ended. Returns the number of steps.
+        """Stops the steps of a request and waits until they have ended. Returns the number of stopped steps.
 
-        An attempt of 0 means all attempts.
+        Stops only steps of `attempt` and of earlier attempts. An attempt of 0 means all attempts.
         """
         check_request_id(request_id)
         self.states.forget(request_id)
@@ -200,9 +205,9 @@ class StageRuntime:
         return len(runs)
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """Binds edges of a running step to other replicas, or edges that an ended step has left open.
+        """Binds edges of a running step, or edges that an ended step has left open, to other replicas.
 
-        Raises NotFoundError (UNKNOWN_STEP) if no such step exists.
+        Raises NotFoundError (UNKNOWN_STEP) if neither exists.
         """
         check_rebinding(rebinding)
         self._runs.find_edges(rebinding).rebind(rebinding)
@@ -324,7 +329,7 @@ class StageRuntime:
             self.states.forget(run.spec.request_id)
 
     def check_ready(self) -> None:
-        """Raises NotReadyError, which contains the state, unless the replica accepts steps."""
+        """Raises NotReadyError unless the replica accepts steps. The error contains the replica's state."""
         if self.state is not ReplicaState.READY:
             raise NotReadyError(
                 f"replica {self.config.replica} of stage {self.config.stage} is {self.state.value}"

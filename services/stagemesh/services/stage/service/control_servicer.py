@@ -19,7 +19,7 @@ SERVICE_NAME = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].fu
 
 
 class StageControlServicer(control_pb2_grpc.StageControlServiceServicer):
-    """Serves the controls of one replica."""
+    """The servicer of StageControlService for one replica."""
 
     def __init__(self, runtime: StageRuntime) -> None:
         self._runtime, self._controls = runtime, StageControls(runtime)

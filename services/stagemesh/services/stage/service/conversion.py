@@ -52,7 +52,7 @@ _REPEATED = frozenset({"stop", "stop_token_ids", "bad_words"})
 
 
 def spec_from_wire(request: stage_pb2.ExecuteStepRequest) -> StepSpec:
-    """Returns the spec of a step. Raises InvalidRequestError if a value is invalid for every stage."""
+    """Converts a request message to a step spec. Raises InvalidRequestError if a value is invalid on any stage."""
     check_input(request.input)
     return StepSpec(
         step_id=request.step_id,
@@ -150,7 +150,7 @@ def _checkpoint(message: stage_pb2.Checkpoint) -> Checkpoint:
 
 
 def rebinding_from_wire(request: stage_pb2.RebindStepRequest) -> Rebinding:
-    """Returns the rebinding of a step. Raises InvalidRequestError if a value is invalid for every stage."""
+    """Converts a request message to a rebinding. Raises InvalidRequestError if a value is invalid on any stage."""
     return Rebinding(
         request_id=request.request_id,
         step_id=request.step_id,
@@ -207,7 +207,7 @@ def _policy(message: stage_pb2.OutputBinding) -> ChunkPolicy:
 
 
 def event_to_wire(event: StepEvent) -> stage_pb2.ExecuteStepResponse:
-    """Returns the response message for an event."""
+    """Converts an event of a step to a response message."""
     if isinstance(event, Output):
         # Filled in place, because each token has its own output message.
         response = stage_pb2.ExecuteStepResponse()
@@ -264,7 +264,7 @@ def _checkpoint_message(event: Checkpoint) -> stage_pb2.Checkpoint:
 
 
 def load_to_wire(load: StageLoad) -> stage_pb2.WatchLoadResponse:
-    """Returns the response message for a load."""
+    """Converts a replica's load to a response message."""
     return stage_pb2.WatchLoadResponse(**asdict(load))
 
 

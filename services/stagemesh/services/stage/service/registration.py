@@ -22,18 +22,18 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[membership_pb2.RegisterRequest, me
 _log = logging.getLogger(__name__)
 
 _RENEWALS = 3
-"""The number of renewals within the duration of a lease."""
+"""The number of times that a registration is renewed within the duration of its lease."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 2.0
 _REJECTED_PAUSE_S = 10.0
 _DEREGISTER_S = 1.0
 _PASSING = frozenset({"NOT_RUNNING", "LEASE_ENDED"})
-"""Error reasons after which the replica registers again soon, because they are temporary."""
+"""Error reasons that are temporary. After one of them, the replica registers again with a short delay."""
 _ANYWHERE = frozenset({"", "0.0.0.0", "[::]", "*"})  # noqa: S104
 
 
 @asynccontextmanager
 async def registered(config: StageConfig, *, incarnation: str, port: int) -> AsyncGenerator[None]:
-    """Keeps the replica registered within the block, and deregisters it when the block ends.
+    """Keeps the replica registered until the context exits, then deregisters it.
 
     `port` is the port of the replica's server. Raises InvalidRequestError (INVALID_CONFIG) if other hosts cannot reach
     the configured address.
@@ -75,7 +75,7 @@ class Registration:
         self._identity = identity
         self._leaving = asyncio.Event()
         self._bound: asyncio.Timeout | None = None
-        """The timeout of the current registration, which `leave` sets. None between registrations."""
+        """The timeout of the current registration. `leave` sets its deadline. None between registrations."""
         self._backoff = Backoff(first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         self._pause_s = _FIRST_PAUSE_S
         self._registered, self._last_failure = False, ""
@@ -88,7 +88,10 @@ class Registration:
                 self._bound.reschedule(asyncio.get_running_loop().time() + _DEREGISTER_S)
 
     async def run(self) -> None:
-        """Registers, and registers again if the registration is lost. Returns within about a second after `leave`."""
+        """Registers the replica, and registers it again if the registration is lost.
+
+        Returns at most about one second after `leave`.
+        """
         async with open_channel(self.orchestrator, keepalive_s=20) as channel:
             stub = membership_pb2_grpc.MembershipServiceStub(channel)
             while not self._leaving.is_set():
@@ -104,7 +107,10 @@ class Registration:
                 await self._pause()
 
     async def _stay_registered(self, stub: "membership_pb2_grpc.MembershipServiceAsyncStub") -> None:
-        """Registers and renews until `leave`. Raises an error if the registration is rejected or lost."""
+        """Registers the replica and renews the registration until `leave`.
+
+        Raises an error if the registration is rejected or lost.
+        """
         call = stub.Register()
         woken = asyncio.Event()
         call.add_done_callback(lambda _: woken.set())
@@ -135,7 +141,10 @@ class Registration:
         self._backoff.reset()
 
     def _note_failure(self, error: StagemeshError) -> None:
-        """Logs each new cause once, and sets the pause. The pause is longer after a rejection."""
+        """Logs the error if it differs from the previous one, and sets the pause before the next registration.
+
+        The pause is longer if the orchestrator rejected the registration.
+        """
         self._registered = False
         rejected = not isinstance(error, UnavailableError | DeadlineError) and error.reason not in _PASSING
         self._pause_s = _REJECTED_PAUSE_S if rejected else self._backoff.next_s()
@@ -150,7 +159,7 @@ class Registration:
 
 
 async def _deregister(call: _Call) -> None:
-    """Ends the stream and waits until the orchestrator has also ended it."""
+    """Ends the registration stream and waits until the orchestrator has also ended the stream."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         await call.done_writing()
         while await call.read() is not grpc.aio.EOF:

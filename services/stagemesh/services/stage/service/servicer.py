@@ -33,7 +33,7 @@ _DEFAULT_INTERVAL_S, _MIN_INTERVAL_S = 1.0, 0.05
 
 
 class StageServicer(stage_pb2_grpc.StageServiceServicer):
-    """Serves the steps of one replica."""
+    """The servicer of StageService for one replica."""
 
     def __init__(self, runtime: StageRuntime) -> None:
         self._runtime = runtime
@@ -54,7 +54,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     async def ExecuteSteps(  # type: ignore[override]
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> AsyncIterator[bytes]:
-        """Receives and yields serialized messages, because `add_stage_service` registers this method without codecs."""
+        """Messages are serialized bytes, because `add_stage_service` registers this method without protobuf codecs."""
         async with answering(context, **self._where):
             session = StepSession(self._execute, closing=self._runtime.closed, where=self._where)
             async with contextlib.aclosing(session.serve(request_iterator)) as messages:
@@ -71,7 +71,7 @@ class StageServicer(stage_pb2_grpc.StageServiceServicer):
     async def PutChunk(  # type: ignore[override]
         self, request_iterator: AsyncIterator[bytes], context: _Context
     ) -> AsyncIterator[bytes]:
-        """Receives and yields serialized messages, because `add_stage_service` registers this method without codecs."""
+        """Messages are serialized bytes, because `add_stage_service` registers this method without protobuf codecs."""
         async with answering(context, **self._where):
             replies = self._runtime.data_plane.serve_put(request_iterator)
             async with contextlib.aclosing(replies):

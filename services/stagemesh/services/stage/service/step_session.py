@@ -1,4 +1,4 @@
-"""The server side of ExecuteSteps, which carries one caller's calls of many steps over one stream."""
+"""The server side of the ExecuteSteps RPC. One stream carries one caller's calls for many steps."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ _READ_S = 0.5
 
 
 class Execute(Protocol):
-    """Runs a step in the same way as ExecuteStep."""
+    """The interface of a function that runs a step in the same way as the ExecuteStep RPC."""
 
     def __call__(
         self, request: stage_pb2.ExecuteStepRequest, *, time_left_s: float | None
@@ -37,25 +37,30 @@ class Execute(Protocol):
 
 
 class StepSession:
-    """The `StreamHandler` of one stream. Combines the responses of one event loop iteration into one message."""
+    """The session of one ExecuteSteps stream, which runs the stream's calls as a `StreamHandler`.
+
+    Combines the responses of one event loop iteration into one message.
+    """
 
     def __init__(self, execute: Execute, *, closing: asyncio.Event, where: Mapping[str, str]) -> None:
-        """Creates the session. When `closing` is set, the stream ends after its last call.
-
-        `where` is added to the metadata of errors.
-        """
+        """`where` is added to the metadata of errors. When `closing` is set, the stream ends after its last call."""
         self._execute, self._closing, self._where = execute, closing, where
         self._loop = asyncio.get_running_loop()
         self._stream = ServerStream(self)
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._waiting: deque[bytes] = deque()
-        """Serialized responses that contain one message each. Their concatenation is a response with all messages."""
+        """Serialized responses that contain one message each. Concatenating their bytes yields one response with all
+        messages.
+        """
         self._waiting_bytes = 0
         self._has_space = asyncio.Event()
         self._write_is_due = False
 
     async def serve(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-        """Yields the messages for the caller until either side ends the stream. Raises an error of the caller."""
+        """Yields the messages for the caller until the caller or the session ends the stream.
+
+        Raises InvalidRequestError if the caller sends an invalid message.
+        """
         ending = asyncio.create_task(self._end_in_order())
         try:
             async with aclosing(self._stream.serve(requests)) as messages:
@@ -91,7 +96,7 @@ class StepSession:
         self._write_waiting()
 
     def closed(self, error: object) -> None:
-        """Does nothing, because `serve` also ends and then cancels the calls."""
+        """Does nothing, because `serve` ends together with the stream and then cancels the calls."""
 
     # -- internal
 
@@ -146,7 +151,10 @@ class StepSession:
             self._stream.write(self._next_message())
 
     def _next_message(self) -> bytes:
-        """Returns a message with all waiting responses that fit, but at least one response."""
+        """Removes waiting responses and returns them as one message.
+
+        The message contains as many responses as fit, but at least one.
+        """
         size_bytes, responses = 0, list[bytes]()
         while self._waiting and (not responses or size_bytes + len(self._waiting[0]) <= _MESSAGE_BYTES):
             responses.append(self._waiting.popleft())
@@ -173,7 +181,7 @@ def _error_of(exc: Exception, where: Mapping[str, str]) -> chunk_pb2.Error:
 
 
 def _check_size(response: bytes, event: stage_pb2.ExecuteStepResponse) -> None:
-    """Raises UnsupportedError if the message is too large. The error ends only this call, not the shared stream."""
+    """Raises UnsupportedError if the message is too large. The error ends only one call, not the shared stream."""
     if len(response) > MAX_MESSAGE_BYTES:
         raise UnsupportedError(
             f"the step's {event.WhichOneof('event')} has {len(response)} bytes, but at most {MAX_MESSAGE_BYTES} can be "

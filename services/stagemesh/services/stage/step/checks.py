@@ -21,9 +21,10 @@ _SAMPLE_RATES_HZ = range(1_000, 384_001)
 def check_spec(
     spec: StepSpec, signature: Signature, *, engine: str, resumable: bool = False, pausable: bool = False
 ) -> None:
-    """Raises InvalidRequestError or UnsupportedError, which name the invalid value and the allowed values.
+    """Raises InvalidRequestError or UnsupportedError if a step is not valid for the stage.
 
-    `engine` is the engine's name. `resumable` and `pausable` are True if the engine has those abilities.
+    The error names the invalid value and the allowed values. `engine` is the engine's name. `resumable` and `pausable`
+    say whether the engine can resume and pause tasks.
     """
     check_request_id(spec.request_id)
     if not _STEP_ID.fullmatch(spec.step_id):
@@ -45,7 +46,7 @@ def check_spec(
 
 
 def check_rebinding(rebinding: Rebinding) -> None:
-    """Raises InvalidRequestError, which names the invalid value, if a rebinding is not valid."""
+    """Raises InvalidRequestError if a rebinding is not valid. The error names the invalid value."""
     check_request_id(rebinding.request_id)
     inputs = [each.binding for each in rebinding.inputs]
     _check_edge_names("inputs", [each.edge for each in inputs])

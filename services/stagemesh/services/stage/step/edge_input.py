@@ -1,4 +1,4 @@
-"""The packets of an incoming edge in the form that an engine accepts: transformed and validated."""
+"""Transforms and validates the packets of an incoming edge before an engine receives them."""
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -12,7 +12,10 @@ from stagemesh.services.engines.base import Transform
 
 
 class EdgeInput:
-    """Iterates over the transformed and validated packets of an inlet. Calls `on_first` before the first packet."""
+    """An async iterator over the transformed and validated packets of an inlet.
+
+    Calls `on_first` before it returns the first packet.
+    """
 
     def __init__(
         self,
@@ -28,15 +31,18 @@ class EdgeInput:
         self._on_first: Callable[[], None] | None = on_first
         self._pending: deque[Packet] = deque()
         self.waits = False
-        """Whether the engine waits for a packet that has not arrived."""
+        """Whether the engine is waiting for a packet that has not arrived."""
         self._ended = False
 
     def __aiter__(self) -> AsyncIterator[Packet]:
-        """Returns itself, because a flow is read only once."""
+        """Returns this object, because a flow can be read only once."""
         return self
 
     async def __anext__(self) -> Packet:
-        """Returns the next packet. Not a generator, because its frame would retain the last packet and its lease."""
+        """Returns the next packet.
+
+        This is not a generator, because a generator's frame would retain the last packet and its lease.
+        """
         while not self._pending:
             if self._ended:
                 raise StopAsyncIteration
@@ -61,7 +67,10 @@ class EdgeInput:
 
 
 def make_transform(name: str) -> Transform | None:
-    """Returns a new instance of a transform, or None for an empty name. Raises NotFoundError for an unknown name."""
+    """Returns a new instance of the named transform, or None if the name is empty.
+
+    Raises NotFoundError if the name is unknown.
+    """
     if not name:
         return None
     transform: Transform = import_factory(load_transform_descriptor(name).factory)()
@@ -69,9 +78,10 @@ def make_transform(name: str) -> Transform | None:
 
 
 def accepted_part(packet: Packet, accepts: Mapping[str, TensorSpec], *, edge: str) -> Packet:
-    """Returns a packet with the accepted tensors only. Raises InvalidChunkError if a dtype or shape does not match.
+    """Returns a packet with only the tensors that the stage accepts.
 
-    A symbol in the shapes represents the same length in all tensors of the packet.
+    Raises InvalidChunkError if the packet has no such tensor, or if a dtype or shape does not match. A symbol in the
+    shapes represents the same length in all tensors of the packet.
     """
     taken = {name: tensor for name, tensor in packet.tensors.items() if name in accepts}
     if not taken:

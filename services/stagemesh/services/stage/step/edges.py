@@ -1,4 +1,4 @@
-"""The edges of a step: its incoming and outgoing flows and their peer replicas."""
+"""The edges of a step: its incoming and outgoing flows, and the replicas at their other ends."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -93,7 +93,7 @@ class StepEdges:
         return inlets, tuple(FlowReport(self._outputs[each.edge].consumer, each) for each in statuses)
 
     def rebind(self, rebinding: Rebinding) -> None:
-        """Binds all named edges to other replicas. If it raises an error, it has changed no edge.
+        """Binds all named edges to other replicas, or no edge if an error is raised.
 
         Raises NotReadyError (CHUNK_GONE, ROWS_MISSING) if an edge cannot continue with the new peer, StaleAttemptError
         if an edge is bound in a newer attempt, and NotFoundError if the step does not have an edge.
@@ -117,7 +117,7 @@ class StepEdges:
             )
 
     async def close(self, error: StagemeshError | None, *, left_state: bool) -> None:
-        """Closes all flows. After a run without an error, outlets retain the chunks that consumers may need again."""
+        """Closes all flows. If `error` is None, outlets retain the chunks that consumers may need again."""
         if error is not None:
             self.outlets.abort(error)
         if self._state_outlet is not None and (error is not None or not left_state):
@@ -170,7 +170,10 @@ class StepEdges:
     def _is_new(
         self, current: InputBinding | OutputBinding, binding: InputBinding | OutputBinding, *, repeats: bool
     ) -> bool:
-        """Returns whether a binding must be applied. `repeats` marks a binding that equals the current binding."""
+        """Returns whether a binding must be applied. `repeats` says whether it equals the current binding.
+
+        Raises StaleAttemptError if the edge is bound in a newer attempt.
+        """
         attempt, wanted = self._attempt_of(current), self._attempt_of(binding)
         if wanted < attempt:
             raise StaleAttemptError(

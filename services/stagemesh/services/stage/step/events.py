@@ -45,9 +45,9 @@ Content: TypeAlias = str | Tokens | AudioOutput | ImageOutput | Array
 
 
 class Output(msgspec.Struct, frozen=True, gc=False):
-    """A fragment of a streamed tensor. `seq` numbers the fragments of each name from 0.
+    """A fragment of an output that is streamed to the caller. `seq` counts the fragments of each output from 0.
 
-    Excluded from garbage collection, because each token has an object that is stored beyond the run's end.
+    The garbage collector ignores these objects, because there is one for each token and they outlive the run.
     """
 
     name: str
@@ -83,12 +83,12 @@ class Stopwatch:
         return self._started_s is not None
 
     def start(self) -> None:
-        """Records that the engine has received an input. Ignores later calls."""
+        """Records the time at which the engine received its first input. Ignores later calls."""
         if self._started_s is None:
             self._started_s = self.age_s
 
     def first_output(self) -> None:
-        """Records that the engine has emitted an output. Ignores later calls."""
+        """Records the time at which the engine emitted its first output. Ignores later calls."""
         if self._first_output_s is None:
             self._first_output_s = self.age_s
 
@@ -113,7 +113,7 @@ StepEvent: TypeAlias = Accepted | Progress | Output | Checkpoint | Paused | Fini
 
 @dataclass(frozen=True)
 class FlowReport:
-    """The status of one end of a flow, and the replica at the other end."""
+    """The status of this replica's end of a flow, and the name of the replica at the other end."""
 
     peer: str
     status: FlowStatus

@@ -34,7 +34,9 @@ class StreamedOutputs:
     def __init__(
         self, names: Sequence[str], emits: Mapping[str, Emitted], *, made: Mapping[str, int] | None = None
     ) -> None:
-        """Creates the splitter. Numbering continues after `made`, the number of earlier fragments by name."""
+        """`made` is the number of fragments that earlier runs have emitted, by output name. Numbering continues after
+        them.
+        """
         self.size_bytes = 0
         """The total size of all pushed tensors and log-probabilities, in bytes."""
         self._emitted = {name: emits[name] for name in names}
@@ -44,11 +46,11 @@ class StreamedOutputs:
 
     @property
     def made(self) -> dict[str, int]:
-        """The number of fragments of each name, including fragments of earlier runs."""
+        """The number of fragments of each output so far, including fragments of earlier runs."""
         return dict(self._next_seqs)
 
     def push(self, packet: Packet, logprobs: tuple[TokenLogprobs, ...] = ()) -> list[Output]:
-        """Returns the fragments of a packet. `logprobs` are the log-probabilities of the packet's tokens.
+        """Splits a packet into output fragments. `logprobs` are the log-probabilities of the packet's tokens.
 
         Raises UnsupportedError if a tensor does not fit in a message.
         """
@@ -66,7 +68,10 @@ class StreamedOutputs:
         return fragments
 
     def finish(self) -> list[Output]:
-        """Returns the remaining text of outputs that end within a character, decoded with replacement characters."""
+        """Returns a last fragment for each text output that ends within a character.
+
+        The incomplete character is decoded as a replacement character.
+        """
         fragments: list[Output] = []
         for name, decoder in self._decoders.items():
             rest = decoder.decode(b"", final=True)
@@ -97,9 +102,9 @@ class StreamedOutputs:
 
 
 class ProgressThrottle:
-    """Passes all progress if the engine knows its number of steps, otherwise one report per PROGRESS_INTERVAL_S.
+    """Limits progress reports to one per PROGRESS_INTERVAL_S, unless the engine knows its total number of steps.
 
-    An engine that emits tokens reports progress for each token, which would double the number of messages.
+    An engine that emits tokens reports progress for each token. Without the limit, the number of messages would double.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -116,14 +121,14 @@ class ProgressThrottle:
 
 
 def _slices(samples: Array) -> Iterator[Array]:
-    """Yields copies of slices that fit in a message."""
+    """Splits audio samples into slices that fit in a message. Yields copies of the slices."""
     step = max(1, _AUDIO_FRAGMENT_BYTES * len(samples) // max(1, samples.nbytes))
     for start in range(0, len(samples), step):
         yield _copy(samples[start : start + step])
 
 
 def _copy(tensor: Array) -> Array:
-    """Returns a copy. A view could retain a lease on another replica's arena while outputs are stored for callers."""
+    """Copies a tensor. A view could retain a lease on another replica's arena while outputs are stored for callers."""
     return np.array(tensor)
 
 

@@ -11,16 +11,18 @@ from stagemesh.services.stage.step.run import StepRun
 from stagemesh.services.stage.step.spec import Rebinding, StepSpec
 
 KEPT_S = 30.0
+"""The time for which an ended run is stored, in seconds."""
 MAX_KEPT = 256
+"""The maximum number of ended runs that are stored."""
 MAX_KEPT_BYTES = 64 << 20
-"""Limits for ended runs, to which callers can attach again: time in seconds, number of runs, and bytes."""
+"""The maximum total size of the ended runs that are stored, in bytes. Callers can attach to a stored run again."""
 MAX_ATTEMPTS = 4096
 """The maximum number of requests whose latest attempt is recorded."""
 _RELEASED = CancelledRequestError("the request has ended")
 
 
 class RunRegistry:
-    """Finds runs by step id and by request, and records the latest attempt of each request."""
+    """An index of runs by step id and by request. Records the latest attempt of each request."""
 
     def __init__(self) -> None:
         self._runs: dict[str, StepRun] = {}
@@ -35,14 +37,20 @@ class RunRegistry:
         return list(self._running.values())
 
     def of_request(self, request_id: str, *, up_to_attempt: int = 0) -> Iterator[StepRun]:
-        """Yields the running runs of a request up to an attempt. 0 means all attempts."""
+        """Yields the runs of a request that have not ended and whose attempt is at most `up_to_attempt`.
+
+        An attempt of 0 means all attempts.
+        """
         for run in self.running():
             spec = run.spec
             if spec.request_id == request_id and (not up_to_attempt or spec.attempt <= up_to_attempt):
                 yield run
 
     def find_edges(self, rebinding: Rebinding) -> "StepRun | StepEdges":
-        """Returns the run to rebind, or the edges that it has left open. Raises NotFoundError if there is neither."""
+        """Returns the run whose edges are to be rebound, or the edges that it left open when it ended.
+
+        Raises NotFoundError if neither exists.
+        """
         found = self._running.get(rebinding.step_id) or self._left.get(rebinding.step_id)
         if found is None or found.request_id != rebinding.request_id:
             raise NotFoundError(
@@ -57,13 +65,16 @@ class RunRegistry:
         edges.on_over = partial(self._forget_edges, edges)
 
     def release_edges(self, request_id: str, *, up_to_attempt: int = 0) -> None:
-        """Releases the edges that a request's ended runs have left open, up to an attempt. 0 means all attempts."""
+        """Releases the edges that ended runs of a request have left open.
+
+        Releases only edges of attempts up to `up_to_attempt`. An attempt of 0 means all attempts.
+        """
         for edges in list(self._left.values()):
             if edges.request_id == request_id and (not up_to_attempt or edges.attempt <= up_to_attempt):
                 edges.release(_RELEASED)
 
     def find(self, spec: StepSpec) -> StepRun | None:
-        """Returns the run of the same step, or None if there is none.
+        """Returns the run with the step id of `spec`, or None if there is none.
 
         Raises StaleAttemptError if a newer attempt is known, and ExistsError if the step exists with other content.
         """
@@ -83,7 +94,7 @@ class RunRegistry:
         return run
 
     def add(self, run: StepRun) -> None:
-        """Adds a new run, and stops the runs of earlier attempts."""
+        """Adds a new run, and stops runs of earlier attempts of the same request."""
         spec = run.spec
         superseded_runs = [run for run in self.of_request(spec.request_id) if run.spec.attempt < spec.attempt]
         for superseded in superseded_runs:

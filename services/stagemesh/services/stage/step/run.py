@@ -33,9 +33,11 @@ from stagemesh.services.stage.step.spec import STATE_EDGE, Rebinding, StepSpec
 _log = logging.getLogger(__name__)
 
 ABANDON_S = 5.0
-"""Time for which a run continues without a caller, in seconds."""
+"""The time for which a run continues without a caller, in seconds."""
 ABORT_S = 1.0
-"""Time that the engine has to release a stopped task, in seconds. Afterwards callers and edges receive the error."""
+"""Time limit for the engine to release a stopped task, in seconds. After this time, callers and edges receive the
+error.
+"""
 
 _numbers = itertools.count(1)
 
@@ -50,10 +52,10 @@ def drained_error(where: Mapping[str, str]) -> UnavailableError:
 
 
 class StepRun:
-    """Runs a step on the engine, between its inlets and its outlets. Appends its events to `journal`.
+    """The run of one step on the engine, from the step's inlets to its outlets. Appends the step's events to `journal`.
 
-    Call `start` once, then await `ended`. The journal closes when the engine has released the task, but at most ABORT_S
-    after a stop. Callers and peer stages therefore do not wait for an engine that ignores an abort.
+    Call `start` once, then await `ended`. The journal closes when the engine has released the task, and at most ABORT_S
+    seconds after a stop. Callers and peer stages therefore do not wait for an engine that ignores an abort.
     """
 
     def __init__(
@@ -67,9 +69,9 @@ class StepRun:
         on_state: Callable[[str, Checkpoint], None],
         on_left: Callable[[StepEdges], None] = lambda _: None,
     ) -> None:
-        """Creates the run. Calls `on_state` with the request id and each state from which the request can resume.
+        """`on_state` is called with the request id and each state from which the request can resume.
 
-        Calls `on_left` with the edges of a successful run if their consumers may still be replaced.
+        `on_left` is called with the edges of a successful run if their consumers may still be replaced.
         """
         self.spec = spec
         self.journal = Journal[StepEvent](on_abandoned=self._abandoned)
@@ -84,7 +86,9 @@ class StepRun:
         self.failed = False
         """Whether the run has ended with an error."""
         self._journaled: tuple[int, Checkpoint] | None = None
-        """The newest checkpoint in the journal and its index. None if there is no checkpoint with a state."""
+        """The index of the newest checkpoint in the journal, and the checkpoint. None if the journal has no checkpoint
+        with a state.
+        """
         self._rows = dict(resume_from.rows) if resume_from is not None else dict[str, int]()
         self._edges_take_all_rows = spec.edges_take_all_rows(signature)
         self._edges = StepEdges(spec, data_plane)
@@ -108,7 +112,7 @@ class StepRun:
 
     @property
     def computes(self) -> bool:
-        """Whether the run waits only for its engine, and not for input or for credit of a consumer."""
+        """Whether the run waits only for its engine, and neither for input nor for a consumer's credit."""
         return self._with_engine and not any(each.waits for each in self._inputs)
 
     @property
@@ -118,12 +122,11 @@ class StepRun:
 
     @property
     def request_id(self) -> str:
-        """The id of the request."""
         return self.spec.request_id
 
     @property
     def running(self) -> bool:
-        """Whether the journal is open."""
+        """Whether the run has not ended. A run ends when its journal closes."""
         return not self.journal.closed
 
     @property
@@ -147,17 +150,17 @@ class StepRun:
         )
 
     def start(self, *, deadline_s: float | None, on_ended: Callable[["StepRun"], None]) -> None:
-        """Starts the run. `deadline_s` is in seconds on the event loop's clock; None means no deadline."""
+        """Starts the run. `deadline_s` is a time on the event loop's clock in seconds, or None for no deadline."""
         self._set_deadline(deadline_s)
         self._task = asyncio.create_task(self._run(on_ended), name=f"step {self.spec.step_id}")
 
     def extend(self, *, deadline_s: float | None) -> None:
-        """Extends the deadline to `deadline_s` of another caller if that is later. None removes the deadline."""
+        """Sets a later deadline for another caller. Ignores an earlier `deadline_s`. None removes the deadline."""
         if self._timer is not None and (deadline_s is None or deadline_s > self._timer.when()):
             self._set_deadline(deadline_s)
 
     def stop(self, cause: StagemeshError) -> None:
-        """Stops the run. It ends with `cause` after the engine's current step, or after ABORT_S.
+        """Stops the run. The run ends with the error `cause` after the engine's current step, or after ABORT_S seconds.
 
         Does nothing if the run has already been stopped, because the first cause counts.
         """
@@ -214,7 +217,7 @@ class StepRun:
         on_ended(self)
 
     async def _outcome(self) -> StagemeshError | None:
-        """Runs the step. Returns None, or its error as a StagemeshError."""
+        """Runs the step until it ends. Returns the step's error, or None if it succeeds."""
         try:
             await self._execute()
         except StagemeshError as exc:
@@ -253,7 +256,10 @@ class StepRun:
         await self._finish()
 
     async def _resumed_from(self) -> Checkpoint | None:
-        """Returns the checkpoint from which the task resumes. Receives its tensors if they arrive over an edge."""
+        """Returns the checkpoint from which the task resumes, or None if it starts from the beginning.
+
+        Receives the checkpoint's tensors if an edge delivers them.
+        """
         resume_from = self.spec.task.resume_from
         inlet = self._edges.state_inlet
         if resume_from is None or inlet is None:
@@ -301,7 +307,7 @@ class StepRun:
         self._raise_cause()
 
     def _raise_cause(self) -> None:
-        """Raises the cause of a stop that could not interrupt the run."""
+        """Raises the error that was passed to `stop`, in case `stop` could not interrupt the run."""
         if self._cause is not None:
             raise self._cause
 
@@ -316,13 +322,15 @@ class StepRun:
         )
 
     def _append_outputs(self, emission: Emission) -> None:
-        """Appends the client's outputs before the edges receive them, so that they do not wait for an edge's credit."""
+        """Appends the client's outputs to the journal before edges receive them, so that clients do not wait for
+        credit.
+        """
         self._stopwatch.first_output()
         for output in self._outputs.push(emission.packet, emission.logprobs):
             self.journal.append(output)
 
     def _append_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Appends a checkpoint, which covers everything that was emitted before it.
+        """Appends a checkpoint to the journal. The checkpoint covers everything that was emitted before it.
 
         Skips the checkpoint if an edge does not receive all rows, because the row counts do not apply to that edge.
         """

@@ -43,11 +43,11 @@ class OutputBinding:
 
     @property
     def is_selective(self) -> bool:
-        """Whether the edge may carry only a part of a packet."""
+        """Whether the edge may carry only some tensors or rows of a packet."""
         return bool(self.tensors) or self.tokens == "last"
 
     def select(self, packet: Packet) -> Packet | None:
-        """Returns the part of a packet that the edge carries, or None if the edge carries no part of it."""
+        """Returns the tensors and rows of a packet that the edge carries, or None if it carries none of them."""
         if self.tensors and not packet.tensors.keys() <= self.tensors:
             tensors = {name: tensor for name, tensor in packet.tensors.items() if name in self.tensors}
             if not tensors:
@@ -78,7 +78,6 @@ class StepSpec:
 
     @property
     def request_id(self) -> str:
-        """The id of the request."""
         return self.task.request_id
 
     @property
@@ -89,7 +88,10 @@ class StepSpec:
         return frozenset(self.streamed).union(*(binding.tensors for binding in self.outputs))
 
     def wanted_rows(self, signature: Signature) -> TokenSelection:
-        """Returns the rows that any edge or the caller requests. The caller always receives all rows of a tensor."""
+        """Returns "last" if all edges request only the rows of the last tokens, otherwise "all".
+
+        A caller always receives all rows of a tensor.
+        """
         only_last = self._rows_of_edges(signature) == {"last"}
         return "last" if only_last and not _tensors_with_rows(signature).intersection(self.streamed) else "all"
 
