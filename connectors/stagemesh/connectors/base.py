@@ -117,4 +117,4 @@ class Connector(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Releases all resources except memory that a peer may still read. Closing twice is harmless."""
+        """Releases all resources except memory that a peer may still read. Idempotent."""

@@ -225,7 +225,7 @@ class DataPlane:
             yield data
 
     async def close(self) -> None:
-        """Ends all flows and frees the arena. Closing twice is harmless."""
+        """Ends all flows and frees the arena. Idempotent."""
         await self._listener.close()
         for link in list(self._links.values()):
             await link.close()

@@ -35,7 +35,7 @@ class ReplicaConnectors:
         return self._connectors[name]
 
     async def close(self) -> None:
-        """Closes all connectors that were created. Closing twice is harmless."""
+        """Closes all connectors that were created. Idempotent."""
         while self._connectors:
             _, connector = self._connectors.popitem()
             await connector.close()

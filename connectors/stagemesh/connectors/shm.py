@@ -78,7 +78,7 @@ class ShmReader(InPlaceReader):
 
 
 def hold_lease(tensors: Sequence[Array], release: Callable[[], None]) -> None:
-    """Calls `release` once when all `tensors` and all views of them are deleted. The call may occur in any thread."""
+    """Calls `release` once, after all `tensors` and all views of them are deleted. Any thread may make this call."""
     assert tensors, "a lease needs at least one tensor"
     if len(tensors) == 1:
         when_gone(tensors[0], release)

@@ -47,8 +47,8 @@ __all__ = [
 
 
 class FlowSuite(DataSuite, FaultSuite):
-    """Tests the guarantees of a flow. These are all tests that apply to `grpc`, which does not read arenas."""
+    """The test suites that apply to every connector, including `grpc`, which does not read arenas."""
 
 
 class ConnectorSuite(FlowSuite, ReaderSuite):
-    """Tests all guarantees of a connector that reads arenas."""
+    """All test suites of the kit. They apply to connectors that read arenas."""

@@ -1,4 +1,4 @@
-"""The two sides of a connector without flows between them, for tests of the connector interface."""
+"""Producers and consumers without flows between them, for tests of the connector interface."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +24,7 @@ ARENA_BYTES = 8 << 20
 
 
 class End:
-    """The arenas and the connector of one replica."""
+    """The arenas and the connector of one replica, which can be a producer or a consumer."""
 
     def __init__(self, name: ConnectorName, *, replica: str, incarnation: str = "1") -> None:
         self.replica, self.incarnation = replica, incarnation
@@ -36,7 +36,7 @@ class End:
         self.connector: Connector = self._connectors.get(name)
 
     async def settled(self) -> None:
-        """Returns when the landing memory is empty. Raises TimeoutError if it does not become empty."""
+        """Waits until the landing memory is empty. Raises TimeoutError if the memory does not become empty."""
         landing = self._landing
         if landing is not None:
             await emptied(lambda: landing.used_bytes)
@@ -49,16 +49,16 @@ class End:
     def as_producer(self, *, with_arena: bool = True) -> Producer:
         """Returns a description of this replica as a producer on the consumer's host.
 
-        `with_arena` is whether the producer passes its arena's memory file.
+        `with_arena` is whether the producer passes the file descriptor of its arena.
         """
         return Producer(self.replica, self.incarnation, self.arena.fd if with_arena else None)
 
     async def connect(self, producer: "End") -> Reader:
-        """Returns a reader of another replica's arena."""
+        """Connects to another replica's arena and returns the reader of that arena."""
         return await self.connector.connect(await producer.connector.offer(), producer.as_producer())
 
     async def close(self) -> None:
-        """Closes the connector and the arenas. Closing twice is harmless."""
+        """Closes the connector and the arenas. Idempotent."""
         await self._connectors.close()
         self.arena.close()
         if self._landing is not None:
@@ -79,12 +79,15 @@ class Connected:
     reader: Reader
 
     async def read(self, *places: ArenaRange) -> list[Bytes]:
-        """Reads ranges of the producer's arena and returns their bytes."""
+        """Reads ranges of the producer's arena and returns one array of bytes for each range."""
         return await read(self.reader, places)
 
 
 async def read(reader: Reader, places: Sequence[ArenaRange]) -> list[Bytes]:
-    """Reads ranges and returns their bytes. Uses `view` or `fetch`, depending on the reader's class."""
+    """Reads ranges and returns one array of bytes for each range.
+
+    Uses `view` or `fetch`, as the reader's class requires.
+    """
     if isinstance(reader, InPlaceReader):
         return [reader.view(place) for place in places]
     assert isinstance(reader, FetchingReader), "a reader reads in place or fetches"
@@ -104,7 +107,7 @@ async def ends(name: ConnectorName) -> AsyncGenerator[tuple[End, End]]:
 
 @asynccontextmanager
 async def connected(name: ConnectorName) -> AsyncGenerator[Connected]:
-    """Yields a producer "a-0" and a consumer "b-0" that is connected to it."""
+    """Yields a producer "a-0" and a consumer "b-0" with a reader of the producer's arena."""
     async with ends(name) as (producer, consumer):
         reader = await consumer.connect(producer)
         try:

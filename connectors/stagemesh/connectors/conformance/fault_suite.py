@@ -140,13 +140,16 @@ async def _first(inlet: Inlet) -> bytes:
 
 
 async def _bounded_send(outlet: Outlet, count: int) -> None:
-    """Sends `count` packets within BOUND_S seconds. Raises the error if the flow fails."""
+    """Sends `count` packets and ends the flow.
+
+    Raises TimeoutError after BOUND_S seconds, or the error if the flow fails.
+    """
     async with asyncio.timeout(BOUND_S):
         await send_all(outlet, (packet(seq, 100_000) for seq in range(count)))
 
 
 async def _successor(previous: Host, proxy: Proxy) -> Host:
-    """Starts another incarnation of a consumer behind the same proxy, whose connections are cut."""
+    """Starts another incarnation of a consumer behind the same proxy, and cuts the proxy's open connections."""
     successor = await Host.started(previous.replica, inline_limit_bytes=0)
     proxy.target_port = int(successor.endpoint.rsplit(":", 1)[1])
     proxy.cut()

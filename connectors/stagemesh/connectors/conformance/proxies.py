@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Proxy:
-    """Relays connections to one port. `cut` resets the open connections, and later connections are still accepted."""
+    """A TCP proxy for one port. `cut` resets the open connections. Later connections are still accepted."""
 
     def __init__(self, target_port: int) -> None:
         self.target_port = target_port
@@ -37,7 +37,7 @@ class Proxy:
             self._writers -= ends
 
     async def close(self) -> None:
-        """Cuts all connections and returns when all of them have ended."""
+        """Cuts all connections and waits until they have ended."""
         # A newly accepted connection starts within a few iterations of the event loop.
         for _ in range(10):
             await asyncio.sleep(0)
@@ -75,7 +75,7 @@ async def _closing(writer: asyncio.StreamWriter) -> AsyncGenerator[None]:
 
 @asynccontextmanager
 async def proxied(endpoint: str) -> AsyncGenerator[tuple[Proxy, str]]:
-    """Starts a proxy for the given "host:port" endpoint. Yields the proxy and its own endpoint."""
+    """Starts a proxy for the given "host:port" endpoint. Yields the proxy and the proxy's own endpoint."""
     proxy = Proxy(int(endpoint.rsplit(":", 1)[1]))
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]

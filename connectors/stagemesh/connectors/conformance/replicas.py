@@ -63,14 +63,14 @@ class Host(stage_pb2_grpc.StageServiceServicer):
             await context.abort(to_grpc_code(exc), exc.message, to_trailing_metadata(exc))
 
     async def close(self) -> None:
-        """Closes the data plane and the server. Closing twice is harmless."""
+        """Closes the data plane and the server. Idempotent."""
         try:
             await self.plane.close()
         finally:
             await self.server.stop(None)
 
     async def settled(self) -> None:
-        """Returns when the replica's memory is empty. Raises TimeoutError if it does not become empty."""
+        """Waits until the replica's memory is empty. Raises TimeoutError if the memory does not become empty."""
         await emptied(lambda: self.used_bytes)
 
     @property
@@ -100,7 +100,7 @@ def open_flow(
     policy: ChunkPolicy | None = None,
     endpoint: str = "",
 ) -> tuple[Outlet, Inlet]:
-    """Opens and returns both ends of a flow. `endpoint` replaces the consumer's own endpoint unless it is empty."""
+    """Opens a flow and returns its outlet and inlet. `endpoint` replaces the consumer's endpoint unless it is empty."""
     key = EdgeKey(request, "a->b", 1)
     inlet = consumer.plane.open_inlet(key, producer=producer.replica)
     outlet = producer.plane.open_outlet(
@@ -120,7 +120,7 @@ def packet(seq: int, size: int = 1000) -> Packet:
 
 
 async def emptied(used_bytes: Callable[[], int]) -> None:
-    """Returns when `used_bytes()` is 0. Raises TimeoutError if it does not become 0."""
+    """Waits until `used_bytes()` is 0. Raises TimeoutError if the value does not become 0."""
     # Memory that only the garbage collector frees is not a leak. The collector runs only once, because it blocks the
     # event loop.
     gc.collect()
@@ -128,21 +128,24 @@ async def emptied(used_bytes: Callable[[], int]) -> None:
 
 
 async def until(holds: Callable[[], bool], *, timeout_s: float) -> None:
-    """Returns when `holds()` returns True. Raises TimeoutError if that does not happen within `timeout_s` seconds."""
+    """Waits until `holds()` returns True. Raises TimeoutError if that does not happen within `timeout_s` seconds."""
     async with asyncio.timeout(timeout_s):
         while not holds():  # noqa: ASYNC110 - there is no event for every condition
             await asyncio.sleep(0.001)
 
 
 async def send_all(outlet: Outlet | FanOut, packets: Iterable[Packet]) -> None:
-    """Sends packets and ends the flow. Returns when the consumer has received all packets."""
+    """Sends packets and ends the flow. Waits until the consumer has received all packets."""
     for one in packets:
         await outlet.send(one)
     await outlet.finish()
 
 
 async def receive_all(inlet: Inlet) -> list[Packet]:
-    """Returns copies of all packets of a flow and closes the inlet. Views would retain the memory."""
+    """Returns copies of all packets of a flow and closes the inlet.
+
+    Views of the packets would retain the arena's memory.
+    """
     received = [Packet({n: t.copy() for n, t in got.tensors.items()}, got.metadata) async for got in inlet]
     await inlet.aclose()
     return received

@@ -1,7 +1,7 @@
-"""A wrapper of the nixl library's agents that raises StagemeshErrors. Import it lazily, because it loads the library.
+"""A wrapper for agents of the nixl library. Raises the library's errors as StagemeshErrors.
 
-It uses the library's bindings, because the library's own wrapper makes the progress thread a busy loop and prints
-messages.
+Import this module lazily, because it loads the library. It uses the library's low-level bindings, because the library's
+Python wrapper prints messages and makes the progress thread busy-wait.
 """
 
 from nixl_cu12 import _bindings as nixl
@@ -11,7 +11,7 @@ from stagemesh.connectors.nixl.environment import backend_options, unavailable
 from stagemesh.connectors.nixl.transfer_plan import Memory, Transfer
 
 PROGRESS_US = 50_000
-"""The longest sleep of a serving agent's thread in microseconds. A message from a peer wakes it immediately."""
+"""The maximum time in microseconds that a serving agent's thread sleeps. A message from a peer wakes the thread."""
 _BACKEND = "UCX"
 _KINDS = {"DRAM": nixl.nixl_mem_t.DRAM_SEG, "VRAM": nixl.nixl_mem_t.VRAM_SEG}
 _READ = nixl.nixl_xfer_op_t.NIXL_READ
@@ -34,7 +34,7 @@ _ERRORS = (
 class Agent:
     """A nixl agent with one registered memory range. Only one thread at a time may use it.
 
-    If `serves` is set, the agent has an additional native thread, which answers readers if the transport requires it.
+    If `serves` is true, the agent has an additional native thread, which answers READs if the transport requires it.
     """
 
     def __init__(self, name: str, memory: Memory, *, serves: bool) -> None:
@@ -66,7 +66,7 @@ class Agent:
             raise unavailable(f"agent {name} is unreachable: {exc!r}") from exc
 
     def remove_peer(self, name: str) -> None:
-        """Removes a peer. No transfer from it may be in flight, because it would continue to write unnoticed."""
+        """Removes a peer. No transfer from the peer may be in flight, because it would continue to write to memory."""
         try:
             self._agent.invalidateRemoteMD(name)
         except _ERRORS:

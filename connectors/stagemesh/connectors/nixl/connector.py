@@ -1,8 +1,8 @@
-"""The nixl connector. A producer's serving agent answers readers, and a consumer's reading agent reads arenas.
+"""The nixl connector. The producer's serving agent answers READs, and the consumer's reading agent issues them.
 
-A serving agent must answer at any time, because over TCP the target of a READ participates in the transfer. The library
-therefore runs a thread for the agent, which sleeps until a reader needs it. A reading agent has no such thread: only
-`ReadThread`, and the event loop for small reads, use it.
+A serving agent must answer at any time, because over TCP the target of a READ participates in the transfer. Therefore
+the library runs a progress thread for this agent, which sleeps until a READ arrives. A reading agent has no progress
+thread. Only `ReadThread`, and the event loop for small reads, use a reading agent.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class NixlConnector(Connector):
         return _make_agent(self._name, self._arena, serves=True)
 
     async def _remote_arena(self, offer: NixlOffer) -> RemoteArena:
-        """Returns the arena of an offer, which is either already connected or newly connected.
+        """Returns the arena that an offer describes, over an existing or a new connection.
 
         Raises NotReadyError if the offer contradicts the existing connection or if that connection has failed.
         """

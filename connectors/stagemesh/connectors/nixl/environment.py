@@ -7,12 +7,12 @@ from stagemesh.common.settings import library_variable, set_library_variables
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _SEGMENT_BYTES = "256k"
-"""The size of UCX's TCP segments. With the default of 8 KiB, UCX is a third slower than a plain socket."""
+"""The size of UCX's TCP segments. With UCX's default of 8 KiB, UCX is a third slower than a plain socket."""
 _SEGMENTS = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
 
 
 def quiet() -> None:
-    """Silences the logs of both libraries, because errors are raised as exceptions. Call it before loading nixl."""
+    """Silences the logs of nixl and UCX, because errors are raised as exceptions. Call it before loading nixl."""
     set_library_variables({"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"})
 
 
@@ -22,12 +22,15 @@ def backend_options() -> dict[str, str]:
 
 
 def shared_settings() -> str:
-    """Returns the settings that must be equal on both sides, because a side that receives larger segments crashes."""
+    """Returns the settings that must be equal at the producer and the consumer.
+
+    If one of them receives larger segments than it expects, it crashes.
+    """
     return ",".join(f"UCX_{name}={library_variable(f'UCX_{name}', _SEGMENT_BYTES)}" for name in _SEGMENTS)
 
 
 def describe() -> str:
-    """Returns a text that names the transport between hosts: the value of UCX_TLS, the RDMA devices, or TCP."""
+    """Returns a description of the transport between hosts: the value of UCX_TLS, the RDMA devices, or TCP."""
     chosen = library_variable("UCX_TLS")
     if chosen and chosen != "all":
         return f"{chosen} (UCX_TLS)"

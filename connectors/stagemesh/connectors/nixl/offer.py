@@ -37,7 +37,7 @@ class NixlOffer:
             raise ValueError(f"its token has {len(self.token)} bytes, not {TOKEN_BYTES}")
 
     def pack(self) -> bytes:
-        """Returns the serialized offer, which has a format version and a digest."""
+        """Returns the serialized offer, including a format version and a digest."""
         body = msgspec.msgpack.encode(self)
         return _FORMAT + _digest(body) + body
 

@@ -50,7 +50,7 @@ class ReadThread:
         self._thread.start()
 
     async def start(self) -> None:
-        """Creates the agent unless it exists. Raises NotReadyError if the library cannot be used."""
+        """Creates the agent unless it already exists. Raises NotReadyError if the library cannot be used."""
         await self._call(self._open)
 
     async def connect(self, name: str, metadata: bytes) -> RemoteReads:
@@ -67,7 +67,7 @@ class ReadThread:
             await self._call(lambda: peer.fail("it was closed"))
 
     def submit(self, peer: RemoteReads, read: Read) -> None:
-        """Queues a read for the thread. `Read.wait` returns when the read is complete. Called on the event loop."""
+        """Queues a read for the thread. Call it on the event loop. `Read.wait` waits until the read is complete."""
         if self._is_closed:
             read.finish(_CLOSED)
         else:
@@ -75,10 +75,10 @@ class ReadThread:
             self._calls.put(lambda: self._add_read(peer, read))
 
     def read_at_once(self, peer: RemoteReads, read: Read) -> bool:
-        """Runs a read on the event loop's thread. Returns whether the read is complete.
+        """Runs a read on the event loop, without the read thread. Returns whether the read is complete.
 
-        An incomplete read is abandoned. The method does nothing if the read thread uses the agent or the peer has
-        other reads.
+        An incomplete read is abandoned. Does nothing and returns False if the read thread is using the agent or if the
+        peer has other reads.
         """
         if self._is_closed or peer.has_reads or not self._lock.acquire(blocking=False):
             return False
@@ -91,7 +91,7 @@ class ReadThread:
         return is_complete
 
     async def close(self) -> None:
-        """Closes the agent and ends the thread. Closing twice is harmless."""
+        """Closes the agent and ends the thread. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._calls.put(self._end)

@@ -1,4 +1,4 @@
-"""Reads one producer's arena over a connection that all readers of this replica share."""
+"""Reads one producer's arena over a connection that all of this replica's readers of that arena share."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ AT_ONCE_BYTES = 1 << 20
 
 
 class RemoteArena:
-    """Connects to the arena of an offer and reads it. Used on the event loop.
+    """Connects to the arena that an offer describes, and reads it. Use it only on the event loop.
 
     The task `handshake` ends when the arena can be read. It raises an error if the arena cannot be read.
     """
@@ -81,7 +81,7 @@ class RemoteArena:
         return TransferPlan(places, data_offset=self._data_offset, file_bytes=self.offer.file_bytes)
 
     def _read(self, plan: TransferPlan, region: Region, peer: RemoteReads) -> Read:
-        """Returns a read into a region. The read replaces the caller as a holder of the region."""
+        """Returns a new read into a region. The read takes over the caller's reference to the region."""
         ours, theirs = self._landing.address + region.offset, self.offer.address
         data = plan.data_transfers(local=ours, remote=theirs, transfer_bytes=peer.transfer_bytes)
         return Read(data, plan.generation_transfers(local=ours, remote=theirs), landing=region.as_array())
@@ -98,7 +98,7 @@ class RemoteArena:
             raise
 
     async def _check(self, peer: RemoteReads, beginning: bytes) -> None:
-        """Reads the start of the arena, to verify that the arena is reachable and belongs to the offer.
+        """Reads the start of the arena to verify that the arena is reachable and belongs to the offer.
 
         Raises NotReadyError if the start differs from `beginning`, and UnavailableError if the read fails.
         """

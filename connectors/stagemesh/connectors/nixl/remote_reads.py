@@ -1,4 +1,4 @@
-"""Schedules the reads of one peer. A read consists of several transfers, and reads alternate."""
+"""Schedules the reads from one peer's arena. A read consists of several transfers, and reads take turns."""
 
 import asyncio
 import time
@@ -13,21 +13,25 @@ if TYPE_CHECKING:
     from stagemesh.connectors.nixl.agent import Agent
 
 READ_TIMEOUT_S = 3.0
-"""The time limit in seconds for one transfer. If a transfer exceeds it, the peer fails."""
+"""The time limit in seconds for one transfer. If a transfer exceeds the limit, the peer counts as failed."""
 WINDOW_BYTES = 4 << 20
 """The maximum number of bytes in flight from one peer.
 
-It is large enough to use a fast network fully, and small enough that a small read starts soon.
+The value is large enough to use a fast network fully, and small enough that a small read starts soon.
 """
 _IN_FLIGHT_TRANSFER_BYTES = WINDOW_BYTES // 4
 _COPIED_TRANSFER_BYTES = 2 << 20
-"""The maximum size of a transfer within one host, which is a copy. It blocks other reads for half a millisecond."""
+"""The maximum size in bytes of a transfer within one host.
+
+Such a transfer is a copy, and blocks other reads for half a millisecond.
+"""
 
 
 class Read:
-    """A read of several ranges. It consists of data transfers and of `then` transfers, which start after the data.
+    """A read of several ranges, which consists of data transfers and of `then` transfers.
 
-    The read references `landing`, the memory into which it reads, until no transfer writes to that memory.
+    The `then` transfers start after all data has arrived. The read references `landing`, the memory into which it
+    reads, until no transfer writes to that memory.
     """
 
     __slots__ = (
@@ -76,11 +80,11 @@ class Read:
         self._is_abandoned = True
 
     def expect(self) -> None:
-        """Prepares for `wait`. Call it on the event loop before another thread can finish the read."""
+        """Prepares the read for `wait`. Call it on the event loop before another thread can finish the read."""
         self._completion = asyncio.get_running_loop().create_future()
 
     def finish(self, failure: str = "") -> None:
-        """Ends `wait`, which raises an error if `failure` is not empty. Call it once. Any thread may call it."""
+        """Ends `wait`, which raises an error if `failure` is not empty. Call it exactly once, from any thread."""
         self.failure, self.is_over = failure, True
         if self._completion is not None:
             loop = self._completion.get_loop()
@@ -88,7 +92,7 @@ class Read:
                 loop.call_soon_threadsafe(_wake, self._completion)
 
     async def wait(self) -> None:
-        """Returns when the read is complete. Raises UnavailableError if it failed."""
+        """Waits until the read is complete. Raises UnavailableError if the read failed."""
         if not self.is_over:
             assert self._completion is not None, "call `expect` before another thread receives the read"
             try:
@@ -107,7 +111,7 @@ class _TransferInFlight(NamedTuple):
 
 
 class RemoteReads:
-    """Schedules the reads of one serving agent. All methods must be called while holding the read thread's lock."""
+    """Schedules the reads from one serving agent. Hold the read thread's lock while calling any method."""
 
     def __init__(self, agent: "Agent", name: str) -> None:
         self._agent = agent
@@ -121,13 +125,13 @@ class RemoteReads:
         self._reads: deque[Read] = deque()
         """The reads that have had a turn. They are large, or they wait for transfers in flight."""
         self._fresh_bytes = 0
-        """The number of bytes that fresh reads have started since another read had a turn."""
+        """The number of bytes of fresh reads that were started since a read of the other queue had a turn."""
         self._transfers_in_flight: dict[int, _TransferInFlight] = {}
         self._in_flight_bytes = 0
         self.transfer_bytes = _COPIED_TRANSFER_BYTES
         """The maximum number of bytes of one transfer."""
         self.copies = False
-        """Whether the last transfer was complete immediately, like a copy within one host."""
+        """Whether the last transfer was complete immediately, as a copy within one host is."""
 
     @property
     def has_reads(self) -> bool:
@@ -140,7 +144,7 @@ class RemoteReads:
         return bool(self._fresh or self._reads or self._transfers_in_flight)
 
     def add(self, read: Read) -> None:
-        """Queues a read, or fails it if the peer has failed."""
+        """Queues a read, or fails the read immediately if the peer has failed."""
         if self.failure:
             read.finish(self.failure)
         else:
@@ -165,7 +169,10 @@ class RemoteReads:
         return self._launch() or has_ended
 
     def fail(self, failure: str) -> None:
-        """Fails the peer and all its reads. Transfers in flight retain their landing memory until they have ended."""
+        """Marks the peer as failed and fails all its reads.
+
+        Transfers in flight retain their landing memory until they have ended.
+        """
         self.failure = self.failure or failure
         for reads in (self._fresh, self._reads):
             while reads:
@@ -173,7 +180,7 @@ class RemoteReads:
         self._remove_if_idle()
 
     def discard(self, failure: str) -> None:
-        """Fails all reads after the agent was closed. Closing the agent has ended all transfers."""
+        """Fails all reads after the agent was closed, which has ended all transfers."""
         self._transfers_in_flight.clear()
         self.is_removed = True
         self.fail(failure)
@@ -197,7 +204,7 @@ class RemoteReads:
         return has_ended
 
     def _launch(self) -> bool:
-        """Gives one read a turn. Returns whether a read could use its turn.
+        """Starts transfers of one read. Returns False if no read could start a transfer or be finished.
 
         Fresh reads have priority for up to `transfer_bytes`, so that a small read waits for at most one transfer of a
         large read.
@@ -220,7 +227,10 @@ class RemoteReads:
         return False
 
     def _turn(self, read: Read) -> int:
-        """Starts transfers of a read with about `transfer_bytes` in total. Returns the number of started bytes."""
+        """Starts transfers of a read, about `transfer_bytes` in total.
+
+        Returns the number of bytes whose transfer was started.
+        """
         started_bytes = 0
         while started_bytes < self.transfer_bytes and self._in_flight_bytes < WINDOW_BYTES and not self.failure:
             transfer = read.take()
@@ -231,7 +241,7 @@ class RemoteReads:
         return started_bytes
 
     def _finish_if_complete(self, read: Read) -> bool:
-        """Finishes a read if it is complete or the peer has failed. Returns whether the read was finished."""
+        """Finishes a read if the read is complete or the peer has failed. Returns whether the read was finished."""
         if self.failure or read.is_complete:
             read.finish(self.failure)
             return True

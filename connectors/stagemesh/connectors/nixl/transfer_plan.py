@@ -18,7 +18,7 @@ Descriptor: TypeAlias = tuple[int, int, int]
 
 
 class Memory(NamedTuple):
-    """A memory range into which an agent reads, or from which peers read."""
+    """A memory range that an agent reads into, or that peers read from."""
 
     address: int
     size_bytes: int
@@ -46,9 +46,9 @@ class Span(NamedTuple):
 class TransferPlan:
     """Plans the read of some ranges of an arena and checks the result.
 
-    The landing memory contains the ranges, each aligned as in the arena, followed by the generations of their pages.
-    The generations must be read last. If a page still has the expected generation then, it was not freed during the
-    read.
+    The landing memory contains the ranges, each with the same alignment as in the arena, followed by the generations of
+    the ranges' pages. The generations must be read last. If a page still has the expected generation then, the page was
+    not freed during the read.
     """
 
     __slots__ = ("_ends", "_generations", "_generations_at", "_spans", "_starts", "data_bytes", "size_bytes")
@@ -118,7 +118,7 @@ class TransferPlan:
             raise _stale()
 
     def _place(self, offset: int, size_bytes: int) -> int:
-        """Reserves landing memory for a range and returns the range's offset in it."""
+        """Reserves landing memory for a range and returns the range's offset in that memory."""
         if self._spans:
             before = self._spans[-1]
             gap_bytes = offset - before.offset - before.size_bytes

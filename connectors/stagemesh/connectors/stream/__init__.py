@@ -1,1 +1,1 @@
-"""Streams between two replicas, with their connections, sessions, connector negotiation, and chunk messages."""
+"""Streams between two replicas: connections, sessions, connector negotiation, and chunk messages."""

@@ -1,8 +1,8 @@
-"""A connection of a link: its streams to one consumer, and the connectors that both sides can use.
+"""A connection of a link: its streams to one consumer, and the connectors that both replicas can use.
 
 The main stream is the PutChunk stream that is opened first. If the consumer is on this host, a local stream carries the
-flows that use a connector other than grpc. A bulk stream carries the flows whose large chunks are sent as fragments. It
-has its own network connection, so that these chunks do not delay the small chunks of other requests.
+flows that use a connector other than grpc. A bulk stream carries the flows whose large chunks are sent as fragments.
+The bulk stream has its own network connection, so that these chunks do not delay the small chunks of other requests.
 """
 
 import asyncio
@@ -71,7 +71,10 @@ class Connection:
         await self._stack.aclose()
 
     async def connect(self) -> stage_pb2.Welcome:
-        """Opens the main stream and returns the consumer's Welcome. Raises the error if the consumer rejects it."""
+        """Opens the main stream and returns the consumer's Welcome.
+
+        Raises the error if the consumer rejects the stream.
+        """
         return await self._open_grpc(self._main)
 
     async def prepare(self, welcome: stage_pb2.Welcome, *, with_local: bool, died: Callable[[], None]) -> None:
@@ -97,9 +100,9 @@ class Connection:
         return self._negotiation
 
     def stream(self, connector: ConnectorName, *, bulk: bool) -> ProducerSession | None:
-        """Returns the stream for a flow with this connector, or None if that stream must be opened first.
+        """Returns the stream for a flow with this connector, or None if the stream is not open yet.
 
-        `on_negotiated` is called after the stream has been opened.
+        In the latter case, `on_negotiated` is called after the stream has been opened.
         """
         if connector != GRPC:
             return self._local or self._main

@@ -1,4 +1,4 @@
-"""The consuming side of a replica: its expected flows, its known producers, and the memory for fetched chunks."""
+"""The consumer side of a replica: its expected flows, its known producers, and the memory for fetched chunks."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class LandingArena:
-    """The memory into which chunks are fetched. It is created when first needed, to save startup time and memory."""
+    """The memory into which chunks are fetched. Created when first needed, to save startup time and memory."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -49,7 +49,7 @@ class LandingArena:
         return await asyncio.shield(self._creating)
 
     async def close(self) -> None:
-        """Closes the arena. Closing twice is harmless."""
+        """Closes the arena. Idempotent."""
         if self._creating is not None:
             await asyncio.wait((self._creating,))
         if self.present is not None:
@@ -71,7 +71,10 @@ class Consumer:
         local_socket: str,
         run_in_background: RunInBackground,
     ) -> None:
-        """Stores the replica's identity and limits. `local_socket` is the name of the socket of its LocalListener."""
+        """Stores the replica's identity and limits.
+
+        `local_socket` is the name of the socket of the replica's LocalListener.
+        """
         self._identity, self._connectors, self._landing = identity, connectors, landing
         self._window_bytes, self._max_chunk_bytes = window_bytes, max_chunk_bytes
         self._inline_limit_bytes, self._local_socket = inline_limit_bytes, local_socket
@@ -92,13 +95,16 @@ class Consumer:
         return Inlet(self._expect(key, producer, PacketQueue(edge=key.edge)), rebind_s=rebind_s)
 
     def rebind(self, inlet: Inlet, key: EdgeKey, *, producer: str, first_rows: Mapping[str, int]) -> None:
-        """Continues `inlet` with a flow from another producer, which sends each tensor from its row in `first_rows`."""
+        """Continues `inlet` with a flow from another producer.
+
+        `first_rows` maps each tensor's name to the first row that this producer sends.
+        """
         former = inlet.attempt
         former.supersede(StaleAttemptError(f"edge {former.key.edge} has another producer"))
         inlet.rebind(self._expect(key, producer, former.packets), first_rows=first_rows)
 
     def find(self, key: EdgeKey) -> InletAttempt | None:
-        """Returns the expected flow with this key, or None if there is none."""
+        """Returns the expected flow with this key, or None if no such flow is expected."""
         return self._flows.get(key)
 
     def is_committed(self, key: EdgeKey) -> bool:
@@ -106,7 +112,10 @@ class Consumer:
         return key in self._committed
 
     def expected(self, key: EdgeKey, producer: ProducerState) -> InletAttempt:
-        """Returns the flow with this key if `producer` may send it. Otherwise, raises the error to reject it with."""
+        """Returns the flow with this key.
+
+        Raises an error if `producer` may not send the flow or if the flow has failed.
+        """
         flow = self._flows.get(key)
         if flow is None or flow.producer != producer.replica:
             if any(key.attempt < other.attempt for other in self._flows if other[:2] == key[:2]):
@@ -164,13 +173,13 @@ class Consumer:
                 flow.fail(flow.lost_error())
 
     def landing(self) -> Arena | None:
-        """Returns the memory for chunks that arrive as fragments, or None while it is being created or unavailable."""
+        """Returns the memory for chunks that arrive as fragments, or None if that memory is not available yet."""
         if not self._landing.is_requested:
             self._run_in_background(self._create_landing())
         return self._landing.present
 
     async def close(self) -> None:
-        """Closes and removes all producer states. Closing twice is harmless."""
+        """Closes and removes all producer states. Idempotent."""
         for producer in list(self._producers.values()):
             await producer.close()
         self._producers.clear()

@@ -1,4 +1,4 @@
-"""A link, which manages the connections to one consumer and the flows to it."""
+"""The link to one consumer. Manages the connections to this consumer and the flows to it."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class ConsumerLink:
-    """Manages the flows and the leases of one consumer, which outlive a connection to it.
+    """Manages the flows and the leases of one consumer. They outlive any single connection to the consumer.
 
     The link reconnects while it has flows, probes or leases. An idle link remains connected until its connection
     breaks.
@@ -84,9 +84,10 @@ class ConsumerLink:
         return self._flows.get(key)
 
     async def probe(self, wanted: ConnectorName) -> EdgeProbe:
-        """Returns the connector that a flow which requests `wanted` would use. Raises an error if there is none.
+        """Returns the connector that a flow which requests `wanted` would use.
 
-        The caller must limit the time, because the method waits for a connection.
+        Raises an error if no connector can be used. The caller must limit the time, because the method waits for a
+        connection.
         """
         if not self._flows:
             self._seen_s = self._loop.time()
@@ -100,7 +101,7 @@ class ConsumerLink:
             self._probes.pop(answer, None)
 
     async def close(self) -> None:
-        """Ends the connection and all flows. Closing twice is harmless."""
+        """Ends the connection and all flows. Idempotent."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._fail_flows(UnavailableError(f"{self._peer.hello.replica} shuts down"))
@@ -108,7 +109,7 @@ class ConsumerLink:
         self._stop_watching()
 
     def _attend(self, flow: OutletAttempt) -> None:
-        """Opens a flow as soon as possible, or removes the flow if it has ended."""
+        """Opens a flow as soon as possible. If the flow has ended, removes the flow instead."""
         if not flow.is_over:
             self._to_open[flow] = None
             self._open_flows()
@@ -145,7 +146,7 @@ class ConsumerLink:
                 return
 
     async def _connected(self) -> StagemeshError:
-        """Connects to the consumer and serves the connection. Returns the cause of its end."""
+        """Connects to the consumer and serves the connection. Returns the reason why the connection ended."""
         connection = Connection(
             self._peer, connectors=self._connectors, take_reply=self._take_reply, on_negotiated=self._negotiated
         )
@@ -160,7 +161,7 @@ class ConsumerLink:
             return await connection.serve(self._check_silence)
 
     async def _prepare(self, connection: Connection, welcome: stage_pb2.Welcome) -> None:
-        """Opens the local stream. Raises the error of a failed handshake, so that the connection is repeated.
+        """Opens the local stream. Raises the error of a failed handshake, so that the link connects again.
 
         Opens no local stream after _MAX_LOCAL_FAILURES consecutive failures.
         """
@@ -196,7 +197,7 @@ class ConsumerLink:
         _log.info("connected to %s at %s", self._peer.consumer, self._peer.endpoint)
 
     def _negotiated(self) -> None:
-        """Opens flows and answers probes after a connector or stream has become usable or has been refused."""
+        """Opens flows and answers probes after a connector or stream has become usable or has been rejected."""
         self._open_flows()
         self._answer_probes()
 

@@ -1,4 +1,4 @@
-"""The consuming end of one stream, which checks every item before it passes the item to a flow."""
+"""The consumer side of one stream. Checks every item before passing it to a flow."""
 
 import asyncio
 import logging
@@ -41,9 +41,15 @@ class ConsumerSession:
         arena_fd: int | None = None,
         on_closed: Callable[["ConsumerSession"], None],
     ) -> None:
-        """Owns `arena_fd`, the descriptor of the memory file of a producer on this host, or None for other hosts."""
+        """Takes ownership of `arena_fd`, the file descriptor of a local producer's arena.
+
+        `arena_fd` is None if the producer is on another host.
+        """
         self.watch: DeathWatch | None = None
-        """Watches the producer's process if it runs on this host. After Hello, the ProducerState owns it."""
+        """The watch on the producer's process, or None if there is no watch.
+
+        After Hello, the ProducerState owns the watch.
+        """
         self._consumer, self._arena_fd, self._on_closed = consumer, arena_fd, on_closed
         self._loop = asyncio.get_running_loop()
         self._stream: MessageStream | None = None
@@ -65,11 +71,11 @@ class ConsumerSession:
 
     @property
     def producer(self) -> ProducerState | None:
-        """The state of the producer, or None until it has sent Hello."""
+        """The state of the producer, or None until the producer has sent Hello."""
         return self._producer_state
 
     async def close(self, error: StagemeshError | None = None) -> None:
-        """Ends the stream, with `error` if given, and cancels all negotiations. Closing twice is harmless."""
+        """Ends the stream, with `error` if given, and cancels all negotiations. Idempotent."""
         if self._stream is not None:
             self._stream.close(error)
             await asyncio.wait((self._over,), timeout=_CLOSING_S)
@@ -140,9 +146,9 @@ class ConsumerSession:
             self._stream.write(response.SerializeToString())
 
     def _check_carried(self, flow: InletAttempt) -> bool:
-        """Returns whether this stream carries a flow. If not, removes the flow and drops its fragments.
+        """Returns whether this stream still carries a flow. If not, removes the flow and drops its fragments.
 
-        Later messages are ignored if the flow has moved to another stream, and rejected if it is closed.
+        Later messages are ignored if the flow has moved to another stream, and rejected if the flow is closed.
         """
         is_carried = flow.queue is self._ready and not flow.is_closed
         if not is_carried and self._flows.get(flow.key) is flow:
@@ -311,7 +317,7 @@ class ConsumerSession:
                 self._producer.release_unless_held(data.lease_id)
 
     def _chunk_of(self, flow: InletAttempt, chunk: chunk_pb2.Chunk, data: chunk_pb2.ChunkData | None) -> bool:
-        """Delivers a chunk if it is the next expected chunk. Returns whether its lease is in use."""
+        """Delivers a chunk if it is the next expected chunk. Returns whether the chunk's lease is in use."""
         try:
             if not flow.check_seq(chunk.seq):
                 return False
@@ -368,7 +374,7 @@ class ConsumerSession:
         return True
 
     async def _fetched(self, flow: InletAttempt, reader: FetchingReader, data: chunk_pb2.ChunkData) -> Packet:
-        """Fetches the bytes of a chunk and returns its packet. Drops the reader if it fails."""
+        """Fetches the bytes of a chunk and returns the chunk's packet. Drops the reader if the reader has failed."""
         names, places = wire.arena_ranges(data)
         try:
             fetched = await reader.fetch(places, flow.landing_account)

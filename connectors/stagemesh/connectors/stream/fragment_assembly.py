@@ -75,7 +75,7 @@ class FragmentAssembler:
         return {message.name: _part(transfer.buffer, message) for message in streamed}
 
     def drop(self, key: EdgeKey) -> None:
-        """Drops the transfer of a flow, if any."""
+        """Drops the transfer of a flow. Does nothing if the flow has no transfer."""
         self._transfers.pop(key, None)
 
     def clear(self) -> None:
@@ -83,9 +83,9 @@ class FragmentAssembler:
         self._transfers.clear()
 
     def _buffer(self, size_bytes: int) -> Bytes:
-        """Returns a buffer for a transfer, in the landing memory if possible.
+        """Returns a buffer for a transfer. Uses the landing memory if possible.
 
-        New memory from the system would cost more time than the copy.
+        Obtaining new memory from the system would take longer than the copy.
         """
         landing = self._landing()
         if landing is None or size_bytes > landing.max_region_bytes:

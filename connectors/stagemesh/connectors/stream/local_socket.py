@@ -24,7 +24,7 @@ _HANDSHAKE_S = 2.0
 _BACKLOG = 64
 
 Accepted = Callable[[socket.socket, int], Awaitable[None]]
-"""A callback that receives, and then owns, a connected socket and the descriptor of the producer's arena."""
+"""A callback that takes ownership of a connected socket and of the file descriptor of the producer's arena."""
 
 
 class LocalListener:
@@ -41,7 +41,7 @@ class LocalListener:
         self._loop.add_reader(self._socket, self._accept)
 
     async def close(self) -> None:
-        """Stops listening and cancels unfinished handshakes. Closing twice is harmless."""
+        """Stops listening and cancels unfinished handshakes. Idempotent."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             self._socket.close()
@@ -77,7 +77,7 @@ class LocalListener:
 
 
 async def dial(name: str, *, arena_fd: int) -> socket.socket:
-    """Connects to the named local socket of a consumer and passes `arena_fd` to it.
+    """Connects to the named local socket of a consumer and passes the file descriptor `arena_fd` to the consumer.
 
     Raises OSError if the consumer is not on this host.
     """
@@ -94,7 +94,7 @@ async def dial(name: str, *, arena_fd: int) -> socket.socket:
 
 
 def watch_peer(connection: socket.socket, died: Callable[[], None]) -> "DeathWatch | None":
-    """Starts a watch that calls `died` when the process at the other end terminates.
+    """Starts a watch that calls `died` when the peer process of a socket terminates.
 
     Returns None if the system does not allow watching that process.
     """
@@ -103,7 +103,7 @@ def watch_peer(connection: socket.socket, died: Callable[[], None]) -> "DeathWat
 
 
 class DeathWatch:
-    """Calls `died` when the process of `pidfd` terminates. Owns `pidfd`."""
+    """Calls `died` when the process of the process file descriptor `pidfd` terminates. Takes ownership of `pidfd`."""
 
     def __init__(self, pidfd: int, died: Callable[[], None]) -> None:
         self._pidfd = pidfd
@@ -112,7 +112,7 @@ class DeathWatch:
         self._loop.add_reader(pidfd, self._fire)
 
     def close(self) -> None:
-        """Stops watching. Closing twice is harmless."""
+        """Stops watching. Idempotent."""
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -142,7 +142,7 @@ def _open_peer_pidfd(connection: socket.socket) -> int | None:
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int, int]:
-    """Returns the process id, user id and group id of the process at the other end."""
+    """Returns the process id, user id and group id of the peer process of a socket."""
     layout = struct.Struct("3i")
     process_id, user, group = layout.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size))
     return process_id, user, group

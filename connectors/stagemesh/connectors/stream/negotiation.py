@@ -1,8 +1,8 @@
 """Negotiates the connectors of a connection. A flow uses the best connector that both replicas can use.
 
 The producer offers its arena through one connector at a time, best first. The consumer answers whether it can read the
-arena through this connector. If a connector that has worked before fails or is refused, the producer offers it again
-after a pause.
+arena through this connector. If a connector that has worked before fails or is rejected, the producer offers the
+connector again after a pause.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from stagemesh.v1 import stage_pb2
 
 _OFFER_AGAIN_S = 2.0
 _PAUSE_S = 5.0
-"""The number of seconds after which a refused connector that has worked before is offered again."""
+"""The number of seconds after which a rejected connector that has worked before is offered again."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ class EdgeProbe:
 
 
 class Negotiation:
-    """Negotiates the connectors of one connection. Used on the event loop.
+    """Negotiates the connectors of one connection. Use it only on the event loop.
 
-    Sends items through `offer`, and calls `on_negotiated` whenever a connector has become usable or refused.
+    Sends items through `offer`, and calls `on_negotiated` whenever a connector has become usable or has been rejected.
     """
 
     def __init__(
@@ -58,9 +58,10 @@ class Negotiation:
         self._paused: dict[ConnectorName, asyncio.TimerHandle] = {}
 
     def choose(self, wanted: ConnectorName) -> ConnectorName | None:
-        """Returns the connector for a flow, or None while it is being negotiated.
+        """Returns the connector for a flow, or None while the connector is being negotiated.
 
-        `wanted` is the requested connector or AUTO. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if it cannot be used.
+        `wanted` is the requested connector or AUTO. Raises NotReadyError (CONNECTOR_UNAVAILABLE) if the requested
+        connector cannot be used.
         """
         for name in self._candidates(wanted):
             if name == GRPC or name in self._negotiated:
@@ -77,7 +78,7 @@ class Negotiation:
         ) from self._refused[wanted]
 
     def reader(self, name: ConnectorName) -> Connector | None:
-        """Returns this replica's object of a negotiated connector, or None for grpc."""
+        """Returns this replica's instance of a negotiated connector, or None for grpc."""
         return self._negotiated.get(name)
 
     def answer(self, meeting: stage_pb2.Meeting) -> None:
@@ -94,14 +95,15 @@ class Negotiation:
         self._on_negotiated()
 
     def fail(self, name: ConnectorName, error: StagemeshError) -> None:
-        """Stops using a negotiated connector that has failed."""
+        """Stops using a negotiated connector that has failed with `error`."""
         if self._negotiated.pop(name, None) is not None:
             self._refuse(name, error)
 
     def probe(self, wanted: ConnectorName) -> EdgeProbe | None:
-        """Returns the result of `choose` together with the better connectors that were refused.
+        """Returns the result of `choose` together with the better connectors that were rejected.
 
-        Returns None while the connector is being negotiated. Raises NotReadyError like `choose`.
+        Returns None while the connector is being negotiated. Raises NotReadyError under the same conditions as
+        `choose`.
         """
         chosen = self.choose(wanted)
         if chosen is None:
@@ -110,7 +112,7 @@ class Negotiation:
         return EdgeProbe(chosen, better)
 
     async def close(self) -> None:
-        """Cancels all offers and pauses. Closing twice is harmless."""
+        """Cancels all offers and pauses. Idempotent."""
         for pause in self._paused.values():
             pause.cancel()
         tasks = list(self._offering.values())
@@ -161,7 +163,7 @@ class Negotiation:
 
 
 def probe_to_wire(probe: EdgeProbe) -> stage_pb2.ProbeEdgeResponse:
-    """Converts a probe's result to its protobuf message."""
+    """Converts an EdgeProbe to its protobuf message."""
     return stage_pb2.ProbeEdgeResponse(
         connector=number_of(probe.connector),
         refusals=[
@@ -172,6 +174,6 @@ def probe_to_wire(probe: EdgeProbe) -> stage_pb2.ProbeEdgeResponse:
 
 
 def probe_from_wire(message: stage_pb2.ProbeEdgeResponse) -> EdgeProbe:
-    """Converts a protobuf message to a probe's result. Raises InvalidRequestError if a connector is unknown."""
+    """Converts a protobuf message to an EdgeProbe. Raises InvalidRequestError if a connector is unknown."""
     refusals = {name_of(refusal.connector): wire.error_from_wire(refusal.error) for refusal in message.refusals}
     return EdgeProbe(name_of(message.connector), refusals)

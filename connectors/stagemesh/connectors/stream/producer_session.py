@@ -1,4 +1,4 @@
-"""The producing end of one stream, which sends the messages of its outlets in turn and receives the replies."""
+"""The producer side of one stream. Sends the messages of the stream's outlets in turn and receives the replies."""
 
 import asyncio
 from collections import deque
@@ -50,11 +50,11 @@ class ProducerSession:
         return self._welcome.result()
 
     async def ended(self) -> StagemeshError:
-        """Waits until the stream has ended and returns the cause."""
+        """Waits until the stream has ended and returns the error that ended it."""
         return await asyncio.shield(self._ended)
 
     async def close(self) -> None:
-        """Ends the stream. Closing twice is harmless."""
+        """Ends the stream. Idempotent."""
         self.ready.take_all()
         self._items.clear()
         if self._stream is not None:
@@ -62,7 +62,7 @@ class ProducerSession:
             await asyncio.wait((self._ended,), timeout=_CLOSING_S)
 
     def send(self, item: stage_pb2.PutItem) -> None:
-        """Queues an item, which is sent before the items of the outlets."""
+        """Queues an item, which is sent before any item of an outlet."""
         self._items.append(item)
         self.ready.wake()
 

@@ -49,7 +49,7 @@ class ProducerState:
             await reader.close()
 
     def own_watch(self, watch: DeathWatch) -> None:
-        """Stores and owns a watch on the producer's process. Closes the previous watch, if any."""
+        """Takes ownership of a watch on the producer's process. Closes the previous watch, if any."""
         if self._watch is not None:
             self._watch.close()
         self._watch = watch
@@ -82,7 +82,7 @@ class ProducerState:
             self._streams[-1].wake()
 
     def release_unless_held(self, lease_id: int) -> None:
-        """Returns the lease of a chunk that is not accepted to the producer.
+        """Returns the lease of a chunk that was not accepted to the producer.
 
         Does nothing if the lease is in use, because a repeated chunk has the same lease as the accepted chunk.
         """
@@ -95,7 +95,7 @@ class ProducerState:
         return released
 
     async def close(self) -> None:
-        """Closes the watch and the readers. Closing twice is harmless."""
+        """Closes the watch and the readers. Idempotent."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None

@@ -33,7 +33,7 @@ async def replay(flow: OutletAttempt, *, first_seq: int) -> AsyncGenerator[stage
 
 
 async def replay_packet(key: EdgeKey, packet: Packet) -> AsyncGenerator[stage_pb2.GetChunkResponse]:
-    """Yields a packet that does not belong to a flow as a separate flow, which has one chunk and an End."""
+    """Yields a packet that does not belong to a flow. The packet is sent like a flow with one chunk and an End."""
     shape, digest = wire.shape_of(packet, last=None), wire.FlowDigest()
     digest.add(shape)
     chunk = SentChunk(0, shape=shape, tensors=packet.tensors, metadata=packet.metadata)

@@ -159,7 +159,7 @@ def fill_streamed(data: chunk_pb2.ChunkData, shape: PacketShape, *, transfer_id:
 
 
 class Fragment(NamedTuple):
-    """A part of the bytes of a packet's tensors."""
+    """A part of the bytes of a packet's tensors, which is sent in its own message."""
 
     message: chunk_pb2.ChunkPiece
     """The fragment's message without its payload."""
@@ -180,7 +180,7 @@ def fragments(key: chunk_pb2.EdgeKey, tensors: Tensors, *, total_bytes: int, tra
 
 
 class FlowDigest:
-    """The running digest of a flow, which End contains. It covers the shapes of all chunks, but not their bytes."""
+    """The running digest of a flow, which is sent in End. It covers the shapes of all chunks, but not their bytes."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -188,7 +188,7 @@ class FlowDigest:
         self._run, self._digested = 0, b""
 
     def add(self, shape: PacketShape) -> None:
-        """Adds the flow's next data chunk."""
+        """Adds the flow's next data chunk to the digest."""
         self.count += 1
         if shape.digested != self._digested:
             self._end_run()
@@ -313,8 +313,9 @@ class FragmentMessage(NamedTuple):
 def encode_fragment(fragment: Fragment, *, rest: bytes = b"") -> bytes:
     """Returns a serialized PutChunkRequest with `fragment`, followed by the items of the serialized message `rest`.
 
-    This function encodes the message by hand, so that the payload is copied only once at each end. Protobuf would copy
-    it three more times: into the message, out of it, and into the parsed message. The encoding equals that of protobuf.
+    This function encodes the message by hand, so that the producer and the consumer each copy the payload only once.
+    Protobuf would copy the payload three more times: into the message, out of it, and into the parsed message. The
+    encoding equals that of protobuf.
     """
     message, payload = fragment
     fields = message.SerializeToString() + bytes((_PAYLOAD,)) + _varint(len(payload))
@@ -350,7 +351,7 @@ def decode_fragment(data: bytes) -> FragmentMessage | None:
 
 
 def _fields(view: memoryview, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yields the offset of each field, the offset of its value, and the offset of its end.
+    """Yields three offsets for each protobuf field: where the field starts, where its value starts, and where it ends.
 
     Raises InvalidChunkError if a field is neither a number nor length-delimited, or if it exceeds `end`.
     """

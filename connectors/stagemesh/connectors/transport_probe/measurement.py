@@ -45,10 +45,10 @@ _GB = 1e9
 
 
 async def measure_peer(endpoint: str, *, progress: Progress) -> TransportReport:
-    """Measures the connectors to the peer at `endpoint` ("host:port"). Calls `progress` with a text before each part.
+    """Measures the connectors to the peer at `endpoint` ("host:port").
 
-    Raises UnavailableError if the endpoint does not answer, and NotReadyError if the answering process is not a peer or
-    has another version.
+    Calls `progress` with a description before each part of the measurement. Raises UnavailableError if the endpoint
+    does not answer, and NotReadyError if the answering process is not a peer or has another version.
     """
     _check_address(endpoint)
     async with open_channel(endpoint) as channel:
@@ -68,7 +68,7 @@ class _Summary(NamedTuple):
 
 
 class _Step:
-    """A flow to the peer, and the call that runs the peer's step, which receives the flow."""
+    """A flow to the peer, and the RPC of the peer's step that receives this flow."""
 
     def __init__(self, outlet: Outlet, call: _Call) -> None:
         self.outlet = outlet
@@ -122,7 +122,7 @@ class _Prober:
         )
 
     async def close(self) -> None:
-        """Closes the data plane. Closing twice is harmless."""
+        """Closes the data plane. Idempotent."""
         await self._plane.close()
 
     async def _refusal(self, name: ConnectorName) -> str:
@@ -159,7 +159,7 @@ class _Prober:
         return {SHM: "read in place", GRPC: "bytes in the gRPC stream"}.get(name, "")
 
     async def _one_way_s(self, name: ConnectorName, size_bytes: int) -> Sequence[float]:
-        """Returns the one-way times in seconds of single tensors that are sent one after another."""
+        """Returns the one-way times in seconds of tensors that are sent one at a time."""
         packet = Packet({"x": np.ones(size_bytes, np.uint8)})
         times_s: list[float] = []
         async with self._step(name, each=True) as step:
@@ -171,7 +171,7 @@ class _Prober:
         return times_s[_WARM_UP:]
 
     async def _sustained(self, name: ConnectorName) -> tuple[float, float]:
-        """Returns the rate in bytes per second, and the processor seconds of both processes for each gigabyte."""
+        """Returns the rate in bytes per second, and the processor seconds of both processes per gigabyte."""
         packet = Packet({"x": np.ones(_SUSTAINED_BYTES, np.uint8)})
         async with self._step(name, each=False) as step:
             used_ns, began_ns, count = time.process_time_ns(), time.monotonic_ns(), 0
@@ -204,7 +204,7 @@ class _Prober:
 
     @asynccontextmanager
     async def _step(self, name: ConnectorName, *, each: bool) -> AsyncGenerator[_Step]:
-        """Starts a step at the peer and yields a flow to it that uses the named connector."""
+        """Starts a step at the peer and yields a flow to this step over the named connector."""
         key = EdgeKey(f"probe-{secrets.token_hex(8)}", EDGE, 1)
         call = self._stub.ExecuteStep(
             stage_pb2.ExecuteStepRequest(

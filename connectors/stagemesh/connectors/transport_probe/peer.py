@@ -40,7 +40,7 @@ ARENA_BYTES, WINDOW_BYTES = 64 * MIB, 32 * MIB
 
 
 def make_plane(replica: str) -> DataPlane:
-    """Creates a data plane for a measurement. Raises NotReadyError (NO_MEMORY)."""
+    """Creates a data plane for a measurement. Raises NotReadyError (NO_MEMORY) if not enough memory is available."""
     try:
         return DataPlane(
             replica=replica,
@@ -78,7 +78,7 @@ class ProbePeer(stage_pb2_grpc.StageServiceServicer):
     async def Describe(  # noqa: N802 - the contract names RPCs
         self, request: stage_pb2.DescribeRequest, context: _Context
     ) -> stage_pb2.DescribeResponse:
-        """Describes this process as a probe peer."""
+        """Returns a description that identifies this process as a probe peer."""
         del request, context
         return stage_pb2.DescribeResponse(
             pipeline=PIPELINE,

@@ -12,7 +12,7 @@ SIZES = (64 * KIB, MIB, 16 * MIB)
 
 @dataclass(frozen=True)
 class ConnectorFigures:
-    """The measured figures of one connector. They have their default values if the connector cannot be used."""
+    """The measured figures of one connector. All figures have their default values if the connector cannot be used."""
 
     connector: ConnectorName
     refusal: str = ""

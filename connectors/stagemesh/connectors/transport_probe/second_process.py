@@ -19,9 +19,9 @@ _END_S = 5.0
 
 @asynccontextmanager
 async def second_process() -> AsyncGenerator[str]:
-    """Starts a peer process on this host and yields its endpoint.
+    """Starts a peer process on this host and yields the peer's endpoint.
 
-    The process ends at the end of the `async with` block, and when this process terminates.
+    The peer process terminates at the end of the `async with` block, or when this process terminates.
     """
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", __name__, stdin=pipe, stdout=pipe, stderr=pipe)
