@@ -1,4 +1,4 @@
-"""The vllm engine: autoregressive stages on vLLM's AsyncLLM. Contains no code copied from vLLM."""
+"""The vllm engine, which runs autoregressive models on vLLM's AsyncLLM. Contains no code copied from vLLM."""
 
 from collections.abc import Mapping
 

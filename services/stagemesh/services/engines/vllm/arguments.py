@@ -1,4 +1,4 @@
-"""vLLM's engine arguments for a stage."""
+"""Builds vLLM's engine arguments from the options of a stage."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ _RESERVED = frozenset({"model", "disable_log_stats"})
 def engine_arguments(
     options: Mapping[str, JsonValue], *, model: str, stage: str, features: Sequence[RequestFeature] = ()
 ) -> AsyncEngineArgs:
-    """Returns vLLM's engine arguments for a stage.
+    """Returns vLLM's engine arguments for a stage. They include this project's defaults and the changes of `features`.
 
-    Raises InvalidRequestError for an option that vLLM does not know or rejects.
+    Raises InvalidRequestError if vLLM does not know an option or rejects its value.
     """
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)} - _RESERVED
     for name in options:
@@ -51,7 +51,7 @@ def engine_arguments(
 
 
 def _defaults(options: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Returns arguments that differ from vLLM's defaults on a CPU."""
+    """Returns the defaults for a CPU that differ from vLLM's defaults. Empty on other devices."""
     if not current_platform.is_cpu():
         return {}
     defaults: dict[str, JsonValue] = {

@@ -1,4 +1,4 @@
-"""The vllm engine's operator controls: sleep, caches, adapters and profiles. Safe to use while requests run."""
+"""The vllm engine's operator controls: sleep, caches, adapters and profiles. They may be called while requests run."""
 
 import asyncio
 from collections.abc import Sequence
@@ -25,7 +25,10 @@ _ADAPTER_TARGETS = "stagemesh.services.engines.vllm.adapters.targets.AdapterTarg
 
 
 def prepare_control(arguments: "AsyncEngineArgs", *, profile_dir: str | None) -> None:
-    """Sets the engine arguments that the controls need."""
+    """Sets the engine arguments that the controls for adapters and profiles need.
+
+    `profile_dir` is the folder for profiles, or None if profiles are disabled.
+    """
     if arguments.enable_lora:
         arguments.worker_extension_cls = _ADAPTER_TARGETS
     if profile_dir is not None:
@@ -38,7 +41,7 @@ def prepare_control(arguments: "AsyncEngineArgs", *, profile_dir: str | None) ->
 
 
 class _CoreRecorder:
-    """Records profiles of vLLM's workers. vLLM receives the folder for the files when it starts."""
+    """Starts and stops the profiler of vLLM's workers. `prepare_control` sets the folder for the profiles."""
 
     def __init__(self, llm: "AsyncLLM") -> None:
         self._llm = llm
@@ -51,7 +54,10 @@ class _CoreRecorder:
 
 
 class Control:
-    """The controls of one running AsyncLLM."""
+    """The operator controls of one running AsyncLLM.
+
+    At most one of these changes runs at a time: sleep, wake-up, clearing caches, or changing adapters.
+    """
 
     def __init__(self, llm: "AsyncLLM", *, stage: str, profile_dir: str | None) -> None:
         self._llm, self._stage = llm, stage
@@ -68,7 +74,7 @@ class Control:
         )
 
     def check_awake(self) -> None:
-        """Raises NotReadyError if any part of the engine is asleep."""
+        """Raises NotReadyError if the model's weights or the key-value cache are asleep."""
         self._sleep_state.check_awake()
 
     def check_sleep(self, level: int) -> None:
@@ -128,7 +134,7 @@ class Control:
     # -- internals
 
     async def _sleep(self, level: int) -> None:
-        # "wait", because requests that were just aborted may still have a step to finish.
+        # Mode "wait", because requests that were just aborted may still have a step to finish.
         await core_call(self._llm, self._llm.sleep(level, mode="wait"))
         self._level, self._sleep_state.tags = level, set(_TAGS)
 

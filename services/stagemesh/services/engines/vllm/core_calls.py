@@ -1,4 +1,4 @@
-"""Calls to vLLM's engine core that fail if the core terminates."""
+"""Calls to vLLM's engine core that raise an error if the core terminates."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -15,13 +15,13 @@ _DEATH_POLL_S = 0.2
 
 
 class CoreRefusalError(InternalError):
-    """vLLM's core or a worker raised an exception. The message contains vLLM's message."""
+    """Raised if vLLM's engine core or a worker raises an exception during a call. Contains vLLM's message."""
 
     default_reason = "VLLM_FAILED"
 
 
 async def core_call(llm: "AsyncLLM", call: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of a call to the core.
+    """Awaits a call to vLLM's engine core and returns the call's result.
 
     Raises CoreRefusalError if the core raises an exception, and UnavailableError if the core terminates.
     """
@@ -43,10 +43,16 @@ async def core_call(llm: "AsyncLLM", call: Coroutine[Any, Any, T]) -> T:
 
 
 async def worker_call(llm: "AsyncLLM", method: str, *args: object) -> list[Any]:
-    """Calls a method of the workers' class and returns each worker's result. Raises the errors of `core_call`."""
+    """Calls a method of every vLLM worker. Returns a list with the result of each worker.
+
+    Raises the same errors as `core_call`.
+    """
     return await core_call(llm, cast("Coroutine[Any, Any, list[Any]]", llm.collective_rpc(method, args=args)))
 
 
 async def runner_call(llm: "AsyncLLM", method: str, *args: object) -> list[Any]:
-    """Calls a method that a feature adds to the workers' model runners. Returns each worker's result."""
+    """Calls a method of every vLLM worker's model runner. Returns a list with the result of each worker.
+
+    A feature adds the method to the model runners. Raises the same errors as `core_call`.
+    """
     return await worker_call(llm, "call_runner", method, *args)

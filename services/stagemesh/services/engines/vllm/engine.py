@@ -1,4 +1,4 @@
-"""The vllm engine: implements the engine API with AsyncLLM. Imports vLLM when the engine starts."""
+"""The vllm engine, which implements the `Engine` API with vLLM's AsyncLLM. vLLM is imported when the engine starts."""
 
 import asyncio
 import itertools
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
 _HEALTH_POLL_S = 0.2
 _ARENA_DIVISOR = 4
-"""The default size of the memory for hidden states is the size of the arena divided by this number."""
+"""The ratio of the arena's size to the default size of the arena's partition for hidden states."""
 _LOAD_SMOOTHING = 0.1
 
 
 class LoadMeter:
-    """Estimates the remaining work from the number of tokens that requests may still sample and the time per token."""
+    """Estimates the remaining work of an engine, in seconds.
+
+    The estimate is based on the number of tokens that requests may still sample and on the measured time per token.
+    """
 
     def __init__(self) -> None:
         self._tokens_left: dict[str, int] = {}
@@ -39,7 +42,10 @@ class LoadMeter:
         self._tokens_left[name] = max_tokens
 
     def count(self, name: str, new_tokens: int) -> None:
-        """Counts newly sampled tokens of a request."""
+        """Records that a request has sampled `new_tokens` more tokens.
+
+        Updates the estimated time per token and the number of tokens that the request may still sample.
+        """
         if not new_tokens:
             return
         now_s = time.monotonic()
@@ -49,7 +55,7 @@ class LoadMeter:
         self._tokens_left[name] = max(0, self._tokens_left[name] - new_tokens)
 
     def end(self, name: str) -> None:
-        """Removes a request."""
+        """Removes a request that has finished or was aborted."""
         del self._tokens_left[name]
 
     def load(self, *, max_running: int) -> EngineLoad:
@@ -61,11 +67,11 @@ class LoadMeter:
 
 
 class VllmEngine:
-    """Runs tasks on vLLM's AsyncLLM, with one additional thread that lives as long as the engine.
+    """Runs tasks on vLLM's AsyncLLM.
 
-    The thread imports vLLM and starts its processes, so that the event loop remains responsive. It must live that long,
-    because the kernel ties a child process to the thread that started it. The thread also runs the tokenizer, because
-    two threads must not use it at the same time.
+    One additional thread imports vLLM and starts vLLM's processes, so that the event loop remains responsive. The
+    thread lives as long as the engine, because the kernel terminates a child process when the thread that started the
+    process ends. The thread also runs the tokenizer, because two threads must not use the tokenizer at the same time.
     """
 
     def __init__(self, config: StageConfig) -> None:
@@ -84,7 +90,7 @@ class VllmEngine:
 
     @property
     def control(self) -> Control:
-        """The controls of the running engine. Raises UnavailableError if the engine is not running."""
+        """The operator controls of the running engine. Raises UnavailableError if the engine is not running."""
         if self._control is None:
             raise UnavailableError(f"the engine of stage {self._config.stage} is closed")
         return self._control
@@ -110,7 +116,7 @@ class VllmEngine:
 
         await loop.run_in_executor(self._thread, self._load, report_soon, loop)
         llm = self._running()
-        # vLLM requests these from its core at the first request, and would wait forever if the core had terminated.
+        # Otherwise vLLM would query its core at the first request, and would wait forever if the core had terminated.
         await llm.get_supported_tasks()
         self._control = Control(llm, stage=self._config.stage, profile_dir=self._options.profile_dir)
         for feature in self._features:
@@ -195,14 +201,14 @@ class VllmEngine:
         prepare_control(arguments, profile_dir=self._options.profile_dir)
         report(f"loading {self._config.model}")
         try:
-            # Not returned, because the future would retain it after `close`, and vLLM fails if it is freed at exit.
+            # The AsyncLLM is not returned, because the future would retain it, and vLLM fails if it is freed at exit.
             config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
             for feature in self._features:
                 feature.configure(config)
             self._llm = AsyncLLM.from_vllm_config(
                 config, usage_context=UsageContext.ENGINE_CONTEXT, disable_log_stats=True
             )
-            # Cached, because vLLM reads files each time.
+            # Cached, because vLLM reads files at each call.
             self._sampling_defaults = config.model_config.get_diff_sampling_param()
         except (OSError, RuntimeError, ValueError) as exc:
             raise NotReadyError(
@@ -212,7 +218,10 @@ class VllmEngine:
             ) from exc
 
     def _make_features(self) -> list[RequestFeature]:
-        """Returns the features that the stage's options enable, in the order in which they open a request."""
+        """Returns the features that the stage's options enable.
+
+        The engine calls the features in the order of the list.
+        """
         from stagemesh.services.engines.vllm.embeddings.feature import Embeddings
         from stagemesh.services.engines.vllm.hidden_states.feature import HiddenStates
         from stagemesh.services.engines.vllm.media.feature import Media
@@ -239,7 +248,10 @@ class VllmEngine:
         return self._llm
 
     async def _read_request(self, task: Task, held: AsyncExitStack) -> EngineRequest:
-        """Returns the validated request for a task. Its resources are released when `held` exits."""
+        """Checks a task and returns the request for vLLM.
+
+        The request's resources are released when `held` exits.
+        """
         # The request id alone is not unique: a new attempt may start before vLLM has ended the previous attempt.
         name = f"{task.request_id}/{next(self._numbers)}"
         prompt: RequestPrompt | None = None
@@ -248,7 +260,10 @@ class VllmEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._check_request, task, name, prompt)
 
     def _check_request(self, task: Task, name: str, prompt: RequestPrompt | None) -> EngineRequest:
-        """Converts the prompt if no feature has read it, and checks the sampling options. Runs on the thread."""
+        """Checks the sampling options of a task and returns the request for vLLM. Runs on the tokenizer's thread.
+
+        Converts the task's prompt to tokens if `prompt` is None, which means that no feature has read the prompt.
+        """
         from stagemesh.services.engines.vllm.prompts import prompt_tokens
         from stagemesh.services.engines.vllm.sampling import check, sampling_params
 
@@ -269,7 +284,10 @@ class VllmEngine:
 
 
 def prepare_environment() -> None:
-    """Sets the environment variables that vLLM reads when it is imported. Keeps variables that the user has set."""
+    """Sets the environment variables that vLLM reads when it is imported.
+
+    Does not change variables that the user has set.
+    """
     set_library_variables(
         {
             "HF_HUB_OFFLINE": "1",

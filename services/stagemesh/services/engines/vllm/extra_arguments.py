@@ -1,6 +1,7 @@
-"""Passes arguments of features to vLLM's other processes together with a request, in `SamplingParams.extra_args`.
+"""Sends arguments of features to vLLM's other processes together with a request, in `SamplingParams.extra_args`.
 
-An argument is a msgspec struct, stored as builtins under the name of its class. This module does not import vLLM.
+An argument is a msgspec struct. It is converted to built-in types and stored under the name of its class. This module
+does not import vLLM.
 """
 
 from typing import TYPE_CHECKING, TypeVar
@@ -15,13 +16,13 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def set_argument(params: "SamplingParams", argument: msgspec.Struct) -> None:
-    """Adds an argument to a request's sampling parameters."""
+    """Adds an argument to a request's sampling parameters. Replaces an earlier argument of the same class."""
     arguments = params.extra_args or {}
     params.extra_args = {**arguments, _key(type(argument)): msgspec.to_builtins(argument)}
 
 
 def get_argument(params: "SamplingParams | None", kind: type[T]) -> T | None:
-    """Returns a request's argument of this class, or None if the request does not have one."""
+    """Returns the argument of class `kind` from a request's sampling parameters, or None if there is none."""
     arguments = params.extra_args if params is not None else None
     if not arguments or _key(kind) not in arguments:
         return None
@@ -29,7 +30,10 @@ def get_argument(params: "SamplingParams | None", kind: type[T]) -> T | None:
 
 
 def track_arguments(known: dict[str, T], step: "SchedulerOutput", kind: type[T]) -> None:
-    """Adds the arguments of a step's new requests to `known`, by request id. Removes finished requests."""
+    """Updates `known`, which contains the arguments of class `kind` of the running requests, by request id.
+
+    Adds the arguments of the step's new requests, and removes the arguments of finished requests.
+    """
     for request_id in step.finished_req_ids:
         known.pop(request_id, None)
     for new in step.scheduled_new_reqs:

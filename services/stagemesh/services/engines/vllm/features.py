@@ -1,4 +1,4 @@
-"""The interface of request features: capabilities that the vllm engine adds to requests, one folder each.
+"""The interface of request features, which extend the vllm engine. Each feature has its own folder.
 
 `VllmEngine` has a list of features and uses only this interface. This module does not import vLLM.
 """
@@ -24,19 +24,19 @@ RUNNER_MODULES = "stagemesh_runner_modules"
 
 @dataclass(frozen=True, eq=False)
 class RequestPrompt:
-    """A prompt in the form that vLLM accepts."""
+    """A prompt that a feature or the tokenizer has converted to the form that vLLM accepts."""
 
     token_ids: list[int]
-    """The prompt's token ids, with a placeholder token at each position that is not a token."""
+    """The token ids of the prompt. A placeholder token represents each position of media or of an embedding."""
     engine_input: Mapping[str, object] = field(default_factory=lambda: {"type": "token"})
-    """vLLM's `EngineInput` without `prompt_token_ids`."""
+    """The fields of vLLM's `EngineInput` other than `prompt_token_ids`."""
     digest: bytes = b""
-    """A digest of the content that `token_ids` do not represent, such as media. Empty if there is none."""
+    """A digest of the content that `token_ids` do not represent, such as media. Empty if there is no such content."""
 
 
 @dataclass
 class EngineRequest:
-    """A task while it runs in vLLM."""
+    """The state of a task that runs in vLLM."""
 
     task: Task
     name: str
@@ -47,7 +47,7 @@ class EngineRequest:
     sampled: list[int] = field(default_factory=list[int])
     """The tokens sampled so far, including the tokens of the checkpoint from which the task resumed."""
     limit: RequestLimit = field(default_factory=RequestLimit)
-    """The limit on the positions that vLLM may compute."""
+    """The run-ahead limit, which determines how many token positions vLLM may compute."""
 
     @property
     def known_tokens(self) -> int:
@@ -56,7 +56,10 @@ class EngineRequest:
 
     @property
     def computed_tokens(self) -> int:
-        """The number of positions that the model has computed. The last sampled token is not computed yet."""
+        """The number of token positions that the model has computed.
+
+        The model has not computed the last sampled token yet.
+        """
         return self.known_tokens - 1
 
 
@@ -64,30 +67,32 @@ class RequestHook:
     """A feature's handler for one running request. The methods do nothing unless a feature overrides them."""
 
     def observe(self, *, finished: bool) -> Iterable[EngineEvent]:  # noqa: ARG002  # for the overriding methods
-        """Returns the feature's events after an output of vLLM. `EngineRequest.sampled` already contains its tokens.
+        """Returns the feature's events for an output of vLLM.
 
-        The events are iterated as fast as the consumer accepts them. `finished` is True for vLLM's last output.
+        `EngineRequest.sampled` already contains the output's tokens. The engine iterates over the events as fast as the
+        consumer accepts them. `finished` is True for the request's last output.
         """
         return ()
 
     async def finish(self) -> AsyncGenerator[EngineEvent]:
-        """Yields the feature's remaining events after vLLM's last output."""
+        """Yields the feature's remaining events after the request's last output."""
         none: tuple[EngineEvent, ...] = ()
         for event in none:
             yield event
 
 
 class RequestFeature:
-    """A capability that the engine adds to requests. The methods do nothing unless a feature overrides them.
+    """An extension of the vllm engine, such as media in prompts. A method does nothing unless a feature overrides it.
 
     The engine calls `set_arguments`, `configure` and `start` once each, in this order. It calls `read_prompt` and
     `open` for each request, and `close` at the end.
     """
 
     runner_module: str | None = None
-    """A module with the classes `RunnerV1` and `RunnerV2`, which workers mix into vLLM's model runners, or None.
+    """The name of a module with mixins for vLLM's model runners, or None if the feature has no mixins.
 
-    A worker adds them to the runner's class after vLLM has created the runner, so they have no `__init__`.
+    The module contains the classes `RunnerV1` and `RunnerV2`. A worker adds one of them to the class of the existing
+    model runner. Therefore the mixins have no `__init__`.
     """
 
     def set_arguments(self, arguments: "AsyncEngineArgs") -> None:
@@ -100,19 +105,20 @@ class RequestFeature:
         """
 
     async def start(self, llm: "AsyncLLM") -> None:
-        """Prepares the running engine for the feature's requests."""
+        """Prepares the feature after vLLM has started and before the first request."""
 
     async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:  # noqa: ARG002
-        """Returns the prompt of a task if this feature reads it, or None if it does not.
+        """Returns the prompt of a task, or None if this feature does not read the task's prompt.
 
-        Resources of the request are released when `held` exits.
+        `name` is the request's id in vLLM. The feature adds callbacks to `held` that release the request's resources.
         """
         return None
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:  # noqa: ARG002
-        """Prepares a request immediately before it enters vLLM.
+        """Prepares a request immediately before vLLM receives it.
 
-        Returns the feature's hook, or None if the feature has no part in the running request.
+        Returns a hook that observes the request, or None if the feature does not observe it. The feature adds callbacks
+        to `held` that release the request's resources.
         """
         return None
 

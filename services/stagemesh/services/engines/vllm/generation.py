@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from stagemesh.services.engines.vllm.engine import LoadMeter
 
 _PROGRESS_TOKENS = 64
-"""The number of tokens between two progress events. A caller that needs finer progress streams the text or tokens."""
+"""The number of tokens between two progress events of a request.
+
+A caller that needs more frequent progress streams the text or the tokens.
+"""
 
 
 async def generate(
@@ -39,7 +42,10 @@ async def generate(
     control: "Control",
     stage: str,
 ) -> AsyncGenerator[EngineEvent]:
-    """Runs a request and yields its events. The last event is Usage. Raises the errors of `Engine.submit`."""
+    """Runs a request in vLLM and yields its events. The last event is Usage.
+
+    Raises the same errors as `Engine.submit`.
+    """
     task, sampled = request.task, request.sampled
     async with aclosing(_outputs(llm, request, adapter, stage=stage)) as outputs:
         async for output in outputs:
@@ -67,7 +73,10 @@ async def generate(
 async def _outputs(
     llm: "AsyncLLM", request: EngineRequest, adapter: "LoRARequest | None", *, stage: str
 ) -> AsyncGenerator["RequestOutput"]:
-    """Yields vLLM's outputs. Converts vLLM's exceptions to this project's errors."""
+    """Yields vLLM's outputs for a request.
+
+    Raises UnavailableError if vLLM fails, and InvalidRequestError if vLLM rejects the request.
+    """
     tokens = [*request.prompt.token_ids, *request.sampled]
     engine_input = cast("EngineInput", {**request.prompt.engine_input, "prompt_token_ids": tokens})
     try:
@@ -89,9 +98,9 @@ async def _outputs(
 
 
 def _emission(output: "CompletionOutput", task: Task) -> Emission | None:
-    """Returns an emission of the new text and tokens of an output, or None if there are none.
+    """Returns an emission with an output's new text and tokens, or None if the output has neither.
 
-    Tokens are always emitted together with a text, which may be empty, so that a consumer of both needs one packet.
+    A packet with tokens always contains the text, which may be empty, so that a consumer of both needs only one packet.
     """
     tokens = list(output.token_ids) if is_wanted(task, TOKEN_IDS) else []
     if not output.text and not tokens:
@@ -104,7 +113,10 @@ def _emission(output: "CompletionOutput", task: Task) -> Emission | None:
 
 
 def _check_end(output: "CompletionOutput", task: Task, *, stage: str) -> None:
-    """Raises an error if vLLM ended the request with an error."""
+    """Raises an error if vLLM ended the request with an error.
+
+    Raises InvalidRequestError if the request has a structure, and UnavailableError if it does not.
+    """
     if output.finish_reason != "error":
         return
     if task.sampling.structure is not None:

@@ -1,4 +1,4 @@
-"""The options of a vllm stage that are not vLLM's own engine arguments. Does not import vLLM."""
+"""The options of a vllm stage that are not vLLM's own engine arguments. This module does not import vLLM."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -15,22 +15,31 @@ _NO_OTHERS = ConfigDict(extra="forbid")
 
 
 def tensor_name(layer: Layer) -> str:
-    """Returns the tensor name for a layer's states, such as `hidden_states` (last layer) or `hidden_states_8`."""
+    """Returns the name of the tensor that contains a layer's states.
+
+    The name is `hidden_states` for the last layer and, for example, `hidden_states_8` for layer 8.
+    """
     return "hidden_states" if layer == LAST else f"hidden_states_{layer}"
 
 
 @dataclass(frozen=True)
 class HiddenStatesOptions:
-    """The hidden states that a stage can emit."""
+    """The option `hidden_states`, which selects the hidden states that a stage emits."""
 
     __pydantic_config__: ClassVar = _NO_OTHERS
     layers: tuple[Layer, ...] = (LAST,)
-    """The emitted layers. N is the state that enters decoder layer N; 0 is the embeddings. `last` is the state after
-    the final norm."""
+    """The layers whose states are emitted.
+
+    A number N selects the input of decoder layer N. Number 0 selects the embeddings. `last` selects the state after the
+    final norm.
+    """
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
     """The dtype of the emitted tensors, independent of the model's dtype."""
     share_bytes: int = 0
-    """The size of the arena's partition for the worker, in bytes. 0 means a quarter of the arena."""
+    """The size of the arena's partition into which the worker writes hidden states, in bytes.
+
+    0 means a quarter of the arena.
+    """
 
     def __post_init__(self) -> None:
         if not self.layers or len(set(self.layers)) < len(self.layers):
@@ -40,7 +49,7 @@ class HiddenStatesOptions:
 
     @property
     def inner_layers(self) -> list[int]:
-        """The emitted layers before the last layer, sorted."""
+        """The sorted numbers in `layers`. Does not include `last`."""
         return sorted(layer for layer in self.layers if isinstance(layer, int))
 
     @property
@@ -50,12 +59,12 @@ class HiddenStatesOptions:
 
 
 INPUTS_EMBEDS = "inputs_embeds"
-"""The name of the tensor that a stage with embeddings accepts."""
+"""The name of the tensor in which a stage receives embeddings."""
 
 
 @dataclass(frozen=True)
 class EmbeddingsOptions:
-    """The embeddings that a stage accepts over an edge instead of a prompt."""
+    """The option `embeddings`, with which a stage receives embeddings over an edge instead of a prompt."""
 
     __pydantic_config__: ClassVar = _NO_OTHERS
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
@@ -64,7 +73,7 @@ class EmbeddingsOptions:
 
 @dataclass(frozen=True)
 class StageOptions:
-    """The options of a vllm stage that Stagemesh defines."""
+    """The options of a vllm stage that Stagemesh defines in addition to vLLM's engine arguments."""
 
     hidden_states: HiddenStatesOptions | None = None
     embeddings: EmbeddingsOptions | None = None
@@ -88,10 +97,13 @@ _OWN = frozenset(field.name for field in fields(StageOptions))
 
 
 def own_options(options: Mapping[str, JsonValue], *, stage: str = "") -> StageOptions:
-    """Parses Stagemesh's part of a stage's options. Raises InvalidRequestError, which names the invalid option."""
+    """Parses the options that Stagemesh defines. Ignores all other options.
+
+    Raises InvalidRequestError if a value is invalid. The message names the option.
+    """
     return parse_options(StageOptions, {name: options[name] for name in options if name in _OWN}, stage=stage)
 
 
 def engine_options(options: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Returns vLLM's part of a stage's options."""
+    """Returns the options that Stagemesh does not define, which are passed to vLLM as engine arguments."""
     return {name: value for name, value in options.items() if name not in _OWN}

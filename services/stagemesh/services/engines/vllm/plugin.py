@@ -1,4 +1,4 @@
-"""vLLM's `vllm.general_plugins` entry point. vLLM calls it first in every process that it starts."""
+"""The entry point `vllm.general_plugins`. vLLM calls `register` first in every process that it starts."""
 
 import multiprocessing
 from typing import Any
@@ -11,7 +11,10 @@ _PUNICA = "stagemesh.services.engines.vllm.adapters.cpu_rows.AppliesOnlyChosen"
 
 
 def register() -> None:
-    """Makes vLLM's processes (engine core, workers) end with their parent process, and adjusts vLLM for a CPU."""
+    """Makes each vLLM process (engine core or worker) terminate when its parent process terminates.
+
+    On a CPU, also disables compilation of the sampler and replaces the LoRA kernels (`adapters.cpu_rows`).
+    """
     if current_platform.is_cpu():
         # vLLM compiles small functions of its sampler even with `enforce_eager`. On a CPU the first request for
         # log-probabilities would delay all others by seconds, or would end the engine if there is no C++ compiler.

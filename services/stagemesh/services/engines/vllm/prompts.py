@@ -23,11 +23,11 @@ _EMPTY_PARTS: Mapping[MediaKind, Mapping[str, object]] = {
 
 
 def prompt_tokens(prompt: Prompt | None, renderer: BaseRenderer, *, vocabulary: int) -> list[int]:
-    """Returns the token ids of a prompt, with placeholders for media.
+    """Returns the token ids of a prompt, with placeholder tokens for media.
 
-    Applies the model's chat template to text and messages. If the model has no template, encodes text without it.
-    Raises InvalidRequestError if the prompt is empty, if the template rejects it, or if an id is not in the model's
-    vocabulary.
+    Applies the model's chat template to text and messages. If the model has no template, text is encoded without a
+    template. Raises InvalidRequestError if the prompt is empty, if the template rejects the prompt, if the model has no
+    template for messages, or if an id is not in the model's vocabulary.
     """
     given = [] if prompt is None or isinstance(prompt, str) else [part for part in prompt if isinstance(part, int)]
     ids = given or _encode(prompt, renderer)
@@ -94,7 +94,7 @@ def _conversation_tokens(messages: Sequence[ChatMessage], renderer: BaseRenderer
     prompt: Mapping[str, Any] = dict(rendered)
     if "prompt_token_ids" in prompt:
         return list(prompt["prompt_token_ids"])
-    # The template writes the special tokens itself.
+    # The template has already added the special tokens.
     return tokenizer.encode(prompt["prompt"], add_special_tokens=False)
 
 

@@ -18,22 +18,26 @@ TOKEN_IDS = "token_ids"  # noqa: S105  # tokens of a vocabulary
 
 
 class CheckedParams(SamplingParams):
-    """Sampling parameters that `check` checks on another thread. Disables vLLM's own check on the event loop."""
+    """Sampling parameters that `check` verifies on another thread.
+
+    Disables vLLM's own verification, which would run on the event loop.
+    """
 
     def verify(self, *args: object, **kwargs: object) -> None:
         """Does nothing, because `check` has already verified the parameters."""
 
     def update_from_tokenizer(self, tokenizer: TokenizerLike) -> None:
-        """Does nothing, because `check` has already updated the parameters."""
+        """Does nothing, because `check` has already applied the tokenizer's values."""
 
 
 def sampling_params(
     task: Task, *, prompt_length: int, max_model_len: int, defaults: Mapping[str, Any]
 ) -> CheckedParams:
-    """Returns vLLM's sampling parameters for a task. Pass them to `check` before use.
+    """Returns vLLM's sampling parameters for a task. The caller must pass them to `check` before use.
 
-    `defaults` are the model's own defaults, by vLLM's names. Raises InvalidRequestError if vLLM rejects a value or if
-    the prompt leaves too few positions, and UnsupportedError if the task needs an ability that vLLM does not have.
+    `prompt_length` and `max_model_len` are in tokens. `defaults` are the model's own defaults, by vLLM's parameter
+    names. Raises InvalidRequestError if vLLM rejects a value or if the prompt leaves too little space for the output,
+    and UnsupportedError if a task with a structure resumes from a checkpoint.
     """
     sampling = task.sampling
     if sampling.structure is not None and task.resume_from is not None:
@@ -68,14 +72,15 @@ def sampling_params(
 
 
 def is_wanted(task: Task, tensor: str) -> bool:
-    """Returns whether the task's caller or an edge requests this emitted tensor."""
+    """Returns whether the caller or an edge requests the emitted tensor that is named `tensor`."""
     return task.wanted is None or tensor in task.wanted
 
 
 def check(params: CheckedParams, config: VllmConfig, tokenizer: TokenizerLike) -> None:
-    """Raises InvalidRequestError for values that vLLM would reject later or that would terminate its engine.
+    """Verifies sampling parameters and sets the parameters that depend on the tokenizer.
 
-    The duration depends on the size of a JSON schema. Other threads can run during the check.
+    Raises InvalidRequestError for a value that vLLM would reject later or that would terminate vLLM's engine. The check
+    takes longer for a larger JSON schema. Other threads can run during the check.
     """
     vocabulary = config.model_config.get_vocab_size()
     for token in params.stop_token_ids or ():

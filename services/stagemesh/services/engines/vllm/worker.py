@@ -1,4 +1,7 @@
-"""vLLM's workers with the features' model runners. The engine arguments name the class as `worker_cls`."""
+"""The worker class of the vllm engine, which adds the features' mixins to vLLM's model runner.
+
+The engine argument `worker_cls` contains the name of the class.
+"""
 
 import atexit
 import gc
@@ -21,7 +24,7 @@ else:
 
 
 class StageWorker(Worker):
-    """The platform's own worker, extended with the features' mixins for its model runner."""
+    """vLLM's worker for a GPU or a CPU, extended with the features' mixins for the worker's model runner."""
 
     def init_device(self) -> None:
         """Creates vLLM's model runner and adds the features' mixins to its class."""
@@ -36,17 +39,23 @@ class StageWorker(Worker):
         runner.__class__ = type(f"Stage{kind.__name__}", (*mixins, kind), {})
 
     def call_runner(self, method: str, *args: object) -> Any:
-        """Calls a method of the model runner. Called through `collective_rpc`."""
+        """Calls a method of the model runner and returns the method's result.
+
+        The replica calls this method through vLLM's `collective_rpc`.
+        """
         return getattr(self.model_runner, method)(*args)
 
     def shutdown(self) -> None:
-        """Shuts the worker down. Garbage collection at exit then skips all objects, which saves seconds."""
+        """Shuts the worker down.
+
+        Freezes all objects at exit, so that the final garbage collection skips them, which saves seconds.
+        """
         super().shutdown()
         atexit.register(gc.freeze)
 
 
 class FixesCpuRunner:
-    """A mixin of vLLM's V1 runner on a CPU that fixes two errors."""
+    """A mixin for vLLM's V1 model runner on a CPU that fixes two of the runner's errors."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads the model and allocates the buffers for tensors from the previous pipeline rank.
@@ -63,9 +72,10 @@ class FixesCpuRunner:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Samples tokens without the random generators of requests whose prefill is unfinished.
 
-        vLLM samples for every request of a step, discards the token of an unfinished prefill, and rewinds the request's
-        generator by the offset that a GPU would use. A CPU generator cannot rewind, which terminates the engine ("CPU
-        Generator does not use offset"). Here, the discarded token uses the shared generator.
+        vLLM samples for every request of a step and discards the token of an unfinished prefill. vLLM then rewinds the
+        request's generator by the offset that a GPU would use. A CPU generator cannot be rewound, which terminates the
+        engine ("CPU Generator does not use offset"). With this fix, the discarded token is sampled with the shared
+        generator.
         """
         runner: Any = self
         generators: dict[int, torch.Generator] = runner.input_batch.generators

@@ -1,1 +1,1 @@
-"""LoRA adapters in a running vLLM engine."""
+"""Control of the LoRA adapters of a running vLLM engine."""

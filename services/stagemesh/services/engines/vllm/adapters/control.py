@@ -28,9 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 class Adapters:
-    """The adapters of one AsyncLLM.
+    """Manages the LoRA adapters of one AsyncLLM.
 
-    `lock` excludes other changes to the engine, such as sleep.
+    Every change of an adapter holds `lock`, so that no other control, such as sleep, changes the engine at the same
+    time. `check_awake` raises NotReadyError if the engine is asleep.
     """
 
     def __init__(self, llm: "AsyncLLM", *, stage: str, lock: asyncio.Lock, check_awake: Callable[[], None]) -> None:
@@ -48,7 +49,11 @@ class Adapters:
 
     @asynccontextmanager
     async def using(self, name: str | None) -> "AsyncGenerator[LoRARequest | None]":
-        """Leases a task's adapter. Yields None if `name` is None. Raises NotFoundError if the adapter is not loaded."""
+        """Leases the adapter `name` until the context exits.
+
+        Yields vLLM's object for the adapter, or None if `name` is None. Raises NotFoundError if the adapter is not
+        loaded.
+        """
         if name is None:
             yield None
         elif self._registry is None:
@@ -83,7 +88,10 @@ class Adapters:
             return entry.adapter
 
     async def restore(self) -> None:
-        """Loads all adapters again after vLLM has reloaded the model's weights. The caller must hold `lock`."""
+        """Loads all adapters again after vLLM has reloaded the model's weights. Unloads an adapter that vLLM rejects.
+
+        The caller must hold `lock`.
+        """
         registry = self._registry
         for entry in registry.entries() if registry else ():
             assert registry is not None
@@ -108,14 +116,14 @@ class Adapters:
         try:
             await core_call(self._llm, self._llm.add_lora(_request(entry)))
         except CoreRefusalError as exc:
-            # vLLM registers an adapter even if loading fails late.
+            # If loading fails late, vLLM has already registered the adapter.
             await core_call(self._llm, self._llm.remove_lora(entry.number))
             raise InvalidRequestError(f"adapter {entry.name!r}: {exc.message}", reason="INVALID_ADAPTER") from exc
         registry.add(entry)
         return entry
 
     async def _targets(self, files: AdapterFiles) -> Mapping[str, Sizes | None]:
-        """Returns the sizes of the layers that an adapter changes, as reported by all workers."""
+        """Returns the sizes of the layers that an adapter changes, by layer name. None for a layer of unknown size."""
         names = sorted(files.layers)
         answers: list[dict[str, list[int]]] = await worker_call(self._llm, "adapter_targets", names)
         return {name: Sizes(*sizes) if sizes else None for answer in answers for name, sizes in answer.items()}
@@ -132,5 +140,5 @@ class Adapters:
 def _request(entry: Entry) -> "LoRARequest":
     from vllm.lora.request import LoRARequest
 
-    # The name contains the number, because vLLM caches by name and path, and an adapter loaded later may differ.
+    # The name contains the number, because vLLM caches adapters by name and path, and the files may change later.
     return LoRARequest(f"{entry.name}#{entry.number}", entry.number, entry.path)

@@ -1,4 +1,4 @@
-"""Fixes vLLM's LoRA kernels on a CPU, which would apply an adapter to requests without an adapter."""
+"""A fix for vLLM's LoRA kernels on a CPU, which apply an adapter even to requests that do not name an adapter."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -9,10 +9,11 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 
 class AppliesOnlyChosen(PunicaWrapperCPU):
-    """Applies adapters only to the rows of requests that name an adapter. `plugin` passes the class's name to vLLM.
+    """vLLM's LoRA kernels for a CPU, restricted to the rows of requests that name an adapter.
 
-    vLLM marks a row without an adapter with slot -1. On a CPU, this index selects the last slot. If every slot has an
-    adapter, a request without an adapter would therefore use another request's adapter.
+    vLLM marks a row without an adapter with slot index -1. On a CPU, this index selects the last slot. If the last slot
+    contains an adapter, vLLM would therefore apply that adapter to the row. `plugin` passes the name of this class to
+    vLLM.
     """
 
     def add_expand(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -30,7 +31,7 @@ class AppliesOnlyChosen(PunicaWrapperCPU):
 
 @contextmanager
 def _restored(y: torch.Tensor, rows: torch.Tensor) -> Generator[None]:
-    """Restores the given rows of `y`, [..., width], at the end of the block."""
+    """Restores the rows of `y` that the mask `rows` selects when the context exits. `y` has the shape [..., width]."""
     flat = y.view(-1, y.shape[-1])
     before = flat[rows]
     yield

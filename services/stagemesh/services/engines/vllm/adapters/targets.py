@@ -1,4 +1,4 @@
-"""Reports the layers that an adapter can change. Runs in vLLM's workers (`worker_extension_cls`)."""
+"""Reports the sizes of the layers that a LoRA adapter can change. Runs in vLLM's workers (`worker_extension_cls`)."""
 
 from typing import Any
 
@@ -6,12 +6,13 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 
 class AdapterTargets:
-    """A mixin of the worker's class. Adds a method for `collective_rpc`."""
+    """A mixin for vLLM's worker class. Its method `adapter_targets` is called through vLLM's `collective_rpc`."""
 
     def adapter_targets(self, names: list[str]) -> dict[str, list[int]]:
-        """Returns [inputs, outputs] of each named layer that this worker has. Sizes are the totals over all ranks.
+        """Returns the sizes of the layers in `names` that this worker has, by layer name.
 
-        Names are PEFT's layer names. The list is empty for a layer of unknown size, which vLLM checks itself.
+        Layer names are PEFT's names. A size is [inputs, outputs], the total numbers over all ranks. The list is empty
+        for a layer of unknown size. vLLM itself checks such a layer when it loads the adapter.
         """
         worker: Any = self
         manager = worker.model_runner.lora_manager._adapter_manager  # noqa: SLF001  # vLLM has no public accessor
@@ -27,7 +28,10 @@ class AdapterTargets:
 
 
 def _sizes(manager: Any) -> dict[str, list[int]]:
-    """Returns the layers' sizes by vLLM's layer names. A packed layer (q, k and v in one) has one entry per part."""
+    """Returns the sizes of all layers as [inputs, outputs], by vLLM's layer name.
+
+    A layer that packs several projections, such as q, k and v, has one entry for each projection.
+    """
     sizes: dict[str, list[int]] = {}
     for name, module in manager.modules.items():
         layer = module.base_layer

@@ -1,1 +1,1 @@
-"""Prompt embeddings from upstream stages. They may arrive while the request runs."""
+"""Support for prompt embeddings from an upstream stage, which may arrive while the request runs."""

@@ -1,4 +1,7 @@
-"""Embeddings from an upstream stage in place of a prompt. The replica reads a request's flow while the request runs."""
+"""The embeddings feature: a stage receives embeddings from an upstream stage instead of a prompt.
+
+The replica reads the embeddings of a request from an edge while vLLM already runs the request.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class EmbeddingFlow(RequestHook):
-    """Reads one request's flow of embeddings into the request's slot of the shared memory."""
+    """Reads one request's embeddings from an edge and writes them into the request's slot of the shared memory."""
 
     _reading: asyncio.Task[None]
 
@@ -43,10 +46,11 @@ class EmbeddingFlow(RequestHook):
         self._ended = False
 
     async def read_prompt(self) -> int:
-        """Reads the flow until the first row has arrived and the prompt's length is known. Returns the length.
+        """Reads packets until the first row and the prompt's length have arrived. Returns the length in tokens.
 
-        If the packets' metadata do not set the length, all rows belong to the prompt. Raises InvalidRequestError,
-        InvalidChunkError, or the error with which the flow ended.
+        The metadata field `prompt_tokens` of a packet contains the length. If no packet has this field, all rows belong
+        to the prompt. Raises InvalidRequestError if there are no rows or if the prompt is too long for the model,
+        InvalidChunkError if a packet is invalid or if rows are missing, or the error with which the edge ended.
         """
         while await self._read() and not (self._prompt_tokens and self._next_position):
             pass
@@ -57,9 +61,10 @@ class EmbeddingFlow(RequestHook):
         return self._prompt_tokens
 
     def start(self, limit: RequestLimit, abort: Callable[[], Awaitable[None]]) -> None:
-        """Starts to read the rest of the flow. Drops rows that arrive after the request needs them.
+        """Starts a task that reads the remaining packets and increases `limit` as rows arrive.
 
-        If the flow fails, calls `abort`, and `observe` then raises the flow's error.
+        The task drops rows beyond the model's maximum length. If an error occurs, the task calls `abort`, and `observe`
+        then raises the error.
         """
         self._set_limit(limit)
         self._reading = asyncio.create_task(self._read_rest(limit, abort), name="embeddings")
@@ -75,7 +80,7 @@ class EmbeddingFlow(RequestHook):
             yield event
 
     async def stop(self) -> None:
-        """Stops reading the flow."""
+        """Stops the task that reads packets. Does not raise the task's error."""
         self._reading.cancel()
         await asyncio.wait([self._reading])
         if not self._reading.cancelled():
@@ -97,7 +102,7 @@ class EmbeddingFlow(RequestHook):
         limit.set_arrived(UNLIMITED if self._ended else self._next_position)
 
     async def _read(self) -> bool:
-        """Reads one packet and returns True. Returns False at the end of the flow."""
+        """Reads one packet into the slot and returns True, or returns False if there are no more packets."""
         packet = await anext(self._flow, None)
         if packet is None:
             self._ended = True
@@ -131,7 +136,7 @@ class EmbeddingFlow(RequestHook):
     def _write(self, rows: Array) -> None:
         if not self._prompt_tokens:
             self._check_fits(self._next_position + len(rows))
-        # A slot has one row for each position of the model. A request cannot use more rows.
+        # A slot has one row for each position that the model supports. A request cannot use more rows.
         space = self._memory.ticket.positions - self._next_position
         if space > 0:
             self._memory.rows(self.slot, self._next_position, min(space, len(rows)))[...] = rows[:space]
@@ -155,13 +160,16 @@ class EmbeddingFlow(RequestHook):
 
 @dataclass(frozen=True, eq=False)
 class EmbeddedPrompt(RequestPrompt):
-    """A prompt of placeholder tokens whose embeddings are in the shared memory."""
+    """A prompt of placeholder tokens. `flow` writes the embedding of each token into the shared memory."""
 
     flow: EmbeddingFlow = field(kw_only=True)
 
 
 class Embeddings(RequestFeature):
-    """Assigns a slot of the shared memory to each request with embeddings. Workers read them from the slot."""
+    """The request feature for embeddings from an upstream stage.
+
+    Assigns a slot of the shared memory to each request. vLLM's workers read the request's embeddings from the slot.
+    """
 
     runner_module = "stagemesh.services.engines.vllm.embeddings.runner"
     _llm: "AsyncLLM"
@@ -191,7 +199,11 @@ class Embeddings(RequestFeature):
         await runner_call(llm, "attach_embeddings", encode_ticket(self._memory.ticket))
 
     async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:
-        """Waits for a free slot, then reads the flow until the prompt's length is known. Returns the prompt."""
+        """Waits for a free slot, then reads embeddings until the prompt's length is known.
+
+        Returns a prompt of placeholder tokens, or None if the task has no incoming edge. Raises InvalidRequestError if
+        the task has more than one incoming edge.
+        """
         if not task.inlets:
             return None
         if len(task.inlets) > 1:
@@ -206,7 +218,7 @@ class Embeddings(RequestFeature):
         held.callback(self._release, self._memory, slot)
         flow = EmbeddingFlow(inlet, self._memory, slot)
         placeholders = [PLACEHOLDER] * await flow.read_prompt()
-        # A salt, because the same placeholders represent different embeddings in each request.
+        # A salt separates the prefix caches of requests, because the same placeholders represent different embeddings.
         return EmbeddedPrompt(placeholders, {"type": "token", "cache_salt": name}, flow=flow)
 
     def open(self, request: EngineRequest, held: AsyncExitStack) -> RequestHook | None:

@@ -1,8 +1,8 @@
-"""Memory through which a replica passes embeddings to its engine's workers. Each running request has one slot.
+"""Shared memory through which a replica passes embeddings to vLLM's workers. Each running request has one slot.
 
-The memory is a sparse file. A slot's pages are allocated when they are written, and released with the slot. A worker
-reads the rows of every step that needs them, also after a preemption. The scheduler runs no step before its rows are in
-the memory (`run_ahead`). This module does not import vLLM.
+The memory is a sparse file. The pages of a slot are allocated when they are written, and freed when the slot is
+released. A worker reads a row again if the row's step is repeated after a preemption. The scheduler runs a step only
+after the step's rows are in the memory (`run_ahead`). This module does not import vLLM.
 """
 
 import mmap
@@ -16,33 +16,36 @@ from stagemesh.common.errors import NotReadyError
 from stagemesh.common.tensors import DTYPES, Array
 
 PLACEHOLDER = 0
-"""The token that represents an embedding in a prompt."""
+"""The id of the token that represents an embedding in a prompt."""
 
 
 class Embedded(msgspec.Struct, frozen=True):
-    """A request's argument for vLLM's processes: the slot that contains its embeddings."""
+    """The location of a request's embeddings in the shared memory.
+
+    The replica sends this object to vLLM's workers with the request (`extra_arguments`).
+    """
 
     slot: int
     prompt_tokens: int
     """The number of prompt tokens.
 
-    Rows before this position replace the embeddings of the prompt. Later rows are added to the embeddings of sampled
-    tokens.
+    Rows before this position replace the embeddings of the placeholder tokens. Later rows are added to the embeddings
+    of sampled tokens.
     """
 
 
 @dataclass(frozen=True)
 class EmbeddingTicket:
-    """The information that a worker process needs to open the memory."""
+    """The data that a worker process needs to open the shared memory."""
 
     process_id: int
     file_descriptor: int
     slots: int
     positions: int
-    """The number of rows in a slot."""
+    """The number of rows in a slot: one for each token position that the model supports."""
     width: int
     dtype: str
-    """The rows' dtype, by its name in the API and in torch."""
+    """The name of the rows' dtype, which is the same in the API and in torch."""
 
     @property
     def slot_bytes(self) -> int:
@@ -52,12 +55,12 @@ class EmbeddingTicket:
 
 
 class EmbeddingMemory:
-    """One process's mapping of the memory."""
+    """The mapping of the shared memory into one process."""
 
     def __init__(self, ticket: EmbeddingTicket, *, own: int | None = None) -> None:
-        """Maps the memory. Raises NotReadyError if the file cannot be opened.
+        """Maps the memory into this process. Raises NotReadyError if the memory's file cannot be opened.
 
-        `own` is the file's descriptor, which `close` closes. None if this process does not own the file.
+        `own` is the file descriptor that `close` closes, or None if another process owns the file.
         """
         self.ticket = ticket
         self._own = own
@@ -75,9 +78,9 @@ class EmbeddingMemory:
             ) from exc
 
     def rows(self, slot: int, position: int, count: int) -> Array:
-        """Returns a view of a slot's rows, [count, width]. The replica writes it and a worker reads it.
+        """Returns a view of `count` rows of a slot, starting at `position`. The view has the shape [count, width].
 
-        Rows are zero until they are written.
+        The replica writes rows through the view, and workers read them. A row contains zeros until it is written.
         """
         ticket = self.ticket
         assert 0 <= slot < ticket.slots, f"slot {slot} of {ticket.slots}"
@@ -87,19 +90,22 @@ class EmbeddingMemory:
         return np.frombuffer(self._mapping, dtype, count * ticket.width, offset).reshape(count, ticket.width)
 
     def close(self) -> None:
-        """Closes the file if this process owns it. Existing mappings stay valid. May be called more than once."""
+        """Closes the file if this process owns it. Existing mappings remain valid. Idempotent."""
         if self._own is not None:
             os.close(self._own)
             self._own = None
 
     def clear(self, slot: int) -> None:
-        """Releases a slot's pages. The slot then contains zeros."""
+        """Frees the memory pages of a slot. The slot contains zeros afterwards."""
         size_bytes = self.ticket.slot_bytes
         self._mapping.madvise(mmap.MADV_REMOVE, slot * size_bytes, size_bytes)
 
 
 def create_memory(*, slots: int, positions: int, width: int, dtype: str) -> EmbeddingMemory:
-    """Creates a replica's memory. Its file exists at most until this process ends."""
+    """Creates the shared memory of a replica, with `slots` slots of `positions` rows of `width` values.
+
+    The memory is an anonymous file (`memfd_create`), which the kernel frees after the processes that use it have ended.
+    """
     fd = os.memfd_create("stagemesh-embeddings", os.MFD_CLOEXEC)
     ticket = EmbeddingTicket(os.getpid(), fd, slots, positions, width, dtype)
     os.ftruncate(fd, slots * ticket.slot_bytes)

@@ -1,6 +1,6 @@
-"""Mixins of vLLM's model runners that replace token embeddings with embeddings from an upstream stage.
+"""Mixins for vLLM's model runners that replace token embeddings with embeddings from an upstream stage.
 
-The rows that a step needs are in the shared memory before the step is scheduled.
+The scheduler runs a step only after the step's embeddings are in the shared memory (`run_ahead`).
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class _TakesEmbeddings:
-    """The common part of all runners. It does nothing until `attach_embeddings` is called."""
+    """Base class of the mixins. Has no effect until `attach_embeddings` is called."""
 
     _embedding_memory: EmbeddingMemory | None = None
     _embedded: dict[str, Embedded]
 
     def attach_embeddings(self, ticket: bytes) -> None:
-        """Opens the shared memory that contains the embeddings of requests."""
+        """Opens the shared memory for embeddings. `ticket` is an encoded EmbeddingTicket."""
         self._embedding_memory, self._embedded = EmbeddingMemory(decode_ticket(ticket)), {}
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
-        """Records which requests of the step have embeddings, then runs the first half of the step."""
+        """Records which new requests of the step have embeddings, then runs the step's forward pass."""
         if self._embedding_memory is not None:
             track_arguments(self._embedded, scheduler_output, Embedded)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
@@ -40,9 +40,10 @@ class _TakesEmbeddings:
         starts: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
     ) -> None:
-        """Writes the rows of all requests into a step's embeddings, [tokens, width].
+        """Writes embeddings from the shared memory into `inputs_embeds`, a step's input embeddings [tokens, width].
 
-        The first row of request i has index `starts[i]` in the step and position `positions[i]` in the request.
+        Replaces the embeddings of placeholder tokens. Adds to the embeddings of sampled tokens. `starts[i]` is the
+        index of request i's first row in the step. `positions[i]` is the position of this row in the request.
         """
         memory = self._embedding_memory
         if memory is None or not self._embedded:
@@ -59,7 +60,7 @@ class _TakesEmbeddings:
 
 
 class RunnerV1(_TakesEmbeddings):
-    """A mixin for `vllm.v1.worker.gpu_model_runner` and its subclasses, including the CPU runner."""
+    """A mixin for the model runner in `vllm.v1.worker.gpu_model_runner` and its subclasses, such as the CPU runner."""
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> Any:
         made = cast("Any", super())._preprocess(*args, **kwargs)  # noqa: SLF001  # our own class
@@ -74,7 +75,7 @@ class RunnerV1(_TakesEmbeddings):
         return made
 
     def _hide_placeholders(self, batch: Any) -> None:
-        """Excludes the placeholder tokens from repetition penalties."""
+        """Removes the placeholder tokens from the prompts that the sampler uses for repetition penalties."""
         prompts = batch.sampling_metadata.prompt_token_ids
         if prompts is not None:
             for i, request_id in enumerate(batch.req_ids):
@@ -83,10 +84,13 @@ class RunnerV1(_TakesEmbeddings):
 
 
 class RunnerV2(_TakesEmbeddings):
-    """A mixin for `vllm.v1.worker.gpu.model_runner` and its subclasses."""
+    """A mixin for the model runner in `vllm.v1.worker.gpu.model_runner` and its subclasses."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the model and wraps the function that prepares a step's embeddings."""
+        """Loads the model, and wraps vLLM's function that prepares the input embeddings of a step.
+
+        The wrapper also writes the embeddings from the shared memory.
+        """
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         state = cast("Any", self).model_state
         prepare = state.prepare_inputs_embeds

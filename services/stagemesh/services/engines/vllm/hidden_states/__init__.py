@@ -1,1 +1,1 @@
-"""Transfers hidden states from vLLM's worker process through the replica's arena, in the order of the tokens."""
+"""Support for emitting hidden states, which a vLLM worker process writes into the replica's arena."""

@@ -1,4 +1,8 @@
-"""Emits a stage's hidden states. vLLM's worker writes them into the arena. Each request receives its own rows."""
+"""The hidden-states feature: a stage emits the hidden states of each request's tokens.
+
+A vLLM worker writes the rows of all requests into the replica's arena. The replica emits each row for the request to
+which the row belongs.
+"""
 
 import asyncio
 import logging
@@ -44,14 +48,17 @@ _log = logging.getLogger(__name__)
 
 
 class HiddenStates(RequestFeature):
-    """Receives the rows that a worker writes, and emits them. Must be used on the event loop."""
+    """The request feature for hidden states. Receives the rows that a vLLM worker writes, and emits them.
+
+    After `configure`, all methods must be called on the event loop's thread.
+    """
 
     runner_module = "stagemesh.services.engines.vllm.hidden_states.runner"
 
     def __init__(
         self, options: HiddenStatesOptions, arena: PartitionsArena | None, *, share_bytes: int, stage: str
     ) -> None:
-        """Creates the feature. `share_bytes` is the size of the arena's partition for the worker."""
+        """Creates the feature. `share_bytes` is the size of the worker's partition of the arena, in bytes."""
         self._options, self._arena, self._stage = options, arena, stage
         self._share_bytes = share_bytes
         self._tickets: list[PartitionTicket] = []
@@ -61,11 +68,14 @@ class HiddenStates(RequestFeature):
     def set_arguments(self, arguments: "AsyncEngineArgs") -> None:
         arguments.additional_config = {**arguments.additional_config, CONFIG_KEY: self._options.inner_layers}
         if arguments.speculative_config is not None:
-            # Which rows belong to rejected drafts is known only after the step's tokens are sampled.
+            # The rows of rejected drafts are known only after the step's tokens are sampled.
             arguments.async_scheduling = False
 
     def configure(self, config: "VllmConfig") -> None:
-        """Raises InvalidRequestError if the model cannot emit the states, or if the memory is too small for one row."""
+        """Raises InvalidRequestError if the model cannot provide the requested hidden states.
+
+        Also raises InvalidRequestError if the worker's part of the arena is too small for one row.
+        """
         model, options = config.model_config, self._options
         problem = _layer_problem(
             model, options.inner_layers, pipeline_ranks=config.parallel_config.pipeline_parallel_size
@@ -82,9 +92,9 @@ class HiddenStates(RequestFeature):
             )
 
     async def start(self, llm: "AsyncLLM") -> None:
-        """Connects the worker that writes the rows.
+        """Reserves the worker's partitions of the arena, and waits until the worker that writes the rows has connected.
 
-        Raises NotReadyError if the arena has no space for the rows, InvalidRequestError if the model's class does not
+        Raises NotReadyError if the arena has too little space, InvalidRequestError if the model's class does not
         provide the states of inner layers, and UnavailableError if no worker connects.
         """
         for model in await runner_call(llm, "model_without_layers"):
@@ -146,7 +156,10 @@ class HiddenStates(RequestFeature):
         return InvalidRequestError(f"stage {self._stage}: {problem}", reason="INVALID_OPTION")
 
     def _read_messages(self, arena: PartitionsArena) -> None:
-        """Reads the messages that have arrived. Each step sends at least one message."""
+        """Reads all messages that the worker has sent.
+
+        Fails all requests if the worker has closed the connection or if a message is invalid.
+        """
         assert self._connection is not None, "a closed connection has no reader"
         try:
             while data := self._connection.recv(_MAX_MESSAGE_BYTES):
@@ -174,7 +187,7 @@ class HiddenStates(RequestFeature):
 
 
 class _EmittedStates(RequestHook):
-    """Emits the rows of one request."""
+    """Emits the hidden states of one request."""
 
     def __init__(self, request: EngineRequest, states: RequestStates) -> None:
         self._request, self._states = request, states
@@ -192,7 +205,7 @@ class _EmittedStates(RequestHook):
 
 
 async def _accept(listener: socket.socket, token: bytes) -> socket.socket:
-    """Returns the first connection that sends the token."""
+    """Returns the first connection that sends the token. Closes connections that send other data."""
     loop = asyncio.get_running_loop()
     while True:
         connection, _ = await loop.sock_accept(listener)
@@ -203,10 +216,11 @@ async def _accept(listener: socket.socket, token: bytes) -> socket.socket:
 
 
 def _layer_problem(model: "ModelConfig", inner_layers: list[int], *, pipeline_ranks: int) -> str | None:
-    """Returns the reason why a model cannot provide the states of these layers, or None if it can.
+    """Returns the reason why a model cannot provide the requested hidden states, or None if there is no reason.
 
-    `inner_layers` are sorted. `pipeline_ranks` is the number of workers that share the layers. Whether the model's
-    class provides states of inner layers is known only in the worker that loads the class. `start` queries the worker.
+    `inner_layers` contains sorted layer numbers. `pipeline_ranks` is the number of workers across which the layers are
+    split. Does not check whether the model's class provides the states of inner layers. `start` checks this, because
+    only the workers load the class.
     """
     if model.runner_type != "generate":
         return "a model that pools samples no tokens and emits nothing; omit the option, or omit runner: pooling"

@@ -1,4 +1,4 @@
-"""The received hidden states of one request, in the replica's process."""
+"""Buffers the received hidden states of one request in the replica's process."""
 
 import asyncio
 from collections import deque
@@ -10,22 +10,28 @@ from stagemesh.common.tensors import Tensors
 from stagemesh.connectors.edge import Packet
 
 _LATE_S = 10.0
-"""The maximum delay of rows after the tokens of the same step, in seconds."""
+"""The maximum time to wait for the rows of tokens that have already been sampled, in seconds."""
 
 
 class RequestStates:
-    """One request's rows. Returns each position once and in order, even if the worker writes rows again."""
+    """A buffer for one request's hidden states. A row is the state of one token position.
+
+    Returns each row once and in order, even if the worker writes some rows again.
+    """
 
     def __init__(self, *, first_position: int, prompt_tokens: int) -> None:
         self.next_position = first_position
-        """The position after the last row that has arrived. All requested rows before it have arrived."""
+        """The position of the next row to arrive. All requested rows before this position have arrived."""
         self._prompt_tokens = prompt_tokens
         self._ready: deque[tuple[int, Tensors]] = deque()
         self._error: StagemeshError | None = None
         self._changed = Notifier()
 
     def push(self, position: int, tensors: Tensors) -> None:
-        """Adds rows that start at `position`. Drops rows that arrived earlier, which happens after a preemption."""
+        """Adds consecutive rows, the first of which belongs to `position`. Drops rows that have already arrived.
+
+        Rows arrive again after a preemption. Calls `fail` if rows before `position` are missing.
+        """
         count = _count(tensors)
         skipped = self.next_position - position
         if skipped >= count:
@@ -40,12 +46,15 @@ class RequestStates:
         self._changed.fire()
 
     def fail(self, error: StagemeshError) -> None:
-        """Records that no more rows will arrive."""
+        """Records an error, which `take` raises from then on. Only the first error is recorded."""
         self._error = self._error or error
         self._changed.fire()
 
     def take(self, *, before: int) -> list[Packet]:
-        """Removes and returns the rows before a position. Raises the recorded error."""
+        """Removes and returns the buffered rows of the positions below `before`.
+
+        Raises the error that `fail` has recorded, if any.
+        """
         if self._error is not None:
             raise self._error
         taken: list[Packet] = []
@@ -59,7 +68,10 @@ class RequestStates:
         return taken
 
     async def up_to(self, position: int) -> AsyncGenerator[Packet]:
-        """Yields the remaining rows before `position` as they arrive. Raises UnavailableError if they do not arrive."""
+        """Yields the remaining rows of the positions below `position` as they arrive.
+
+        Raises UnavailableError if rows do not arrive in time, or the error that `fail` has recorded.
+        """
         while True:
             if packets := self.take(before=position):
                 for packet in packets:

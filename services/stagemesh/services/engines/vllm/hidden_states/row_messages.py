@@ -1,4 +1,4 @@
-"""The messages between a worker that writes hidden states and its replica. Does not import vLLM."""
+"""The messages that a worker sends to its replica about hidden states. This module does not import vLLM."""
 
 from dataclasses import dataclass
 
@@ -8,53 +8,71 @@ from stagemesh.connectors.arena.memory_file import ALIGNMENT_BYTES
 from stagemesh.connectors.arena.worker_writer import Handle, PartitionTicket
 
 CONFIG_KEY = "stagemesh_layers"
-"""The key of vLLM's `additional_config` under which the emitted inner layers are listed."""
+"""The key of vLLM's `additional_config` under which the numbers of the emitted inner layers are listed."""
 OVERFLOW_DIVISOR = 4
-"""The size of the overflow memory is the size of the worker's memory divided by this number.
+"""The ratio of the worker's total memory in the arena to the part that is overflow memory.
 
-The replica copies rows out of the overflow memory at once, so that unread rows do not block other rows.
+The replica copies rows out of the overflow memory immediately, so that unread rows do not block other rows.
 """
 _WRITES_IN_OVERFLOW = 2
-"""The number of writes that fit into the overflow memory, so that the worker can write while the replica copies."""
+"""The number of writes of maximum size that fit into the overflow memory.
+
+With two, the worker can write while the replica copies.
+"""
 
 
 def max_rows(overflow_bytes: int, *, row_bytes: int, tensors: int) -> int:
-    """Returns the maximum number of rows in one write. `row_bytes` is the size of a row in all tensors together."""
+    """Returns the maximum number of rows in one write.
+
+    `row_bytes` is the total size of one row in all tensors. `tensors` is the number of tensors.
+    """
     return (overflow_bytes // _WRITES_IN_OVERFLOW - tensors * ALIGNMENT_BYTES) // row_bytes
 
 
 def min_overflow_bytes(*, row_bytes: int, tensors: int) -> int:
-    """Returns the minimum size of the overflow memory in bytes, which suffices for writes of one row."""
+    """Returns the minimum size of the overflow memory, in bytes. It has space for writes of one row.
+
+    `row_bytes` is the total size of one row in all tensors. `tensors` is the number of tensors.
+    """
     return _WRITES_IN_OVERFLOW * (row_bytes + tensors * ALIGNMENT_BYTES)
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """The addresses and tickets through which a worker accesses its replica."""
+    """The data that a worker needs to connect to its replica and to write into the replica's arena."""
 
     address: str
-    """The abstract unix socket for messages. The first message is `token`. Each further message is a `StepRows`."""
+    """The name of the abstract Unix socket for messages to the replica.
+
+    The first message is `token`. Each further message is a `StepRows`.
+    """
     token: bytes
     rows: PartitionTicket
-    """Memory for rows. Rows remain in it until they are read."""
+    """The arena's partition for rows. Rows remain in the partition until the consumer has read them."""
     overflow: PartitionTicket
-    """Memory for rows when `rows` is full. The replica copies the rows out at once."""
+    """The arena's partition for rows that do not fit into `rows`.
+
+    The replica copies the rows out of this partition immediately.
+    """
     dtype: str
-    """The dtype of the emitted tensors, by its name in the API and in torch."""
+    """The name of the emitted tensors' dtype, which is the same in the API and in torch."""
     tensors: list[str]
     """The names of the emitted tensors."""
 
 
 class RequestedRows(msgspec.Struct, frozen=True):
-    """A request's argument for vLLM's processes: the rows that the request emits."""
+    """The rows that a request emits.
+
+    The replica sends this object to vLLM's workers with the request (`extra_arguments`).
+    """
 
     name: str
     first_position: int
-    """The position of the first emitted row. Earlier rows are not emitted."""
+    """The token position of the first emitted row. Earlier rows are not emitted."""
 
 
 class RequestRows(msgspec.Struct, frozen=True, array_like=True):
-    """The rows of one request within the rows of a step."""
+    """The location of one request's rows in the tensors of a `StepRows` message."""
 
     name: str
     position: int
@@ -65,9 +83,9 @@ class RequestRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepRows(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of one engine step. Each emitted layer has a tensor [rows, hidden].
+    """A message that reports written rows of one engine step. Each emitted layer has a tensor [rows, hidden].
 
-    A step with many rows is split into several messages.
+    A step with many rows is reported in several messages.
     """
 
     handle: Handle

@@ -20,11 +20,14 @@ from stagemesh.services.engines.vllm.hidden_states.row_messages import (
 
 _SEND_TIMEOUT_S = 60.0
 _MAX_STAGED_BYTES = 256 << 20
-"""The maximum size of the rows that wait for space in the arena, in bytes. Beyond it, the engine waits, too."""
+"""The maximum size of the staged rows, in bytes. Staged rows wait in the worker's memory for space in the arena.
+
+If more bytes are staged, the worker's main thread waits, too.
+"""
 
 
 class Slice(NamedTuple):
-    """Consecutive rows of one request in a batch."""
+    """Consecutive rows of one request in a batch of several requests' rows."""
 
     name: str
     position: int
@@ -35,34 +38,37 @@ class Slice(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive rows of a batch that are copied together."""
+    """Consecutive rows of a batch that are copied together into a target tensor."""
 
     first: int
-    """The index of the first row in the target."""
+    """The index of the first row in the target tensor."""
     start: int
     """The index of the first row in the batch."""
     rows: int
 
 
 class Written(NamedTuple):
-    """Rows that are in the arena or are being copied into it."""
+    """The rows of one write to the arena, which may still be in progress.
+
+    Rows for which the arena has no space are staged in the worker's memory.
+    """
 
     requests: list[RequestRows]
     handle: Handle | None
-    """The rows' location in the arena. None if the arena had no space for them."""
+    """The location of the rows in the arena, or None if the rows are staged."""
     overflow: bool
-    """Whether the rows are written into the overflow memory."""
+    """Whether the rows are in the overflow memory, or will be written into it."""
     staged: Mapping[str, torch.Tensor]
-    """The rows for which the arena had no space, by tensor name. Empty if there is a `handle`."""
+    """The staged rows, by tensor name. Empty if the rows are not staged."""
     copied: torch.cuda.Event | None
-    """The event that marks the end of the copy. None if the copy has ended."""
+    """The CUDA event that marks the end of the copy, or None if the copy has ended."""
 
 
 class RowWriter:
-    """Writes rows into the arena and reports them in order.
+    """Writes rows of hidden states into the arena and reports them to the replica in order.
 
-    The worker's main thread uses it. That thread does not wait for the GPU. It waits for space in the arena only if too
-    many bytes are staged.
+    Must be called on the worker's main thread. The methods do not wait for the GPU. They wait for space in the arena
+    only if too many bytes are staged.
     """
 
     def __init__(self, attachment: Attachment, *, device: torch.device) -> None:
@@ -89,9 +95,10 @@ class RowWriter:
         self._staged_lock = threading.Lock()
 
     def copy(self, states: Mapping[str, torch.Tensor], slices: Sequence[Slice]) -> list[Written]:
-        """Starts to copy slices of `states`, which are [tokens, hidden] tensors by name, into the arena.
+        """Starts to copy slices of `states` into the arena. Returns the started writes, which `send` reports.
 
-        On a GPU the copy runs on its own stream. The compute stream may overwrite `states` afterwards.
+        `states` contains [tokens, hidden] tensors by name. On a GPU, the copy runs on its own stream, and the compute
+        stream may overwrite `states` after this call.
         """
         self._check()
         row_bytes = sum(rows.shape[1] * self._dtype.itemsize for rows in states.values())
@@ -99,7 +106,7 @@ class RowWriter:
         return [self._copy(states, part) for part in _split(slices, limit)]
 
     def send(self, written: Sequence[Written], counts: Mapping[str, int]) -> None:
-        """Reports rows to the replica after they are copied.
+        """Reports written rows to the replica. If rows are still being copied, a thread reports them after the copy.
 
         `counts` limits the number of reported rows of some requests, by request name.
         """
@@ -114,7 +121,7 @@ class RowWriter:
     # -- internals
 
     def _check(self) -> None:
-        """Raises the last failure of the reporting thread. Waits for the thread if too many bytes are staged."""
+        """Raises the reporting thread's last failure, if any. Blocks while too many bytes are staged."""
         if self._last is not None and (self._last.done() or self._staged_bytes > _MAX_STAGED_BYTES):
             self._last.result()
             self._last = None
@@ -150,7 +157,10 @@ class RowWriter:
             self._staged_bytes += size_bytes
 
     def _finish(self, written: Written, requests: list[RequestRows]) -> None:
-        """Waits for the copy and for space, then reports the rows. Runs on the reporting thread."""
+        """Waits for the copy, moves staged rows into the arena, and reports the rows.
+
+        Runs on the reporting thread.
+        """
         if written.copied is not None:
             written.copied.synchronize()
         handle = written.handle
@@ -181,7 +191,7 @@ def _copy_on_stream(
 ) -> torch.cuda.Event:
     """Copies rows to the host on `stream`. Returns an event that marks the end of the copy.
 
-    Gathers the rows on the compute stream first, because the next replay of its graph overwrites the graph's output.
+    The compute stream first gathers the rows, because the next replay of its CUDA graph overwrites `states`.
     """
     gathered = {
         name: torch.cat([rows[run.start : run.start + run.rows] for run in runs]).to(targets[name].dtype)
@@ -196,14 +206,20 @@ def _copy_on_stream(
 
 
 def _pin(memory: memoryview) -> None:
-    """Pins host memory. The driver would copy unpinned memory twice, and the worker would wait for the copies."""
+    """Page-locks host memory.
+
+    The driver copies data to other memory twice, and the worker would wait for these copies.
+    """
     cuda: Any = torch.cuda
     address = np.frombuffer(memory, np.uint8).ctypes.data
     cuda.check_error(int(cuda.cudart().cudaHostRegister(address, memory.nbytes, 0)))
 
 
 def _split(slices: Sequence[Slice], max_rows: int) -> list[list[Slice]]:
-    """Splits slices into parts of at most `max_rows` rows. Splits a slice that does not fit into a part."""
+    """Groups slices into lists with at most `max_rows` rows in total.
+
+    Splits a slice across lists if it does not fit into the current list.
+    """
     parts: list[list[Slice]] = [[]]
     space = max_rows
     for each in slices:
@@ -233,7 +249,7 @@ def _runs(slices: Sequence[Slice]) -> list[Run]:
 
 
 def _request_rows(slices: Sequence[Slice]) -> list[RequestRows]:
-    """Returns the location of each slice's rows in the target."""
+    """Returns the location of each slice's rows in the target tensors, which contain the slices in order."""
     described: list[RequestRows] = []
     first = 0
     for each in slices:
@@ -243,7 +259,11 @@ def _request_rows(slices: Sequence[Slice]) -> list[RequestRows]:
 
 
 def _limit_rows(requests: list[RequestRows], left: dict[str, int]) -> list[RequestRows]:
-    """Shortens requests' rows to the numbers in `left`. Subtracts the remaining rows from `left`."""
+    """Reduces the number of rows of each request to the number in `left`.
+
+    Requests that are not in `left` are unchanged. Subtracts the rows that remain in a request from the request's number
+    in `left`.
+    """
     if not left:
         return requests
     limited: list[RequestRows] = []

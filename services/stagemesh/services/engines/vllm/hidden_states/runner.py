@@ -1,7 +1,7 @@
-"""Mixins of vLLM's model runners that write hidden states into the replica's arena.
+"""Mixins for vLLM's model runners that write hidden states into the replica's arena.
 
-`_EmitsHiddenStates` reads a step between its two halves, `execute_model` and `sample_tokens`. Its subclasses access the
-attributes of each kind of runner.
+vLLM runs a step with two calls: `execute_model` runs the forward pass, and `sample_tokens` samples the tokens. The
+mixins copy the hidden states between the two.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """The state of a step between its two halves. The requests are in the order of their rows."""
+    """The state of a step between `execute_model` and `sample_tokens`. The requests are in the order of their rows."""
 
     request_ids: Sequence[str]
     starts: npt.NDArray[np.int32]
     """The index of each request's first row, followed by the total number of rows."""
     positions: npt.NDArray[np.int32]
-    """The position of each request's first row among its tokens."""
+    """The token position of each request's first row."""
     hidden: torch.Tensor
     aux: Sequence[torch.Tensor]
 
 
 class _EmitsHiddenStates:
-    """The common part of all runners. It does nothing until `attach_replica` is called."""
+    """Base class of the mixins. Writes no rows until `attach_replica` is called."""
 
     _rows: RowWriter | None = None
     _requested: dict[str, RequestedRows]
@@ -44,16 +44,20 @@ class _EmitsHiddenStates:
     _model_without_layers: str | None = None
 
     def attach_replica(self, attachment: bytes) -> None:
-        """Starts to write the rows that requests need. Does nothing in a worker that does not write rows.
+        """Starts to write the rows that requests emit. `attachment` is an encoded Attachment.
 
-        Only one worker writes: the first tensor rank of the last pipeline rank, which has all rows of the last layer.
+        Only one worker writes rows: the first tensor rank of the last pipeline rank, which has all rows of the last
+        layer. The method does nothing in the other workers.
         """
         if get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0:
             self._requested, self._drafts = {}, {}
             self._rows = RowWriter(decode_attachment(attachment), device=cast("Any", self).device)
 
     def model_without_layers(self) -> str | None:
-        """Returns the name of the model's class if it lacks inner layers that the stage emits, else None."""
+        """Returns the name of the model's class if it cannot provide the inner layers that the stage emits.
+
+        Returns None if the class provides them or if the stage emits no inner layers.
+        """
         return self._model_without_layers
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -68,14 +72,14 @@ class _EmitsHiddenStates:
             self.use_aux_hidden_state_outputs = True
 
     def execute_model(self, scheduler_output: "SchedulerOutput", *args: Any, **kwargs: Any) -> Any:
-        """Records which rows the new requests need, then runs the first half of the step."""
+        """Records which rows the step's new requests emit, then runs the step's forward pass."""
         if self._rows is not None:
             track_arguments(self._requested, scheduler_output, RequestedRows)
             self._drafts = scheduler_output.scheduled_spec_decode_tokens
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Copies the requested rows, runs the second half of a step, and reports the rows to the replica."""
+        """Copies the requested rows, samples the step's tokens, and reports the rows to the replica."""
         batch = self._batch() if self._rows is not None and self._requested else None
         slices = self._slices(batch) if batch is not None else []
         if self._rows is None or batch is None or not slices:
@@ -87,12 +91,12 @@ class _EmitsHiddenStates:
 
     @property
     def _inner_layers(self) -> Sequence[int]:
-        """The emitted layers before the last layer, sorted."""
+        """The sorted numbers of the emitted inner layers. Does not include the state after the final norm."""
         layers: Sequence[int] = cast("Any", self).vllm_config.additional_config.get(CONFIG_KEY, ())
         return layers
 
     def _batch(self) -> Batch | None:
-        """Returns the step whose second half has not run, or None if this rank has no such step."""
+        """Returns the step whose tokens are not sampled yet, or None if this rank has no such step."""
         raise NotImplementedError
 
     def _slices(self, batch: Batch) -> list[Slice]:
@@ -114,7 +118,10 @@ class _EmitsHiddenStates:
         return {name: states[name] for name in self._rows.tensors}
 
     def _valid_counts(self, batch: Batch, output: Any) -> dict[str, int]:
-        """Returns the number of valid rows of each request with draft tokens. Rejected drafts are computed again."""
+        """Returns the number of valid rows of each request with draft tokens, by request name.
+
+        The rows of rejected draft tokens are invalid, and vLLM computes these positions again.
+        """
         assert isinstance(output, ModelRunnerOutput), "the feature disables asynchronous scheduling with drafts"
         counts: dict[str, int] = {}
         for i, request_id in enumerate(batch.request_ids):
@@ -127,7 +134,7 @@ class _EmitsHiddenStates:
 
 
 class RunnerV1(_EmitsHiddenStates):
-    """A mixin for `vllm.v1.worker.gpu_model_runner` and its subclasses, including the CPU runner."""
+    """A mixin for the model runner in `vllm.v1.worker.gpu_model_runner` and its subclasses, such as the CPU runner."""
 
     def _batch(self) -> Batch | None:
         runner = cast("Any", self)
@@ -145,7 +152,7 @@ class RunnerV1(_EmitsHiddenStates):
 
 
 class RunnerV2(_EmitsHiddenStates):
-    """A mixin for `vllm.v1.worker.gpu.model_runner` and its subclasses."""
+    """A mixin for the model runner in `vllm.v1.worker.gpu.model_runner` and its subclasses."""
 
     def _batch(self) -> Batch | None:
         runner = cast("Any", self)

@@ -1,1 +1,1 @@
-"""Images, audio and video in prompts. They are decoded here, then processed by vLLM."""
+"""Support for images, audio and video in prompts. The replica decodes the media, then vLLM processes them."""

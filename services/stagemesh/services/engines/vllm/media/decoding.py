@@ -1,4 +1,4 @@
-"""Decodes images, audio and video into arrays. Enforces limits, because callers are not trusted."""
+"""Decodes images, audio and video into arrays. Enforces size limits, because callers are not trusted."""
 
 import struct
 import zlib
@@ -34,7 +34,7 @@ _DAMAGED = (
 
 
 class DecodedAudio(NamedTuple):
-    """Audio with one channel of float32 samples."""
+    """Decoded audio with one channel of float32 samples."""
 
     samples: npt.NDArray[np.float32]
     sample_rate_hz: int
@@ -42,11 +42,11 @@ class DecodedAudio(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DecodedVideo:
-    """Selected frames of a video, as uint8[frames, height, width, 3]."""
+    """Selected frames of a decoded video, as a uint8 array [frames, height, width, 3]."""
 
     frames: npt.NDArray[np.uint8]
     indices: tuple[int, ...]
-    """The index of each frame in the whole video."""
+    """The index of each selected frame in the whole video."""
     total_frames: int
     frame_rate_hz: float
 
@@ -57,14 +57,17 @@ class DecodedVideo:
 
 
 class DecodedBytes:
-    """Counts the decoded size of one request's media, and enforces the limit `limit_bytes`."""
+    """Counts the total decoded size of one request's media, in bytes. Enforces a limit of `limit_bytes`."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._bytes = 0
 
     def add(self, size_bytes: int, kind: MediaKind) -> None:
-        """Adds a size in bytes. Raises InvalidRequestError (MEDIA_TOO_LARGE) if the limit is exceeded."""
+        """Adds the size of a decoded medium or of a part of it, in bytes.
+
+        Raises InvalidRequestError (MEDIA_TOO_LARGE) if the total size exceeds the limit.
+        """
         self._bytes += size_bytes
         if self._bytes > self._limit_bytes:
             raise InvalidRequestError(
@@ -75,7 +78,10 @@ class DecodedBytes:
 
 
 def read_image(file: MediaFile, decoded: DecodedBytes) -> Image.Image:
-    """Returns the first image of a file. Raises InvalidRequestError if it is damaged, too large or too narrow."""
+    """Decodes the first image of a file.
+
+    Raises InvalidRequestError if the image is damaged, too large or too narrow.
+    """
     with _reading("image"):
         # Only the declared format, because some of Pillow's formats start other programs.
         image = Image.open(BytesIO(file.data), formats=[MEDIA_TYPES["image"][file.media_type]])
@@ -87,13 +93,19 @@ def read_image(file: MediaFile, decoded: DecodedBytes) -> Image.Image:
 
 
 def read_samples(audio: Samples, decoded: DecodedBytes) -> DecodedAudio:
-    """Returns audio that was sent as samples. Raises InvalidRequestError if a sample is not finite."""
+    """Converts audio that the caller sent as samples to one channel of float32 samples.
+
+    Raises InvalidRequestError if a sample is not finite or if the audio is too long.
+    """
     decoded.add(audio.samples.nbytes, "audio")
     return DecodedAudio(_one_channel(audio.samples.astype(np.float32, copy=False)), audio.sample_rate_hz)
 
 
 def read_audio(file: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
-    """Returns the first audio track of a file. Raises InvalidRequestError if it is damaged, empty or too long."""
+    """Decodes the first audio track of a file and mixes it to one channel.
+
+    Raises InvalidRequestError if the file is damaged, has no audio, or is too long.
+    """
     fragments = list[Array]()
     with _reading("audio"), _opened(file) as container:
         if not container.streams.audio:
@@ -114,7 +126,7 @@ def read_audio(file: MediaFile, decoded: DecodedBytes) -> DecodedAudio:
 
 
 def read_video(file: MediaFile, decoded: DecodedBytes, *, max_frames: int) -> DecodedVideo:
-    """Returns at most `max_frames` frames, evenly distributed over a video.
+    """Decodes at most `max_frames` frames, evenly distributed over a video.
 
     Raises InvalidRequestError if the file is damaged or too large.
     """
@@ -185,7 +197,10 @@ def _one_channel(samples: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def _count_frames(container: "InputContainer", stream: "VideoStream", *, max_frames: int) -> int:
-    """Counts a video's frames by its packets, because a file's header may be wrong."""
+    """Returns the number of frames of a video. Counts packets, because a file's header may be wrong.
+
+    Raises InvalidRequestError if the video has no frames or more than `max_frames` frames.
+    """
     count = 0
     for packet in container.demux(stream):
         count += bool(packet.size)

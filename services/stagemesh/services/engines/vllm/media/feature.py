@@ -1,4 +1,8 @@
-"""Prompts with images, audio and video. Decodes the media. vLLM then expands the prompt and creates the tensors."""
+"""The media feature: prompts may contain images, audio and video.
+
+The feature decodes the media. Then vLLM inserts placeholder tokens into the prompt and creates the model's input
+tensors.
+"""
 
 import asyncio
 import hashlib
@@ -45,20 +49,20 @@ _PROCESSOR_ERRORS = (
 )
 _Resampler: TypeAlias = Literal["pyav", "scipy", "soxr", "torchaudio"]
 _RESAMPLERS: Mapping[_Resampler, str] = {"torchaudio": "torchaudio", "pyav": "av", "scipy": "scipy", "soxr": "soxr"}
-"""vLLM's resampling methods, with the module that each method needs."""
+"""The module that each of vLLM's resampling methods needs, by method."""
 
 
 class Media(RequestFeature):
-    """Reads prompts with media.
+    """The request feature for prompts with media.
 
-    Files are decoded on a separate thread, so that a long video does not delay text prompts. `tokenizer_thread` runs
-    the tokenizer. vLLM runs the model's processor on its own thread.
+    A separate thread decodes files, so that a long video does not delay text prompts. `tokenizer_thread` runs the
+    tokenizer. vLLM runs the model's processor on its own thread.
     """
 
     _llm: "AsyncLLM"
 
     def __init__(self, *, stage: str, media_bytes: int, tokenizer_thread: Executor) -> None:
-        """Creates the feature. `media_bytes` limits the decoded size of one request's media."""
+        """Creates the feature. `media_bytes` is the maximum decoded size of one request's media, in bytes."""
         self._stage, self._media_bytes = stage, media_bytes
         self._tokenizer_thread = tokenizer_thread
         self._decoding_thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-media")
@@ -67,9 +71,10 @@ class Media(RequestFeature):
         self._llm = llm
 
     async def read_prompt(self, task: Task, name: str, held: AsyncExitStack) -> RequestPrompt | None:  # noqa: ARG002
-        """Returns the prompt of a task with media.
+        """Returns the prompt of a task with media, or None if the task has no media.
 
-        Raises InvalidRequestError if a medium cannot be read, and UnsupportedError if the model rejects its kind.
+        Raises InvalidRequestError if a medium cannot be read, and UnsupportedError if the model does not accept the
+        medium's kind, such as video.
         """
         media = media_of(task.prompt)
         if not media:
@@ -92,7 +97,11 @@ class Media(RequestFeature):
         return prompt_tokens(prompt, self._llm.renderer, vocabulary=vocabulary)
 
     async def _process(self, prompt: TokensPrompt) -> "MultiModalInput":
-        """Runs the model's processor on tokens and decoded media, and returns its result."""
+        """Runs the model's processor on the prompt's tokens and decoded media, and returns the processor's result.
+
+        Raises InvalidRequestError if the processor rejects the media, and UnsupportedError if vLLM cannot combine the
+        model's media with a prompt.
+        """
         try:
             # Skips vLLM's cache, which would count the media as sent even if the request is rejected later.
             features = await self._llm.renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
@@ -109,7 +118,11 @@ class Media(RequestFeature):
         return features
 
     def _checked_info(self, media: Sequence[Medium]) -> "BaseProcessingInfo":
-        """Returns vLLM's information about the model's media. Raises an error if the model does not accept `media`."""
+        """Returns vLLM's information about the media that the model accepts.
+
+        Raises UnsupportedError if the model does not accept a kind of `media`, and InvalidRequestError if there are too
+        many.
+        """
         processor = cast("BaseMultiModalProcessor[BaseProcessingInfo] | None", self._llm.renderer.mm_processor)
         limits: Mapping[str, int] = processor.info.allowed_mm_limits if processor is not None else {}
         accepted = [kind for kind, limit in limits.items() if limit]
@@ -150,7 +163,10 @@ class Media(RequestFeature):
 
 
 def _resample(audio: DecodedAudio, info: "BaseProcessingInfo") -> object:
-    """Returns audio at the model's sample rate. vLLM itself would resample only with torchaudio."""
+    """Resamples audio to the model's sample rate. Returns the audio in the form that vLLM accepts.
+
+    vLLM itself would resample only with torchaudio.
+    """
     wanted = info.data_parser.audio_resampler
     if wanted.target_sr is None:
         return audio.samples
@@ -179,13 +195,16 @@ def video_data(video: DecodedVideo) -> tuple[npt.NDArray[np.uint8], dict[str, ob
         "duration": video.duration_s,
         "video_backend": "pyav",
         "frames_indices": list(video.indices),
-        # vLLM must select frames itself only if the video contains all of its frames.
+        # vLLM may select frames itself only if `frames` contains all frames of the video.
         "do_sample_frames": len(video.indices) == video.total_frames,
     }
 
 
 def _without_placeholders(features: "MultiModalInput") -> list[int]:
-    """Returns the prompt's tokens with 0 in place of placeholders, which are not in the vocabulary."""
+    """Returns the prompt's tokens, with 0 instead of each placeholder.
+
+    Placeholders are not in the model's vocabulary.
+    """
     ids = list(features["prompt_token_ids"])
     for ranges in features["mm_placeholders"].values():
         for placeholder in ranges:
@@ -194,7 +213,7 @@ def _without_placeholders(features: "MultiModalInput") -> list[int]:
 
 
 def _digest(media: Sequence[Medium]) -> bytes:
-    """Returns a digest of the media. Prompts with different media can have the same tokens."""
+    """Returns a digest of the media, because prompts with different media can have the same tokens."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for medium in media:
         if isinstance(medium, MediaFile):

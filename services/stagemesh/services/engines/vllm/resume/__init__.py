@@ -1,1 +1,1 @@
-"""Resumes requests from a checkpoint."""
+"""Support for checkpoints: emits checkpoints of requests and resumes requests from them."""

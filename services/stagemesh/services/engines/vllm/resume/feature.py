@@ -1,7 +1,8 @@
-"""Resumes requests from a checkpoint. vLLM receives its tokens at the end of the prompt but counts them as output.
+"""Resumes requests from a checkpoint. The checkpoint's tokens are appended to the prompt but count as output.
 
-The request's limits are lowered by the number of these tokens. Its text can resume within a character or a stop text,
-because the detokenizer processes the tokens first. `resume.runner` passes them to the sampler.
+The request's token limits are reduced by the number of these tokens. The detokenizer processes the tokens first, so
+that the text can resume in the middle of a character or of a stop string. `resume.runner` passes the tokens to the
+sampler.
 """
 
 import copy
@@ -34,16 +35,22 @@ Params = TypeVar("Params", bound=SamplingParams)
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """A request's argument for vLLM's processes: describes how the request resumes from a checkpoint."""
+    """The number of checkpoint tokens of a resumed request, and the request's original minimum length.
+
+    The replica sends this object to vLLM's workers with the request (`extra_arguments`).
+    """
 
     tokens: int
     """The number of tokens at the end of the prompt that count as output."""
     min_tokens: int
-    """The minimum length of the whole output, in tokens."""
+    """The minimum length of the whole output in tokens, including the checkpoint's tokens."""
 
 
 class Resume(RequestFeature):
-    """Emits a checkpoint every `checkpoint_tokens` tokens, and resumes requests from checkpoints."""
+    """The request feature for checkpoints. Emits checkpoints of requests, and resumes requests from checkpoints.
+
+    `checkpoint_tokens` is the number of tokens between two checkpoints. 0 disables checkpoints.
+    """
 
     runner_module = "stagemesh.services.engines.vllm.resume.runner"
     _vocabulary: int
@@ -62,7 +69,7 @@ class Resume(RequestFeature):
 
 
 class _Checkpoints(RequestHook):
-    """Emits a checkpoint of one request every `interval` tokens. 0 disables checkpoints."""
+    """Emits a checkpoint of one request every `interval` tokens, or none if `interval` is 0."""
 
     def __init__(self, request: EngineRequest, *, interval: int) -> None:
         self._request, self._interval = request, interval
@@ -76,7 +83,10 @@ class _Checkpoints(RequestHook):
 
 
 def remaining_params(params: Params, *, resumed: int) -> Params:
-    """Returns the sampling parameters for the rest of an output. `resumed` tokens of the output already exist."""
+    """Returns the sampling parameters for the rest of a resumed request's output.
+
+    Reduces the token limits by `resumed`, the number of output tokens in the checkpoint.
+    """
     if not resumed:
         return params
     assert params.max_tokens is not None, "`sampling_params` always sets max_tokens"
@@ -90,7 +100,8 @@ def remaining_params(params: Params, *, resumed: int) -> Params:
 class ResumingOutputProcessor(OutputProcessor):
     """vLLM's output processor, extended so that the text of a resumed request continues at the checkpoint.
 
-    The engine changes the class of vLLM's own object. Therefore this class has no `__init__`.
+    `Resume` changes the class of vLLM's existing output processor to this class. Therefore this class has no
+    `__init__`.
     """
 
     def add_request(
@@ -101,7 +112,10 @@ class ResumingOutputProcessor(OutputProcessor):
         request_index: int = 0,
         queue: RequestOutputCollector | None = None,
     ) -> None:
-        """Adds a request. Raises VLLMValidationError if its checkpoint contains a stop token or a stop text."""
+        """Adds a request. If the request is resumed, restores its detokenizer to the state at the checkpoint.
+
+        Raises VLLMValidationError if the checkpoint contains a stop token or a stop string.
+        """
         resumed = get_argument(request.sampling_params, Resumed)
         detokenizer = self._resumed_detokenizer(request, resumed) if resumed is not None else None
         super().add_request(request, prompt, parent_req, request_index, queue)
@@ -110,7 +124,10 @@ class ResumingOutputProcessor(OutputProcessor):
             state.detokenizer, state.sent_tokens_offset = detokenizer, resumed.tokens
 
     def _resumed_detokenizer(self, request: EngineCoreRequest, resumed: Resumed) -> IncrementalDetokenizer:
-        """Returns a detokenizer in the state that it had at the checkpoint."""
+        """Returns a detokenizer that has processed the checkpoint's tokens.
+
+        Raises VLLMValidationError if the checkpoint contains a stop token or a stop string.
+        """
         params = request.sampling_params
         assert params is not None
         assert request.prompt_token_ids is not None, "a resumed prompt consists of tokens"
@@ -131,10 +148,10 @@ class ResumingOutputProcessor(OutputProcessor):
 
 
 def _checked_tokens(request: EngineRequest, *, vocabulary: int) -> Sequence[int]:
-    """Returns the tokens of the checkpoint from which a request resumes. Empty without a checkpoint.
+    """Returns the tokens of the checkpoint from which a request resumes. Empty if there is no checkpoint.
 
-    A checkpoint that a caller has written by hand may lack a digest. It is accepted for every prompt. Raises
-    InvalidRequestError if the request cannot have produced the checkpoint.
+    Raises InvalidRequestError if the request cannot have produced the checkpoint. A checkpoint without a digest, such
+    as one that a caller has written by hand, is accepted for every prompt.
     """
     checkpoint, max_tokens = request.task.resume_from, request.params.max_tokens or 0
     if checkpoint is None:

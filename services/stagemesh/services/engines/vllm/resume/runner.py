@@ -1,4 +1,4 @@
-"""Mixins of vLLM's model runners that count the checkpoint's tokens of a resumed request as sampled tokens."""
+"""Mixins for vLLM's model runners that count the checkpoint's tokens of a resumed request as sampled tokens."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 Draw = Callable[[torch.Tensor, Mapping[int, torch.Generator], None, None], object]
-"""The last step of vLLM's sampler. The arguments are logits, generators by row, no top-k and no top-p."""
+"""The type of vLLM's function that samples tokens from logits.
+
+The arguments are the logits, the random generators by row, and None for each of top-k and top-p.
+"""
 
 
 class RunnerV1:
-    """A mixin for `vllm.v1.worker.gpu_model_runner` and its subclasses, including the CPU runner."""
+    """A mixin for the model runner in `vllm.v1.worker.gpu_model_runner` and its subclasses, such as the CPU runner."""
 
     @property
     def _resumed(self) -> dict[str, list[int]]:
@@ -39,9 +42,10 @@ class RunnerV1:
         return result
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
-        """Samples tokens with penalties and bad words that consider the checkpoint tokens.
+        """Samples tokens. Penalties and bad words consider the checkpoint tokens.
 
-        The tokens are added only while sampling, because the runner itself would count them twice.
+        The checkpoint tokens are added to the sampled tokens only during this call, because the runner itself would
+        count them twice.
         """
         batch = cast("Any", self).input_batch
         # vLLM leaves the lists empty if no request needs them.
@@ -58,14 +62,14 @@ class RunnerV1:
 
 
 class RunnerV2:
-    """A mixin for `vllm.v1.worker.gpu.model_runner`.
+    """A mixin for the model runner in `vllm.v1.worker.gpu.model_runner`.
 
-    This runner accepts sampled tokens with a new request, as after a preemption. Its random numbers depend only on the
-    seed and the position.
+    This runner accepts a new request that already has sampled tokens, as after a preemption. The runner's random
+    numbers depend only on the seed and the token position.
     """
 
     def add_requests(self, scheduler_output: "SchedulerOutput") -> None:
-        """Restores the original prompt and limits of new requests that resume."""
+        """Adds a step's new requests. Restores the original prompt and token limits of resumed requests."""
         for new in scheduler_output.scheduled_new_reqs:
             resumed = get_argument(new.sampling_params, Resumed)
             if resumed is not None and new.prompt_token_ids is not None and new.sampling_params is not None:

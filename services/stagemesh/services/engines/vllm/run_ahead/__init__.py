@@ -1,1 +1,1 @@
-"""Run-ahead limits: the distance by which vLLM may compute a request ahead of its inputs and its consumer."""
+"""Run-ahead limits: how far vLLM may compute a request ahead of the request's inputs and of its consumer."""

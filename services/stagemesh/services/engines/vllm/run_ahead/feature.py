@@ -1,4 +1,4 @@
-"""Limits the distance by which vLLM computes requests ahead of their inputs and their consumers."""
+"""Limits how far vLLM computes requests ahead of their inputs and of their consumers."""
 
 import asyncio
 import logging
@@ -25,10 +25,10 @@ _log = logging.getLogger(__name__)
 
 
 class RunAhead(RequestFeature):
-    """Sends the limits of all requests to vLLM's scheduler.
+    """The request feature that sends the run-ahead limits of requests to vLLM's scheduler.
 
-    It is the last feature in the engine's list, because the other features set a request's limit in `open`. Changes
-    within one iteration of the event loop are sent together.
+    This feature is the last in the engine's list, because the other features set a request's limit in `open`. Limits
+    that change within one iteration of the event loop are sent together.
     """
 
     _llm: "AsyncLLM"
@@ -69,7 +69,7 @@ class RunAhead(RequestFeature):
             while self._changed:
                 changed, self._changed = self._changed, set()
                 unknown = await self._call_core([(name, self._limits[name].position) for name in changed])
-                # The scheduler does not know requests that have not arrived or have ended. This process knows which.
+                # The scheduler does not know a request before it arrives or after it ends. `_limits` omits ended requests.
                 if early := {name for name in unknown if name in self._limits}:
                     self._changed |= early
                     await asyncio.sleep(_RETRY_S)
@@ -80,6 +80,6 @@ class RunAhead(RequestFeature):
             self._sending = None
 
     async def _call_core(self, limits: list[tuple[str, int]]) -> list[str]:
-        """Returns the names of the requests that the scheduler does not know."""
+        """Sends limits to vLLM's scheduler. Returns the names of the requests that the scheduler does not know."""
         call = self._llm.engine_core.call_utility_async(CORE_METHOD, limits)
         return await core_call(self._llm, cast("Coroutine[object, object, list[str]]", call))

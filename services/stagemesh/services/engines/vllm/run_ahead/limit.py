@@ -6,19 +6,25 @@ import msgspec
 
 UNLIMITED = 1 << 40
 MAX_TOKENS_AHEAD = 256
-"""The maximum number of tokens that vLLM computes ahead of a consumer that has not received a request's rows."""
+"""The maximum number of tokens that vLLM computes ahead of a request's consumer.
+
+The distance is counted from the last token whose row the consumer has received.
+"""
 
 
 class StartLimit(msgspec.Struct, frozen=True):
-    """A request's argument for vLLM's processes: the limit with which the request starts."""
+    """The run-ahead limit with which a request starts.
+
+    The replica sends this object to vLLM's scheduler with the request (`extra_arguments`).
+    """
 
     name: str
     position: int
-    """The position before which vLLM may compute."""
+    """The first token position that vLLM must not compute yet."""
 
 
 class RequestLimit:
-    """One request's limit. It never decreases."""
+    """The run-ahead limit of one request. After the request has started, the limit never decreases."""
 
     def __init__(self) -> None:
         self._arrived = self._ahead = UNLIMITED
@@ -26,7 +32,10 @@ class RequestLimit:
 
     @property
     def position(self) -> int:
-        """The position before which vLLM may compute: inputs have arrived, and outputs are not too far ahead."""
+        """The first token position that vLLM must not compute yet.
+
+        The inputs of all earlier positions have arrived, and the consumer is at most `MAX_TOKENS_AHEAD` tokens behind.
+        """
         return min(self._arrived, self._ahead)
 
     def set_arrived(self, position: int) -> None:
