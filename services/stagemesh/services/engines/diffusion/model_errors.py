@@ -1,4 +1,4 @@
-"""Converts exceptions of models and schedulers to this project's errors."""
+"""Converts exceptions that models and schedulers raise to StagemeshErrors."""
 
 import torch
 
@@ -6,7 +6,10 @@ from stagemesh.common.errors import InternalError, InvalidRequestError, Overload
 
 
 def to_stagemesh_error(exc: Exception) -> StagemeshError:
-    """Returns the error to report to the caller. A ValueError means that the model does not support the input."""
+    """Returns the error to report to the caller.
+
+    A ValueError becomes an InvalidRequestError, because models raise ValueError for inputs that they do not support.
+    """
     if isinstance(exc, StagemeshError):
         return exc
     # torch reports that host memory is exhausted only in the text of a RuntimeError.

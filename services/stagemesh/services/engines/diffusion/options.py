@@ -1,4 +1,4 @@
-"""Options of a diffusion stage. Does not import torch."""
+"""The options of a diffusion stage. This module does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,24 +12,26 @@ from stagemesh.services.engines.diffusion.model.load_options import LoadOptions
 from stagemesh.services.engines.options import parse_options
 
 Part = Literal["all", "encode", "denoise", "decode"]
-"""The part of a pipeline that a stage runs. A stage loads only the components that its part needs."""
+"""The part of a pipeline that a stage runs. A stage loads only the model components that its part needs."""
 _GUIDANCE_BRANCHES = 2
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Numbers of processes that denoise together. If all are 1, the stage computes in its own process."""
+    """Degrees of parallelism, as numbers of processes that denoise together. If all are 1, the stage uses a single
+    process."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     cfg: int = 1
-    """Number of guidance branches computed at the same time, each by its own processes. Must be 1 or 2."""
+    """Number of guidance branches that are computed in parallel, each by a separate group of processes. Must be 1 or
+    2."""
     ulysses: int = 1
-    """Number of processes that share each forward pass. Each process computes a part of the tokens and, in attention,
-    a part of the heads."""
+    """Number of processes that split each forward pass (Ulysses sequence parallelism). Each process computes a part of
+    the tokens and, in attention, a part of the heads."""
     hsdp: int = 1
-    """Number of processes that share the transformer's weights. Each process stores a shard and fetches the other
-    shards of a block to compute it."""
+    """Number of processes across which the transformer's weights are sharded. Each process stores one shard, and
+    fetches the other shards of a block when it computes the block."""
 
     def __post_init__(self) -> None:
         for name in ("cfg", "ulysses", "hsdp"):
@@ -45,68 +47,71 @@ class ParallelOptions:
 
     @property
     def branch_ranks(self) -> int:
-        """The number of processes that compute one guidance branch."""
+        """Number of processes that compute one guidance branch."""
         return max(self.ulysses, self.hsdp)
 
     @property
     def ranks(self) -> int:
-        """The total number of processes."""
+        """Total number of processes of the stage."""
         return self.cfg * self.branch_ranks
 
 
 @dataclass(frozen=True)
 class DiffusionOptions:
-    """The options of a diffusion stage, including the default values of request options."""
+    """Options of a diffusion stage, including the defaults of the request options."""
 
     part: Part = "all"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Data type of the model's computation."""
+    """Data type in which the model computes."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device for the computation. `auto` selects a GPU if the machine has one, otherwise the CPU."""
+    """Device on which the model computes. `auto` selects a GPU if the machine has one, otherwise the CPU."""
     load: LoadOptions = field(default_factory=LoadOptions)
     """Options for loading and storing the weights."""
     enable_lora: bool = False
-    """Whether requests may select LoRA adapters, which operators load and unload."""
+    """Whether requests may select a LoRA adapter. Operators load and unload the adapters."""
     max_loras: int = 8
-    """Maximum number of adapters loaded at the same time."""
+    """Maximum number of LoRA adapters that are loaded at the same time."""
     max_lora_rank: int = 128
     height: int = 1024
-    """Default height of an image in pixels. A request may override this option and the next four."""
+    """Default image height in pixels. A request may override `height`, `width`, `num_frames`, `num_inference_steps` and
+    `guidance_scale`."""
     width: int = 1024
     num_frames: int = 1
     num_inference_steps: int = 50
     guidance_scale: float = 4.0
-    """Scale of classifier-free guidance, or the value of the model's guidance input for models that have one."""
+    """Default scale of classifier-free guidance, or default of the guidance input for models that have such an
+    input."""
     max_side: int = 2048
-    """Maximum height and width that a request may set, in pixels."""
+    """Maximum height and maximum width of an image, in pixels."""
     max_frames: int = 1
-    """Maximum number of frames that a request may set. Video models need a value above 1."""
+    """Maximum number of frames in a request. Must be greater than 1 to generate videos."""
     max_inference_steps: int = 200
     max_prompt_characters: int = 20_000
     max_running: int = 16
-    """Maximum number of requests that alternate in denoising. Further requests wait before they are encoded."""
+    """Maximum number of requests whose denoising steps alternate. Further requests wait before they are encoded."""
     max_batch: int = 8
-    """Maximum number of requests in one forward pass. With 1, results do not depend on other requests."""
+    """Maximum number of requests in one forward pass. If 1, a request's result does not depend on other requests."""
     max_wait_steps: int = 8
-    """Number of steps of other requests after which a waiting request takes precedence."""
+    """Number of steps for which other requests may take precedence over a waiting request."""
     memory_bytes: int | None = None
-    """Memory that requests may use in addition to the weights, in bytes. None means all memory that is free after the
+    """Maximum memory of all requests in addition to the weights, in bytes. None means all memory that is free after the
     weights are loaded."""
     checkpoint_steps: int = 0
-    """Number of steps between two checkpoints. 0 disables checkpoints."""
+    """Number of steps from one checkpoint to the next. 0 disables checkpoints."""
     preview_steps: int = 0
-    """Number of steps between two previews. 0 disables previews.
+    """Number of steps from one preview to the next. 0 disables previews.
 
-    A preview is an image or video, or latents if the stage only denoises.
+    A preview contains images or a video, or latents if the stage only denoises.
     """
     prompt_cache_bytes: int = 256 << 20
     """Maximum size of the cache of prompt embeddings, in bytes. 0 disables the cache."""
     step_cache: StepCacheOptions | None = None
-    """Step cache, which reuses parts of the previous step. It is faster but changes the image. None disables it."""
+    """Options of the step cache, which reuses results of previous steps. It makes steps faster but changes the
+    generated image. None disables the step cache."""
     profile_dir: str | None = None
-    """Absolute path of the folder for profiles. None disables profiles."""
+    """Absolute path of the folder in which profiles are written. None disables profiling."""
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
-    """Numbers of processes that denoise together."""
+    """Number of processes for each kind of parallelism."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -158,5 +163,5 @@ class DiffusionOptions:
 
 
 def stage_options(options: Mapping[str, JsonValue], *, stage: str = "") -> DiffusionOptions:
-    """Parses a stage's options. Raises InvalidRequestError, which names the invalid option."""
+    """Parses the options of a stage. Raises InvalidRequestError if an option is invalid. The error names the option."""
     return parse_options(DiffusionOptions, options, stage=stage)

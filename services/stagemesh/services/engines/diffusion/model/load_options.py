@@ -1,4 +1,5 @@
-"""The stage option `load`: how weights are loaded and where they are stored. Does not import torch."""
+"""The stage option `load`: how the model's weights are loaded, quantized and offloaded. This module does not import
+torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ QuantizationBackend = Literal["torchao", "bitsandbytes_4bit", "bitsandbytes_8bit
 
 @dataclass(frozen=True)
 class QuantizationOptions:
-    """Quantizes the transformer's weights with one of the libraries that diffusers supports.
+    """Quantization of the transformer's weights by one of the libraries that diffusers supports.
 
     The library must be installed in addition to Stagemesh.
     """
@@ -20,35 +21,39 @@ class QuantizationOptions:
 
     backend: QuantizationBackend
     parameters: Mapping[str, JsonValue] = field(default_factory=dict[str, JsonValue])
-    """Parameters of diffusers' configuration class for the backend. torchao's `quant_type` is the name of a class in
+    """Arguments for diffusers' configuration class for the backend. For torchao, `quant_type` is the name of a class in
     torchao.quantization, such as Int8WeightOnlyConfig."""
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options for loading a pipeline into memory."""
+    """Options for loading a pipeline's weights and for storing them while they are not in use."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     format: Literal["default", "dummy", "custom_pipeline"] = "default"
     """How the pipeline is loaded. `default` reads the model's files. `dummy` generates reproducible random weights, for
-    speed tests. `custom_pipeline` runs the phases with the class that the option `custom_pipeline` names."""
+    speed tests. `custom_pipeline` runs the pipeline with the class that the option `custom_pipeline` names."""
     custom_pipeline: str | None = None
-    """A subclass of `modular_pipeline.ModularStepPipeline` with the same constructor, as "module:Class", or None."""
+    """Class of a custom pipeline as "module:Class", or None for the built-in class. The class must be a subclass of
+    `modular_pipeline.ModularStepPipeline` with the same constructor."""
     offload: Literal["none", "model", "group", "disk"] = "none"
-    """Where weights are stored while they are not used. `none`: on the device. `model`: in host memory, transferred one
-    model at a time (needs a GPU). `group`: in host memory, transferred one group of layers at a time. `disk`: in files,
-    read one group of layers at a time."""
+    """Where weights are stored while they are not in use. `none`: on the device. `model`: in host memory, transferred
+    to the device one model at a time (needs a GPU). `group`: in host memory, transferred to the device one group of
+    layers at a time. `disk`: in files, read one group of layers at a time."""
     offload_by: Literal["leaf", "block"] = "leaf"
-    """Size of the transformer's offload groups: a layer or a block of layers. Blocks are faster but use more memory."""
+    """Size of the transformer's offload groups: a single layer (`leaf`) or a transformer block (`block`). Blocks are
+    faster but use more device memory."""
     offload_dir: str | None = None
-    """Parent folder for the offload folder of each process, for `disk`. None means the system's temporary folder."""
+    """Folder in which each process creates its offload folder if `offload` is `disk`. None selects the system's
+    temporary folder."""
     layerwise_casting: Literal["none", "float8_e4m3fn", "float8_e5m2"] = "none"
-    """Data type in which the transformer's weights are stored. Each layer's weights are cast to the computation's data
-    type while the layer computes. Loses some precision."""
+    """Data type in which the transformer's weights are stored. A layer's weights are converted to the computation's
+    data type while the layer computes, which loses some precision. `none` disables the conversion."""
     quantization: QuantizationOptions | None = None
     compile: bool = False
-    """Whether the transformer's blocks are compiled at the first step. The results differ in the last bits."""
+    """Whether the transformer's blocks are compiled at the first step. Compilation changes the results by rounding
+    errors."""
 
     def __post_init__(self) -> None:
         if (self.format == "custom_pipeline") != (self.custom_pipeline is not None):
@@ -62,5 +67,5 @@ class LoadOptions:
 
     @property
     def changes_weights(self) -> bool:
-        """Whether the transformer's weights are modified when loaded, or are not on the device all the time."""
+        """Whether the options modify the transformer's weights or keep some of them off the device."""
         return self.offload in {"group", "disk"} or self.layerwise_casting != "none" or self.quantization is not None

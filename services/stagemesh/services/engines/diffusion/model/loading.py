@@ -1,7 +1,7 @@
-"""Loads a pipeline's components: unchanged, random or quantized weights, with or without offloading.
+"""Loads a pipeline's components with their original, random or quantized weights, and offloads them if requested.
 
-diffusers implements all of this. This module selects the features that the stage's options request and checks that the
-machine supports them.
+diffusers implements these features. This module selects the features that the stage's options enable, and checks that
+the machine supports them.
 """
 
 import shutil
@@ -30,15 +30,16 @@ _QUANTIZATION: Mapping[str, tuple[str, str]] = {
     "bitsandbytes_8bit": ("BitsAndBytesConfig", "bitsandbytes"),
     "quanto": ("QuantoConfig", "optimum.quanto"),
 }
-"""The configuration class in diffusers and the module that quantizes, for each backend."""
+"""For each quantization backend, the name of its configuration class in diffusers and the module that must be
+installed."""
 _SEED = 0
 
 
 class Loader:
-    """Loads the components of a pipeline and places them on the device."""
+    """Loads the components of a pipeline, and moves them to the device or offloads them."""
 
     def __init__(self, folder: Path, options: LoadOptions, *, dtype: torch.dtype, device: torch.device) -> None:
-        """Creates a loader. Raises NotReadyError if this machine does not support the options."""
+        """Checks the options. Raises NotReadyError if this machine does not support them."""
         self._folder, self._options, self._dtype, self._device = folder, options, dtype, device
         self._remove: Callable[[], object] | None = None
         on_gpu = device.type == "cuda"
@@ -49,11 +50,12 @@ class Loader:
 
     @property
     def compiles(self) -> bool:
-        """Whether the transformer's blocks are compiled. They are compiled again if their attributes are replaced."""
+        """Whether the transformer's blocks are compiled. Replacing an attribute of a block causes another
+        compilation."""
         return self._options.compile
 
     def load(self, components: Any) -> None:
-        """Loads all components. Raises NotReadyError if the options cannot be applied to a component."""
+        """Loads the weights of all components. Raises NotReadyError if an option cannot be applied to a component."""
         if self._options.format == "dummy":
             with _seeded():
                 self._load_dummy(components)
@@ -70,7 +72,8 @@ class Loader:
             model.compile_repeated_blocks(dynamic=True)
 
     def place(self, components: Any) -> None:
-        """Places or offloads all components. Raises NotReadyError if the folder for offloaded files cannot be used."""
+        """Moves all components to the device, or offloads them. Raises NotReadyError if the offload folder cannot be
+        created."""
         match self._options.offload:
             case "none":
                 components.to(self._device)
@@ -90,14 +93,14 @@ class Loader:
                     self._offload(name, model, disk)
 
     def close(self) -> None:
-        """Removes offloaded files. May be called more than once."""
+        """Deletes the offload folder, if any. May be called more than once."""
         if self._remove is not None:
             self._remove()
 
     # -- inner workings
 
     def _load_dummy(self, components: Any) -> None:
-        """Registers models with random weights. Other components, such as tokenizers, are loaded as usual."""
+        """Registers models with random weights in `components`. Does not load other components, such as tokenizers."""
         index = diffusers.DiffusionPipeline.load_config(self._folder, local_files_only=True)
         models: dict[str, Any] = {}
         for name in components.component_names:
@@ -146,7 +149,8 @@ def _models(components: Any) -> dict[str, torch.nn.Module]:
 
 
 def _untie(model: torch.nn.Module) -> None:
-    """Copies weights that several layers share, because diffusers would write a shared weight only once."""
+    """Replaces shared weights with copies. Otherwise, diffusers would write a weight that several layers share only
+    once."""
     seen: set[int] = set()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -156,7 +160,10 @@ def _untie(model: torch.nn.Module) -> None:
 
 
 def _random_model(kind: Any, folder: Path) -> Any:
-    """Returns a model with random weights, or None if `kind` is not a model class."""
+    """Returns a model of class `kind` with random weights, or None if `kind` is not a model class.
+
+    The configuration of the model is read from `folder`.
+    """
     if not (isinstance(kind, type) and issubclass(kind, torch.nn.Module)):
         return None
     if issubclass(kind, diffusers.ModelMixin):
@@ -174,7 +181,10 @@ def _seeded() -> Generator[None]:
 
 
 def _quantization_config(options: QuantizationOptions) -> Any:
-    """Returns diffusers' configuration object. Raises NotReadyError if the backend's module or a GPU is missing."""
+    """Returns the configuration object that diffusers uses for the quantization backend.
+
+    Raises NotReadyError if the backend's module or a required GPU is missing, or if the parameters are invalid.
+    """
     kind, module = _QUANTIZATION[options.backend]
     try:
         import_module(module)
@@ -196,8 +206,8 @@ def _quantization_config(options: QuantizationOptions) -> Any:
 
 
 class _ImageProcessor(Qwen2VLProcessor):
-    """Processor of prompts with an image. Does not call the base class's constructor, because that constructor needs a
-    video processor, which needs torchvision. Stages must not import torchvision."""
+    """Processes prompts that contain an image. Does not call the base class's constructor, which requires a video
+    processor and therefore torchvision. Stages must not import torchvision."""
 
     def __init__(self, image_processor: Any, tokenizer: Any) -> None:  # pyright: ignore[reportMissingSuperCall]
         self.image_processor, self.tokenizer = image_processor, tokenizer
@@ -208,7 +218,8 @@ class _ImageProcessor(Qwen2VLProcessor):
 
 
 def load_image_processor(folder: Path) -> Any:
-    """Loads the processor for prompts with an image from a pipeline folder in transformers' or diffusers' layout."""
+    """Loads the processor for prompts that contain an image. `folder` is a pipeline in the layout of transformers or
+    diffusers."""
     saved = folder / "processor"
     tokenizer: Any = Qwen2Tokenizer
     tokenizer_folder = saved if (saved / "tokenizer_config.json").exists() else folder / "tokenizer"

@@ -1,4 +1,5 @@
-"""Estimates the device memory that requests need, from a model's configuration. The estimates err on the high side."""
+"""Estimates the device memory that requests need, from a model's configuration. Requests usually need less than
+estimated."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,45 +12,46 @@ from stagemesh.services.engines.diffusion.scheduling.admission import Footprint
 from stagemesh.services.engines.diffusion.state import DiffusionInputs
 
 _BLOCK_WIDTHS = 24
-"""Memory of a block per token, in multiples of the model's width. Covers queries, keys, values, MLP and residuals."""
+"""Number of elements that a transformer block needs per token, as a multiple of the model's width. Covers queries,
+keys, values, MLP and residuals."""
 _VAE_WIDTHS = 4
-"""Memory of the VAE per pixel, in multiples of the VAE's width."""
+"""Number of elements that the VAE needs per pixel, as a multiple of the VAE's width."""
 _TEXT_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Memory that a model needs per token and per pixel. 0 for a part of the model that the stage does not load."""
+    """Estimated memory that requests to a model need per token and per pixel."""
 
     size_multiple: int
-    """Height and width must be multiples of this number of pixels."""
+    """Divisor of every valid height and width, in pixels."""
     denoise_bytes: int
-    """Memory that denoising needs, in bytes per token."""
+    """Memory for denoising, in bytes per token. 0 if the stage does not load the transformer."""
     decode_bytes: int
-    """Memory that decoding needs, in bytes per pixel."""
+    """Memory for decoding, in bytes per pixel. 0 if the stage does not load the VAE."""
 
     def footprint(self, inputs: DiffusionInputs) -> Footprint:
-        """Returns the memory that a request for an image or video of this size needs."""
+        """Returns the estimated memory for a request with these inputs."""
         tokens = image_tokens(inputs, size_multiple=self.size_multiple) + _TEXT_TOKENS
         pixels = inputs.num_frames * inputs.height * inputs.width
         return Footprint(tokens * self.denoise_bytes, pixels * self.decode_bytes)
 
 
 def model_sizes(pipeline: ModularStepPipeline) -> ModelSizes:
-    """Returns the memory that a loaded model needs per token and per pixel."""
+    """Returns the estimated memory that requests to a loaded pipeline need per token and per pixel."""
     return ModelSizes(pipeline.family.size_multiple, _denoise_bytes(pipeline), _decode_bytes(pipeline))
 
 
 def image_tokens(inputs: DiffusionInputs, *, size_multiple: int) -> int:
-    """Returns the number of transformer tokens for an image or video of the requested size."""
+    """Returns the number of transformer tokens that represent the requested image or video."""
     frames = 1 + (inputs.num_frames - 1) // 4
     return frames * (inputs.height // size_multiple) * (inputs.width // size_multiple)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free memory of a device in bytes.
+    """Returns the number of free bytes on a device.
 
-    For the CPU, returns the memory that this process can still allocate, or 0 if it is unknown.
+    For the CPU, returns the number of bytes that this process can still allocate, or 0 if unknown.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

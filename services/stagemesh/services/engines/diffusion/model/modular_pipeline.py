@@ -1,8 +1,8 @@
-"""Step-by-step execution of models that diffusers offers as modular pipelines.
+"""Step-by-step execution of diffusers' modular pipelines.
 
-A modular pipeline is a list of blocks. One block is the denoising loop, which consists of the blocks of one step. A
-block reads the model's components from the pipeline that is passed to it. Each request has a shallow copy of the
-pipeline with its own scheduler, its own guider, and a stand-in for the transformer.
+A modular pipeline is a sequence of blocks. One of these blocks is the denoising loop, which contains the blocks of a
+single step. A block reads the model's components from the pipeline that the block receives as an argument. Each request
+therefore uses a shallow copy of the pipeline with its own scheduler, its own guider and a stand-in for the transformer.
 """
 
 import copy
@@ -39,21 +39,21 @@ from stagemesh.services.engines.diffusion.state import DiffusionInputs, Diffusio
 diffusers: Any = _diffusers
 
 _DENOISER = "denoiser"
-"""Name of the block in a step that predicts the noise. The blocks after it advance the latents."""
+"""Name of the block of a step that predicts the noise. The blocks after it update the latents."""
 _GUIDED = 2.0
-"""A guidance scale for which both guidance branches are computed."""
+"""A guidance scale at which both guidance branches are computed."""
 _IMAGE_ENCODER = "vae_encoder"
 _SUB_BLOCKS: Mapping[str, tuple[str, ...]] = {
     "encode": ("text_encoder", _IMAGE_ENCODER),
     "denoise": ("denoise",),
     "decode": ("decode",),
 }
-"""The names in diffusers of each part's blocks."""
+"""For each part of a pipeline, the names of the part's blocks in diffusers."""
 
 
 @dataclass(frozen=True)
 class PhaseBlocks:
-    """The blocks of each phase. A phase of a part that is not loaded has no blocks."""
+    """The blocks of a pipeline, grouped by phase. A phase that the stage does not run has no blocks."""
 
     encode: Sequence[Any]
     before: Sequence[Any]
@@ -65,10 +65,11 @@ class PhaseBlocks:
 
 
 class ModularStepPipeline:
-    """A pipeline in four phases. A request's state contains all of its data, so requests may alternate at any step.
+    """Runs a diffusers pipeline in four phases. A request's state contains all of its data, so requests can alternate
+    after any step.
 
-    Call `prepare_encode` once, then `denoise_step` and `step_scheduler` for each step, then `post_decode` once. The
-    result equals the result of the pipeline's own `__call__`. Not thread-safe.
+    For each request, call `prepare_encode` once, then `denoise_step` and `step_scheduler` for each step, then
+    `post_decode` once. The result equals the result of the diffusers pipeline's own `__call__`. Not thread-safe.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class ModularStepPipeline:
         prompt_cache: PromptCache | None = None,
         loader: Loader | None = None,
     ) -> None:
-        """Loads one part or all parts of a saved diffusers pipeline. Raises NotReadyError if it cannot be loaded."""
+        """Loads one part or all parts of the diffusers pipeline in `folder`. Raises NotReadyError if the pipeline
+        cannot be loaded."""
         self.family = family_of(folder)
         self.device = device or torch.device("cpu")
         self.parts = tuple(_SUB_BLOCKS) if part == "all" else (part,)
@@ -113,7 +115,8 @@ class ModularStepPipeline:
 
     @torch.no_grad()
     def prepare_encode(self, state: DiffusionRequestState) -> None:
-        """Runs all blocks before the first step: encodes the prompt, generates the noise and sets the schedule."""
+        """Runs all blocks that precede the first step. They encode the prompt, generate the noise and set the noise
+        schedule."""
         self.adopt(state)
         if self._phases.encode:
             self._encode(state)
@@ -122,7 +125,7 @@ class ModularStepPipeline:
 
     @torch.no_grad()
     def denoise_step(self, batch: Sequence[DiffusionRequestState]) -> list[torch.Tensor]:
-        """Returns the noise that the model predicts for each request at its current step."""
+        """Predicts the noise for each request at its current step. Returns one tensor for each request."""
         single = len(batch) == 1 and self.forwards.branches is None and not self._guides_jointly(batch[0])
         if single or self.forwards.caches is not None:
             return [self._denoise(state, self.forwards.forward_alone(state)) for state in batch]
@@ -139,7 +142,7 @@ class ModularStepPipeline:
 
     @torch.no_grad()
     def step_scheduler(self, state: DiffusionRequestState, noise_pred: torch.Tensor) -> None:
-        """Advances a request by one step."""
+        """Updates the latents of a request with the predicted noise, and advances the request by one step."""
         assert state.loop is not None, "a request is encoded before its steps"
         state.loop.noise_pred = noise_pred
         self._run_step(self._phases.advance, state, self._view(state))
@@ -150,9 +153,9 @@ class ModularStepPipeline:
 
     @torch.no_grad()
     def post_decode(self, state: DiffusionRequestState) -> torch.Tensor:
-        """Returns the result, with values in [0, 1].
+        """Decodes the latents of a request. Returns images or videos with values in [0, 1].
 
-        Its shape is [images, channels, height, width] or [videos, frames, channels, height, width].
+        The shape is [images, channels, height, width] or [videos, frames, channels, height, width].
         """
         for block in self._phases.decode:
             block(self._view(state), state.values)
@@ -161,7 +164,10 @@ class ModularStepPipeline:
 
     @torch.no_grad()
     def end_loop(self, state: DiffusionRequestState) -> DiffusionRequestState:
-        """Returns a copy of the request that ends at its current step, for decoding. Does not change `state`."""
+        """Returns a copy of the request whose denoising ends at its current step, so that the copy can be decoded.
+
+        Returns `state` itself if denoising has already ended. Does not modify `state`.
+        """
         if state.loop is None:
             return state
         ended = replace(state, values=PipelineState(dict(state.values.values), state.values.kwargs_mapping), loop=None)
@@ -171,11 +177,11 @@ class ModularStepPipeline:
         return ended
 
     def move(self, device: torch.device) -> None:
-        """Moves the weights, but not the requests. Steps require the weights on `self.device`."""
+        """Moves the model's weights to `device`. Does not move requests. Steps require the weights on `self.device`."""
         self.components.to(device)
 
     def adopt(self, state: DiffusionRequestState) -> None:
-        """Sets the guider and the inputs of a new or transferred request."""
+        """Initializes the guider and the missing pipeline inputs of a new or transferred request."""
         state.guider = self._guider(state.inputs.guidance_scale)
         inputs = _request_inputs(state.inputs)
         for param in self._inputs:
@@ -183,16 +189,17 @@ class ModularStepPipeline:
                 state.values.set(param.name, inputs.get(param.name, param.default), param.kwargs_type)
 
     def batch_key(self, state: DiffusionRequestState) -> tuple[object, ...]:
-        """Returns a key that is equal for requests that can share a forward pass."""
+        """Returns a key for grouping requests. Requests with equal keys can share a forward pass."""
         guided = state.guider is None or state.guider.num_conditions
         return (state.inputs.adapter, state.inputs.adapter_scale, guided, *self.forwards.batch_key(state))
 
     # -- inner workings
 
     def _has(self, name: str, blocks: Any) -> bool:
-        """Returns whether the pipeline uses a block. Excludes the image encoder of text-to-image models.
+        """Returns whether the pipeline uses the block `name`.
 
-        diffusers often lists an image encoder for these models, too.
+        Excludes the image encoder of text-to-image models, because diffusers often lists one although they do not use
+        it.
         """
         return name in blocks.sub_blocks and (name != _IMAGE_ENCODER or self.family.takes_image)
 
@@ -274,7 +281,10 @@ class ModularStepPipeline:
         return state.loop
 
     def _guider(self, scale: float) -> Any:
-        """Returns a copy of the model's guider with this scale, or None if the scale is an input of the model."""
+        """Returns a copy of the model's guider with the guidance scale `scale`.
+
+        Returns None if the model has no guider, because its transformer receives the guidance scale as an input.
+        """
         guider = copy.deepcopy(getattr(self.components, "guider", None))
         if guider is not None:
             guider.guidance_scale = scale
@@ -283,7 +293,7 @@ class ModularStepPipeline:
         return guider
 
     def _view(self, state: DiffusionRequestState) -> Any:
-        """Returns a shallow copy of the pipeline with this request's scheduler and guider."""
+        """Returns a shallow copy of the pipeline that uses the request's own scheduler and guider."""
         view = copy.copy(self.components)
         if state.scheduler is not None:
             view.scheduler = state.scheduler
@@ -293,7 +303,7 @@ class ModularStepPipeline:
 
     @property
     def request_input_names(self) -> Iterable[str]:
-        """The names of the block inputs that a request sets."""
+        """Names of the pipeline inputs that are set from a request."""
         return _request_inputs(DiffusionInputs(seed=0)).keys()
 
 
@@ -313,7 +323,10 @@ def _request_inputs(inputs: DiffusionInputs) -> dict[str, object]:
 
 
 def family_of(folder: Path) -> Family:
-    """Returns the family of the model in a folder. Raises NotReadyError if the engine does not support the model."""
+    """Returns the family of the model in `folder`.
+
+    Raises NotReadyError if the folder does not contain a pipeline that the engine supports.
+    """
     try:
         name: str = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)["_class_name"]
     except (OSError, KeyError, ValueError) as exc:
@@ -330,7 +343,7 @@ def family_of(folder: Path) -> Family:
 
 
 def _check_loaded(components: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Raises NotReadyError if diffusers could not load a component. diffusers itself only logs this."""
+    """Raises NotReadyError if diffusers could not load a component. diffusers itself only logs such failures."""
     for name in components.null_component_names:
         spec = components.get_component_spec(name)
         if not spec.pretrained_model_name_or_path:
@@ -345,13 +358,16 @@ def _check_loaded(components: Any, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _freeze_properties(owner: Any, **values: object) -> None:
-    """Replaces properties of an object with constant values."""
+    """Overrides properties of `owner` with the constants in `values`."""
     kind: Any = owner.__class__
     owner.__class__ = type(kind.__name__, (kind,), values)
 
 
 def _copy_block(block: Any) -> Any:
-    """Returns a copy of a block. diffusers shares blocks between pipelines and modifies them when it combines them."""
+    """Returns a copy of a block that diffusers does not share with other pipelines.
+
+    Without the copy, diffusers would modify a shared block when it combines blocks into a pipeline.
+    """
     copied = copy.copy(block)
     _freeze_properties(
         copied,
@@ -362,13 +378,14 @@ def _copy_block(block: Any) -> Any:
 
 
 def _sequence(blocks: Mapping[str, Any], *, like: Any) -> Any:
-    """Returns a pipeline with some of the blocks of `like`. diffusers finds the pipeline class by the model name."""
+    """Returns a pipeline that consists of `blocks` and has the model name of `like`, from which diffusers selects the
+    pipeline class."""
     kind: Any = type(type(like).__name__, (SequentialPipelineBlocks,), {"model_name": like.model_name})
     return kind.from_blocks_dict(dict(blocks))
 
 
 def _is_image(value: Any) -> bool:
-    """Returns whether the value is an image or a list of images."""
+    """Returns whether the value is a PIL image or a list of PIL images."""
     from PIL.Image import Image
 
     images: Any = value

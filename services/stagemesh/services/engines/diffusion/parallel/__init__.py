@@ -1,1 +1,1 @@
-"""Parallel workers: one model computed by several processes."""
+"""Parallel execution: several worker processes compute one model together."""

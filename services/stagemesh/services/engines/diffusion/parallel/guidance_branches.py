@@ -1,4 +1,4 @@
-"""CFG parallelism: separate ranks compute the branches of classifier-free guidance."""
+"""CFG parallelism: each rank computes one branch of classifier-free guidance."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -11,17 +11,17 @@ from stagemesh.services.engines.diffusion.batching.recorded_calls import Call, P
 from stagemesh.services.engines.diffusion.model_errors import to_stagemesh_error
 
 RecordedCalls: TypeAlias = Sequence[Sequence[Call]]
-"""The transformer calls of one step: a sequence of calls for each request."""
+"""The transformer calls of one step. Each inner sequence contains the calls of one request."""
 
 
 class GuidanceBranches:
-    """Splits a step's transformer calls across ranks.
+    """Splits the transformer calls of a step across ranks.
 
     With n ranks, each rank computes every n-th call of each request. Then all ranks exchange the results.
     """
 
     def __init__(self, mesh: Any) -> None:
-        """Creates the splitter. `mesh` is a `DeviceMesh` with one dimension and one rank for each branch."""
+        """Uses the ranks of `mesh`, a one-dimensional `DeviceMesh` with one rank for each guidance branch."""
         self._group = mesh.get_group()
         self._own, self._count = mesh.get_local_rank(), mesh.size()
         self._ranks = dist.get_process_group_ranks(self._group)
@@ -29,9 +29,10 @@ class GuidanceBranches:
     def predict(
         self, recorded: RecordedCalls, compute: Callable[[RecordedCalls], dict[Call, Prediction]]
     ) -> dict[Call, Prediction]:
-        """Returns the predictions for all calls. `compute` receives only the calls of this rank.
+        """Returns the predictions for the calls of all ranks. Calls `compute` with the calls of this rank only.
 
-        If `compute` fails on one rank, all ranks raise that rank's error, so that no rank waits for missing results.
+        If `compute` fails on any rank, all ranks raise the same error, so that no rank waits for results that never
+        arrive.
         """
         own_predictions, error = dict[Call, Prediction](), None
         try:

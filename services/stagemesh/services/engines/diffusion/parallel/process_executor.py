@@ -1,4 +1,5 @@
-"""An executor that runs one worker in each of several processes, the ranks, which compute together."""
+"""An executor that runs one worker in each of several processes. These processes are called ranks and compute
+together."""
 
 import asyncio
 import os
@@ -23,8 +24,8 @@ from stagemesh.services.engines.diffusion.parallel.rank_messages import RankCall
 
 _MODULE = "stagemesh.services.engines.diffusion.parallel.rank_main"
 _AGREE_S = 10.0
-"""Time that the other ranks have to report the same failure after the first rank has failed, in seconds. Without this
-limit they could wait for the failed rank for minutes."""
+"""Time limit in seconds for the replies of the other ranks after one rank has reported a failure. Without the limit,
+the other ranks could wait for the failed rank for minutes."""
 _EXIT_GRACE_S = 5.0
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -36,9 +37,9 @@ _ENVIRONMENT = {
 
 
 class ProcessExecutor:
-    """Runs each call on all ranks in the same order, so that they reach their collective operations together.
+    """Runs each call on all ranks in the same order, so that the ranks reach their collective operations together.
 
-    Returns the value of rank 0. Kills all ranks if one rank ends, or if only some of the ranks fail in a call.
+    Returns the return value of rank 0. Kills all ranks if a rank ends, or if a call fails on only some of the ranks.
     """
 
     def __init__(self, folder: Path, options: DiffusionOptions) -> None:
@@ -106,9 +107,9 @@ class ProcessExecutor:
         return first.value
 
     async def _agreed_reply(self, requests: Sequence["asyncio.Future[RankReply]"]) -> RankReply:
-        """Returns rank 0's reply after all ranks have replied.
+        """Waits for the replies of all ranks and returns rank 0's reply.
 
-        Raises UnavailableError if a rank has ended or the ranks disagree.
+        Raises UnavailableError if a rank has ended, or if the ranks report different failures.
         """
         waiting, limit_s = set(requests), None
         while waiting:
@@ -129,7 +130,8 @@ class ProcessExecutor:
         self._kill()
 
     def _note_failure(self, cause: str) -> None:
-        """Records the cause of the failure. Ignores later causes, because the ranks fail together."""
+        """Records why the ranks failed. Ignores all but the first cause, because one failed rank causes the other ranks
+        to fail."""
         if not self._failed.is_set():
             self._failure = cause
             self._failed.set()
@@ -140,35 +142,41 @@ class ProcessExecutor:
 
 
 class RankProcess:
-    """One rank as seen by the stage process. Created by `start_rank`."""
+    """The stage process's handle for one rank process. Created by `start_rank`."""
 
     def __init__(
         self, name: str, process: asyncio.subprocess.Process, connection: "Connection[Any, RankReply]"
     ) -> None:
         self._name, self._process, self._connection = name, process, connection
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        """The thread for this rank's connection, which blocks."""
+        """The thread that exchanges messages with the rank, because the connection blocks."""
 
     async def request(self, message: RankSetup | RankCall) -> RankReply:
-        """Sends a message and returns the reply. Raises UnavailableError with the exit status if the rank has ended."""
+        """Sends a message to the rank and returns the rank's reply.
+
+        Raises UnavailableError with the exit status if the rank has ended.
+        """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, message)
         except (EOFError, OSError) as exc:
             raise UnavailableError(await self.wait_ended()) from exc
 
     async def wait_ended(self) -> str:
-        """Waits until the process has ended. Returns an error message with its exit status."""
+        """Waits until the rank process has ended. Returns an error message that contains the exit status."""
         status = await self._process.wait()
         cause = f" ({signal.Signals(-status).name})" if status < 0 else ""
         return f"{self._name} has ended with exit status {status}{cause}; its own log says why"
 
     def kill(self) -> None:
-        """Kills the process. Does nothing if the process has ended."""
+        """Kills the rank process. Does nothing if the process has already ended."""
         with suppress(ProcessLookupError):
             self._process.kill()
 
     async def close(self) -> None:
-        """Shuts the connection down, so that the process ends. Kills the process after a grace period."""
+        """Shuts the connection down, which makes the rank process exit.
+
+        Kills the process if it has not exited after a grace period.
+        """
         self._disconnect()
         try:
             async with asyncio.timeout(_EXIT_GRACE_S):
@@ -181,7 +189,7 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """The rank's process id."""
+        """Process id of the rank."""
         return self._process.pid
 
     def _disconnect(self) -> None:
@@ -195,7 +203,7 @@ class RankProcess:
 
 
 async def start_rank(name: str) -> RankProcess:
-    """Starts a rank. Errors call it `name`. The first message to it must be a `RankSetup`."""
+    """Starts a rank process. Error messages call the process `name`. The first message to it must be a `RankSetup`."""
     connection, child_connection = Pipe()
     with child_connection:
         process = await asyncio.create_subprocess_exec(

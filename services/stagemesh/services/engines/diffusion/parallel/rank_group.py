@@ -1,4 +1,4 @@
-"""The process group of a stage's ranks, and the distribution of a transformer over them."""
+"""The process group of a stage's ranks, which distributes a transformer's computation over the ranks."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -19,14 +19,16 @@ from stagemesh.services.engines.diffusion.parallel.guidance_branches import Guid
 diffusers: Any = _diffusers
 
 _COLLECTIVE_TIMEOUT_S = 300.0
-"""Time limit for waiting for another rank, in seconds. The other rank may still be reading its weights."""
+"""Time limit in seconds for a collective operation. Allows for another rank that is still reading its weights."""
 
 
 class RankGroup:
-    """This process as a member of its stage's process group. All ranks must construct it at the same time."""
+    """This process's membership in the process group of its stage. All ranks must construct their RankGroup
+    concurrently."""
 
     def __init__(self, options: DiffusionOptions, *, rank: int, store: Path) -> None:
-        """Connects the ranks through the file `store`. Raises NotReadyError if there are too few devices."""
+        """Connects to the other ranks through the file `store`. Raises NotReadyError if the machine has too few
+        GPUs."""
         self._parallel = parallel = options.parallel
         self.rank = rank
         self.device = choose_device(options, rank=rank)
@@ -45,7 +47,7 @@ class RankGroup:
     def distribute(self, forwards: SharedForwards) -> None:
         """Distributes a model's forward passes over the ranks.
 
-        Raises NotReadyError if the model does not support the stage's kind of parallelism.
+        Raises NotReadyError if the model does not support the parallelism that the stage's options select.
         """
         model = forwards.model
         if model is None:
@@ -82,7 +84,10 @@ class RankGroup:
             accelerator.device_count = count
 
     def _shard_weights(self, model: torch.nn.Module) -> None:
-        """Shards each block separately, so that only one block is complete at a time. Also shards other weights."""
+        """Shards the transformer's weights across ranks.
+
+        Each block is sharded separately, so that a rank assembles the complete weights of only one block at a time.
+        """
         degree = self._parallel.hsdp
         mesh = self._make_mesh(self._parallel.ranks // degree, degree, names=("same", "shard"))["shard"]
         for child in model.children():

@@ -1,6 +1,6 @@
-"""Main module of a rank, one of several worker processes: `python -m …rank_main DESCRIPTOR PARENT_PID`.
+"""Entry point of a rank, one of several worker processes: `python -m …rank_main DESCRIPTOR PARENT_PID`.
 
-The process ends when its parent process ends.
+DESCRIPTOR is the file descriptor of the connection to the stage process. The rank ends when process PARENT_PID ends.
 """
 
 import os
@@ -26,7 +26,8 @@ _SETUP_FAILED = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs calls until the stage process closes the connection. Returns the exit status."""
+    """Executes the calls that the stage process sends until it closes the connection. Returns the exit status of the
+    rank."""
     descriptor, parent_pid = map(int, arguments)
     die_with_parent(parent_pid)
     # Ctrl-C reaches every process of the terminal. The stage process alone decides when a rank ends.

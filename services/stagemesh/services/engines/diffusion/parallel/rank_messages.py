@@ -1,7 +1,7 @@
-"""Messages between a stage process and its worker processes, the ranks.
+"""Messages between a stage process and its ranks, which are worker processes.
 
-The processes exchange them over a `multiprocessing.connection.Connection`. Both ends run this project's own code, and
-no other process can access the socket pair.
+The processes exchange pickled messages over a `multiprocessing.connection.Connection`. Pickling is safe here, because
+both processes run this project's code and no other process can access the socket pair.
 """
 
 from dataclasses import dataclass, field
@@ -14,18 +14,19 @@ from stagemesh.services.engines.diffusion.options import DiffusionOptions
 
 @dataclass(frozen=True)
 class RankSetup:
-    """The first message to a rank. The rank replies after it has created its worker."""
+    """The first message to a rank, which configures the rank's worker. The rank replies after it has created the
+    worker."""
 
     folder: Path
     options: DiffusionOptions
     rank: int
     store: Path
-    """Path of a file that does not exist yet. All ranks connect to each other through it."""
+    """Path of the file through which the ranks connect to each other. The file must not exist yet."""
 
 
 @dataclass(frozen=True)
 class RankCall:
-    """A request to a rank to call a method of its `DiffusionWorker`."""
+    """A message that asks a rank to call a method of the rank's `DiffusionWorker`."""
 
     method: str
     args: tuple[Any, ...] = ()
@@ -34,13 +35,14 @@ class RankCall:
 
 @dataclass(frozen=True)
 class RankReply:
-    """The result of a call or of the setup."""
+    """A rank's reply to a `RankSetup` or a `RankCall`."""
 
     value: Any = None
-    """The returned value. None from all ranks except rank 0."""
+    """Return value of the method on rank 0. None on other ranks."""
     error: StagemeshError | None = None
     failures: tuple[str | None, ...] = ()
-    """The reason of the raised error, or the reason of each returned error and None for each success.
+    """Error reasons, which show whether all ranks had the same outcome.
 
-    If the failures of two ranks differ, the ranks have diverged.
+    Contains the reason of the raised error. If the method returned a list of errors, contains the reason of each error,
+    and None for each success. Empty otherwise. If the failures of two ranks differ, the ranks have diverged.
     """
