@@ -27,7 +27,10 @@ class Health(health_pb2_grpc.HealthServicer):
         self._ended = False
 
     def set(self, service: str, *, serving: bool) -> None:
-        """Sets the health status of a service, and notifies clients that watch the service. Does nothing after `end`."""
+        """Sets the health status of a service, and notifies the clients that watch the service.
+
+        Does nothing after `end`.
+        """
         if not self._ended:
             self._statuses[service] = _Response.SERVING if serving else _Response.NOT_SERVING
             self._wake()

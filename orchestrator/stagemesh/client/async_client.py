@@ -32,10 +32,10 @@ Answer = TypeVar("Answer")
 
 
 class AsyncGeneration(BaseGeneration["AsyncClient"]):
-    """One request. It is sent when the iteration over its events starts.
+    """A request and its events. The request is sent when the iteration over the events starts.
 
-    It can be iterated once; a second iteration raises RuntimeError. Leaving the loop early cancels the request on every
-    stage.
+    The events can be iterated over once. A second iteration raises RuntimeError. Leaving the loop early cancels the
+    request on every stage.
     """
 
     # Each loop gets an async generator of its own: `break` drops the generator, whose end cancels the call.
@@ -58,7 +58,7 @@ class AsyncGeneration(BaseGeneration["AsyncClient"]):
                 await asyncio.sleep(pause_s)
 
     async def result(self) -> Result:
-        """Runs the request until it finishes, and returns all of its outputs."""
+        """Sends the request, waits until it finishes, and returns all of its outputs."""
         builder = ResultBuilder()
         async for event in self:
             builder.add(event)
@@ -66,9 +66,10 @@ class AsyncGeneration(BaseGeneration["AsyncClient"]):
 
 
 class AsyncClient(BaseClient):
-    """Connects to the orchestrators of one pipeline, each at "host:port". Runs any number of requests concurrently.
+    """A client for the orchestrators of one pipeline, whose addresses are given as "host:port".
 
-    Every method raises a StagemeshError whose message says what happened and what to do.
+    Runs any number of requests concurrently. A call that fails raises a StagemeshError, whose message states what
+    happened and what to do.
     """
 
     def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
@@ -80,17 +81,21 @@ class AsyncClient(BaseClient):
     def generate(
         self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
     ) -> AsyncGeneration:
-        """Returns a request for `prompt`, which is text or text with media. Read it with `async for` or `.result()`.
+        """Returns a request for `prompt`, which is text, or text with media.
+
+        Receive the request's events with `async for`, or all of its outputs with `await request.result()`.
 
         The client sends the request again, with the same request_id, while the server is unreachable or asks for a
         retry. If the connection or the orchestrator fails after the request has started, the client resumes after the
-        outputs that it already has, at the next endpoint if there are several. It yields every event exactly once.
-        Raises InvalidRequestError for arguments that cannot be sent.
+        outputs that it has already received. It uses the next endpoint if there are several. The caller receives every
+        event exactly once.
+
+        Raises InvalidRequestError if an argument cannot be sent.
         """
         return AsyncGeneration(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
 
     async def cancel(self, request_id: str) -> None:
-        """Stops a request, and returns after every stage has released it.
+        """Stops a request. Returns after every stage has released the request.
 
         Raises NotFoundError if the request is not running.
         """
@@ -108,9 +113,9 @@ class AsyncClient(BaseClient):
     async def _call(
         self, method: "Callable[[OrchestratorServiceAsyncStub], Awaitable[Answer]]", *, anywhere: bool = False
     ) -> Answer:
-        """Returns the answer of the first reachable endpoint.
+        """Calls the endpoints in turn, and returns the answer of the first reachable endpoint.
 
-        With `anywhere`, also skips endpoints that answer NOT_FOUND.
+        If `anywhere` is True, also skips endpoints that answer NOT_FOUND.
         """
         search = EndpointSearch(self.endpoints, self.latest, anywhere=anywhere)
         for endpoint in search:
@@ -121,7 +126,7 @@ class AsyncClient(BaseClient):
         raise search.error
 
     async def close(self) -> None:
-        """Cancels the running requests and disconnects. Closing twice is harmless."""
+        """Cancels the running requests and closes the connections. Closing twice is harmless."""
         self._leave_all()
         if self._leaving:
             await asyncio.wait(self._leaving)

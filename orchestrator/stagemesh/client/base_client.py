@@ -1,4 +1,4 @@
-"""The parts that the asyncio and the synchronous client share: endpoints, the calls of a request, and their errors."""
+"""Code that the asyncio and synchronous clients share: endpoints, the calls of a request, and their errors."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ _LEFT_EARLY = (GeneratorExit, KeyboardInterrupt, asyncio.CancelledError)
 
 
 class BaseClient:
-    """Base class of the clients: the endpoints of one pipeline, and the requests that run there.
+    """Base class of the clients. Records the endpoints of one pipeline and the requests that are running.
 
     A subclass implements `_send_leave`.
     """
@@ -46,17 +46,20 @@ class BaseClient:
         self.retry_policy = retry_policy or RetryPolicy()
         self.closed = False
         self.latest = 0
-        """The index of the endpoint that was called last. New requests start there, which avoids endpoints that failed.
+        """The index of the last called endpoint. New requests start with this endpoint, to avoid endpoints that failed.
         """
         self._running: dict[str, int] = {}
 
     @property
     def endpoint(self) -> str:
-        """The endpoint in use, as "host:port"."""
+        """The endpoint that was called last, as "host:port"."""
         return self.endpoints[self.latest]
 
     def record_call(self, request_id: str, endpoint: int) -> None:
-        """Records that a request is about to call an endpoint. Raises CancelledRequestError if the client is closed."""
+        """Records that a request is about to call the endpoint with this index.
+
+        Raises CancelledRequestError if the client is closed.
+        """
         if self.closed:
             raise CancelledRequestError("the client was closed")
         self.latest = self._running[request_id] = endpoint
@@ -64,7 +67,8 @@ class BaseClient:
     def release(self, request_id: str, *, left: bool) -> None:
         """Removes a request from the running requests.
 
-        `left` means that the caller left the request before its end. In this case, the server is asked to stop it.
+        `left` is True if the caller stopped reading events before the end of the request. The server is then asked to
+        stop the request.
         """
         endpoint = self._running.pop(request_id, None)
         if left and endpoint is not None:
@@ -84,13 +88,16 @@ class BaseClient:
     def _send_leave(self, endpoint: int, request: orchestrator_pb2.CancelRequestRequest) -> None:
         """Starts a CancelRequest call in the background.
 
-        If the call fails, the server stops the request when its `linger_s` has passed.
+        If the call fails, the server still stops the request after the number of seconds in the request's `linger_s`.
         """
         raise NotImplementedError
 
 
 class EndpointSearch:
-    """Tries the endpoints in turn, starting with the endpoint in use, until one of them answers a unary call."""
+    """Iterates over the indexes of the endpoints, to find an endpoint that answers a unary call.
+
+    The iteration starts with the endpoint in use. The caller reports each failed call with `record`.
+    """
 
     def __init__(self, endpoints: Sequence[str], first: int, *, anywhere: bool) -> None:
         self._endpoints, self._first, self._anywhere = endpoints, first, anywhere
@@ -100,9 +107,10 @@ class EndpointSearch:
         return ((self._first + offset) % len(self._endpoints) for offset in range(len(self._endpoints)))
 
     def record(self, endpoint: int, failure: grpc.RpcError) -> None:
-        """Records a failed call. Raises its error if a call to another endpoint cannot help.
+        """Records a failed call. Raises the call's error if a call to another endpoint cannot help.
 
-        Another endpoint can help if this endpoint is unreachable or, with `anywhere`, does not know the request.
+        A call to another endpoint can help if this endpoint is unreachable. If `anywhere` is True, such a call can also
+        help if this endpoint does not know the request.
         """
         peer = self._endpoints[endpoint]
         error = from_rpc_error(failure, peer=peer)
@@ -117,7 +125,10 @@ class EndpointSearch:
 
 
 class Call(NamedTuple):
-    """A Generate call to make. `endpoint` is the index of an endpoint in the client's list."""
+    """A Generate call to make. `endpoint` is an index in the client's list of endpoints.
+
+    `timeout_s` is None if the call has no time limit.
+    """
 
     endpoint: int
     request: orchestrator_pb2.GenerateRequest
@@ -125,9 +136,10 @@ class Call(NamedTuple):
 
 
 class RequestSession:
-    """The calls of one request: decides which endpoint to call next, and which received events are new.
+    """Decides which endpoint a request calls next, and which of the received events are new to the caller.
 
-    Use it as a context manager. Leaving it by GeneratorExit, KeyboardInterrupt or cancellation stops the request.
+    Use the session as a context manager. If the block ends with GeneratorExit, KeyboardInterrupt or a cancellation, the
+    session asks the server to stop the request.
     """
 
     def __init__(
@@ -141,14 +153,17 @@ class RequestSession:
         self._runs = False
 
     def next_call(self) -> Call:
-        """Returns the next call. Raises DeadlineError if the request's timeout has passed."""
+        """Returns the next call to make. Raises DeadlineError if the request's timeout has passed.
+
+        Raises CancelledRequestError if the client is closed.
+        """
         self._runs = False
         timeout_s = self._attempts.begin()
         self._client.record_call(self._request_id, self._endpoint)
         return Call(self._endpoint, self._position.request(), timeout_s)
 
     def take(self, response: orchestrator_pb2.GenerateResponse) -> Event | None:
-        """Returns the event in `response`, or None if the caller already has it or its kind is unknown."""
+        """Returns the event in `response`, or None if the caller already has it or if its kind is unknown."""
         event = self._position.take(response)
         if response.WhichOneof("event") != "queued":
             self._runs = True
@@ -156,9 +171,9 @@ class RequestSession:
         return event
 
     def pause_s(self, failure: grpc.RpcError) -> float:
-        """Returns the number of seconds to wait before the next call.
+        """Records a failed call, and returns the number of seconds to wait before the next call.
 
-        Raises the call's error if the request has failed.
+        Raises the call's error if the request has failed, so that no further call can help.
         """
         peer = self._client.endpoints[self._endpoint]
         error = from_rpc_error(failure, peer=peer)
@@ -185,7 +200,7 @@ ClientT = TypeVar("ClientT", bound=BaseClient)
 
 
 class BaseGeneration(Generic[ClientT]):
-    """One request. It is sent when the iteration over its events starts."""
+    """A request and its events. The request is sent when the iteration over the events starts."""
 
     def __init__(self, client: ClientT, *, request: orchestrator_pb2.GenerateRequest, timeout_s: float | None) -> None:
         self._client = client
@@ -209,9 +224,9 @@ class BaseGeneration(Generic[ClientT]):
 
 
 def _is_broken(failure: grpc.RpcError, error: StagemeshError, *, peer: str) -> bool:
-    """Returns whether the server or the connection broke.
+    """Returns whether a call failed because the server or the connection to the server broke.
 
-    An error that a service itself reports does not name a peer.
+    An error that a service itself reports does not name `peer` in its metadata.
     """
     assert isinstance(failure, grpc.Call | grpc.aio.AioRpcError), "gRPC raises calls"
     return failure.code() in _BROKEN and error.metadata.get("peer") == peer

@@ -14,22 +14,22 @@ from stagemesh.v1 import orchestrator_pb2, request_pb2, stage_pb2
 
 @dataclass(frozen=True)
 class Queued:
-    """The request waits for admission. The event is sent again each time the request's position changes."""
+    """The request waits for admission. The server sends this event again each time the request's position changes."""
 
     request_id: str
     position: int
-    """The position in the queue. The first position is 1."""
+    """The request's position in the queue. The first position is 1."""
     expected_wait_s: float
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """The request is planned and runs. This is the first event of a request, except for `Queued`."""
+    """The request has been admitted and assigned to replicas. Only `Queued` events precede this event."""
 
     request_id: str
     seed: int
     replicas: Mapping[str, str]
-    """The names of the chosen replicas by stage."""
+    """The name of the replica that was chosen for each stage, by stage name."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,10 @@ class Text:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A token's log-probability, and the most probable tokens at its position in descending order."""
+    """The log-probability of a token, and the most probable tokens at the same position.
+
+    `top_ids` and `top_logprobs` are in descending order of probability.
+    """
 
     logprob: float
     top_ids: tuple[int, ...] = ()
@@ -63,9 +66,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Vocabulary ids to append to an output.
+    """Token ids to append to an output.
 
-    `logprobs` has one entry for each id if the request asked for log-probabilities.
+    `logprobs` contains one entry for each id if the request asked for log-probabilities. Otherwise it is empty.
     """
 
     output: str
@@ -75,7 +78,10 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False)
 class AudioChunk:
-    """Audio samples to append to an output: read-only float32 in [-1, 1], [samples] or [samples, channels]."""
+    """Audio samples to append to an output.
+
+    `samples` is a read-only float32 array in [-1, 1], with shape [samples] or [samples, channels].
+    """
 
     output: str
     samples: npt.NDArray[np.float32]
@@ -83,13 +89,13 @@ class AudioChunk:
 
     @property
     def duration_s(self) -> float:
-        """The playing time in seconds."""
+        """The playing time of the samples in seconds."""
         return len(self.samples) / self.sample_rate_hz
 
 
 @dataclass(frozen=True)
 class Image:
-    """A complete encoded image. It replaces an earlier image of the same output."""
+    """A complete encoded image. It replaces any earlier image of the same output."""
 
     output: str
     data: bytes
@@ -98,7 +104,7 @@ class Image:
 
 @dataclass(frozen=True, eq=False)
 class TensorOutput:
-    """A read-only tensor of an output that is not text, tokens, audio or an image."""
+    """A tensor of an output that is not text, tokens, audio or an image. The array is read-only."""
 
     output: str
     name: str
@@ -107,7 +113,7 @@ class TensorOutput:
 
 @dataclass(frozen=True)
 class Usage:
-    """The amount of work that a stage did for the request."""
+    """The numbers of tokens and of engine steps that a stage processed for a request."""
 
     prompt_tokens: int
     output_tokens: int
@@ -116,9 +122,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Times in seconds since the request was accepted.
+    """Times in seconds since the request was accepted. `first_output_s` is None if there was no output.
 
-    In a stage's report, the times start when the stage accepted its step.
+    In a StageReport, the times are in seconds since the stage accepted its step.
     """
 
     started_s: float
@@ -128,7 +134,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class EdgeUsage:
-    """The amount of data that crossed an edge for the request."""
+    """The connector that an edge used for a request, and the number of chunks and bytes that crossed the edge."""
 
     edge: str
     connector: str
@@ -138,7 +144,7 @@ class EdgeUsage:
 
 @dataclass(frozen=True)
 class StageReport:
-    """The work, the times and the sent data of one stage."""
+    """The usage and the timings of one stage, and the usage of each edge over which the stage sent data."""
 
     usage: Usage
     timings: Timings
@@ -147,14 +153,14 @@ class StageReport:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last event of a successful request."""
+    """The last event of a successful request, with a report for each stage."""
 
     stages: Mapping[str, StageReport]
     timings: Timings
 
     @property
     def edges(self) -> tuple[EdgeUsage, ...]:
-        """The usage of all edges."""
+        """The usage of all edges, as reported by the stages that sent data over them."""
         return tuple(edge for stage in self.stages.values() for edge in stage.edges)
 
 
@@ -162,9 +168,9 @@ Event: TypeAlias = Queued | Admitted | Progress | Text | Tokens | AudioChunk | I
 
 
 def decode_event(response: orchestrator_pb2.GenerateResponse) -> Event | None:
-    """Returns the event in `response`, or None for a kind that this client does not know.
+    """Returns the event in `response`, or None if this client does not know the event's kind.
 
-    Raises InvalidChunkError for audio or tensors whose shape, type or size is inconsistent.
+    Raises InvalidChunkError if the shape, type or size of audio or of a tensor is inconsistent.
     """
     match response.WhichOneof("event"):
         case "admitted":

@@ -15,7 +15,7 @@ from stagemesh.v1 import request_pb2
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An encoded image."""
+    """An encoded image, for example the content of a PNG file."""
 
     data: bytes
     media_type: str
@@ -24,7 +24,7 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class AudioFile:
-    """An encoded audio file."""
+    """Encoded audio, for example the content of a WAV file."""
 
     data: bytes
     media_type: str
@@ -33,7 +33,7 @@ class AudioFile:
 
 @dataclass(frozen=True)
 class VideoFile:
-    """An encoded video."""
+    """An encoded video, for example the content of an MP4 file."""
 
     data: bytes
     media_type: str
@@ -42,14 +42,14 @@ class VideoFile:
 
 @dataclass(frozen=True, eq=False)
 class AudioSamples:
-    """Audio as samples: float32 in [-1, 1], with shape [samples] or [samples, channels]."""
+    """Audio that is not encoded: float32 samples in [-1, 1], with shape [samples] or [samples, channels]."""
 
     samples: npt.NDArray[np.float32]
     sample_rate_hz: int
 
 
 Part: TypeAlias = str | ImageFile | AudioFile | VideoFile | AudioSamples
-"""One part of a prompt or of a message."""
+"""One part of a prompt or of a message: text, an image, audio or a video."""
 Content: TypeAlias = str | Sequence[Part]
 """Text, or a sequence of text and media in the order in which the model reads them."""
 
@@ -76,9 +76,9 @@ _SUFFIXES: Mapping[str, tuple[_FileKind, str]] = {
 
 
 def read_media(path: Path | str) -> ImageFile | AudioFile | VideoFile:
-    """Reads an image, audio or video file. The file name's suffix determines the kind and the media type.
+    """Reads an image, audio or video file. The suffix of the file's name determines the kind and the media type.
 
-    Raises InvalidRequestError (INVALID_MEDIA) for an unknown suffix or a file that cannot be read.
+    Raises InvalidRequestError (INVALID_MEDIA) if the suffix is unknown or the file cannot be read.
     """
     path = Path(path)
     if path.suffix.lower() not in _SUFFIXES:

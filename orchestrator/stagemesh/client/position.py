@@ -1,4 +1,7 @@
-"""Records which outputs of a request the caller has received, over all calls and orchestrators. Independent of gRPC."""
+"""A client's record of the outputs that it has received for a request, over all calls and orchestrators.
+
+This module does not depend on gRPC.
+"""
 
 from collections import Counter
 from math import ceil
@@ -12,7 +15,7 @@ _MAX_LINGER_S = 10
 
 
 class ClientPosition:
-    """Passes on each event exactly once, and builds the request that asks for the remaining events."""
+    """Removes repeated events of a request, and builds the request that asks for the remaining events."""
 
     def __init__(self, request: orchestrator_pb2.GenerateRequest, policy: RetryPolicy) -> None:
         self._request = orchestrator_pb2.GenerateRequest()
@@ -23,16 +26,16 @@ class ClientPosition:
         self._admitted = False
 
     def request(self) -> orchestrator_pb2.GenerateRequest:
-        """Returns the request that the next call sends."""
+        """Returns the request to send with the next call, which asks for the outputs that are still missing."""
         self._request.next_positions.update(self._received.counts)
         return self._request
 
     def note_lost(self) -> None:
-        """Records that a call ended early, and that it may have started the request."""
+        """Records that a call ended before the request did. The call may have started the request."""
         self._request.earlier_calls += 1
 
     def take(self, response: orchestrator_pb2.GenerateResponse) -> Event | None:
-        """Returns the event in `response`, or None if the caller already has it or its kind is unknown."""
+        """Returns the event in `response`, or None if the caller already has it or if its kind is unknown."""
         event = decode_event(response)
         match event:
             case Queued() | Admitted() if self._admitted:

@@ -1,4 +1,4 @@
-"""Builds a GenerateRequest from a caller's arguments, and checks it before anything is sent."""
+"""Builds a GenerateRequest from the arguments of `generate`, and checks the arguments before anything is sent."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -33,15 +33,16 @@ class SamplingArguments(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     stop: Sequence[str]
-    """Texts that end the output when they are generated."""
+    """Texts that end the output as soon as one of them is generated."""
     stop_token_ids: Sequence[int]
     min_tokens: int | None
     ignore_eos: bool
     bad_words: Sequence[str]
     logprobs: int | None
-    """The number of alternatives to report with the log-probability of each token.
+    """The number of most probable tokens to report for each position, with their log-probabilities.
 
-    0 reports only the log-probability of the token itself. None reports no log-probabilities.
+    The log-probability of the generated token is reported in addition. 0 reports only the generated token's
+    log-probability. None reports no log-probabilities.
     """
     json_schema: str | Mapping[str, object] | None
     """The JSON schema to which the output must conform.
@@ -74,26 +75,26 @@ class GenerateArguments(SamplingArguments, total=False):
     seed: int | None
     """The random seed, from 0 to 2**32 - 1.
 
-    If it is omitted, the server chooses one at random and reports it in `Admitted`.
+    If the seed is omitted, the server chooses one at random and reports it in `Admitted`.
     """
     options: Mapping[str, float]
     """Values of options that the pipeline's stages declare, by option name."""
     request_id: str | None
     """The id that identifies the request in every service and log. Generated at random if omitted."""
     pipeline: str
-    """The name of the pipeline. May be omitted if the server has only one pipeline."""
+    """The name of the pipeline. Optional if the server has only one pipeline."""
     priority: int
     """The priority, from -10 to 10. Requests of a higher priority leave the queue first."""
     caller: str
-    """The caller's name. Callers with the same priority receive equal shares of the pipeline and of its queue."""
+    """The caller's name. Callers whose requests have equal priority receive equal shares of the pipeline and its queue.
+    """
 
 
 def build_request(prompt: Content | None, arguments: GenerateArguments) -> orchestrator_pb2.GenerateRequest:
-    """Returns the message for these arguments.
+    """Returns the request message for a prompt and the other arguments of `generate`.
 
-    It always has a request_id, which makes it safe to send the message again.
-
-    Raises InvalidRequestError for a value that protobuf cannot encode, or if the message is too large.
+    The message always has a request_id, so that it can safely be sent again. Raises InvalidRequestError if protobuf
+    cannot encode a value, if the arguments contradict each other, or if the message is too large.
     """
     try:
         request = orchestrator_pb2.GenerateRequest(

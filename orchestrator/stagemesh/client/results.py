@@ -1,4 +1,4 @@
-"""The outputs of a finished request as one value."""
+"""The result of a finished request, which contains all of its outputs."""
 
 import time
 from collections.abc import Mapping
@@ -32,16 +32,16 @@ class Audio:
 
     @property
     def duration_s(self) -> float:
-        """The playing time in seconds."""
+        """The playing time of the samples in seconds."""
         return len(self.samples) / self.sample_rate_hz
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """All outputs of a request by output name.
+    """All outputs of a request, by output name.
 
-    `first_text_s`, `first_audio_s` and `first_image_s` are the times of the first such output in seconds since the
-    call. Each is None if the request produced no such output.
+    `first_text_s`, `first_audio_s` and `first_image_s` are the times of the first text, audio and image, in seconds
+    since the call. Each is None if the request produced no such output.
     """
 
     request_id: str
@@ -61,21 +61,24 @@ class Result:
 
     @property
     def text(self) -> str:
-        """The text of a pipeline with one text output. Empty if there is no text output."""
+        """The text of all text outputs, concatenated. Empty if there is no text output."""
         return "".join(self.texts.values())
 
     @property
     def audio(self) -> npt.NDArray[np.float32]:
-        """The samples of the first audio output. Empty if there is no audio output."""
+        """The samples of the first audio output, or an empty array if there is no audio output."""
         return self._first_audio().samples if self.audios else np.empty(0, np.float32)
 
     @property
     def sample_rate_hz(self) -> int:
-        """The sample rate of the first audio output. 0 if there is no audio output."""
+        """The sample rate of the first audio output in hertz, or 0 if there is no audio output."""
         return self._first_audio().sample_rate_hz if self.audios else 0
 
     def save_wav(self, path: Path | str) -> None:
-        """Writes the first audio output as 16-bit PCM. Raises NotFoundError if there is no audio output."""
+        """Writes the first audio output to a WAV file as 16-bit PCM.
+
+        Raises NotFoundError if there is no audio output.
+        """
         if not self.audios:
             raise NotFoundError("the request produced no audio to save; request an audio output", reason="NO_AUDIO")
         with WavWriter(path) as writer:
@@ -86,9 +89,9 @@ class Result:
 
 
 class ResultBuilder:
-    """Collects a request's events into a Result.
+    """Collects the events of a request into a Result.
 
-    The Result's times are in seconds since the construction of this object.
+    The times in the Result are in seconds since the ResultBuilder was constructed.
     """
 
     def __init__(self) -> None:
@@ -106,7 +109,7 @@ class ResultBuilder:
         self._first_image_s: float | None = None
 
     def add(self, event: Event) -> None:
-        """Adds the next event."""
+        """Adds an event. The events must be added in the order in which they arrived."""
         match event:
             case Admitted():
                 self._admitted = event
@@ -131,7 +134,7 @@ class ResultBuilder:
                 pass
 
     def build(self) -> Result:
-        """Returns the result. Raises InternalError if the stream ended without its first or last event."""
+        """Returns the result. Raises InternalError if the `Admitted` or the `Finished` event is missing."""
         if self._admitted is None or self._finished is None:
             raise InternalError("the server ended the stream without a `finished` event; report this as a defect")
         return Result(

@@ -1,4 +1,7 @@
-"""Decides whether a failed call is sent again, and after how many seconds. Independent of gRPC."""
+"""The client's retry policy, which determines whether and after how many seconds a failed call is sent again.
+
+This module does not depend on gRPC.
+"""
 
 import time
 from dataclasses import dataclass
@@ -15,13 +18,14 @@ _LONGEST_SEARCH_PAUSE_S = 1.0
 class RetryPolicy:
     """Limits the retries of a request.
 
-    Before a request runs, it is attempted at most `attempts` times on each endpoint. The pause before the first retry
-    is `first_pause_s`. It doubles with each retry up to `max_pause_s`. A pause that the server asks for (RetryInfo)
-    takes precedence. If that pause is longer than `max_asked_pause_s`, the request fails.
+    Before a request runs, the client attempts it at most `attempts` times on each endpoint. The pause before the first
+    retry is `first_pause_s` seconds. The pause doubles with each retry, up to `max_pause_s`. If the server asks for
+    another pause (RetryInfo), the client waits for that time. The request fails if the server asks for a pause longer
+    than `max_asked_pause_s`.
 
-    After a request has started, its server may stop or become unreachable. The client then searches all endpoints for
-    at most `reattach_s` seconds. 0 disables the search. The request fails if it loses its server more than `attempts`
-    times in a row and no new event arrives for `reattach_s` seconds.
+    A running request loses its server if the server stops or becomes unreachable. The client then searches all
+    endpoints for at most `reattach_s` seconds. 0 disables the search. The request fails if it loses its server more
+    than `attempts` times in a row and no new event arrives for `reattach_s` seconds.
     """
 
     attempts: int = 5
@@ -39,13 +43,17 @@ class RetryPolicy:
 
 
 class Attempts:
-    """Counts the attempts at one request, on one or more endpoints in turn, within the request's timeout."""
+    """Counts the calls that attempt one request, over all endpoints, and decides when the next attempt starts.
+
+    No attempt exceeds the request's timeout.
+    """
 
     def __init__(self, policy: RetryPolicy, *, timeout_s: float | None, endpoints: int = 1) -> None:
         self._policy, self._endpoints = policy, endpoints
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._made = 0
-        """The number of attempts since the request last lost its server, or since its start if it never did."""
+        """The number of attempts since the request last lost its server, or since its start if it has never lost one.
+        """
         self._answered = False
         """Whether the current attempt has shown that the request is running."""
         self._search_ends_s: float | None = None
@@ -70,7 +78,10 @@ class Attempts:
         return left_s
 
     def note_answer(self, *, is_new: bool) -> None:
-        """Records that the request is running. `is_new` means that the caller had not yet received the event."""
+        """Records that the server has sent an event, so that the request is running.
+
+        `is_new` is True if the caller had not received the event before.
+        """
         self._answered = True
         if is_new:
             self._losses, self._last_new_event_s = 0, time.monotonic()
@@ -78,8 +89,8 @@ class Attempts:
     def pause_s(self, error: StagemeshError, *, broken: bool = False) -> float | None:
         """Returns the pause in seconds before the next attempt, or None if there must be no further attempt.
 
-        Until an attempt shows that the request is running, the client retries if the server is unreachable or names a
-        time to retry. After that, it retries only if the connection is `broken` or the server stops.
+        Until an attempt shows that the request is running, the client retries if the server is unreachable or states
+        when to retry. Afterwards, the client retries only if the connection is `broken` or if the server is stopping.
         """
         if self._answered:
             return self._pause_after_loss_s(error, broken=broken)
@@ -95,7 +106,10 @@ class Attempts:
         return self._if_in_time(self._backoff_s(self._made // self._endpoints) if asked_s is None else asked_s)
 
     def _pause_after_loss_s(self, error: StagemeshError, *, broken: bool) -> float | None:
-        """Returns the pause in seconds after a running request lost its server, or None if the request failed."""
+        """Returns the pause in seconds before a running request that lost its server is attempted again.
+
+        Returns None if the request has failed.
+        """
         if not broken and error.reason != _STOPPING:
             return None
         now_s, limit_s = time.monotonic(), self._policy.reattach_s

@@ -28,10 +28,10 @@ Answer = TypeVar("Answer")
 
 
 class Generation(BaseGeneration["Client"]):
-    """One request. It is sent when the iteration over its events starts.
+    """A request and its events. The request is sent when the iteration over the events starts.
 
-    It can be iterated once; a second iteration raises RuntimeError. Leaving the loop early cancels the request on every
-    stage.
+    The events can be iterated over once. A second iteration raises RuntimeError. Leaving the loop early cancels the
+    request on every stage.
     """
 
     # Each loop gets a generator of its own: `break` drops the generator, whose end cancels the call.
@@ -54,7 +54,7 @@ class Generation(BaseGeneration["Client"]):
                 time.sleep(pause_s)
 
     def result(self) -> Result:
-        """Runs the request until it finishes, and returns all of its outputs."""
+        """Sends the request, waits until it finishes, and returns all of its outputs."""
         builder = ResultBuilder()
         for event in self:
             builder.add(event)
@@ -62,9 +62,10 @@ class Generation(BaseGeneration["Client"]):
 
 
 class Client(BaseClient):
-    """Connects to the orchestrators of one pipeline, each at "host:port". Runs any number of requests concurrently.
+    """A client for the orchestrators of one pipeline, whose addresses are given as "host:port".
 
-    Every method raises a StagemeshError whose message says what happened and what to do.
+    Runs any number of requests concurrently. A call that fails raises a StagemeshError, whose message states what
+    happened and what to do.
     """
 
     def __init__(self, *endpoints: str, retry_policy: RetryPolicy | None = None) -> None:
@@ -76,15 +77,17 @@ class Client(BaseClient):
     def generate(
         self, prompt: Content | None = None, *, timeout_s: float | None = None, **arguments: Unpack[GenerateArguments]
     ) -> Generation:
-        """Returns a request for `prompt`, which is text or text with media. Read it with `for` or `.result()`.
+        """Returns a request for `prompt`, which is text, or text with media.
 
-        The client retries and resumes the request in the same way as `AsyncClient`. Raises InvalidRequestError for
-        arguments that cannot be sent.
+        Receive the request's events with `for`, or all of its outputs with `result()`. The client retries and resumes
+        the request in the same way as `AsyncClient`.
+
+        Raises InvalidRequestError if an argument cannot be sent.
         """
         return Generation(self, request=build_request(prompt, arguments), timeout_s=timeout_s)
 
     def cancel(self, request_id: str) -> None:
-        """Stops a request, and returns after every stage has released it.
+        """Stops a request. Returns after every stage has released the request.
 
         Raises NotFoundError if the request is not running.
         """
@@ -100,9 +103,9 @@ class Client(BaseClient):
         return self._call(lambda stub: stub.DescribePipeline(request, timeout=CONTROL_TIMEOUT_S))
 
     def _call(self, method: Callable[[OrchestratorServiceStub], Answer], *, anywhere: bool = False) -> Answer:
-        """Returns the answer of the first reachable endpoint.
+        """Calls the endpoints in turn, and returns the answer of the first reachable endpoint.
 
-        With `anywhere`, also skips endpoints that answer NOT_FOUND.
+        If `anywhere` is True, also skips endpoints that answer NOT_FOUND.
         """
         search = EndpointSearch(self.endpoints, self.latest, anywhere=anywhere)
         for endpoint in search:
@@ -113,7 +116,7 @@ class Client(BaseClient):
         raise search.error
 
     def close(self) -> None:
-        """Cancels the running requests and disconnects. Closing twice is harmless."""
+        """Cancels the running requests and closes the connections. Closing twice is harmless."""
         self._leave_all()
         for future in list(self._leaving):
             with suppress(grpc.FutureCancelledError):

@@ -1,4 +1,4 @@
-"""Writes WAV files (16-bit PCM) while the samples arrive."""
+"""A writer of WAV files (16-bit PCM) that appends audio samples as they arrive."""
 
 import wave
 from pathlib import Path
@@ -14,8 +14,8 @@ from stagemesh.common.errors import InvalidRequestError
 class WavWriter:
     """Writes float32 samples to a WAV file. Samples outside [-1, 1] are clipped.
 
-    The first call of `write` creates the file, and its folder if the folder does not exist. Without samples, no file is
-    created.
+    The first call of `write` creates the file and, if necessary, the file's folder. No file is created if `write` is
+    never called.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -24,7 +24,7 @@ class WavWriter:
         self._file: wave.Wave_write | None = None
 
     def write(self, samples: npt.NDArray[np.float32], *, sample_rate_hz: int) -> None:
-        """Appends samples of shape [samples] or [samples, channels].
+        """Appends float32 samples of shape [samples] or [samples, channels].
 
         Raises InvalidRequestError if the sample rate or the number of channels differs from that of the first samples,
         or if the file cannot be created.
@@ -41,7 +41,7 @@ class WavWriter:
         self._file.writeframes(_pcm16(samples))
 
     def close(self) -> None:
-        """Completes the file. Closing twice is harmless."""
+        """Completes the WAV header and closes the file. Closing twice is harmless."""
         if self._file is not None:
             self._file.close()
         if self._raw is not None:

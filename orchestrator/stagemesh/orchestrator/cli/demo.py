@@ -67,7 +67,7 @@ def demo(**values: Any) -> None:
 
 
 class _DemoRun:
-    """One run of the demo. `result` is None if the run was interrupted."""
+    """One run of the demo. `result` is None until the request has finished, and if the run was interrupted."""
 
     def __init__(
         self,

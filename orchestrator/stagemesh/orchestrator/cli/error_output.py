@@ -1,4 +1,4 @@
-"""Prints errors: one line and a remedy as text, or one JSON document with --json. Never prints a traceback."""
+"""Prints errors: as one line and a remedy, or as one JSON document with --json. Never prints a traceback."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ AsJson = Annotated[
 
 
 class ErrorGroup(TyperGroup):
-    """The root command group, which turns a StagemeshError into output and an exit status."""
+    """The root command group. Prints a StagemeshError instead of a traceback, and sets the exit status."""
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command. Exits with status 1 on a StagemeshError, and with 130 on Ctrl-C."""
@@ -61,7 +61,7 @@ class ErrorGroup(TyperGroup):
 
 
 def show_error(error: StagemeshError, *, as_json: bool) -> None:
-    """Prints `error` and its remedy to stderr."""
+    """Prints `error` and its remedy to stderr, as text or, if `as_json` is True, as one JSON document."""
     remedy = _remedy(error)
     if as_json:
         _show_json(error, remedy)

@@ -92,9 +92,9 @@ def generate(**values: Any) -> None:
 
 
 def client_arguments(values: Mapping[str, Any]) -> "GenerateArguments":
-    """Returns the arguments of `AsyncClient.generate` for the parameters that were given.
+    """Returns the arguments of `AsyncClient.generate` for the command's parameters that are set.
 
-    Raises BadParameter if a file cannot be read.
+    Raises BadParameter if a file cannot be read or an option is malformed.
     """
     given = {name: value for name, value in values.items() if value not in (None, [], "")}
     arguments = {name: value for name, value in given.items() if name in _CLIENT_ARGUMENTS}
@@ -124,7 +124,7 @@ async def stream(
     timeout_s: float | None,
     sinks: "Sinks",
 ) -> "Result":
-    """Runs a request until it finishes, and passes each event to `sinks` as it arrives."""
+    """Runs a request until it finishes, passes each event to `sinks` as it arrives, and returns the result."""
     from stagemesh.client.results import ResultBuilder
 
     builder = ResultBuilder()
@@ -135,7 +135,10 @@ async def stream(
 
 
 def show_result(result: "Result", sinks: "Sinks", *, as_json: bool) -> None:
-    """Prints a finished request: as JSON to stdout, or its images, timings and files to stderr."""
+    """Prints the result of a request.
+
+    If `as_json` is True, prints JSON to stdout. Otherwise, prints the images, timings and file names to stderr.
+    """
     from rich.console import Console
 
     if as_json:
@@ -183,7 +186,7 @@ def _audio_s(result: "Result") -> float:
 
 
 def _real_time_factor(result: "Result") -> float | None:
-    """Returns the seconds of computation for each second of audio, or None if there is no audio."""
+    """Returns the request's total time divided by the playing time of its audio, or None if there is no audio."""
     audio_s = _audio_s(result)
     return result.total_s / audio_s if audio_s else None
 

@@ -1,4 +1,4 @@
-"""The `stagemesh` command."""
+"""The `stagemesh` command, which contains all other commands."""
 
 import typer
 
@@ -36,7 +36,7 @@ app.command("version")(version)
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Runs the command line. This function is the entry point of the `stagemesh` program."""
     app()
 
 

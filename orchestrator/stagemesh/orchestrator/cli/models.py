@@ -1,4 +1,7 @@
-"""`stagemesh models`. Models are prepared in a separate process, because preparation may import heavy packages."""
+"""`stagemesh models`: downloads and lists the models of the built-in pipelines.
+
+Models are prepared in a separate process, because preparation may import heavy packages.
+"""
 
 import subprocess
 import sys

@@ -57,9 +57,9 @@ _Value = TypeVar("_Value")
 
 
 def read_pairs(texts: Sequence[str] | None, *, option: str, convert: Callable[[str], _Value]) -> dict[str, _Value]:
-    """Parses a repeated KEY=VALUE option.
+    """Returns the values of a repeatable KEY=VALUE option by key. `convert` converts each value.
 
-    Raises BadParameter if a text is not a pair, or if `convert` raises ValueError for its value.
+    Raises BadParameter if a text is not of this form, or if `convert` raises ValueError.
     """
     pairs: dict[str, _Value] = {}
     for text in texts or ():
@@ -74,7 +74,7 @@ def read_pairs(texts: Sequence[str] | None, *, option: str, convert: Callable[[s
 
 
 def read_endpoints(server: str) -> list[str]:
-    """Returns the addresses of --server. Raises BadParameter if there is none."""
+    """Returns the addresses in the value of --server. Raises BadParameter if the value contains no address."""
     endpoints = [endpoint.strip() for endpoint in server.split(",") if endpoint.strip()]
     if not endpoints:
         raise typer.BadParameter("it does not contain an address HOST:PORT", param_hint="--server")
@@ -82,7 +82,7 @@ def read_endpoints(server: str) -> list[str]:
 
 
 def read_overrides(settings: Sequence[str] | None, replicas: Sequence[str] | None = None) -> dict[str, str]:
-    """Returns the values of the pipeline file that --set and --replicas override, by key."""
+    """Returns the values that --set and --replicas override in the pipeline file, by key of the file."""
     counts = read_pairs(replicas, option="--replicas", convert=int)
     return {
         **read_pairs(settings, option="--set", convert=str),

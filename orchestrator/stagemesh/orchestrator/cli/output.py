@@ -42,7 +42,10 @@ Cell: TypeAlias = "str | int | list[tuple[str, str]]"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its title, the cell of a row, and whether cells are aligned to the right."""
+    """A column of a table. `cell` returns the content of the column's cell for a row.
+
+    If `right` is True, the cells are aligned to the right.
+    """
 
     title: str
     cell: Callable[[Any], Cell]
@@ -50,12 +53,12 @@ class Column:
 
 
 def number(title: str, cell: Callable[[Any], Cell]) -> Column:
-    """Returns a column of numbers, aligned to the right."""
+    """Returns a table column for numbers, whose cells are aligned to the right."""
     return Column(title, cell, right=True)
 
 
 def make_table(columns: Sequence[Column], rows: Iterable[object], *, title: str | None = None) -> "Table":
-    """Returns a table with one line for each of `rows`."""
+    """Returns a table with one line for each element of `rows`."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
@@ -67,7 +70,7 @@ def make_table(columns: Sequence[Column], rows: Iterable[object], *, title: str 
 
 
 def to_text(cell: Cell) -> "Text":
-    """Returns a cell's content as rich text. Brackets are printed literally instead of being read as markup."""
+    """Returns the content of a table cell as rich text. Brackets are printed literally, not interpreted as markup."""
     from rich.text import Text
 
     if isinstance(cell, list):
@@ -76,16 +79,17 @@ def to_text(cell: Cell) -> "Text":
 
 
 def print_all(output: "RenderableType") -> None:
-    """Prints to stdout. The output is as wide as the terminal, or 240 columns if stdout is not a terminal."""
+    """Prints text or tables to stdout, as wide as the terminal, or 240 columns wide if stdout is not a terminal."""
     from rich.console import Console
 
     Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS).print(output)
 
 
 def to_json(message: "Message") -> dict[str, Any]:
-    """Converts a message by protobuf's JSON mapping, with the field names of the .proto files.
+    """Converts a protobuf message to a JSON object with the field names of the .proto files.
 
-    Unset scalars and lists are included with their defaults. Unset messages and optional fields are omitted.
+    Scalars and lists that are not set are included with their defaults. Messages and optional fields that are not set
+    are omitted.
     """
     from google.protobuf.json_format import MessageToDict
 
@@ -93,15 +97,15 @@ def to_json(message: "Message") -> dict[str, Any]:
 
 
 def print_json(document: object) -> None:
-    """Prints one JSON document on a line of its own, and flushes stdout."""
+    """Prints a value as one line of JSON, and flushes stdout."""
     typer.echo(json.dumps(document, ensure_ascii=False))
     sys.stdout.flush()
 
 
 def enum_word(enum: "EnumDescriptor", value: int) -> str:
-    """Returns an enum value's name in lower case without the enum's prefix.
+    """Returns the name of a protobuf enum value in lower case, without the enum's prefix.
 
-    Returns the number of a value that this version does not know.
+    If this version does not know the value, returns the number as text.
     """
     named = enum.values_by_number.get(value)
     prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
@@ -109,7 +113,7 @@ def enum_word(enum: "EnumDescriptor", value: int) -> str:
 
 
 def state_cell(state: str, detail: str = "") -> Cell:
-    """Returns a state in its color, followed by its detail."""
+    """Returns a table cell with a state in its color, followed by `detail`."""
     return [(state, _STYLES.get(state, "")), (f"  {detail}" if detail else "", "dim")]
 
 
@@ -121,14 +125,18 @@ def size(size_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds, for example "12 ms", "3.20 s", "0:04:05" or "3 days, 4:00:00"."""
+    """Formats a duration that is given in seconds, for example "12 ms", "3.20 s", "0:04:05" or "3 days, 4:00:00"."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.2f} s" if seconds < _MINUTE_S else str(timedelta(seconds=round(seconds)))
 
 
 def connector_name(connector: int) -> str:
-    """Returns the name of a connector's number, or "not known" for 0, which means that no replica has reported one."""
+    """Returns the name of the connector with this number on the wire.
+
+    Returns "not known" for 0, which means that no replica has reported a connector. If the number is unknown, returns
+    text that contains the number.
+    """
     from stagemesh.common.connector_descriptors import name_of
     from stagemesh.common.errors import InvalidRequestError
 
@@ -139,7 +147,7 @@ def connector_name(connector: int) -> str:
 
 
 def links_table(edges: "Iterable[orchestrator_pb2.EdgeDescription]") -> "Table":
-    """Returns a table of the connectors that edges use, and of the reasons why better connectors cannot be used.
+    """Returns a table of the connectors that edges use, with the reasons why better connectors cannot be used.
 
     Pairs of replicas with the same connector and the same reasons share a row.
     """

@@ -15,12 +15,12 @@ _SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/webp": ".webp"}
 
 
 class Sinks:
-    """Writes the outputs of a request.
+    """Writes the outputs of a request to stdout and to files.
 
-    Text is written to stdout, and the queue position to stderr, unless `quiet` is set. The first audio output is
+    Text is written to stdout, and the queue position to stderr, unless `quiet` is True. The first audio output is
     written to the file `audio`, and the first image output to the file `image`. Other audio, images and tensors are
-    written to files in `folder`, which are named after their outputs. If `folder` is None, they are discarded. `files`
-    contains the written files by output.
+    written to files in `folder`, which are named after their outputs, or are discarded if `folder` is None. `files`
+    contains the paths of the written files by output name.
     """
 
     def __init__(self, *, folder: Path | None, audio: Path | None, image: Path | None = None, quiet: bool) -> None:
@@ -36,7 +36,7 @@ class Sinks:
         self.files: dict[str, list[Path]] = {}
 
     def write(self, event: Event) -> None:
-        """Writes an event to its destination."""
+        """Writes the output in an event to stdout or to a file. Writes the queue position in an event to stderr."""
         match event:
             case Queued():
                 self._write_queued(event)
@@ -54,7 +54,7 @@ class Sinks:
                 pass
 
     def close(self) -> None:
-        """Completes the files and the last line of text."""
+        """Completes the files, and ends the last line of text."""
         self._resources.close()
         self._end_line()
 
@@ -107,7 +107,7 @@ class Sinks:
     def _image_path(self, event: Image) -> Path | None:
         """Returns the path of the file for an image, or None if the image is not written.
 
-        A later image of the same output replaces the earlier image.
+        A later image of the same output has the same path and therefore replaces the earlier image.
         """
         if self._image is not None and self._image_output in (None, event.output):
             self._image_output = event.output

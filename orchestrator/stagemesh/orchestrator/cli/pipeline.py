@@ -14,7 +14,7 @@ app = typer.Typer(help="Check, explain and draw pipeline files without running t
 
 
 class GraphFormat(Enum):
-    """The formats in which `stagemesh pipeline graph` can draw."""
+    """The output formats of `stagemesh pipeline graph`."""
 
     TREE = "tree"
     MERMAID = "mermaid"

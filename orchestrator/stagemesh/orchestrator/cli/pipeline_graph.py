@@ -12,7 +12,7 @@ from stagemesh.orchestrator.spec.conditions import Condition, describe_condition
 
 
 def draw_tree(pipeline: Pipeline) -> RenderableType:
-    """Returns each stage with its producers, consumers and outputs.
+    """Returns a tree for each stage, with the stage's producers, consumers and outputs.
 
     Producing stages are listed before consuming stages.
     """

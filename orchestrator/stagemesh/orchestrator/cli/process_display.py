@@ -23,7 +23,10 @@ from stagemesh.v1.orchestrator_pb2 import EdgeDescription
 
 
 def make_display(*, as_json: bool) -> "Display":
-    """Returns the display for JSON, for a terminal or, if stderr is not a terminal, for plain text."""
+    """Returns a display of JSON lines if `as_json` is True, and otherwise a display of text.
+
+    The display of text is a live table if stderr is a terminal, and otherwise consists of plain lines.
+    """
     console = Console(stderr=True, highlight=False)
     if as_json:
         return JsonDisplay(console)
@@ -31,23 +34,22 @@ def make_display(*, as_json: bool) -> "Display":
 
 
 class Display:
-    """Prints a line to stderr for each change of a process, for logs and pipes."""
+    """Prints a line to stderr for each change of a process's status, which suits logs and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self.restarts = 0
-        """The number of times that a process was restarted."""
+        """The total number of restarts of all processes."""
 
     def show(self, status: ProcessStatus) -> None:
-        """Shows the new status of a process."""
+        """Displays the new status of a process."""
         self.restarts += status.state is ProcessState.RESTARTING
         self._show(status)
 
     def ready(self, endpoint: str, *, edges: Sequence[EdgeDescription], hint: str, admin_endpoint: str = "") -> None:
-        """Shows that all processes are ready, with the connectors of the edges and a hint about the next command.
+        """Displays that all processes are ready, with the connectors of the edges and a hint about the next command.
 
-        `endpoint` is the address for clients. `admin_endpoint` is the address for operators. It is not shown if it is
-        empty.
+        `endpoint` is the address for clients. `admin_endpoint` is the address for operators, or "" to display none.
         """
         if edges:
             self._console.print(links_table(edges), soft_wrap=True)
@@ -57,7 +59,7 @@ class Display:
             self._print(Text(f"operators at {admin_endpoint}; try: stagemesh top{server}"))
 
     def close(self, message: str = "") -> None:
-        """Ends the display with a summary. Closing twice is harmless."""
+        """Ends the display, and prints `message` unless it is empty. May be called more than once."""
         if message:
             self._print(Text(message))
 

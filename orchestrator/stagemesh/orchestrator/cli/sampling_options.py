@@ -92,11 +92,11 @@ SAMPLING: Mapping[str, Parameter] = {
     ),
     "adapter": option(str, "Use this LoRA adapter. The model is used without an adapter if omitted.", metavar="NAME"),
 }
-"""The options. Each key is the name of the client's argument that the option sets."""
+"""The options, by the name of the argument of `AsyncClient.generate` that each option sets."""
 
 
 def read_text(path: Path | None, *, option: str) -> str | None:
-    """Returns the text of a file, or None if `path` is None.
+    """Returns the text of the file at `path`, or None if `path` is None.
 
     Raises BadParameter, which names `option`, if the file cannot be read as text.
     """

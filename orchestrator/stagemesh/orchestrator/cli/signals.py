@@ -1,4 +1,4 @@
-"""Stops commands at SIGINT or SIGTERM."""
+"""Functions that stop commands when the process receives SIGINT or SIGTERM."""
 
 import asyncio
 import signal
@@ -6,7 +6,10 @@ from collections.abc import Awaitable, Callable
 
 
 def stop_on_signals() -> asyncio.Event:
-    """Returns an event that is set at SIGINT or SIGTERM. After this call, the signals have no other effect."""
+    """Returns an event that is set when the process receives SIGINT or SIGTERM.
+
+    After this call, the signals have no other effect.
+    """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -15,7 +18,7 @@ def stop_on_signals() -> asyncio.Event:
 
 
 async def done_before(stopping: asyncio.Event, work: Callable[[], Awaitable[None]]) -> bool:
-    """Runs `work` and returns True. If `stopping` is set first, cancels `work` and returns False."""
+    """Runs `work` and returns True when `work` ends. If `stopping` is set first, cancels `work` and returns False."""
     async with asyncio.TaskGroup() as tasks:
         working = tasks.create_task(_run(work))
         waiting = tasks.create_task(stopping.wait())

@@ -77,7 +77,7 @@ def _show(snapshots: "Iterator[admin_pb2.WatchPipelineResponse]", *, once: bool)
 
 
 def top_view(now: "admin_pb2.WatchPipelineResponse", before: "admin_pb2.WatchPipelineResponse") -> "RenderableType":
-    """Returns the display of the snapshot `now`, with rates since the snapshot `before`."""
+    """Returns the display of the snapshot `now`, with the rates since the snapshot `before`."""
     from rich.console import Group
     from rich.text import Text
 
@@ -112,7 +112,7 @@ def _summary(now: "admin_pb2.PipelineStatus", before: "admin_pb2.PipelineStatus"
 
 
 def _pairs(now: Iterable[Any], before: Iterable[Any], name: Callable[[Any], str]) -> list[tuple[Any, Any]]:
-    """Pairs each item with its earlier state, or with itself if it is new."""
+    """Pairs each current item with the earlier item of the same name, or with itself if there is no earlier item."""
     earlier = {name(item): item for item in before}
     return [(item, earlier.get(name(item), item)) for item in now]
 

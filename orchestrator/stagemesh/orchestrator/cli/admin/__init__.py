@@ -1,4 +1,4 @@
-"""`stagemesh admin`: builds the commands for operators from their table and runs them."""
+"""`stagemesh admin`: builds the commands for operators from the table `COMMANDS`, and runs them."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -39,7 +39,10 @@ def _run(command: Command, values: dict[str, Any], *, server: str, as_json: bool
 
 
 def _answers(command: Command, values: dict[str, Any], *, server: str) -> "Iterator[tuple[Message, str]]":
-    """Yields each answer with the name of the replica that sent it. The name is empty for answers of AdminService."""
+    """Runs a command. Yields each answer with the name of the replica that sent the answer.
+
+    The name is empty if AdminService sent the answer.
+    """
     from contextlib import closing
 
     from stagemesh.orchestrator.cli.admin.client import TIMEOUT_S, connected, is_control, is_stream, make_request

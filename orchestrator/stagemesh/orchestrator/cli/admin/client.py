@@ -28,19 +28,19 @@ _CONTROL = control_pb2.DESCRIPTOR.services_by_name["StageControlService"].method
 
 
 def is_control(rpc: str) -> bool:
-    """Returns whether an RPC belongs to StageControlService, which each replica serves, instead of AdminService."""
+    """Returns whether an RPC belongs to StageControlService, which each replica serves, and not to AdminService."""
     return rpc not in _ADMIN
 
 
 def is_stream(rpc: str) -> bool:
-    """Returns whether an RPC answers with a stream of messages."""
+    """Returns whether an RPC returns a stream of messages instead of one message."""
     return bool(_method(rpc).server_streaming)
 
 
 def make_request(rpc: str, values: dict[str, Any]) -> "Message":
     """Returns the request message of an RPC.
 
-    Sets each field for which `values` contains a value other than None. Ignores values whose names are not fields.
+    Sets each field for which `values` contains a value other than None. Ignores entries whose names are not fields.
     """
     message = _method(rpc).input_type
     fields = {name: value for name, value in values.items() if value is not None and name in message.fields_by_name}
@@ -56,7 +56,10 @@ class AdminConnection:
         self._stubs = AdminServiceStub(self._channel), StageControlServiceStub(self._channel)
 
     def call(self, rpc: str, request: "Message", *, replica: str = "", timeout_s: float = TIMEOUT_S) -> Any:
-        """Returns the answer of AdminService or, for an RPC of StageControlService, of `replica`."""
+        """Calls an RPC and returns its answer.
+
+        AdminService answers its own RPCs. An RPC of StageControlService is forwarded to `replica`.
+        """
         metadata = ((_REPLICA_KEY, replica),) if replica else ()
         try:
             return getattr(self._stubs[is_control(rpc)], rpc)(request, timeout=timeout_s, metadata=metadata)
@@ -74,9 +77,10 @@ class AdminConnection:
             call.cancel()
 
     def replicas_of(self, target: str) -> list[str]:
-        """Returns the name of the replica with this name, or the names of all replicas of the stage with this name.
+        """Returns the names of the replicas that `target`, the name of a replica or of a stage, selects.
 
-        Raises NotFoundError (UNKNOWN_TARGET) if there is neither.
+        A stage's name selects all replicas of the stage. Raises NotFoundError (UNKNOWN_TARGET) if no replica and no
+        stage has this name.
         """
         known = {replica.name: replica.stage for replica in self._replicas()}
         found = [target] if target in known else [name for name, stage in known.items() if stage == target]
@@ -85,7 +89,7 @@ class AdminConnection:
         return found
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the gRPC channel."""
         self._channel.close()
 
     def _replicas(self) -> Iterator[admin_pb2.ReplicaStatus]:
@@ -106,7 +110,7 @@ class AdminConnection:
 
 @contextmanager
 def connected(endpoint: str) -> Generator[AdminConnection]:
-    """Opens a connection, and closes it at the end of the block."""
+    """Opens a connection to AdminService at `endpoint`, and closes the connection at the end of the `with` block."""
     connection = AdminConnection(endpoint)
     try:
         yield connection

@@ -1,4 +1,4 @@
-"""The table of commands for operators, with the RPC, the parameters, the request and the display of each command."""
+"""The table of commands for operators: the name, RPC, parameters, request fields and display of each command."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Values: TypeAlias = Mapping[str, Any]
-"""The values of a command's parameters by name. For an RPC of a replica, "replica" is the replica's name."""
+"""The values of a command's parameters by name. If a replica answers the RPC, "replica" is the name of the replica."""
 Display: TypeAlias = "Callable[[Any, Values], RenderableType]"
-"""A function that returns the text or table to print for an answer."""
+"""A function that returns the text or table to print for the answer of an RPC."""
 
 _CHANGE_S = 600.0
 _LOAD_S = 300.0
@@ -26,25 +26,25 @@ _RESTART_S = 3600.0
 class Command:
     """One command of `stagemesh admin`.
 
-    An RPC of StageControlService is called at each replica of the parameter `target`, one replica after the other.
+    If the RPC belongs to StageControlService, the command calls the RPC on each replica that the parameter `target`
+    selects, one replica after the other.
     """
 
     name: str
-    """The name of the command. It starts with the name of the command's group if there is one, for example "lora load".
-    """
+    """The name of the command, preceded by the name of the command's group if there is one, for example "lora load"."""
     help: str
     rpc: str | Callable[[Values], str]
     display: Display
     parameters: Mapping[str, Parameter]
-    """The parameters of the command by name. A parameter with the name of a request field sets that field."""
+    """The parameters of the command by name. A parameter that has the name of a request field sets that field."""
     fields: Callable[[Values], Values] = lambda _: {}
-    """Returns the request fields that are computed from the parameters."""
+    """A function that computes further request fields from the values of the parameters."""
     fails: Callable[[Any], bool] = lambda _: False
-    """Returns whether an answer makes the command exit with status 1."""
+    """A function that returns whether an answer makes the command exit with status 1."""
 
 
 def _table(columns: Sequence[Column], rows: str) -> Display:
-    """Returns a display that shows a repeated field of the answer as a table."""
+    """Returns a display that shows the repeated field `rows` of an answer as a table."""
     return lambda answer, _: make_table(columns, getattr(answer, rows))
 
 

@@ -20,7 +20,7 @@ _LISTS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def _complete(*rpcs: str) -> Callable[[typer.Context, str], list[str]]:
-    """Returns a callback that completes the names in these lists.
+    """Returns a shell completion callback for the names in the answers of these list RPCs.
 
     The callback completes nothing if the server does not answer.
     """
@@ -47,7 +47,7 @@ def _names(admin: Any, rpc: str) -> Sequence[str]:
 
 
 class ReplicaStateOption(StrEnum):
-    """The replica states that `--state` accepts."""
+    """The values of `--state` for lists of replicas."""
 
     LOADING = "loading"
     READY = "ready"
@@ -58,7 +58,7 @@ class ReplicaStateOption(StrEnum):
 
 
 class RequestStateOption(StrEnum):
-    """The request states that `--state` accepts."""
+    """The values of `--state` for lists of requests."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -130,7 +130,7 @@ PAGE_TOKEN = option(
 
 
 def timeout(default_s: float) -> Parameter:
-    """Returns the option --timeout with this default in seconds."""
+    """Returns the option --timeout, whose default is `default_s` seconds."""
     return option(
         float,
         "Fail if the command takes longer than this number of seconds.",

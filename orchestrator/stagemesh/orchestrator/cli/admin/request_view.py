@@ -1,4 +1,4 @@
-"""The display of one request: its summary, the steps on its stages, its flows, and its timeline."""
+"""The display of one request: its summary, its steps on the stages, its flows between replicas, and its timeline."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -25,7 +25,7 @@ _MOVED = "DRAINED"
 
 
 class Moment(NamedTuple):
-    """One entry of the timeline. `at_s` is in seconds since the request was received."""
+    """One entry of a request's timeline. `at_s` is in seconds since the request was received."""
 
     at_s: float
     source: str
@@ -41,7 +41,7 @@ def request_view(answer: admin_pb2.GetRequestResponse) -> RenderableType:
 
 
 def moments(answer: admin_pb2.GetRequestResponse) -> list[Moment]:
-    """Returns the timeline, earliest entry first."""
+    """Returns the timeline of a request, earliest entry first."""
     timeline = [Moment(0.0, "", "received")]
     if answer.HasField("planned_s"):
         timeline.append(Moment(answer.planned_s, "", "admitted and planned"))
@@ -91,7 +91,7 @@ _STEPS = (
 
 
 def _newest(flow: Any) -> control_pb2.FlowReport:
-    """Returns the producer's report, or the consumer's report if the producer sent none."""
+    """Returns the producer's report of a flow, or the consumer's report if the producer sent none."""
     report: control_pb2.FlowReport = flow.sent if flow.HasField("sent") else flow.received
     return report
 

@@ -1,4 +1,4 @@
-"""The columns of the tables in which the lists of AdminService are displayed."""
+"""Tables for the lists of AdminService: pipelines, callers, stages, replicas, edges and requests."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 
 def request_state(request: Any) -> Cell:
-    """Returns a request's state in its color."""
+    """Returns a table cell with the state of a request, in the color of the state."""
     from stagemesh.v1 import admin_pb2
 
     return state_cell(enum_word(admin_pb2.RequestState.DESCRIPTOR, request.state))
 
 
 def replica_state(replica: Any) -> Cell:
-    """Returns a replica's state in its color, with its detail."""
+    """Returns a table cell with the state of a replica in the color of the state, followed by its detail."""
     from stagemesh.v1 import stage_pb2
 
     return state_cell(enum_word(stage_pb2.ReplicaState.DESCRIPTOR, replica.state), replica.detail)
 
 
 def ready_replicas(stage: Any) -> Cell:
-    """Returns the number of ready replicas of a stage, and the number of all its replicas."""
+    """Returns a table cell with the numbers of ready replicas and of all replicas of a stage, such as "1 of 2"."""
     style = "green" if stage.ready == stage.replicas and stage.ready else "yellow" if stage.ready else "red"
     return [(f"{stage.ready} of {stage.replicas}", style)]
 
 
 def arena(load: Any) -> str:
-    """Returns the used percentage and the size of an arena. Empty if the size is unknown."""
+    """Returns the used percentage and the size of an arena, such as "40% of 67.1 MB", or "" if the size is unknown."""
     if not load.arena_size_bytes:
         return ""
     return f"{load.arena_used_bytes / load.arena_size_bytes:.0%} of {size(load.arena_size_bytes)}"
@@ -134,7 +134,9 @@ def pipelines_view(pipelines: "Sequence[admin_pb2.PipelineStatus]") -> "Renderab
 
 
 def edges_view(edges: "Sequence[admin_pb2.EdgeStatus]") -> "RenderableType":
-    """Returns the edges with their amounts of transferred data, followed by the connectors that their replicas use."""
+    """Returns a table of the edges and their transferred chunks and bytes, followed by a table of the connectors in
+    use.
+    """
     from rich.console import Group
 
     if not edges:
