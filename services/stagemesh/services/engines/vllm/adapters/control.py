@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 class Adapters:
     """Manages the LoRA adapters of one AsyncLLM.
 
-    Every change of an adapter holds `lock`, so that no other control, such as sleep, changes the engine at the same
-    time. `check_awake` raises NotReadyError if the engine is asleep.
+    Acquires `lock` for each change, so that no other control, such as sleep, changes the engine at the same time.
+    `check_awake` raises NotReadyError if the engine is asleep.
     """
 
     def __init__(self, llm: "AsyncLLM", *, stage: str, lock: asyncio.Lock, check_awake: Callable[[], None]) -> None:
@@ -123,7 +123,7 @@ class Adapters:
         return entry
 
     async def _targets(self, files: AdapterFiles) -> Mapping[str, Sizes | None]:
-        """Returns the sizes of the layers that an adapter changes, by layer name. None for a layer of unknown size."""
+        """Returns the size of each layer that an adapter changes, or None if the size is unknown, by layer name."""
         names = sorted(files.layers)
         answers: list[dict[str, list[int]]] = await worker_call(self._llm, "adapter_targets", names)
         return {name: Sizes(*sizes) if sizes else None for answer in answers for name, sizes in answer.items()}

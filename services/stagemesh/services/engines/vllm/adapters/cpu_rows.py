@@ -31,7 +31,10 @@ class AppliesOnlyChosen(PunicaWrapperCPU):
 
 @contextmanager
 def _restored(y: torch.Tensor, rows: torch.Tensor) -> Generator[None]:
-    """Restores the rows of `y` that the mask `rows` selects when the context exits. `y` has the shape [..., width]."""
+    """Restores rows of `y` to their previous values when the context exits.
+
+    `y` has the shape [..., width]. `rows` is the mask of the rows to restore.
+    """
     flat = y.view(-1, y.shape[-1])
     before = flat[rows]
     yield

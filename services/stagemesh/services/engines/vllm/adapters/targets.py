@@ -6,7 +6,7 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 
 class AdapterTargets:
-    """A mixin for vLLM's worker class. Its method `adapter_targets` is called through vLLM's `collective_rpc`."""
+    """A mixin for vLLM's worker class. The replica calls `adapter_targets` through vLLM's `collective_rpc`."""
 
     def adapter_targets(self, names: list[str]) -> dict[str, list[int]]:
         """Returns the sizes of the layers in `names` that this worker has, by layer name.
